@@ -1,0 +1,18 @@
+"""Data parallelism for PyTorch Lightning in one process, with the numbers of one device.
+
+`import lightning_dp` registers the strategy: `Trainer(strategy="dp_custom", devices=4)`.
+"""
+
+from pathlib import Path
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dp.strategy import DataParallelStrategy
+
+__all__ = ["DataParallelStrategy"]
+
+DataParallelStrategy.register_strategies(StrategyRegistry)
+
+if not (Path(__file__).parent / "conf").exists():
+    # A checkout that is not installed: conf/ and examples/ lie beside this package, not in it.
+    __path__.append(str(Path(__file__).parent.parent))

@@ -1,0 +1,150 @@
+"""The journal: what replicas say to the outside during a step, and its replay after the step.
+
+Replicas write down their calls of `self.log` and of metrics, in the order in which they make them.
+After the step the same calls of all replicas are joined and made once, on the main thread, on the
+user's module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_dp import metrics
+from lightning_dp.logs import LogCall, LogMerger
+from lightning_dp.metrics import MetricCall, MetricFaces
+from lightning_dp.module_state import AppendedLists
+from lightning_dp.parallel.data_parallel import Shards
+from lightning_dp.parallel.layout import ReplicaRules
+
+Call: TypeAlias = LogCall | MetricCall
+
+
+class Journal:
+    """The calls of one replica during one step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.calls: list[Call] = []
+        self.faces = MetricFaces(self.calls.append, device)
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Stands for `self.log` on a replica."""
+        self.calls.append(LogCall.of(name, self.faces.original(value), args, kwargs))
+
+
+class Journals(ReplicaRules):
+    """The journals of all replicas of a LightningModule.
+
+    Args:
+        module: the user's module.
+        devices: the replicas' devices, root first.
+        output_device: where logged values end up.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        devices: Sequence[torch.device],
+        output_device: torch.device,
+    ) -> None:
+        self._module = module
+        self._output_device = output_device
+        self._journals = [Journal(device) for device in devices]
+        self._devices = list(devices)
+        self._logs = LogMerger()
+        self._metrics: list[nn.Module] = []
+        self.hook = ""
+        """The name of the step that is running."""
+
+    def on_build(self, leaves: list[nn.Module]) -> None:
+        """Remembers the module's own metrics, which record during a step."""
+        self._metrics = leaves
+
+    def is_leaf(self, module: nn.Module) -> bool:
+        """Metrics are copied in a way of their own."""
+        return metrics.is_metric(module)
+
+    def copy_leaf(self, module: nn.Module, k: int, device: torch.device) -> nn.Module:
+        """A metric that writes into replica k's journal."""
+        return self._journals[k].faces.make(module)
+
+    def own_attributes(self, module: nn.Module, k: int, device: torch.device) -> dict[str, Any]:
+        """`self.device` and `self.log` of a replica."""
+        own: dict[str, Any] = {"_device": device} if "_device" in module.__dict__ else {}
+        if module is self._module:
+            own["log"] = self._journals[k].log
+        return own
+
+    @contextlib.contextmanager
+    def around(self, modules: list[nn.Module], shards: Shards) -> Iterator[None]:
+        """Records while the replicas run; if all went well, replays."""
+        for journal in self._journals:
+            journal.calls.clear()
+        lists = AppendedLists(modules, shards, self._output_device)
+        with self._root_records(modules[0]):
+            yield
+        lists.collect()
+        self._replay(shards)
+
+    @contextlib.contextmanager
+    def _root_records(self, root: nn.Module) -> Iterator[None]:
+        """Replica 0 is the user's module: it records only while the step lasts."""
+        own_log = {"log": root.__dict__["log"]} if "log" in root.__dict__ else {}
+        root.__dict__["log"] = self._journals[0].log
+        try:
+            with self._journals[0].faces.worn(self._metrics):
+                yield
+        finally:
+            del root.__dict__["log"]
+            root.__dict__.update(own_log)
+
+    def _replay(self, shards: Shards) -> None:
+        journals = [self._journals[k].calls for k in shards.active]
+        for calls in _aligned(journals):
+            present = [k for k, call in enumerate(calls) if call is not None]
+            sizes = [shards.active_sizes[k] for k in present]
+            made = [call for call in calls if call is not None]
+            if isinstance(made[0], MetricCall):
+                metrics.replay([c for c in made if isinstance(c, MetricCall)], sizes)
+            else:
+                self._check_complete(calls, shards)
+                self._log([c for c in made if isinstance(c, LogCall)], sizes)
+
+    def _log(self, calls: list[LogCall], sizes: list[int]) -> None:
+        merged = self._logs.merge(self.hook, calls, sizes, self._output_device)
+        self._module.log(merged.name, merged.value, **merged.options)
+
+    def _check_complete(self, calls: Sequence[Call | None], shards: Shards) -> None:
+        names = [
+            f"replica {k} on {self._devices[k]} ({shards.sizes[k]} samples)" for k in shards.active
+        ]
+        with_key = [name for name, call in zip(names, calls, strict=True) if call is not None]
+        without = [name for name, call in zip(names, calls, strict=True) if call is None]
+        if without:
+            key = next(call.name for call in calls if isinstance(call, LogCall))
+            raise ValueError(
+                f"self.log({key!r}): expected the same keys from every replica, got it from "
+                f"{', '.join(with_key)}, but not from {', '.join(without)}. Log it for every "
+                "shard; a value that some shards lack can be logged through a torchmetrics metric."
+            )
+
+
+def _aligned(journals: Sequence[Sequence[Call]]) -> list[list[Call | None]]:
+    """The replicas' calls side by side: the n-th call with a key stands beside the other n-th ones.
+
+    The order is that of the first replica; calls that it did not make come last.
+    """
+    rows: dict[tuple[object, ...], list[Call | None]] = {}
+    for k, calls in enumerate(journals):
+        counts: Counter[tuple[object, ...]] = Counter()
+        for call in calls:
+            counts[call.key] += 1
+            row = rows.setdefault((call.key, counts[call.key]), [None] * len(journals))
+            row[k] = call
+    return list(rows.values())

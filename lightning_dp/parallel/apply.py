@@ -1,0 +1,243 @@
+"""Apply: one function call per replica, in worker threads or one after another.
+
+Replica k always runs in worker k, a thread that lives as long as the pool. A worker gives each
+call the caller's full thread state and brings its result or its exception back.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from lightning_dp.parallel.thread_state import ThreadState
+
+ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
+EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
+
+
+@dataclass
+class Task:
+    """A call for one replica.
+
+    Attributes:
+        replica: the number of the replica.
+        device: its device.
+        call: what to run; takes nothing.
+        context: completes the sentence "in replica 2 on cuda:1, ..." in an error.
+        seconds: how long the call took, once it has run.
+    """
+
+    replica: int
+    device: torch.device
+    call: Callable[[], Any]
+    context: str = ""
+    seconds: float = field(default=0.0, init=False)
+
+    def run(self) -> Any:
+        """Makes the call and times it."""
+        start = time.perf_counter()
+        try:
+            return self.call()
+        finally:
+            self.seconds = time.perf_counter() - start
+
+
+class Executor:
+    """Runs the replicas' tasks and returns their results in the order of the tasks.
+
+    Args:
+        devices: one device per replica; the pool has one worker for each.
+        how: `"threads"`, `"inorder"` (one after another on the calling thread: for a debugger, or
+            to repeat a run bit by bit), or `"auto"`, which measures both on the first calls of
+            each kind of work and keeps the faster. Threads win where the devices compute, the
+            other way wins where Python is the bottleneck.
+
+    Raises:
+        ValueError: unknown `how`.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], how: ExecutorName = "auto") -> None:
+        check_executor(how)
+        self._devices = list(devices)
+        self._how = how
+        self._workers: list[_Worker] = []
+        self._trials: dict[tuple[str, int], _Trial] = {}
+
+    def run(self, kind: str, tasks: Sequence[Task]) -> list[Any]:
+        """Runs all tasks and waits for them.
+
+        Args:
+            kind: the name of this kind of work; `"auto"` chooses for each kind on its own.
+            tasks: at most one per replica.
+
+        Raises:
+            BaseException: the first failed replica's own exception, with a note that says which
+                replica, device and samples. No task is running any more when it arrives.
+        """
+        if len(tasks) == 1 or self._how == "inorder":
+            return self._in_order(tasks)
+        if self._how == "threads":
+            return self._in_threads(tasks)
+        if torch.are_deterministic_algorithms_enabled():
+            return self._in_order(tasks)
+        trial = self._trials.setdefault((kind, len(tasks)), _Trial())
+        start = time.perf_counter()
+        results = (self._in_threads if trial.threads else self._in_order)(tasks)
+        trial.record(time.perf_counter() - start)
+        return results
+
+    def close(self) -> None:
+        """Ends the worker threads; a later `run` starts new ones."""
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.inbox.put(None)
+        for worker in workers:
+            worker.thread.join()
+
+    def _in_order(self, tasks: Sequence[Task]) -> list[Any]:
+        results = []
+        for task in tasks:
+            try:
+                results.append(task.run())
+            except Exception as error:
+                raise _with_note(error, task)  # noqa: B904  # it is the same exception
+        return results
+
+    def _in_threads(self, tasks: Sequence[Task]) -> list[Any]:
+        if not self._workers:
+            self._workers = _start_workers(self._devices)
+        done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        state = ThreadState.capture(self._devices)
+        for i, task in enumerate(tasks):
+            self._workers[task.replica].inbox.put(_Job(i, task, state, done))
+        outcomes = _collect(done, len(tasks))
+        for i, task in enumerate(tasks):
+            error = outcomes[i][1]
+            if error is not None:
+                raise _with_note(error, task)
+        return [outcomes[i][0] for i in range(len(tasks))]
+
+
+class _Job:
+    """A task on its way through a worker."""
+
+    def __init__(
+        self,
+        position: int,
+        task: Task,
+        state: ThreadState,
+        done: SimpleQueue[tuple[int, Any, BaseException | None]],
+    ) -> None:
+        self._position = position
+        self._task = task
+        self._state = state
+        self._context = contextvars.copy_context()
+        self._done = done
+
+    def __call__(self) -> None:
+        try:
+            result = self._context.run(self._run)
+        except BaseException as error:  # it is raised again by the thread that waits
+            self._done.put((self._position, None, error))
+        else:
+            self._done.put((self._position, result, None))
+
+    def _run(self) -> Any:
+        with self._state.entered(self._task.device):
+            return self._task.run()
+
+
+class _Worker:
+    """A thread that runs what is put into its inbox, until None comes."""
+
+    def __init__(self, replica: int, intra_op_threads: int) -> None:
+        self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self._intra_op_threads = intra_op_threads
+        self.thread = threading.Thread(target=self._loop, name=f"dp-replica-{replica}", daemon=True)
+        self.thread.start()
+
+    def _loop(self) -> None:
+        torch.set_num_threads(self._intra_op_threads)
+        while (job := self.inbox.get()) is not None:
+            job()
+            # The last job holds a batch and a graph, which must not outlive the step.
+            del job
+
+
+class _Trial:
+    """Times threads and in-order runs in turn, then stays with the faster."""
+
+    ROUNDS = 4  # of each; the first is not counted: caches and lazy initialisation distort it
+
+    def __init__(self) -> None:
+        self.threads = True
+        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+
+    def record(self, seconds: float) -> None:
+        times = self._seconds
+        if len(times[False]) == self.ROUNDS:
+            return
+        times[self.threads].append(seconds)
+        self.threads = len(times[True]) <= len(times[False])
+        if len(times[False]) == self.ROUNDS:
+            self.threads = min(times[True][1:]) <= min(times[False][1:])
+
+
+def check_executor(how: str) -> None:
+    """Raises a ValueError unless `how` names an executor."""
+    if how not in EXECUTORS:
+        raise ValueError(f"executor: expected one of {list(EXECUTORS)}, got {how!r}.")
+
+
+def _start_workers(devices: Sequence[torch.device]) -> list[_Worker]:
+    total = torch.get_num_threads()
+    on_cpu = sum(device.type == "cpu" for device in devices)
+    workers = [_Worker(k, max(1, total // max(1, on_cpu))) for k in range(len(devices))]
+    # A worker's set_num_threads is also the default of threads to come; the caller's own stays.
+    torch.set_num_threads(total)
+    return workers
+
+
+def _collect(
+    done: SimpleQueue[tuple[int, Any, BaseException | None]], count: int
+) -> dict[int, tuple[Any, BaseException | None]]:
+    """Waits for all tasks, also when interrupted: none may still be using the module later.
+
+    A second interrupt ends the wait at once.
+    """
+    outcomes: dict[int, tuple[Any, BaseException | None]] = {}
+    try:
+        _drain(done, outcomes, count)
+    except BaseException:
+        _drain(done, outcomes, count)
+        raise
+    return outcomes
+
+
+def _drain(
+    done: SimpleQueue[tuple[int, Any, BaseException | None]],
+    outcomes: dict[int, tuple[Any, BaseException | None]],
+    count: int,
+) -> None:
+    while len(outcomes) < count:
+        try:  # the timeout lets Ctrl-C through on Windows, where a lock does not
+            position, result, error = done.get(timeout=0.5)
+        except Empty:
+            continue
+        outcomes[position] = (result, error)
+
+
+def _with_note(error: BaseException, task: Task) -> BaseException:
+    note = f"[in replica {task.replica} on {task.device}{task.context}]"
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif len(error.args) == 1 and isinstance(error.args[0], str):  # Python 3.10
+        error.args = (f"{error.args[0]}\n{note}",)
+    return error

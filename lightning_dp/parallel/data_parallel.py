@@ -1,0 +1,297 @@
+"""The flow: split -> scatter -> replicate -> apply -> gather, and after it backward -> reduce."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.apply import Executor, ExecutorName, Task
+from lightning_dp.parallel.gather import gather
+from lightning_dp.parallel.layout import ReplicaRules
+from lightning_dp.parallel.loss import (
+    LossReduction,
+    StepOutput,
+    join_losses,
+    loss_weights,
+    num_items,
+    with_final_callback,
+    with_separate_backward,
+)
+from lightning_dp.parallel.reduce import Buffers, reduce_buffers, reduce_gradients
+from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.scatter import batch_size, cut
+from lightning_dp.parallel.split import Sizes, SplitPolicy
+from lightning_dp.parallel.transfer import to_device
+
+Transfer: TypeAlias = Callable[[Any, torch.device], Any]
+"""Moves one shard to a device."""
+
+
+@dataclass
+class DeviceUsage:
+    """What one device has done in training so far.
+
+    Attributes:
+        device: the device.
+        samples: training samples it was given.
+        busy_seconds: time spent in its forward and backward, as its worker saw it. Accelerators
+            compute asynchronously: there it is the time that issuing the forward took.
+    """
+
+    device: torch.device
+    samples: int = 0
+    busy_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A batch after split and scatter.
+
+    Attributes:
+        sizes: samples per device; zeros allowed.
+        parts: one shard per device; None where the size is 0.
+    """
+
+    sizes: Sizes
+    parts: list[Any] = field(repr=False)
+
+    @property
+    def active(self) -> list[int]:
+        """The replicas that have samples."""
+        return [k for k, size in enumerate(self.sizes) if size > 0]
+
+    @property
+    def active_sizes(self) -> list[int]:
+        """The sizes of the shards of the active replicas."""
+        return [size for size in self.sizes if size > 0]
+
+
+Around: TypeAlias = Callable[[list[nn.Module], Shards], AbstractContextManager[None]]
+
+
+class StepParallel:
+    """Runs a method of a module on all replicas, each on its shard of the batch.
+
+    What comes back is what one device would have returned: outputs in order, the loss of the
+    whole batch, and after its backward the gradients of the whole batch in the root's parameters.
+
+    Args:
+        module: the user's module, on the root device.
+        devices: the replicas' devices, root first; an entry may repeat.
+        output_device: where loss and gathered outputs end up.
+        split: how many samples each device gets.
+        loss_reduction: whether the step's loss is a `"mean"` or a `"sum"` over its samples.
+        buffers: which buffers (running statistics, say) the root keeps after a training step:
+            those of the `"first"` replica, or the `"mean"` of all, weighted by shard size.
+        executor: how the replicas run, see `Executor`.
+        rules: how special submodules are replicated.
+        around: entered around every apply, with the replicas and the shards; for what the
+            replicas leave behind besides their outputs.
+
+    Example:
+        >>> class Net(nn.Linear):
+        ...     def training_step(self, batch):
+        ...         return self(batch).square().mean()
+        >>> cpu = torch.device("cpu")
+        >>> net = Net(3, 1)
+        >>> engine = StepParallel(net, [cpu] * 2, output_device=cpu, split=lambda n: (n - 1, 1))
+        >>> engine.train("training_step", engine.scatter(torch.randn(8, 3))).backward()
+        >>> net.weight.grad.shape
+        torch.Size([1, 3])
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        output_device: torch.device,
+        split: SplitPolicy,
+        loss_reduction: LossReduction = "mean",
+        buffers: Buffers = "first",
+        executor: ExecutorName = "auto",
+        rules: ReplicaRules | None = None,
+        around: Around = lambda modules, shards: nullcontext(),
+    ) -> None:
+        self.devices = list(devices)
+        self.output_device = output_device
+        self.replicas = Replicas(module, devices, rules)
+        self.usage = [DeviceUsage(device) for device in devices]
+        self.accumulating = False
+        """While True a backward leaves the gradients on the replicas, for a later one to reduce."""
+        self._executor = Executor(devices, executor)
+        self._split = split
+        self._loss_reduction: LossReduction = loss_reduction
+        self._buffers: Buffers = buffers
+        self._around = around
+        self._stale = True
+        self._on_cpu = all(device.type == "cpu" for device in devices)
+
+    def evaluate(self, method: str, shards: Shards, *args: Any) -> Any:
+        """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
+        modules = self.replicate(shards)
+        outputs, _ = self.apply(modules, method, shards, *args)
+        return gather(outputs, self.output_device, shards.active_sizes)
+
+    def train(self, method: str, shards: Shards, *args: Any) -> Any:
+        """Calls `method(shard, *args)` on the replicas and joins the losses that it returns.
+
+        The method returns a loss, or a mapping with the key "loss" (and "num_items", if the loss
+        is a mean over something else than samples), or None to leave its shard out.
+
+        Returns:
+            As the method does: the joint loss, whose backward fills the root's `.grad`; a dict
+            with it and the other entries gathered; or None if no replica returned a loss.
+        """
+        modules = self.replicate(shards)
+        buffers = _BufferWatch(self.replicas, shards, self._buffers)
+        outputs, seconds = self.apply(modules, method, shards, *args)
+        buffers.settle()
+        self._count(shards, seconds)
+        return self._join(outputs, shards)
+
+    def scatter(self, batch: Any, transfer: Transfer = to_device) -> Shards:
+        """Decides the sizes, once for the batch; cuts it and moves each shard to its device.
+
+        A batch in which there is nothing to cut goes to the root alone, with a warning.
+        """
+        n = batch_size(batch)
+        if n is None:
+            warnings.warn(
+                "The batch has no tensor and no list that could be cut: it runs on the root "
+                "device alone. Yield tensors whose first dimension counts the samples.",
+                stacklevel=2,
+            )
+        if not n:
+            return Shards((1, *[0] * (len(self.devices) - 1)), [transfer(batch, self.devices[0])])
+        sizes = self._split(n)
+        parts = [
+            transfer(part, device) if size else None
+            for part, size, device in zip(cut(batch, sizes), sizes, self.devices, strict=True)
+        ]
+        return Shards(sizes, parts)
+
+    def replicate(self, shards: Shards) -> list[nn.Module]:
+        """The replicas, up to date on the devices that have samples."""
+        self.replicas.refresh(None if self._stale else shards.active, everything=self._stale)
+        self._stale = False
+        return self.replicas.modules
+
+    def apply(
+        self, modules: list[nn.Module], method: str, shards: Shards, *args: Any
+    ) -> tuple[list[Any], list[float]]:
+        """Calls the method on every active replica; outputs and seconds in shard order."""
+        with self._around(modules, shards):
+            calls = [
+                (k, partial(getattr(modules[k], method), shards.parts[k], *args))
+                for k in shards.active
+            ]
+            return self._run(method, calls, shards)
+
+    def resync(self) -> None:
+        """Makes the next step copy everything to the replicas, changed or not."""
+        self._stale = True
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._executor.close()
+
+    def _run(
+        self, kind: str, calls: Sequence[tuple[int, Callable[[], Any]]], shards: Shards
+    ) -> tuple[list[Any], list[float]]:
+        tasks = [
+            Task(k, self.devices[k], call, f", {kind}, {_samples(shards.sizes, k)}")
+            for k, call in calls
+        ]
+        results = self._executor.run(kind, tasks)
+        return results, [task.seconds for task in tasks]
+
+    def _join(self, outputs: list[Any], shards: Shards) -> Any:
+        kept = [k for k, output in zip(shards.active, outputs, strict=True) if output is not None]
+        if not kept:
+            return None
+        steps = [StepOutput.parse(output) for output in outputs if output is not None]
+        sizes = [shards.sizes[k] for k in kept]
+        counts = num_items(steps)
+        weights = loss_weights(sizes, self._loss_reduction, counts)
+        losses = [step.loss for step in steps]
+        joint = join_losses(losses, weights, self.output_device)
+        if joint.requires_grad:
+            joint = self._with_backward(joint, kept, losses, weights, shards)
+        if steps[0].extras is None:
+            return joint
+        extras = gather([step.extras for step in steps], self.output_device, sizes)
+        count = {} if counts is None else {"num_items": sum(counts)}
+        return {"loss": joint, **extras, **count}
+
+    def _with_backward(
+        self,
+        joint: Tensor,
+        replicas: list[int],
+        losses: list[Tensor],
+        weights: list[float],
+        shards: Shards,
+    ) -> Tensor:
+        if not self._on_cpu:
+            return with_final_callback(joint, self._reduce)
+        graphs = [g for g in zip(replicas, losses, weights, strict=True) if g[2] != 0]
+
+        def backward_each(gradient: Tensor, keep_graph: bool) -> None:
+            calls = [
+                (k, partial(loss.backward, gradient * weight, retain_graph=keep_graph))
+                for k, loss, weight in graphs
+                if loss.requires_grad
+            ]
+            _, seconds = self._run("backward", calls, shards)
+            for (k, _), spent in zip(calls, seconds, strict=True):
+                self.usage[k].busy_seconds += spent
+            self._reduce()
+
+        return with_separate_backward(joint, backward_each)
+
+    def _reduce(self) -> None:
+        if not self.accumulating:
+            reduce_gradients(self.replicas.parameters)
+
+    def _count(self, shards: Shards, seconds: list[float]) -> None:
+        for k, spent in zip(shards.active, seconds, strict=True):
+            self.usage[k].samples += shards.sizes[k]
+            self.usage[k].busy_seconds += spent
+
+
+class _BufferWatch:
+    """Sees which buffers a training step wrote to, and gives the root its due."""
+
+    def __init__(self, replicas: Replicas, shards: Shards, policy: Buffers) -> None:
+        self._replicas = replicas
+        self._shards = shards
+        self._policy = policy
+        # With "first", replica 0's buffers are the root's: it is the module itself.
+        self._needed = policy != "first" or shards.active[0] != 0
+        self._before = self._versions() if self._needed else []
+
+    def settle(self) -> None:
+        if not self._needed:
+            return
+        changed = [a != b for a, b in zip(self._before, self._versions(), strict=True)]
+        buffers, shards = self._replicas.buffers, self._shards
+        worked = [buffers[k] for k in shards.active]
+        with torch.no_grad():
+            reduce_buffers([buffers[0], *worked], changed, shards.active_sizes, self._policy)
+
+    def _versions(self) -> list[int]:
+        first = self._replicas.buffers[self._shards.active[0]]
+        return [-1 if buffer is None else buffer._version for buffer in first]
+
+
+def _samples(sizes: Sizes, k: int) -> str:
+    start = sum(sizes[:k])
+    return f"samples {start} to {start + sizes[k] - 1} of {sum(sizes)}"

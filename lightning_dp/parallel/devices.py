@@ -1,0 +1,162 @@
+"""Which devices there are: ids, names and indices turned into `torch.device`, or a clear error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+DeviceLike: TypeAlias = torch.device | str | int
+"""A device as people write it: `torch.device("cuda", 1)`, `"cuda:1"`, `1` or `"cpu"`."""
+
+
+def resolve_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
+    """Turns what the user wrote into existing devices; an entry may repeat.
+
+    Args:
+        devices: at least one device. An integer is an id of this machine's accelerator.
+
+    Raises:
+        ValueError: the list is empty, or an entry is malformed or names no device of this machine.
+
+    Example:
+        >>> resolve_devices(["cpu", "cpu"])
+        [device(type='cpu'), device(type='cpu')]
+    """
+    if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
+        raise ValueError(
+            f"devices: expected a list such as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu'], "
+            f"got {devices!r}. Put the device into a list."
+        )
+    if not devices:
+        raise ValueError("devices: expected at least one device, got an empty list.")
+    return [_existing(entry, f"devices[{i}]") for i, entry in enumerate(devices)]
+
+
+def resolve_output_device(
+    output_device: DeviceLike | None, devices: Sequence[torch.device]
+) -> torch.device:
+    """The device where loss, logs and gathered outputs end up.
+
+    Args:
+        output_device: None for the root device; a device or its name; an integer for the id of a
+            device of the root's type (for CPU replicas, which all share one memory, the index of
+            a replica).
+        devices: the replicas' devices, root first.
+
+    Raises:
+        ValueError: there is no such device.
+
+    Example:
+        >>> resolve_output_device(None, [torch.device("cpu")])
+        device(type='cpu')
+    """
+    if output_device is None:
+        return devices[0]
+    if isinstance(output_device, int) and devices[0].type == "cpu":
+        if not 0 <= output_device < len(devices):
+            raise ValueError(
+                f"output_device: expected an index from 0 to {len(devices) - 1} "
+                f"(there are {len(devices)} CPU replicas), a device name or None, "
+                f"got {output_device}. Use 'cpu', or leave it out for the root device."
+            )
+        return devices[output_device]
+    if isinstance(output_device, int):
+        return _existing(f"{devices[0].type}:{output_device}", "output_device")
+    return _existing(output_device, "output_device")
+
+
+def accelerator_type() -> str | None:
+    """The type of this machine's accelerator (`"cuda"`, say), or None on a machine without one."""
+    accelerator = getattr(torch, "accelerator", None)
+    if accelerator is not None and accelerator.is_available():
+        return str(accelerator.current_accelerator().type)
+    return "cuda" if torch.cuda.is_available() else None
+
+
+def device_count(device_type: str) -> int:
+    """How many devices of a type this process sees; 0 for a type without a usable backend."""
+    if device_type == "cpu":
+        return 1
+    module: Any = getattr(torch, device_type, None)
+    return int(module.device_count()) if hasattr(module, "device_count") else 0
+
+
+@contextlib.contextmanager
+def current_device(device: torch.device, stream: torch.Stream | None = None) -> Iterator[None]:
+    """Makes `device`, and on it `stream`, the calling thread's current ones for a while."""
+    if device.type == "cpu":
+        yield
+        return
+    module = torch.get_device_module(device)
+    with module.device(device):
+        if stream is None:
+            yield
+        else:
+            with module.stream(stream):
+                yield
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The calling thread's current stream on `device`; None where devices have no streams."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    has_streams = hasattr(module, "current_stream") and hasattr(module, "stream")
+    return module.current_stream(device) if has_streams else None
+
+
+def _existing(entry: DeviceLike, key: str) -> torch.device:
+    device = _parse(entry, key)
+    count = device_count(device.type)
+    index = device.index or 0
+    if index >= count:
+        raise ValueError(f"{key}: {_expected(device.type, count)}, got {entry!r}.{_hint(device)}")
+    return device if device.type == "cpu" else torch.device(device.type, index)
+
+
+def _parse(entry: DeviceLike, key: str) -> torch.device:
+    if isinstance(entry, torch.device):
+        return torch.device("cpu") if entry.type == "cpu" and not entry.index else entry
+    if isinstance(entry, bool) or not isinstance(entry, int | str):
+        raise ValueError(f"{key}: expected a device, its name or its id, got {entry!r}.")
+    if isinstance(entry, str) and not entry.lstrip("-").isdigit():
+        try:
+            return torch.device("cpu") if entry == "cpu:0" else torch.device(entry)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{key}: expected a device name such as 'cuda:1' or 'cpu', got {entry!r}. "
+                "Correct the spelling."
+            ) from error
+    number, kind = int(entry), accelerator_type()
+    if number < 0:
+        raise ValueError(f"{key}: expected an id of 0 or more, got {number}. Leave out the minus.")
+    if kind is None:
+        raise ValueError(
+            f"{key}: expected 'cpu', since this machine has no accelerator, got id {number}. "
+            "Write ['cpu'] * K for K replicas on the CPU."
+        )
+    return torch.device(kind, number)
+
+
+def _expected(device_type: str, count: int) -> str:
+    if device_type == "cpu":
+        return "expected 'cpu' (the CPU is one device)"
+    if count == 0:
+        return f"expected a device of this machine, which has no usable {device_type!r} device"
+    return f"expected one of {device_type}:0 to {device_type}:{count - 1}"
+
+
+def _hint(device: torch.device) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device.type == "cpu":
+        return " Repeat 'cpu' for more replicas on the CPU."
+    if device.type != "cuda" or not visible:
+        return " Choose a device that exists, or 'cpu'."
+    return (
+        f" CUDA_VISIBLE_DEVICES={visible} renumbers the devices: the ids seen by this process "
+        "count from 0 in that order. Choose among those, or change the variable."
+    )

@@ -1,0 +1,178 @@
+"""Loss: the replicas' losses become one loss, whose backward is theirs.
+
+The joint loss is sum(w_i * loss_i), so its gradient is the weighted sum of the replicas'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+LossReduction: TypeAlias = Literal["mean", "sum"]
+LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
+BackwardEach: TypeAlias = Callable[[Tensor, bool], None]
+"""Runs every replica's own backward, given the gradient of the joint loss and `retain_graph`."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What `training_step` returned on one replica.
+
+    Attributes:
+        loss: one number, with its graph.
+        num_items: what the loss is a mean over, where that is not samples; else None.
+        extras: the other entries of a returned mapping; None if a bare loss was returned.
+    """
+
+    loss: Tensor
+    num_items: float | None
+    extras: dict[str, Any] | None
+
+    _KEYS: ClassVar[tuple[str, ...]] = ("loss", "num_items")
+
+    @classmethod
+    def parse(cls, output: Any) -> StepOutput:
+        """Takes a step's output apart.
+
+        Raises:
+            TypeError: it is neither a tensor nor a mapping with a tensor under "loss".
+            ValueError: the loss has more than one element.
+        """
+        is_mapping = isinstance(output, Mapping)
+        loss = output.get("loss") if is_mapping else output
+        if not isinstance(loss, Tensor):
+            got = f"a mapping with keys {list(output)}" if is_mapping else type(output).__qualname__
+            raise TypeError(
+                "Expected training_step to return a loss tensor, a mapping with one under 'loss', "
+                f"or None, got {got}. Return the loss of the samples in the batch."
+            )
+        if loss.numel() != 1:
+            raise ValueError(
+                f"Expected a loss of one element, got shape {tuple(loss.shape)}. "
+                "Take its mean over the samples."
+            )
+        if not is_mapping:
+            return cls(loss, None, None)
+        items = output.get("num_items")
+        count = None if items is None else items.item() if isinstance(items, Tensor) else items
+        return cls(loss, count, {k: v for k, v in output.items() if k not in cls._KEYS})
+
+
+def num_items(steps: Sequence[StepOutput]) -> list[float] | None:
+    """The replicas' item counts, or None where the losses are means over samples.
+
+    Raises:
+        ValueError: some replicas returned a count and others did not, or one is negative.
+    """
+    counts = [step.num_items for step in steps]
+    known = [count for count in counts if count is not None]
+    if not known:
+        return None
+    if len(known) < len(counts) or min(known) < 0:
+        raise ValueError(
+            f"Expected 'num_items' of at least 0 from every replica, got {counts}. Return it for "
+            "every shard: the number of items that the loss is a mean over."
+        )
+    return known
+
+
+def loss_weights(
+    sizes: Sequence[int], reduction: LossReduction, num_items: Sequence[float] | None = None
+) -> list[float]:
+    """The weight of each replica's loss in the joint loss.
+
+    Args:
+        sizes: samples of each replica that returned a loss.
+        reduction: `"mean"` if the step's loss is a mean over its samples: n_i / sum(n);
+            `"sum"` if it is a sum: 1.
+        num_items: what the means are over, where that is not samples (valid tokens, say); these
+            counts then take the place of `sizes`. If all are 0, every mean is over nothing, and
+            so is theirs: the weights are those of the samples.
+
+    Example:
+        >>> loss_weights([3, 1], "mean"), loss_weights([3, 1], "mean", num_items=[0, 7])
+        ([0.75, 0.25], [0.0, 1.0])
+    """
+    if reduction == "sum":
+        return [1.0] * len(sizes)
+    counts = num_items if num_items is not None and any(num_items) else sizes
+    total = sum(counts)
+    return [count / total for count in counts]
+
+
+def join_losses(
+    losses: Sequence[Tensor], weights: Sequence[float], output_device: torch.device
+) -> Tensor:
+    """sum(w_i * loss_i) on the output device, attached to the graphs of all replicas.
+
+    A loss of weight 0 is left out: it contributes nothing, even if it is NaN.
+
+    Example:
+        >>> losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
+        >>> join_losses(losses, [1.0, 0.0], torch.device("cpu"))
+        tensor(1.)
+    """
+    terms = [
+        loss.to(output_device, non_blocking=True) * weight
+        for loss, weight in zip(losses, weights, strict=True)
+        if weight != 0
+    ]
+    joint = terms[0]
+    for term in terms[1:]:
+        joint = joint + term
+    return joint
+
+
+def with_separate_backward(joint: Tensor, backward_each: BackwardEach) -> Tensor:
+    """A loss of the same value whose backward calls `backward_each` instead of walking a graph.
+
+    On the CPU one backward through all graphs would run on one thread; this way every replica
+    runs its own in its worker.
+    """
+    leaf = joint.detach().requires_grad_()
+    return _SeparateBackward.apply(leaf, backward_each)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def with_final_callback(joint: Tensor, callback: Callable[[], None]) -> Tensor:
+    """The same loss; the backward pass that goes through it ends with `callback`.
+
+    Accelerators have one autograd thread per device, so one backward through all graphs runs in
+    parallel, and no node of it may wait for another. The callback runs after the last node.
+    """
+    return _FinalCallback.apply(joint, callback)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _SeparateBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, joint: Tensor, backward_each: BackwardEach) -> Tensor:
+        ctx.backward_each = backward_each  # type: ignore[attr-defined]
+        return joint.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Expected a backward without create_graph=True on the joint loss, whose graph "
+                "ends at the replicas. Take second derivatives inside training_step, where "
+                "torch.autograd.grad(..., create_graph=True) works on every replica."
+            )
+        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.backward_each(gradient, keep_graph)
+        return None, None
+
+
+class _FinalCallback(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, joint: Tensor, callback: Callable[[], None]) -> Tensor:
+        ctx.callback = callback  # type: ignore[attr-defined]
+        return joint.view_as(joint)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.callback)
+        return gradient, None

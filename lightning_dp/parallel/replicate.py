@@ -1,0 +1,87 @@
+"""Replicate: one module on every device. Built once, kept, and refreshed where the root changed.
+
+Replica 0 is the user's module. A replica on the root's device shares the root's parameter memory
+and owns only its gradients; elsewhere it owns a copy. Its parameters are real leaf parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, entries
+from lightning_dp.parallel.replica import Replica
+
+
+class Replicas:
+    """A module and its replicas, one per device; `modules[0]` is the module itself.
+
+    Args:
+        root: the module; its parameters lie on `devices[0]`.
+        devices: the devices, root first; an entry may repeat.
+        rules: how special modules are copied.
+
+    Raises:
+        ValueError: a parameter is not initialised yet, or a submodule cannot be replicated.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        devices: Sequence[torch.device],
+        rules: ReplicaRules | None = None,
+    ) -> None:
+        self._root = root
+        self._devices = list(devices)
+        self._rules = rules or ReplicaRules()
+        self._build()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The replicas, in the order of the devices."""
+        return [self._root, *(replica.module for replica in self._others)]
+
+    @property
+    def parameters(self) -> list[list[nn.Parameter]]:
+        """The parameters of every replica; equal positions correspond, tied ones appear once."""
+        return [self._layout.parameters, *(replica.parameters for replica in self._others)]
+
+    @property
+    def buffers(self) -> list[list[Tensor | None]]:
+        """The buffers of every replica; equal positions correspond."""
+        return [self._layout.buffers(), *(entries(r.buffer_tables) for r in self._others)]
+
+    def refresh(self, active: Iterable[int] | None = None, *, everything: bool = False) -> None:
+        """Brings replicas up to date with the root.
+
+        Plain attributes (`training`, hooks, a dropout rate) always follow the root. Parameters
+        and buffers are copied where the root's changed since the replica saw them. A root with
+        other parameters or submodules than before gets new replicas.
+
+        Args:
+            active: the replicas to refresh; None for all.
+            everything: copy values that look unchanged too: writing through `.data` leaves no
+                trace.
+        """
+        others = [k for k in (active or range(len(self._devices))) if k > 0]
+        # An inference tensor could never be trained, and evaluation often comes before training.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._layout.signature() != self._signature:
+                self._build()
+            elif others:
+                state = RootState(self._layout)
+                for k in others:
+                    self._others[k - 1].refresh(state, everything)
+
+    def _build(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._layout = Layout(self._root, self._rules)
+            self._signature = self._layout.signature()
+            self._rules.on_build(self._layout.leaves)
+            self._others = [
+                Replica(self._layout, k, device, self._rules)
+                for k, device in enumerate(self._devices)
+                if k > 0
+            ]

@@ -133,6 +133,7 @@ class StepParallel:
         self._buffers: Buffers = buffers
         self._around = around
         self._stale = True
+        self._unsettled: Shards | None = None
         self._on_cpu = all(device.type == "cpu" for device in devices)
 
     def evaluate(self, method: str, shards: Shards, *args: Any) -> Any:
@@ -151,10 +152,9 @@ class StepParallel:
             As the method does: the joint loss, whose backward fills the root's `.grad`; a dict
             with it and the other entries gathered; or None if no replica returned a loss.
         """
-        modules = self.replicate(shards)
-        buffers = _BufferWatch(self.replicas, shards, self._buffers)
+        modules = self.replicate(shards, training=True)
         outputs, seconds = self.apply(modules, method, shards, *args)
-        buffers.settle()
+        self._unsettled = shards
         self._count(shards, seconds)
         return self._join(outputs, shards)
 
@@ -179,9 +179,11 @@ class StepParallel:
         ]
         return Shards(sizes, parts)
 
-    def replicate(self, shards: Shards) -> list[nn.Module]:
+    def replicate(self, shards: Shards, *, training: bool = False) -> list[nn.Module]:
         """The replicas, up to date on the devices that have samples."""
-        self.replicas.refresh(None if self._stale else shards.active, everything=self._stale)
+        self._settle_buffers()
+        active = None if self._stale else shards.active
+        self.replicas.refresh(active, everything=self._stale, all_buffers=training)
         self._stale = False
         return self.replicas.modules
 
@@ -198,10 +200,12 @@ class StepParallel:
 
     def resync(self) -> None:
         """Makes the next step copy everything to the replicas, changed or not."""
+        self._settle_buffers()
         self._stale = True
 
     def close(self) -> None:
         """Ends the workers."""
+        self._settle_buffers()
         self._executor.close()
 
     def _run(
@@ -241,7 +245,7 @@ class StepParallel:
         shards: Shards,
     ) -> Tensor:
         if not self._on_cpu:
-            return with_final_callback(joint, self._reduce)
+            return with_final_callback(joint, self._after_backward)
         graphs = [g for g in zip(replicas, losses, weights, strict=True) if g[2] != 0]
 
         def backward_each(gradient: Tensor, keep_graph: bool) -> None:
@@ -253,43 +257,28 @@ class StepParallel:
             _, seconds = self._run("backward", calls, shards)
             for (k, _), spent in zip(calls, seconds, strict=True):
                 self.usage[k].busy_seconds += spent
-            self._reduce()
+            self._after_backward()
 
         return with_separate_backward(joint, backward_each)
 
-    def _reduce(self) -> None:
+    def _after_backward(self) -> None:
+        self._settle_buffers()
         if not self.accumulating:
             reduce_gradients(self.replicas.parameters)
+
+    def _settle_buffers(self) -> None:
+        """Not before the backward, which checks that nobody wrote to what it saved."""
+        shards, self._unsettled = self._unsettled, None
+        if shards is None or (self._buffers == "first" and shards.active[0] == 0):
+            return  # replica 0 is the module itself
+        buffers = self.replicas.buffers
+        worked = [buffers[k] for k in shards.active]
+        reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
 
     def _count(self, shards: Shards, seconds: list[float]) -> None:
         for k, spent in zip(shards.active, seconds, strict=True):
             self.usage[k].samples += shards.sizes[k]
             self.usage[k].busy_seconds += spent
-
-
-class _BufferWatch:
-    """Sees which buffers a training step wrote to, and gives the root its due."""
-
-    def __init__(self, replicas: Replicas, shards: Shards, policy: Buffers) -> None:
-        self._replicas = replicas
-        self._shards = shards
-        self._policy = policy
-        # With "first", replica 0's buffers are the root's: it is the module itself.
-        self._needed = policy != "first" or shards.active[0] != 0
-        self._before = self._versions() if self._needed else []
-
-    def settle(self) -> None:
-        if not self._needed:
-            return
-        changed = [a != b for a, b in zip(self._before, self._versions(), strict=True)]
-        buffers, shards = self._replicas.buffers, self._shards
-        worked = [buffers[k] for k in shards.active]
-        with torch.no_grad():
-            reduce_buffers([buffers[0], *worked], changed, shards.active_sizes, self._policy)
-
-    def _versions(self) -> list[int]:
-        first = self._replicas.buffers[self._shards.active[0]]
-        return [-1 if buffer is None else buffer._version for buffer in first]
 
 
 def _samples(sizes: Sizes, k: int) -> str:

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.transfer import copy_coalesced, to_device_coalesced
+from lightning_dp.parallel.transfer import to_device_coalesced
 
 Buffers: TypeAlias = Literal["first", "mean"]
 BUFFERS: tuple[Buffers, ...] = ("first", "mean")
@@ -34,32 +34,39 @@ def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
         _add([root[i] for i in used], [g for g in gradients if g is not None])
 
 
+@torch.no_grad()
 def reduce_buffers(
-    buffers: Sequence[Sequence[Tensor | None]],
-    changed: Sequence[bool],
+    root: Sequence[Tensor | None],
+    replicas: Sequence[Sequence[Tensor | None]],
     sizes: Sequence[int],
     policy: Buffers,
 ) -> None:
     """Gives the root the buffers that a training step left on the replicas.
 
     Args:
-        buffers: the root's buffers, then those of each replica that worked; equal positions
-            correspond.
-        changed: for each buffer, whether the step wrote to it.
+        root: the root's buffers.
+        replicas: the buffers of each replica that worked; equal positions correspond.
         sizes: samples of each replica that worked.
         policy: `"first"` for the values of the first replica that worked, `"mean"` for the mean
             of all, weighted by `sizes` (buffers of integers keep those of the first).
     """
-    for i, root in enumerate(buffers[0]):
-        values = [value for replica in buffers[1:] if (value := replica[i]) is not None]
-        if root is None or not changed[i] or not values:
+    weights = [n / sum(sizes) for n in sizes]
+    for i, target in enumerate(root):
+        values = [value for replica in replicas if (value := replica[i]) is not None]
+        if target is None or not values:
             continue
-        if policy == "mean" and root.is_floating_point():
-            weights = [n / sum(sizes) for n in sizes]
-            terms = [v.to(root.device) * w for v, w in zip(values, weights, strict=True)]
-            root.copy_(torch.stack(terms).sum(0))
-        elif values[0] is not root:
-            copy_coalesced([values[0]], [root])
+        values = [value.to(target.device) for value in values]
+        if policy == "first" or _has_no_mean(values):
+            target.copy_(values[0])
+        else:
+            terms = [value * weight for value, weight in zip(values, weights, strict=True)]
+            target.copy_(torch.stack(terms).sum(0))
+
+
+def _has_no_mean(values: list[Tensor]) -> bool:
+    """Whether values are integers, or all equal: a constant must not collect rounding errors."""
+    first = values[0]
+    return not first.is_floating_point() or all(torch.equal(first, value) for value in values)
 
 
 def _add(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:

@@ -30,12 +30,12 @@ class Replica:
         ]
         self.module: nn.Module = twins[id(source.root)]
 
-    def refresh(self, state: RootState, everything: bool) -> None:
-        """Follows the root, whose state is `state`; copies all values if `everything`."""
+    def refresh(self, state: RootState, everything: bool, all_buffers: bool) -> None:
+        """Follows the root, whose state is `state`; the flags say what to copy unseen."""
         for body in self._bodies:
             body.refresh()
         self._refresh_parameters(state, everything)
-        self._refresh_buffers(state, everything)
+        self._refresh_buffers(state, all_buffers)
         self._seen = state
 
     def _make_twins(self, k: int, device: torch.device, rules: ReplicaRules) -> dict[int, Any]:
@@ -64,12 +64,12 @@ class Replica:
             ]
             _update([roots[i] for i in stale], [self.parameters[i] for i in stale])
 
-    def _refresh_buffers(self, state: RootState, everything: bool) -> None:
+    def _refresh_buffers(self, state: RootState, all_buffers: bool) -> None:
         if state.buffer_ids != self._seen.buffer_ids:
             self._replace_buffers()
             return
         pairs = zip(state.buffer_versions, self._seen.buffer_versions, strict=True)
-        stale = [i for i, (now, then) in enumerate(pairs) if everything or now != then]
+        stale = [i for i, (now, then) in enumerate(pairs) if all_buffers or now != then]
         if stale:
             twins = entries(self.buffer_tables)
             copy_coalesced(

@@ -53,7 +53,13 @@ class Replicas:
         """The buffers of every replica; equal positions correspond."""
         return [self._layout.buffers(), *(entries(r.buffer_tables) for r in self._others)]
 
-    def refresh(self, active: Iterable[int] | None = None, *, everything: bool = False) -> None:
+    def refresh(
+        self,
+        active: Iterable[int] | None = None,
+        *,
+        everything: bool = False,
+        all_buffers: bool = False,
+    ) -> None:
         """Brings replicas up to date with the root.
 
         Plain attributes (`training`, hooks, a dropout rate) always follow the root. Parameters
@@ -64,6 +70,8 @@ class Replicas:
             active: the replicas to refresh; None for all.
             everything: copy values that look unchanged too: writing through `.data` leaves no
                 trace.
+            all_buffers: copy buffers that look unchanged: batch norm writes to them and leaves
+                no trace.
         """
         others = [k for k in (active or range(len(self._devices))) if k > 0]
         # An inference tensor could never be trained, and evaluation often comes before training.
@@ -73,7 +81,7 @@ class Replicas:
             elif others:
                 state = RootState(self._layout)
                 for k in others:
-                    self._others[k - 1].refresh(state, everything)
+                    self._others[k - 1].refresh(state, everything, everything or all_buffers)
 
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():

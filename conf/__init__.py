@@ -1,0 +1,1 @@
+"""The Hydra configuration, installed as ``lightning_dp.conf`` (``pkg://lightning_dp.conf``)."""

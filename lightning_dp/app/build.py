@@ -1,0 +1,81 @@
+"""From a configuration to the objects that Lightning works with."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from omegaconf import DictConfig
+
+from lightning_dp.app.devices import check_devices
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one training or evaluation needs."""
+
+    trainer: Trainer
+    model: LightningModule
+    data: LightningDataModule
+
+
+def settle(cfg: DictConfig) -> DictConfig:
+    """Checks the options that concern several groups, and returns them as the job will use them.
+
+    ``strategy=single`` takes one device whatever ``trainer.devices`` says, so that
+    ``-m strategy=dp_custom,single trainer.devices=4`` compares four devices with one.
+
+    Raises:
+        ValueError: ``ckpt_path`` or ``trainer.devices`` is not usable.
+    """
+    cfg = cfg.copy()
+    _check_checkpoint(cfg.ckpt_path)
+    devices = cfg.trainer.get("devices", "auto")
+    check_devices(cfg.trainer.get("accelerator", "auto"), devices)
+    if cfg.get("strategy") == "auto":
+        cfg.trainer.devices = _first(devices)
+        if cfg.trainer.devices != devices:
+            log.info("strategy=single takes one device: trainer.devices=%s", cfg.trainer.devices)
+    return cfg
+
+
+def build(cfg: DictConfig) -> Job:
+    """Builds trainer, data and model; the trainer first, as most mistakes are about devices."""
+    trainer = instantiate(
+        cfg.trainer, callbacks=_list_of(cfg.get("callbacks")), logger=_list_of(cfg.get("logger"))
+    )
+    data = instantiate(cfg.data, _convert_="all")
+    model = instantiate(cfg.model, _convert_="all")
+    return Job(trainer, model, data)
+
+
+def _first(devices: object) -> int | list[object]:
+    """Returns one device of several: the first of a list of ids, otherwise the number 1."""
+    ids = devices.split(",") if isinstance(devices, str) and "," in devices else devices
+    if isinstance(ids, Sequence) and not isinstance(ids, str):
+        return [int(ids[0])]
+    return 1
+
+
+def _list_of(group: DictConfig | None) -> list[Any]:
+    """Builds every entry of a group that has a ``_target_``: callbacks or loggers."""
+    return [
+        instantiate(entry, _convert_="all")
+        for entry in (group or {}).values()
+        if isinstance(entry, DictConfig) and "_target_" in entry
+    ]
+
+
+def _check_checkpoint(path: str | None) -> None:
+    """Checks that ``ckpt_path`` is null, a remote address or a file that is there."""
+    if path is None or "://" in path or Path(path).exists():
+        return
+    raise ValueError(
+        f"ckpt_path: expected a checkpoint file, got {path!r}, which does not exist. A run leaves "
+        "its checkpoints in the folder checkpoints/ of its run folder."
+    )

@@ -1,0 +1,111 @@
+"""Which devices a program takes by default, and the check of those it is told to take."""
+
+from collections.abc import Sequence
+
+import torch
+from omegaconf import OmegaConf
+
+CPU_REPLICAS = 4
+
+
+def register_resolvers() -> None:
+    """Makes ``${default_accelerator:DEVICES}`` and ``${default_devices:ACCELERATOR}`` known."""
+    OmegaConf.register_new_resolver("default_accelerator", default_accelerator, replace=True)
+    OmegaConf.register_new_resolver("default_devices", default_devices, replace=True)
+
+
+def default_accelerator(devices: Sequence[object] | None = None) -> str:
+    """Returns the default of ``trainer.accelerator``.
+
+    Args:
+        devices: the value of ``strategy.devices``; the first of them decides.
+
+    Returns:
+        Without ``devices``, ``"gpu"`` where there are at least two CUDA devices, else ``"cpu"``.
+    """
+    gpus = torch.cuda.device_count()
+    if not devices:
+        return "gpu" if gpus >= 2 else "cpu"
+    kind = str(devices[0]).split(":")[0]
+    if kind.isdigit():  # an id of the machine's accelerator
+        return "gpu" if gpus else "cpu"
+    return "gpu" if kind == "cuda" else kind
+
+
+def default_devices(accelerator: str) -> int | str:
+    """Returns trainer.devices' default: all GPUs, 4 replicas on a CPU, else ``"auto"``."""
+    if accelerator == "cpu":
+        return CPU_REPLICAS
+    if accelerator in ("gpu", "cuda"):
+        return -1
+    return "auto"
+
+
+def check_devices(accelerator: object, devices: object) -> None:
+    """Checks ``trainer.devices`` before anything is built; only CPUs and CUDA devices are known.
+
+    Args:
+        accelerator: the value of ``trainer.accelerator``.
+        devices: the value of ``trainer.devices``: a number, a list of GPU ids, their string forms
+            (``"0,2"``), ``"auto"``, or -1 for all GPUs.
+
+    Raises:
+        ValueError: there are no such devices; says what was expected, what came and what to do.
+    """
+    gpus = torch.cuda.device_count()
+    if devices == "auto" or (accelerator != "cpu" and torch.backends.mps.is_available()):
+        return
+    if accelerator == "auto":
+        accelerator = "gpu" if gpus else "cpu"
+    if accelerator == "cpu":
+        _check_cpu(_parsed(devices))
+    elif accelerator in ("gpu", "cuda"):
+        _check_cuda(_parsed(devices), gpus)
+
+
+def _parsed(devices: object) -> object:
+    """Turns Lightning's string forms ``"3"`` and ``"0,2"`` into a number or a list of numbers."""
+    if not isinstance(devices, str):
+        return devices
+    try:
+        ids = [int(part) for part in devices.split(",") if part.strip()]
+    except ValueError:
+        return devices
+    return ids if "," in devices or not ids else ids[0]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_cpu(devices: object) -> None:
+    if isinstance(devices, int) and _is_int(devices) and devices >= 1:
+        return
+    raise ValueError(
+        "trainer.devices: expected a number of CPU replicas, at least 1, "
+        f"got {devices!r}. Try trainer.devices={CPU_REPLICAS}, or trainer.accelerator=gpu for GPUs."
+    )
+
+
+def _check_cuda(devices: object, available: int) -> None:
+    if available == 0:
+        raise ValueError(
+            f"trainer.accelerator: expected a machine with a GPU, got none (trainer.devices="
+            f"{devices!r}). Use trainer.accelerator=cpu, or install a build of torch with CUDA."
+        )
+    if isinstance(devices, int) and _is_int(devices):
+        valid = devices == -1 or 1 <= devices <= available
+    else:
+        valid = isinstance(devices, Sequence) and _valid_ids(devices, available)
+    if not valid:
+        raise ValueError(
+            f"trainer.devices: expected a number from 1 to {available}, -1 for all GPUs, or a list "
+            f"of different ids from 0 to {available - 1}, got {devices!r}. Leave trainer.devices "
+            "out to take all GPUs; for several replicas on one GPU give strategy.devices, "
+            "for example strategy.devices=[cuda:0,cuda:0]."
+        )
+
+
+def _valid_ids(ids: Sequence[object], available: int) -> bool:
+    known = all(_is_int(i) and i in range(available) for i in ids)
+    return known and 0 < len(ids) == len(set(ids))

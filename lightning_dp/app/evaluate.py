@@ -1,0 +1,56 @@
+"""Tests one checkpoint: ``python -m lightning_dp.app.evaluate ckpt_path=FILE``."""
+
+import warnings
+from pathlib import Path
+
+import hydra
+import lightning as L
+from omegaconf import DictConfig
+
+from lightning_dp.app import report
+from lightning_dp.app.build import build, settle
+from lightning_dp.app.devices import register_resolvers
+from lightning_dp.app.run import as_program
+
+register_resolvers()
+
+
+def evaluate(cfg: DictConfig) -> report.Report:
+    """Tests the checkpoint ``cfg.ckpt_path`` and leaves the metrics in the run folder.
+
+    Args:
+        cfg: the composed configuration; results go to ``cfg.paths.output_dir``.
+
+    Returns:
+        The test's metrics and the devices.
+
+    Raises:
+        ValueError: an option is not usable; raised before any data is loaded.
+    """
+    cfg = settle(cfg)
+    if cfg.seed is not None:
+        L.seed_everything(cfg.seed, workers=True, verbose=False)
+    job = build(cfg)
+    folder = Path(cfg.paths.output_dir)
+    if job.trainer.is_global_zero:
+        report.write_config(cfg, folder)
+    with warnings.catch_warnings():
+        # A test needs none of the training's callbacks.
+        warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
+        job.trainer.test(job.model, datamodule=job.data, ckpt_path=cfg.ckpt_path, verbose=False)
+    result = report.Report(report.metrics_of(job.trainer), report.device_names(job.trainer))
+    if job.trainer.is_global_zero:
+        report.write_metrics(result, folder)
+        report.show(result, folder)
+    return result
+
+
+@hydra.main(version_base="1.3", config_path="pkg://lightning_dp.conf", config_name="eval")
+@as_program
+def main(cfg: DictConfig) -> None:
+    """Entry point of the command line."""
+    evaluate(cfg)
+
+
+if __name__ == "__main__":
+    main()

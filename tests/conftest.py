@@ -1,0 +1,34 @@
+"""Every test leaves no thread behind, and the environment and torch's globals as found."""
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left_behind() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("dp-")]
+    assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def environment_is_restored() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def torch_globals_are_restored() -> Iterator[None]:
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)

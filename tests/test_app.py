@@ -1,0 +1,306 @@
+"""The programs: run folder, configuration and mistakes."""
+
+import csv
+import inspect
+import itertools
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import ParallelStrategy
+from omegaconf import DictConfig, OmegaConf
+from programs import ROOT, read_json
+
+import lightning_dp
+from lightning_dp.app import report
+from lightning_dp.app.devices import check_devices, default_devices
+from lightning_dp.app.evaluate import evaluate
+from lightning_dp.app.quiet import quiet
+from lightning_dp.app.run import INTERRUPTED, as_program
+from lightning_dp.app.train import train
+
+CONF = ROOT / "conf"
+ON_CPU = ("trainer.accelerator=cpu",)
+
+Configure = Callable[..., DictConfig]
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """Composes a job whose run folder is `tmp_path / folder`."""
+
+    def configured(*overrides: str, name: str = "train", folder: str = "run") -> DictConfig:
+        paths = (f"paths.output_dir={tmp_path / folder}", "paths.work_dir=.")
+        with initialize_config_module("lightning_dp.conf", version_base="1.3"):
+            return compose(name, overrides=[*paths, *overrides])
+
+    return configured
+
+
+@pytest.fixture
+def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test that comes as far as loading data."""
+
+    def load_digits(**_: Any) -> None:
+        pytest.fail("data was loaded")
+
+    monkeypatch.setattr("lightning_dp.examples.digits.load_digits", load_digits)
+
+
+def run_in_process(job: Callable[[DictConfig], report.Report], cfg: DictConfig) -> report.Report:
+    return as_program(job)(cfg)
+
+
+# --- the run folder -------------------------------------------------------------------------------
+
+
+def test_run_folder_holds_config_checkpoints_and_metrics(
+    configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ("trainer.devices=2", "trainer.max_epochs=2", "model.optimizer.lr=0.002")
+    result = run_in_process(train, configure(*ON_CPU, *overrides))
+    folder = tmp_path / "run"
+
+    config = OmegaConf.load(folder / "config.yaml")
+    assert "${" not in (folder / "config.yaml").read_text()
+    assert config.model.optimizer.lr == 0.002
+    assert config.trainer.strategy == config.strategy
+
+    assert (folder / "checkpoints" / "last.ckpt").is_file()
+    assert list((folder / "checkpoints").glob("epoch_*.ckpt"))
+
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["epoch"] for row in rows if row["val/acc"]] == ["0", "1"]
+
+    metrics = read_json(folder / "metrics.json")
+    assert metrics["test/acc"] == result.metrics["test/acc"] > 0.5
+    assert metrics["devices"] == ["cpu", "cpu"]
+    assert metrics["samples_per_device"] == [1440, 1440], "720 per epoch"
+    assert len(metrics["busy_seconds_per_device"]) == 2
+    assert all(seconds > 0 for seconds in metrics["busy_seconds_per_device"])
+
+    printed = capsys.readouterr().out
+    assert f"test/acc {metrics['test/acc']:.4f}" in printed
+    assert "50.0%" in printed
+    assert str(folder) in printed
+
+
+def test_weights_become_shares(configure: Configure, tmp_path: Path) -> None:
+    strategy = ("strategy.output_device=cpu", "strategy.weights=[1,2,3]")
+    run_in_process(
+        train, configure(*ON_CPU, "trainer.devices=3", *strategy, "trainer.max_epochs=1")
+    )
+    assert read_json(tmp_path / "run" / "metrics.json")["samples_per_device"] == [240, 480, 720]
+
+
+def test_single_is_one_device_whatever_trainer_devices_says(
+    configure: Configure, tmp_path: Path
+) -> None:
+    overrides = ("strategy=single", "trainer.devices=3", "trainer.limit_train_batches=2")
+    few = ("trainer.max_epochs=1", "test=false", "logger=none", "callbacks=none")
+    run_in_process(train, configure(*ON_CPU, *overrides, *few))
+    metrics = read_json(tmp_path / "run" / "metrics.json")
+    assert metrics["devices"] == ["cpu"]
+    assert "samples_per_device" not in metrics, "nobody measured them"
+    assert OmegaConf.load(tmp_path / "run" / "config.yaml").trainer.devices == 1
+
+
+def test_checkpoint_is_evaluated_and_resumed(configure: Configure, tmp_path: Path) -> None:
+    common = (*ON_CPU, "trainer.devices=2")
+    trained = run_in_process(train, configure(*common, "trainer.max_epochs=1"))
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+
+    cfg = configure(*common, f"ckpt_path={checkpoint}", name="eval", folder="eval")
+    tested = run_in_process(evaluate, cfg)
+    assert tested.metrics["test/acc"] == trained.metrics["test/acc"]
+    assert read_json(tmp_path / "eval" / "metrics.json")["test/acc"] == tested.metrics["test/acc"]
+
+    run_in_process(
+        train,
+        configure(*common, f"ckpt_path={checkpoint}", "trainer.max_epochs=2", folder="resumed"),
+    )
+    resumed = torch.load(tmp_path / "resumed" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert (resumed["epoch"], resumed["global_step"]) == (1, 30)
+
+
+def test_training_can_be_left_out(configure: Configure, tmp_path: Path) -> None:
+    result = run_in_process(train, configure(*ON_CPU, "train=false", "trainer.devices=2"))
+    assert set(result.metrics) == {"test/acc", "test/loss"}
+    assert not result.usage
+
+
+# --- the configuration ----------------------------------------------------------------------------
+
+
+def test_strategy_options_are_the_arguments_of_the_class() -> None:
+    options = dict(OmegaConf.load(CONF / "strategy" / "dp_custom.yaml"))
+    assert options.pop("_target_") == "lightning_dp.DataParallelStrategy"
+    # What every Lightning strategy takes (self, accelerator, precision_plugin, ...) is no option.
+    of_lightning = inspect.signature(ParallelStrategy.__init__).parameters
+    arguments = inspect.signature(lightning_dp.DataParallelStrategy.__init__).parameters
+    ours = {name: p.default for name, p in arguments.items() if name not in of_lightning}
+    assert options == ours
+
+
+def test_every_strategy_option_has_a_comment() -> None:
+    lines = (CONF / "strategy" / "dp_custom.yaml").read_text().splitlines()
+    for before, line in itertools.pairwise(lines):
+        if re.match(r"[a-z_]+:", line) and not line.startswith("_target_"):
+            assert before.startswith("#"), line
+
+
+GROUP_FILES = sorted(CONF.glob("*/*.yaml"))
+
+
+@pytest.mark.parametrize("file", GROUP_FILES, ids=lambda f: f"{f.parent.name}={f.stem}")
+@pytest.mark.parametrize("program", ["train", "eval"])
+def test_every_option_of_every_group_composes(
+    file: Path, program: str, configure: Configure
+) -> None:
+    checkpoint = ["ckpt_path=some.ckpt"] if program == "eval" else []
+    cfg = configure(f"{file.parent.name}={file.stem}", *checkpoint, name=program)
+    OmegaConf.to_container(cfg, resolve=True)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "devices", "expected"),
+    [
+        (0, "null", ("cpu", 4)),
+        (1, "null", ("cpu", 4)),
+        (2, "null", ("gpu", -1)),
+        (1, "[cuda:0,cuda:0]", ("gpu", -1)),
+        (2, "[cpu,cpu]", ("cpu", 4)),
+        (1, "[0,0]", ("gpu", -1)),
+    ],
+)
+def test_default_devices(
+    gpus: int,
+    devices: str,
+    expected: tuple[str, int],
+    configure: Configure,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    trainer = configure(f"strategy.devices={devices}").trainer
+    assert (trainer.accelerator, trainer.devices) == expected
+
+
+@pytest.mark.parametrize("strategy", ["dp_custom", "ddp", "single"])
+def test_every_strategy_makes_a_trainer(strategy: str, configure: Configure) -> None:
+    cfg = configure(*ON_CPU, f"strategy={strategy}")
+    trainer = instantiate(cfg.trainer, logger=False)
+    expected = 1 if strategy == "single" else default_devices("cpu")
+    assert trainer.num_devices == expected
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", ["0", "-1", "-3", "nonsense", "[0,1]", "1.5", "true", "null"])
+def test_impossible_devices_are_refused_before_data_is_loaded(
+    devices: str, configure: Configure, no_data: None
+) -> None:
+    with pytest.raises(ValueError, match=r"trainer\.devices: expected .*, got .*\. Try "):
+        train(configure(*ON_CPU, f"trainer.devices={devices}"))
+
+
+@pytest.mark.parametrize("devices", [0, -2, 3, [0, 2], [1, 1], [], "7,8", "x", None, True])
+def test_unknown_gpus_are_refused(devices: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"trainer\.devices: expected a number from 1 to 2"):
+        check_devices("gpu", devices)
+
+
+@pytest.mark.parametrize("devices", [1, 2, -1, "-1", [0], [1, 0], "0,1", "auto"])
+def test_known_gpus_are_accepted(devices: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    check_devices("gpu", devices)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "strategy.weights=[1,2,3]",
+        "strategy.weights=[0,0]",
+        "strategy.weights=[-1,2]",
+        "strategy.weights=[.nan,1]",
+        "strategy.split=nonsense",
+        "strategy.output_device=cuda:99",
+        "strategy.devices=[cpu,cuda:99]",
+        "strategy.executor=nonsense",
+    ],
+)
+def test_unusable_strategy_options_end_the_program_with_one_message(
+    option: str, configure: Configure, no_data: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        run_in_process(train, configure(*ON_CPU, "trainer.devices=2", option))
+    assert stop.value.code == 1
+    printed = capsys.readouterr().err
+    message = printed[printed.index("error: ") :]
+    assert "Traceback" not in printed
+    assert "expected" in message
+    assert "got" in message
+
+
+def test_full_error_shows_everything(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match="expected"):
+        run_in_process(train, configure(*ON_CPU, "trainer.devices=0"))
+
+
+def test_missing_checkpoint_is_named(configure: Configure, no_data: None) -> None:
+    with pytest.raises(ValueError, match=r"ckpt_path: expected .*, got 'no/such\.ckpt'"):
+        train(configure(*ON_CPU, "ckpt_path=no/such.ckpt"))
+
+
+def test_errors_of_the_model_keep_their_traceback(configure: Configure) -> None:
+    def task(cfg: DictConfig) -> None:
+        raise ValueError("the model's own")
+
+    with pytest.raises(ValueError, match="the model's own"):
+        as_program(task)(configure(*ON_CPU))
+
+
+def test_interrupt_names_the_run_folder(
+    configure: Configure, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def task(cfg: DictConfig) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        as_program(task)(configure(*ON_CPU))
+    assert stop.value.code == INTERRUPTED == 130
+    assert str(tmp_path / "run") in capsys.readouterr().err
+
+
+def test_a_job_leaves_the_process_as_it_was(configure: Configure) -> None:
+    def task(cfg: DictConfig) -> None:
+        os.environ["LOCAL_RANK"] = "0"
+        torch.set_num_threads(threads + 1)
+
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    as_program(task)(configure(*ON_CPU))
+    assert dict(os.environ) == environment
+    assert torch.get_num_threads() == threads
+
+
+def test_quiet_drops_the_known_messages_only(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    with caplog.at_level(logging.INFO, logger.name), quiet():
+        logger.info("💡 Tip: buy this")
+        logger.info("GPU available: False")
+        warnings.warn("The 'x' does not have many workers", UserWarning, stacklevel=1)
+        with pytest.raises(UserWarning, match="real"):
+            warnings.warn("a real problem", UserWarning, stacklevel=1)
+    assert [record.getMessage() for record in caplog.records] == ["GPU available: False"]

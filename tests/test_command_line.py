@@ -1,0 +1,92 @@
+"""`python -m lightning_dp` as a user types it."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from programs import command_line, read_json
+
+from lightning_dp.app.run import INTERRUPTED
+
+
+def test_command_line_runs_the_default_job(tmp_path: Path) -> None:
+    printed = command_line("debug=fdr", "trainer.accelerator=cpu", cwd=tmp_path)
+    (folder,) = (tmp_path / "logs" / "debug" / "runs").iterdir()
+    assert read_json(folder / "metrics.json")["devices"] == ["cpu"] * 4
+    assert (folder / ".hydra" / "overrides.yaml").is_file()
+    assert folder.name in printed
+
+
+@pytest.mark.slow
+def test_default_training_learns_the_digits(tmp_path: Path) -> None:
+    printed = command_line("trainer.accelerator=cpu", cwd=tmp_path)
+    (folder,) = (tmp_path / "logs" / "train" / "runs").iterdir()
+    assert read_json(folder / "metrics.json")["test/acc"] >= 0.97
+    assert "Tip" not in printed
+    assert "Warning" not in printed
+
+
+@pytest.mark.slow
+def test_multirun_runs_the_strategies_one_after_another(tmp_path: Path) -> None:
+    strategies = "strategy=dp_custom,ddp,single,ddp"
+    options = ("trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=1")
+    command_line("-m", strategies, *options, cwd=tmp_path)
+    (sweep,) = (tmp_path / "logs" / "train" / "multiruns").iterdir()
+    folders = [sweep / str(job) for job in range(4)]
+    metrics = [read_json(folder / "metrics.json") for folder in folders]
+    assert [len(found["devices"]) for found in metrics] == [2, 2, 1, 2]
+    assert metrics[0]["samples_per_device"] == [720, 720]
+    assert not list((tmp_path / "logs" / "train").glob("runs/*")), "a child ran on its own"
+    assert [(folder / "train_ddp_process_1.log").is_file() for folder in folders] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent differently there")
+def test_ctrl_c_ends_at_once_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_dp", "trainer.accelerator=cpu"]
+    endless = ["trainer.max_epochs=100000", "callbacks.early_stopping.patience=100000"]
+    process = subprocess.Popen(
+        [*command, *endless], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("logs/train/runs/*/checkpoints/last.ckpt")):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=20)[0].decode()
+    finally:
+        process.kill()
+        process.wait()
+    (folder,) = (tmp_path / "logs" / "train" / "runs").iterdir()
+    assert process.returncode == INTERRUPTED, printed
+    assert f"Interrupted. Run folder: {folder}" in printed
+    torch.load(folder / "checkpoints" / "interrupted.ckpt", weights_only=True)
+
+
+def test_other_apps_can_take_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "default.yaml").write_text(
+        "_target_: lightning.pytorch.Trainer\nmax_epochs: 7\nlogger: false\n"
+    )
+    (tmp_path / "theirs.yaml").write_text("defaults: [trainer: default, _self_]\n")
+    (tmp_path / "theirs.py").write_text(
+        "import hydra\n"
+        "@hydra.main(version_base='1.3', config_path='.', config_name='theirs')\n"
+        "def main(cfg):\n"
+        "    trainer = hydra.utils.instantiate(cfg.trainer)\n"
+        "    print(type(trainer.strategy).__name__, trainer.max_epochs)\n"
+        "main()\n"
+    )
+    overrides = ("hydra.searchpath=[pkg://lightning_dp.conf]", "trainer=dp_custom")
+    printed = command_line(*overrides, "trainer.devices=2", module="theirs", cwd=tmp_path)
+    assert "DataParallelStrategy 7" in printed

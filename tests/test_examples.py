@@ -1,0 +1,52 @@
+"""Every file in examples/ runs as a script and as `python -m lightning_dp experiment=NAME`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from lightning_dp.app.run import as_program
+from lightning_dp.app.train import train
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = sorted(
+    file.stem for file in (ROOT / "examples").glob("*.py") if not file.stem.startswith("_")
+)
+
+
+def test_every_example_is_an_experiment_and_the_reverse() -> None:
+    experiments = {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")}
+    assert experiments == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
+    script = ROOT / "examples" / f"{name}.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--accelerator=cpu", "--devices=2", "--epochs=1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test/" in done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_runs_as_an_experiment(name: str, tmp_path: Path) -> None:
+    overrides = [
+        f"experiment={name}",
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        "trainer.fast_dev_run=true",
+        f"paths.output_dir={tmp_path}",
+        "paths.work_dir=.",
+    ]
+    with initialize_config_module("lightning_dp.conf", version_base="1.3"):
+        cfg = compose("train", overrides=overrides)
+    result = as_program(train)(cfg)
+    assert any(metric.startswith("test/") for metric in result.metrics)
+    assert (tmp_path / "metrics.json").is_file()

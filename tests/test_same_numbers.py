@@ -1,0 +1,275 @@
+"""The promise: fit, validate, test and predict give what one device gives."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from oracle import Classifier, Run, assert_same, loader, run
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+FLOAT32 = {"atol": 1e-6, "rtol": 1e-5}  # logits near 0 have no relative precision
+
+
+class Everything(Classifier):
+    """Logs in all the usual ways, and collects outputs in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        task: dict[str, Any] = {"task": "multiclass", "num_classes": 3}
+        self.train_acc = torchmetrics.Accuracy(**task)
+        self.val_metrics = torchmetrics.MetricCollection(
+            {
+                "acc": torchmetrics.Accuracy(**task),
+                "f1": torchmetrics.F1Score(**task, average="macro"),
+                "auroc": torchmetrics.AUROC(**task),
+            },
+            prefix="val/",
+        )
+        self.mean_loss = torchmetrics.MeanMetric()
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.train_acc(logits, batch[1])
+        self.log("train/acc", self.train_acc, on_step=True, on_epoch=True)
+        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        self.log("train/sum", logits.sum(), reduce_fx="sum", on_epoch=True)
+        self.log("train/max", logits.max(), reduce_fx="max", on_step=True)
+        return {"loss": loss, "logits": logits.detach()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.val_metrics.update(logits, batch[1])
+        self.log_dict(self.val_metrics)
+        self.mean_loss(loss)
+        self.log("val/mean_loss", self.mean_loss)
+        self.log_dict({"val/loss": loss, "val/own": loss}, batch_size=len(batch[1]))
+        self.outputs.append(logits)
+
+    def on_validation_epoch_end(self) -> None:
+        logits = torch.cat(self.outputs)
+        self.log("val/logits", (logits * torch.arange(len(logits))[:, None]).sum())
+        self.outputs.clear()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.net(batch[0])
+        return {"logits": logits, "label": (logits.argmax(1), [f"{v:.3f}" for v in batch[0][:, 0]])}
+
+
+class EmbeddingBagOfWords(Classifier):
+    """Tied weights, a frozen layer and a layer that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, 10, bias=False)
+        self.second = nn.Linear(10, 10)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(10, 10).requires_grad_(False)
+        self.unused = nn.Linear(10, 10)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(self.frozen(self.second(self.first(x)))), y)
+
+
+class Recurrent(Classifier):
+    """A recurrent network keeps a flat list of its weights besides its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(2, 10, batch_first=True)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(self.rnn(x.view(len(x), 5, 2))[0][:, -1]), y)
+
+
+class Normalised(Classifier):
+    """Weight norm, old and new, and a penalty on the gradients inside the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.utils.parametrizations.weight_norm(nn.Linear(10, 10))
+        self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(10, 10))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.net(self.orthogonal(self.new(x))), y, reduction="none")
+        if not torch.is_grad_enabled():
+            return loss.mean()
+        x = x.detach().requires_grad_()
+        score = self.net(self.new(x)).square().sum(1)
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return (loss + 0.1 * slope.square().sum(1)).mean()
+
+
+MODELS: dict[str, Callable[[], Classifier]] = {
+    "everything": Everything,
+    "tied, frozen, unused": EmbeddingBagOfWords,
+    "recurrent": Recurrent,
+    "normalised": Normalised,
+}
+
+
+@cache
+def oracle(name: str, dtype: torch.dtype) -> Run:
+    torch.set_default_dtype(dtype)
+    return run(MODELS[name], 1)
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("devices", [2, 3, 4, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_several_devices_equal_one_in_double_precision(
+    name: str, devices: int, executor: str
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    expected = oracle(name, torch.float64)
+    assert_same(run(MODELS[name], devices, strategy={"executor": executor}), expected)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 7])
+def test_several_devices_equal_one_in_single_precision(devices: int) -> None:
+    expected = oracle("everything", torch.float32)
+    assert_same(run(Everything, devices), expected, **FLOAT32)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"weights": [1, 2, 3]},
+        {"weights": [0, 1, 1]},
+        {"weights": [1, 0, 0]},
+        {"split": "chunk"},
+        {"output_device": "cpu"},
+        {"output_device": 2},
+        {"buffers": "mean"},
+        {"devices": ["cpu"] * 5},
+    ],
+    ids=str,
+)
+def test_options_do_not_change_the_numbers(strategy: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(Everything, 3, strategy=strategy), oracle("everything", torch.float64))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"},
+        {"precision": "64-true"},
+        {"val_check_interval": 1},
+        {"num_sanity_val_steps": 0},
+        {"inference_mode": False},
+        {"deterministic": True},
+        {"detect_anomaly": True},
+        {"overfit_batches": 1},
+    ],
+    ids=str,
+)
+def test_trainer_options_work_as_on_one_device(options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+
+    def data() -> Any:
+        # A batch of float32 shows that "64-true" converts it.
+        return loader(shuffle=False)
+
+    assert_same(run(Everything, 3, data=data, **options), run(Everything, 1, data=data, **options))
+
+
+def test_bf16_autocast_reaches_every_worker_with_its_dtype() -> None:
+    class Seen(Classifier):
+        dtypes: set[torch.dtype] = set()  # noqa: RUF012
+
+        def loss(self, batch: Any) -> Tensor:
+            logits = self.net(batch[0])
+            self.dtypes.add(logits.dtype)
+            return F.cross_entropy(logits, batch[1])
+
+    expected = run(Seen, 1, precision="bf16-mixed")
+    result = run(Seen, 4, precision="bf16-mixed", strategy={"executor": "threads"})
+    assert Seen.dtypes == {torch.bfloat16}
+    # bf16 keeps 8 bits, and Adam turns rounding of small gradients into steps of full size.
+    torch.testing.assert_close(
+        result.callback_metrics["val/loss"],
+        expected.callback_metrics["val/loss"],
+        atol=2e-2,
+        rtol=0,
+    )
+
+
+def test_lbfgs_calls_the_step_several_times_per_batch() -> None:
+    class Quasi(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(Quasi, 3), run(Quasi, 1), atol=1e-8)
+
+
+def test_sparse_gradients_stay_sparse() -> None:
+    layouts: set[torch.layout] = set()
+
+    class Sparse(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(3, 10, sparse=True)
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self.net(x + self.embedding(y)), y)
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            layouts.add(self.embedding.weight.grad.layout)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(Sparse, 3), run(Sparse, 1))
+    assert layouts == {torch.sparse_coo}
+
+
+def test_batch_norm_uses_each_shards_statistics_and_keeps_the_first_replicas() -> None:
+    """What batch norm does: the one place where a shard can tell that it is one."""
+
+    class Norm(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(10, momentum=1.0)
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self.net(self.norm(x)), y)
+
+    data = lambda: loader(n=20, batch_size=20)  # noqa: E731
+    x = data().dataset.tensors[0]
+    first = run(Norm, 2, data=data, max_epochs=1)
+    torch.testing.assert_close(first.module.norm.running_mean, x[:10].mean(0))
+    mean = run(Norm, 2, data=data, max_epochs=1, strategy={"buffers": "mean"})
+    torch.testing.assert_close(mean.module.norm.running_mean, x.mean(0))
+    assert int(mean.module.norm.num_batches_tracked) == 1
+
+
+def test_batch_norm_in_eval_mode_equals_one_device() -> None:
+    class Frozen(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(10)
+            self.norm.running_mean.uniform_()
+
+        def loss(self, batch: Any) -> Tensor:
+            self.norm.eval()
+            x, y = batch
+            return F.cross_entropy(self.net(self.norm(x)), y)
+
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(Frozen, 4), run(Frozen, 1))

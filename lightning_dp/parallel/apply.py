@@ -7,8 +7,10 @@ call the caller's full thread state and brings its result or its exception back.
 from __future__ import annotations
 
 import contextvars
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -69,29 +71,30 @@ class Executor:
         self._how = how
         self._workers: list[_Worker] = []
         self._trials: dict[tuple[str, int], _Trial] = {}
+        self._latest: dict[str, _Trial] = {}
 
-    def run(self, kind: str, tasks: Sequence[Task]) -> list[Any]:
+    def run(self, kind: str, tasks: Sequence[Task], *, goes_on: bool = False) -> list[Any]:
         """Runs all tasks and waits for them.
 
         Args:
             kind: the name of this kind of work; `"auto"` chooses for each kind on its own.
             tasks: at most one per replica.
+            goes_on: whether this is the second half of the latest work of this kind (a step's
+                backward after its forward): it runs the same way and counts with it. Changing
+                threads in between costs more than either way saves: memory goes back and forth.
 
         Raises:
             BaseException: the first failed replica's own exception, with a note that says which
                 replica, device and samples. No task is running any more when it arrives.
         """
-        if len(tasks) == 1 or self._how == "inorder":
-            return self._in_order(tasks)
-        if self._how == "threads":
-            return self._in_threads(tasks)
-        if torch.are_deterministic_algorithms_enabled():
-            return self._in_order(tasks)
-        trial = self._trials.setdefault((kind, len(tasks)), _Trial())
+        trial = self._trial(kind, len(tasks), goes_on)
+        in_threads = self._how == "threads" if trial is None else trial.threads
         start = time.perf_counter()
-        results = (self._in_threads if trial.threads else self._in_order)(tasks)
-        trial.record(time.perf_counter() - start)
-        return results
+        try:
+            return (self._in_threads if in_threads else self._in_order)(tasks)
+        finally:
+            if trial is not None:
+                trial.add(time.perf_counter() - start)
 
     def close(self) -> None:
         """Ends the worker threads; a later `run` starts new ones."""
@@ -100,6 +103,15 @@ class Executor:
             worker.inbox.put(None)
         for worker in workers:
             worker.thread.join()
+
+    def _trial(self, kind: str, count: int, goes_on: bool) -> _Trial | None:
+        """The trial that decides; None if there is nothing to decide."""
+        if self._how != "auto" or torch.are_deterministic_algorithms_enabled():
+            return None
+        if not goes_on:
+            self._latest[kind] = self._trials.setdefault((kind, count), _Trial())
+            self._latest[kind].begin()
+        return self._latest[kind]
 
     def _in_order(self, tasks: Sequence[Task]) -> list[Any]:
         results = []
@@ -111,6 +123,8 @@ class Executor:
         return results
 
     def _in_threads(self, tasks: Sequence[Task]) -> list[Any]:
+        if len(tasks) == 1:
+            return self._in_order(tasks)
         if not self._workers:
             self._workers = _start_workers(self._devices)
         done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
@@ -159,12 +173,15 @@ class _Worker:
 
     def __init__(self, replica: int, intra_op_threads: int) -> None:
         self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self.ready = threading.Event()
         self._intra_op_threads = intra_op_threads
         self.thread = threading.Thread(target=self._loop, name=f"dp-replica-{replica}", daemon=True)
         self.thread.start()
 
     def _loop(self) -> None:
+        torch.get_num_threads()  # a thread's first look replaces what was set before it
         torch.set_num_threads(self._intra_op_threads)
+        self.ready.set()
         while (job := self.inbox.get()) is not None:
             job()
             # The last job holds a batch and a graph, which must not outlive the step.
@@ -172,22 +189,40 @@ class _Worker:
 
 
 class _Trial:
-    """Times threads and in-order runs in turn, then stays with the faster."""
+    """Decides between threads and in-order runs by the median of their recent times.
 
-    ROUNDS = 4  # of each; the first is not counted: caches and lazy initialisation distort it
+    Both take turns at first. Then the faster runs, and now and then the other once more: a machine
+    may be busy during the first steps, or become so later.
+
+    Attributes:
+        threads: how the present piece of work is to run.
+    """
+
+    ROUNDS = 5  # of each at first, and what the medians are taken of
+    PROBE_EVERY = 64  # pieces of work; at twice the time a probe costs under 2 %
 
     def __init__(self) -> None:
         self.threads = True
-        self._seconds: dict[bool, list[float]] = {True: [], False: []}
+        self._count = -2  # the first piece of each way is not counted: it starts caches
+        self._seconds: dict[bool, deque[float]] = {
+            way: deque(maxlen=self.ROUNDS) for way in (True, False)
+        }
 
-    def record(self, seconds: float) -> None:
-        times = self._seconds
-        if len(times[False]) == self.ROUNDS:
-            return
-        times[self.threads].append(seconds)
-        self.threads = len(times[True]) <= len(times[False])
-        if len(times[False]) == self.ROUNDS:
-            self.threads = min(times[True][1:]) <= min(times[False][1:])
+    def begin(self) -> None:
+        """Starts another piece of work."""
+        self._count += 1
+        faster = min((True, False), key=lambda way: statistics.median(self._seconds[way] or [0]))
+        if self._count < 2 * self.ROUNDS:
+            self.threads = self._count % 2 == 1
+        else:
+            self.threads = faster if self._count % self.PROBE_EVERY else not faster
+        if self._count > 0:
+            self._seconds[self.threads].append(0.0)
+
+    def add(self, seconds: float) -> None:
+        """Adds to the time of the present piece of work."""
+        if self._seconds[self.threads]:
+            self._seconds[self.threads][-1] += seconds
 
 
 def check_executor(how: str) -> None:
@@ -200,7 +235,9 @@ def _start_workers(devices: Sequence[torch.device]) -> list[_Worker]:
     total = torch.get_num_threads()
     on_cpu = sum(device.type == "cpu" for device in devices)
     workers = [_Worker(k, max(1, total // max(1, on_cpu))) for k in range(len(devices))]
-    # A worker's set_num_threads is also the default of threads to come; the caller's own stays.
+    for worker in workers:
+        worker.ready.wait()
+    # A worker's number became the default of threads to come; that remains the caller's.
     torch.set_num_threads(total)
     return workers
 

@@ -156,7 +156,7 @@ class StepParallel:
         outputs, seconds = self.apply(modules, method, shards, *args)
         self._unsettled = shards
         self._count(shards, seconds)
-        return self._join(outputs, shards)
+        return self._join(method, outputs, shards)
 
     def scatter(self, batch: Any, transfer: Transfer = to_device) -> Shards:
         """Decides the sizes, once for the batch; cuts it and moves each shard to its device.
@@ -209,16 +209,22 @@ class StepParallel:
         self._executor.close()
 
     def _run(
-        self, kind: str, calls: Sequence[tuple[int, Callable[[], Any]]], shards: Shards
+        self,
+        method: str,
+        calls: Sequence[tuple[int, Callable[[], Any]]],
+        shards: Shards,
+        *,
+        backward: bool = False,
     ) -> tuple[list[Any], list[float]]:
+        stage = "backward" if backward else method
         tasks = [
-            Task(k, self.devices[k], call, f", {kind}, {_samples(shards.sizes, k)}")
+            Task(k, self.devices[k], call, f", {stage}, {_samples(shards.sizes, k)}")
             for k, call in calls
         ]
-        results = self._executor.run(kind, tasks)
+        results = self._executor.run(method, tasks, goes_on=backward)
         return results, [task.seconds for task in tasks]
 
-    def _join(self, outputs: list[Any], shards: Shards) -> Any:
+    def _join(self, method: str, outputs: list[Any], shards: Shards) -> Any:
         kept = [k for k, output in zip(shards.active, outputs, strict=True) if output is not None]
         if not kept:
             return None
@@ -229,7 +235,7 @@ class StepParallel:
         losses = [step.loss for step in steps]
         joint = join_losses(losses, weights, self.output_device)
         if joint.requires_grad:
-            joint = self._with_backward(joint, kept, losses, weights, shards)
+            joint = self._with_backward(method, joint, kept, losses, weights, shards)
         if steps[0].extras is None:
             return joint
         extras = gather([step.extras for step in steps], self.output_device, sizes)
@@ -238,6 +244,7 @@ class StepParallel:
 
     def _with_backward(
         self,
+        method: str,
         joint: Tensor,
         replicas: list[int],
         losses: list[Tensor],
@@ -254,7 +261,7 @@ class StepParallel:
                 for k, loss, weight in graphs
                 if loss.requires_grad
             ]
-            _, seconds = self._run("backward", calls, shards)
+            _, seconds = self._run(method, calls, shards, backward=True)
             for (k, _), spent in zip(calls, seconds, strict=True):
                 self.usage[k].busy_seconds += spent
             self._after_backward()

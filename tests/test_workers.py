@@ -1,0 +1,219 @@
+"""Workers: the caller's thread state goes in, the result or the exception comes out."""
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dp.parallel.apply import Executor, ExecutorName, Task
+
+CPU = torch.device("cpu")
+
+
+def tasks_of(*calls: Callable[[], Any]) -> list[Task]:
+    return [Task(k, CPU, call, f", samples of {k}") for k, call in enumerate(calls)]
+
+
+def run(*calls: Callable[[], Any], how: ExecutorName = "threads") -> list[Any]:
+    executor = Executor([CPU] * len(calls), how)
+    try:
+        return executor.run("work", tasks_of(*calls))
+    finally:
+        executor.close()
+
+
+def seen_by_workers(look: Callable[[], Any]) -> Any:
+    seen = run(look, look, look)
+    assert seen[0] == seen[1] == seen[2]
+    return seen[0]
+
+
+@pytest.mark.parametrize("how", ["threads", "inorder", "auto"])
+def test_results_come_in_the_order_of_the_tasks(how: ExecutorName) -> None:
+    assert run(lambda: time.sleep(0.02) or "a", lambda: "b", lambda: "c", how=how) == list("abc")
+
+
+def test_a_replica_always_runs_in_the_same_thread() -> None:
+    executor = Executor([CPU] * 3, "threads")
+    names = lambda: threading.current_thread().name  # noqa: E731
+    first = executor.run("work", tasks_of(names, names, names))
+    again = executor.run("work", tasks_of(names, names, names)[1:])
+    executor.close()
+    assert first == ["dp-replica-0", "dp-replica-1", "dp-replica-2"] and again == first[1:]
+
+
+def test_in_order_runs_on_the_calling_thread() -> None:
+    assert set(run(threading.current_thread, threading.current_thread, how="inorder")) == {
+        threading.current_thread()
+    }
+
+
+def test_tasks_overlap() -> None:
+    barrier = threading.Barrier(3, timeout=10)
+    assert sorted(run(barrier.wait, barrier.wait, barrier.wait)) == [0, 1, 2]
+
+
+def test_close_ends_the_threads_and_a_later_run_starts_new_ones() -> None:
+    executor = Executor([CPU] * 2, "threads")
+    for _ in range(2):
+        executor.run("work", tasks_of(int, int))
+        executor.close()
+        assert not [t for t in threading.enumerate() if t.name.startswith("dp-replica")]
+
+
+def test_grad_and_inference_mode_are_the_callers() -> None:
+    modes = lambda: (torch.is_grad_enabled(), torch.is_inference_mode_enabled())  # noqa: E731
+    assert seen_by_workers(modes) == (True, False)
+    with torch.no_grad():
+        assert seen_by_workers(modes) == (False, False)
+    with torch.inference_mode():
+        assert seen_by_workers(modes) == (False, True)
+
+
+def test_autocast_keeps_its_dtype_and_cache_flag() -> None:
+    def look() -> tuple[bool, torch.dtype, bool]:
+        enabled = torch.is_autocast_enabled("cpu")
+        return enabled, torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+
+    assert seen_by_workers(look)[0] is False
+    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
+        assert seen_by_workers(look) == (True, torch.float16, False)
+
+
+def test_default_device_is_the_callers() -> None:
+    make = lambda: torch.empty(1).device  # noqa: E731
+    with torch.device("meta"):
+        assert seen_by_workers(make) == torch.device("meta")
+    assert seen_by_workers(make) == CPU
+
+
+def test_context_variables_are_the_callers() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+    token = variable.set("set")
+    assert seen_by_workers(variable.get) == "set"
+    variable.reset(token)
+
+
+def test_saved_tensor_hooks_are_the_callers() -> None:
+    packed: list[int] = []
+
+    def forward() -> bool:
+        return bool((torch.ones(2, requires_grad=True) ** 2).requires_grad)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(1) or t,
+        lambda t: t,  # type: ignore[func-returns-value]
+    )
+    with hooks:
+        run(forward, forward)
+    assert len(packed) == 2
+
+
+def test_torch_function_and_dispatch_modes_are_the_callers() -> None:
+    calls: list[str] = []
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            calls.append("function")
+            return func(*args, **(kwargs or {}))
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            calls.append("dispatch")
+            return func(*args, **(kwargs or {}))
+
+    with Function(), Dispatch():
+        run(lambda: torch.ones(2), lambda: torch.ones(2))
+    assert calls.count("function") >= 2 and calls.count("dispatch") >= 2
+    calls.clear()
+    run(lambda: torch.ones(2), lambda: torch.ones(2))
+    assert not calls
+
+
+def test_each_worker_has_its_share_of_the_intra_op_threads() -> None:
+    torch.set_num_threads(4)
+    assert seen_by_workers(torch.get_num_threads) == 1
+    assert torch.get_num_threads() == 4
+
+
+class OddError(Exception):
+    """An exception that cannot be made from a message alone."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(code, reason)
+        self.reason = reason
+
+
+@pytest.mark.parametrize("how", ["threads", "inorder"])
+def test_an_exception_arrives_as_it_is_with_a_note(how: ExecutorName) -> None:
+    raised = OddError(7, reason="because")
+
+    def fail() -> None:
+        raise raised
+
+    with pytest.raises(OddError, match=r"in replica 1 on cpu, samples of 1") as caught:
+        run(int, fail, int, how=how)
+    assert caught.value is raised and caught.value.reason == "because"
+    assert any(entry.name == "fail" for entry in caught.traceback)
+
+
+def test_of_several_exceptions_the_first_replicas_arrives_when_all_have_ended() -> None:
+    ended: list[int] = []
+
+    def fail(k: int, seconds: float) -> None:
+        time.sleep(seconds)
+        ended.append(k)
+        raise ValueError(f"replica {k}")
+
+    with pytest.raises(ValueError, match="replica 0"):
+        run(lambda: fail(0, 0.05), lambda: fail(1, 0), lambda: fail(2, 0.1))
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_auto_takes_threads_where_they_overlap_and_in_order_where_they_do_not() -> None:
+    executor = Executor([CPU] * 3, "auto")
+    where: list[bool] = []
+
+    def wait() -> None:
+        where.append(threading.current_thread() is threading.main_thread())
+        time.sleep(0.005)
+
+    lock = threading.Lock()
+
+    def exclude() -> None:
+        where.append(threading.current_thread() is threading.main_thread())
+        in_thread = threading.current_thread() is not threading.main_thread()
+        with lock:
+            time.sleep(0.006 if in_thread else 0.001)
+
+    def chosen(work: Callable[[], None]) -> bool:
+        for _ in range(20):
+            where.clear()
+            executor.run(work.__name__, tasks_of(work, work, work))
+        return where[0]
+
+    assert chosen(wait) is False
+    assert chosen(exclude) is True
+    executor.close()
+
+
+def test_deterministic_algorithms_run_in_order() -> None:
+    torch.use_deterministic_algorithms(True)
+    assert set(run(threading.current_thread, threading.current_thread, how="auto")) == {
+        threading.current_thread()
+    }
+
+
+def test_unknown_executors_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"executor: expected one of .*got 'processes'"):
+        Executor([CPU], "processes")  # type: ignore[arg-type]

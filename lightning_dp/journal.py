@@ -19,9 +19,10 @@ from torch import nn
 from lightning_dp import metrics
 from lightning_dp.logs import LogCall, LogMerger
 from lightning_dp.metrics import MetricCall, MetricFaces
-from lightning_dp.module_state import AppendedLists
+from lightning_dp.module_state import AppendedLists, PerSample
 from lightning_dp.parallel.data_parallel import Shards
 from lightning_dp.parallel.layout import ReplicaRules
+from lightning_dp.parallel.replicate import Replicas
 
 Call: TypeAlias = LogCall | MetricCall
 
@@ -59,8 +60,7 @@ class Journals(ReplicaRules):
         self._devices = list(devices)
         self._logs = LogMerger()
         self._metrics: list[nn.Module] = []
-        self.hook = ""
-        """The name of the step that is running."""
+        self._per_sample: PerSample = {}
 
     def on_build(self, leaves: list[nn.Module]) -> None:
         """Remembers the module's own metrics, which record during a step."""
@@ -82,15 +82,17 @@ class Journals(ReplicaRules):
         return own
 
     @contextlib.contextmanager
-    def around(self, modules: list[nn.Module], shards: Shards) -> Iterator[None]:
+    def around(
+        self, replicas: Replicas, hook: str, shards: Shards, args: tuple[Any, ...]
+    ) -> Iterator[None]:
         """Records while the replicas run; if all went well, replays."""
         for journal in self._journals:
             journal.calls.clear()
-        lists = AppendedLists(modules, shards, self._output_device)
-        with self._root_records(modules[0]):
+        lists = AppendedLists(replicas, shards, self._output_device, args, self._per_sample)
+        with self._root_records(replicas.modules[0]):
             yield
         lists.collect()
-        self._replay(shards)
+        self._replay(hook, shards)
 
     @contextlib.contextmanager
     def _root_records(self, root: nn.Module) -> Iterator[None]:
@@ -104,7 +106,7 @@ class Journals(ReplicaRules):
             del root.__dict__["log"]
             root.__dict__.update(own_log)
 
-    def _replay(self, shards: Shards) -> None:
+    def _replay(self, hook: str, shards: Shards) -> None:
         journals = [self._journals[k].calls for k in shards.active]
         for calls in _aligned(journals):
             present = [k for k, call in enumerate(calls) if call is not None]
@@ -114,10 +116,10 @@ class Journals(ReplicaRules):
                 metrics.replay([c for c in made if isinstance(c, MetricCall)], sizes)
             else:
                 self._check_complete(calls, shards)
-                self._log([c for c in made if isinstance(c, LogCall)], sizes)
+                self._log(hook, [c for c in made if isinstance(c, LogCall)], sizes)
 
-    def _log(self, calls: list[LogCall], sizes: list[int]) -> None:
-        merged = self._logs.merge(self.hook, calls, sizes, self._output_device)
+    def _log(self, hook: str, calls: list[LogCall], sizes: list[int]) -> None:
+        merged = self._logs.merge(hook, calls, sizes, self._output_device)
         self._module.log(merged.name, merged.value, **merged.options)
 
     def _check_complete(self, calls: Sequence[Call | None], shards: Shards) -> None:

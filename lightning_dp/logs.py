@@ -140,6 +140,11 @@ def _merged(
     values: list[Any], weights: list[float], options: Mapping[str, Any], device: torch.device
 ) -> Any:
     tensors = [_as_number(value, device) for value in values]
+    if any(weights):  # a mean over nothing is NaN, and counts for nothing
+        tensors = [t for t, weight in zip(tensors, weights, strict=True) if weight]
+        weights = [weight for weight in weights if weight]
+    else:
+        weights = [1.0] * len(weights)
     reduce_fx = options.get("reduce_fx", "mean")
     how = getattr(reduce_fx, "__name__", str(reduce_fx)).lower()
     if how == "sum":

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.gather import weighted_mean
@@ -156,7 +157,12 @@ class _Recorder:
         if self._scratch is None:
             self._scratch = _bare(copy.deepcopy(self._metric)).to(self._device)
         self._scratch.reset()
-        return self._scratch(*args, **kwargs)
+        try:
+            return self._scratch(*args, **kwargs)
+        except Exception:
+            # Too few samples, perhaps: then there is no value over this shard. If the arguments
+            # are at fault, the call on the module's own metric raises the same error.
+            return _no_value(self._scratch)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         self._append("update", args, kwargs)
@@ -191,6 +197,12 @@ def _bare(metric: AnyMetric) -> AnyMetric:
     return metric
 
 
+def _no_value(metric: AnyMetric) -> Any:
+    if isinstance(metric, MetricCollection):
+        return {name: torch.tensor(math.nan) for name in metric.keys(keep_base=False)}
+    return torch.tensor(math.nan)
+
+
 def _device(metric: AnyMetric) -> torch.device:
     members = [m for m in metric.modules() if isinstance(m, Metric)]
     return members[0].device
@@ -221,9 +233,7 @@ def _join_arguments(
     calls: Sequence[MetricCall], sizes: Sequence[int], device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments one device would have passed; None where they cannot be told."""
-    if len(calls) > 1 and _adds_up(calls[0]):
-        return None
-    join = _Join(tuple(sizes), device)
+    join = _Join(tuple(sizes), device, _averages_numbers(calls[0]))
     try:
         args = join.node([call.args for call in calls])
         kwargs = join.node([call.kwargs for call in calls])
@@ -232,16 +242,14 @@ def _join_arguments(
     return args, kwargs
 
 
-def _adds_up(call: MetricCall) -> bool:
-    """Whether calls shard by shard are right and one with the shards' mean is not.
+def _averages_numbers(call: MetricCall) -> bool:
+    """Whether a number that is passed is the mean of a batch, of which the metric takes one.
 
-    That is so for sums, and for means of numbers to which the step gives its own weights.
+    To other metrics a number is a sum, an extreme or a sample of its own, and a step that passes
+    a weight beside it counts itself: all these are right call by call.
     """
-    arguments = [*call.args, *call.kwargs.values()]
-    if not arguments or (isinstance(arguments[0], Tensor) and arguments[0].dim() > 0):
-        return False
-    is_weighted = isinstance(call.metric, MeanMetric) and len(arguments) > 1
-    return isinstance(call.metric, SumMetric) or is_weighted
+    is_mean = isinstance(call.metric, MeanMetric | CatMetric)
+    return is_mean and len(call.args) + len(call.kwargs) == 1
 
 
 class _CannotJoin(Exception):
@@ -251,9 +259,12 @@ class _CannotJoin(Exception):
 class _Join:
     """Joins metric arguments; the nodes of one position are all of one kind, or cannot be."""
 
-    def __init__(self, sizes: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...], device: torch.device, averages_numbers: bool
+    ) -> None:
         self._sizes = sizes
         self._device = device
+        self._averages_numbers = averages_numbers
 
     def node(self, nodes: list[Any]) -> Any:
         first = nodes[0]
@@ -278,9 +289,8 @@ class _Join:
         return tree.rebuild(nodes[0], values)
 
     def _tensors(self, tensors: list[Tensor]) -> Tensor:
-        if all(t.dim() == 0 for t in tensors):
-            is_number = tensors[0].is_floating_point()
-            return weighted_mean(tensors, self._sizes) if is_number else torch.stack(tensors).sum()
+        if all(t.dim() == 0 for t in tensors) and self._averages_numbers:
+            return weighted_mean([t.to(torch.get_default_dtype()) for t in tensors], self._sizes)
         if any(t.dim() == 0 or t.shape[1:] != tensors[0].shape[1:] for t in tensors):
             raise _CannotJoin
         if not self._has_rows([t.size(0) for t in tensors]):
@@ -296,9 +306,9 @@ class _Join:
         )
 
     def _plain(self, values: list[Any]) -> Any:
-        if tuple(values) == self._sizes:
+        if tuple(values) == self._sizes and not self._averages_numbers:
             return sum(values)
-        if all(isinstance(value, float) for value in values):
+        if self._averages_numbers and all(isinstance(value, int | float) for value in values):
             total = sum(self._sizes)
             return sum(v * n / total for v, n in zip(values, self._sizes, strict=True))
         if any(value != values[0] for value in values):

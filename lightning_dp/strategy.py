@@ -99,7 +99,6 @@ class DataParallelStrategy(ParallelStrategy):
             "executor": executor,
         }
         self._engine: StepParallel | None = None
-        self._journals: Journals | None = None
         self._batch: Any = None
         self._shards: Shards | None = None
         self._last_sizes: tuple[int, ...] = ()
@@ -211,14 +210,14 @@ class DataParallelStrategy(ParallelStrategy):
         super().setup(trainer)
         if len(devices) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
-        self._journals = Journals(module, devices, self.output_device)
+        journals = Journals(module, devices, self.output_device)
         self._engine = StepParallel(
             module,
             devices,
             output_device=self.output_device,
             split=self._policy,
-            rules=self._journals,
-            around=self._journals.around,
+            rules=journals,
+            around=journals.around,
             **self._engine_options,
         )
         self._usage = self._engine.usage
@@ -308,14 +307,13 @@ class DataParallelStrategy(ParallelStrategy):
         self._resync()
 
     def _step(self, run: Callable[..., Any], method: str, batch: Any, *args: Any) -> Any:
-        engine, journals = cast(StepParallel, self._engine), cast(Journals, self._journals)
+        engine = cast(StepParallel, self._engine)
         is_evaluation_start = method != "training_step" and args[:1] in ((), (0,))
         if is_evaluation_start:
             engine.resync()
         if self._shards is None or batch is not self._batch:
             self._batch, self._shards = batch, engine.scatter(batch, self._transfer)
         self._last_sizes = self._shards.sizes
-        journals.hook = method
         return run(method, self._shards, *args)
 
     def _transfer(self, shard: Any, device: torch.device) -> Any:
@@ -328,7 +326,7 @@ class DataParallelStrategy(ParallelStrategy):
     def _close(self) -> None:
         if self._engine is not None:
             self._engine.close()
-        self._engine = self._journals = self._batch = self._shards = None
+        self._engine = self._batch = self._shards = None
 
     def _check_supported(self, trainer: Trainer, module: LightningModule) -> None:
         if not module.automatic_optimization:

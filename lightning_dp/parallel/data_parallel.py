@@ -73,7 +73,7 @@ class Shards:
         return [size for size in self.sizes if size > 0]
 
 
-Around: TypeAlias = Callable[[list[nn.Module], Shards], AbstractContextManager[None]]
+Around: TypeAlias = Callable[[Replicas, str, Shards, tuple[Any, ...]], AbstractContextManager[None]]
 
 
 class StepParallel:
@@ -92,8 +92,8 @@ class StepParallel:
             those of the `"first"` replica, or the `"mean"` of all, weighted by shard size.
         executor: how the replicas run, see `Executor`.
         rules: how special submodules are replicated.
-        around: entered around every apply, with the replicas and the shards; for what the
-            replicas leave behind besides their outputs.
+        around: entered around every apply with the replicas, the method, the shards and the other
+            arguments; for what the replicas leave behind besides their outputs.
 
     Example:
         >>> class Net(nn.Linear):
@@ -119,7 +119,7 @@ class StepParallel:
         buffers: Buffers = "first",
         executor: ExecutorName = "auto",
         rules: ReplicaRules | None = None,
-        around: Around = lambda modules, shards: nullcontext(),
+        around: Around = lambda replicas, method, shards, args: nullcontext(),
     ) -> None:
         self.devices = list(devices)
         self.output_device = output_device
@@ -140,7 +140,7 @@ class StepParallel:
         """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
         modules = self.replicate(shards)
         outputs, _ = self.apply(modules, method, shards, *args)
-        return gather(outputs, self.output_device, shards.active_sizes)
+        return gather(outputs, self.output_device, shards.active_sizes, constants=args)
 
     def train(self, method: str, shards: Shards, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and joins the losses that it returns.
@@ -191,7 +191,7 @@ class StepParallel:
         self, modules: list[nn.Module], method: str, shards: Shards, *args: Any
     ) -> tuple[list[Any], list[float]]:
         """Calls the method on every active replica; outputs and seconds in shard order."""
-        with self._around(modules, shards):
+        with self._around(self.replicas, method, shards, args):
             calls = [
                 (k, partial(getattr(modules[k], method), shards.parts[k], *args))
                 for k in shards.active

@@ -21,6 +21,7 @@ def gather(
     output_device: torch.device,
     sizes: Sequence[int] | None = None,
     dim: int = 0,
+    constants: Sequence[Any] = (),
 ) -> Any:
     """Joins the replicas' outputs, in shard order, on the output device.
 
@@ -30,8 +31,8 @@ def gather(
     | 0-dim floating tensor, float            | mean, weighted by shard size                   |
     | 0-dim integer tensor                    | sum                                            |
     | int: the shard's size, or not equal     | sum                                            |
-    | list or tuple with one item per sample  | joined                                         |
-    | other containers                        | gathered child by child                        |
+    | list with one item per sample           | joined                                         |
+    | tuples and other containers             | gathered child by child                        |
     | strings and all else, equal everywhere  | that value                                     |
     | strings and all else, not equal         | list with one value per replica                |
     | tensors that differ beside `dim`        | list with one tensor per replica, all moved    |
@@ -42,6 +43,8 @@ def gather(
         output_device: where the result's tensors end up.
         sizes: samples of each of these outputs; None for equal shards.
         dim: the dimension along which tensors are joined.
+        constants: integers that are no counts even if they happen to equal a shard's size: what
+            every replica was called with, such as the index of the batch.
 
     Raises:
         GatherError: the outputs have different structures.
@@ -56,14 +59,22 @@ def gather(
     if len(outputs) == 1:
         return to_device(outputs[0], output_device)
     sizes = [1] * len(outputs) if sizes is None else sizes
-    return _Gather(tuple(sizes), output_device, dim).node(list(outputs), ())
+    return _Gather(tuple(sizes), output_device, dim, tuple(constants)).node(list(outputs), ())
 
 
 class _Gather:
-    def __init__(self, sizes: tuple[int, ...], device: torch.device, dim: int) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...], device: torch.device, dim: int, constants: tuple[Any, ...]
+    ) -> None:
         self.sizes = sizes
         self.device = device
         self.dim = dim
+        self.constants = constants
+
+    def of(self, present: list[int]) -> _Gather:
+        """The same for some of the replicas."""
+        sizes = tuple(self.sizes[i] for i in present)
+        return _Gather(sizes, self.device, self.dim, self.constants)
 
     def node(self, nodes: list[Any], path: tree.Path) -> Any:
         present = [i for i, node in enumerate(nodes) if node is not None]
@@ -80,8 +91,7 @@ class _Gather:
     def _without_none(self, nodes: list[Any], present: list[int], path: tree.Path) -> Any:
         if not present:
             return None
-        rest = _Gather(tuple(self.sizes[i] for i in present), self.device, self.dim)
-        return rest.node([nodes[i] for i in present], path)
+        return self.of(present).node([nodes[i] for i in present], path)
 
     def _tensors(self, tensors: list[Tensor]) -> Tensor | list[Tensor]:
         moved = [t.to(self.device, non_blocking=True) for t in tensors]
@@ -104,7 +114,8 @@ class _Gather:
 
     def _lists(self, nodes: list[Any], path: tree.Path) -> Any:
         lengths = tuple(len(node) for node in nodes)
-        structural = len(set(lengths)) == 1 and self._rows_inside(nodes)
+        is_tuple = all(isinstance(node, tuple) for node in nodes)
+        structural = len(set(lengths)) == 1 and (is_tuple or self._rows_inside(nodes))
         if not structural and lengths == self.sizes:
             joined = [to_device(item, self.device) for node in nodes for item in node]
             return type(nodes[0])(joined)
@@ -115,7 +126,7 @@ class _Gather:
         if all(size == 1 for size in self.sizes):
             return any(isinstance(item, Tensor) for node in nodes for item in node)
         return any(
-            isinstance(item, Tensor) and item.dim() > 0 and item.size(0) == size
+            _rows(item) == size
             for node, size in zip(nodes, self.sizes, strict=True)
             for item in node
         )
@@ -130,13 +141,14 @@ class _Gather:
 
     def _where_present(self, columns: list[dict[Any, Any]], key: Any, path: tree.Path) -> Any:
         present = [i for i, column in enumerate(columns) if key in column]
-        rest = _Gather(tuple(self.sizes[i] for i in present), self.device, self.dim)
-        return rest.node([columns[i][key] for i in present], (*path, key))
+        return self.of(present).node([columns[i][key] for i in present], (*path, key))
 
     def _plain(self, values: list[Any]) -> Any:
         first = values[0]
-        is_count = type(first) is int and tuple(values) == self.sizes
-        if not is_count and all(type(v) is type(first) and v == first for v in values):
+        is_count = type(first) is int and first not in self.constants
+        if is_count and tuple(values) == self.sizes:
+            return sum(values)
+        if all(type(value) is type(first) and value == first for value in values):
             return first
         if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
             return values
@@ -155,6 +167,12 @@ def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     total = float(sum(weights))
     terms = [scalar * (weight / total) for scalar, weight in zip(scalars, weights, strict=True)]
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+
+
+def _rows(item: Any) -> int | None:
+    if isinstance(item, Tensor):
+        return item.size(0) if item.dim() else None
+    return len(item) if _is_list(item) else None
 
 
 def _is_list(node: Any) -> bool:

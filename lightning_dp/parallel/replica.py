@@ -29,6 +29,7 @@ class Replica:
             for module, buffers in zip(source.modules, self.buffer_tables, strict=True)
         ]
         self.module: nn.Module = twins[id(source.root)]
+        self.submodules: list[nn.Module] = [twins[id(m)] for m in source.modules]
 
     def refresh(self, state: RootState, everything: bool, all_buffers: bool) -> None:
         """Follows the root, whose state is `state`; the flags say what to copy unseen."""
@@ -65,17 +66,16 @@ class Replica:
             _update([roots[i] for i in stale], [self.parameters[i] for i in stale])
 
     def _refresh_buffers(self, state: RootState, all_buffers: bool) -> None:
-        if state.buffer_ids != self._seen.buffer_ids:
-            self._replace_buffers()
-            return
         pairs = zip(state.buffer_versions, self._seen.buffer_versions, strict=True)
         stale = [i for i, (now, then) in enumerate(pairs) if all_buffers or now != then]
-        if stale:
-            twins = entries(self.buffer_tables)
-            copy_coalesced(
-                [b for i in stale if (b := state.buffers[i]) is not None],
-                [b for i in stale if (b := twins[i]) is not None],
-            )
+        twins = entries(self.buffer_tables) if stale else []
+        sources = [b for i in stale if (b := state.buffers[i]) is not None]
+        targets = [b for i in stale if (b := twins[i]) is not None]
+        # A forward may itself have given a replica a buffer that the root does not have.
+        if state.buffer_ids != self._seen.buffer_ids or len(sources) != len(targets):
+            self._replace_buffers()
+        else:
+            copy_coalesced(sources, targets)
 
     def _replace_buffers(self) -> None:
         """The root has other buffer objects than before, perhaps of other shapes."""

@@ -44,6 +44,11 @@ class Replicas:
         return [self._root, *(replica.module for replica in self._others)]
 
     @property
+    def submodules(self) -> list[list[nn.Module]]:
+        """All modules in every replica; equal positions correspond."""
+        return [self._layout.modules, *(replica.submodules for replica in self._others)]
+
+    @property
     def parameters(self) -> list[list[nn.Parameter]]:
         """The parameters of every replica; equal positions correspond, tied ones appear once."""
         return [self._layout.parameters, *(replica.parameters for replica in self._others)]

@@ -107,46 +107,67 @@ class Journals(ReplicaRules):
             root.__dict__.update(own_log)
 
     def _replay(self, hook: str, shards: Shards) -> None:
-        journals = [self._journals[k].calls for k in shards.active]
-        for calls in _aligned(journals):
-            present = [k for k, call in enumerate(calls) if call is not None]
-            sizes = [shards.active_sizes[k] for k in present]
-            made = [call for call in calls if call is not None]
-            if isinstance(made[0], MetricCall):
-                metrics.replay([c for c in made if isinstance(c, MetricCall)], sizes)
+        sizes = shards.active_sizes
+        for row in _aligned([self._journals[k].calls for k in shards.active], sizes):
+            present = [sizes[i] for i in row]
+            metric_calls = [call for call in row.values() if isinstance(call, MetricCall)]
+            log_calls = [call for call in row.values() if isinstance(call, LogCall)]
+            if metric_calls:
+                metrics.replay(metric_calls, present)
             else:
-                self._check_complete(calls, shards)
-                self._log(hook, [c for c in made if isinstance(c, LogCall)], sizes)
+                self._check_complete(log_calls[0].name, list(row), shards)
+                self._log(hook, log_calls, present)
 
     def _log(self, hook: str, calls: list[LogCall], sizes: list[int]) -> None:
         merged = self._logs.merge(hook, calls, sizes, self._output_device)
         self._module.log(merged.name, merged.value, **merged.options)
 
-    def _check_complete(self, calls: Sequence[Call | None], shards: Shards) -> None:
+    def _check_complete(self, key: str, present: Sequence[int], shards: Shards) -> None:
         names = [
             f"replica {k} on {self._devices[k]} ({shards.sizes[k]} samples)" for k in shards.active
         ]
-        with_key = [name for name, call in zip(names, calls, strict=True) if call is not None]
-        without = [name for name, call in zip(names, calls, strict=True) if call is None]
-        if without:
-            key = next(call.name for call in calls if isinstance(call, LogCall))
+        if len(present) < len(names):
+            got = [name for i, name in enumerate(names) if i in present]
+            missing = [name for i, name in enumerate(names) if i not in present]
             raise ValueError(
                 f"self.log({key!r}): expected the same keys from every replica, got it from "
-                f"{', '.join(with_key)}, but not from {', '.join(without)}. Log it for every "
-                "shard; a value that some shards lack can be logged through a torchmetrics metric."
+                f"{', '.join(got)}, but not from {', '.join(missing)}. Log it for every shard; "
+                "a value that some shards lack can be logged through a torchmetrics metric."
             )
 
 
-def _aligned(journals: Sequence[Sequence[Call]]) -> list[list[Call | None]]:
+def _aligned(journals: Sequence[Sequence[Call]], sizes: Sequence[int]) -> list[dict[int, Call]]:
     """The replicas' calls side by side: the n-th call with a key stands beside the other n-th ones.
 
-    The order is that of the first replica; calls that it did not make come last.
+    The order is that of the first replica; calls that it did not make come last. Calls that were
+    made sample by sample stand alone, shard after shard.
+
+    Args:
+        journals: the calls of every replica that worked.
+        sizes: the samples of these replicas.
     """
-    rows: dict[tuple[object, ...], list[Call | None]] = {}
+    rows: dict[tuple[object, ...], list[dict[int, Call]]] = {}
+    order: list[tuple[tuple[object, ...], int]] = []
     for k, calls in enumerate(journals):
         counts: Counter[tuple[object, ...]] = Counter()
         for call in calls:
+            own = rows.setdefault(call.key, [])
+            if counts[call.key] == len(own):
+                order.append((call.key, len(own)))
+                own.append({})
+            own[counts[call.key]][k] = call
             counts[call.key] += 1
-            row = rows.setdefault((call.key, counts[call.key]), [None] * len(journals))
-            row[k] = call
-    return list(rows.values())
+    alone = {key: _one_by_one(own, sizes) for key, own in rows.items()}
+    aligned: list[dict[int, Call]] = []
+    for key, n in order:
+        single = alone[key]
+        aligned.extend([rows[key][n]] if single is None else single if n == 0 else [])
+    return aligned
+
+
+def _one_by_one(rows: list[dict[int, Call]], sizes: Sequence[int]) -> list[dict[int, Call]] | None:
+    """The calls shard after shard, if they are calls of a metric made sample by sample."""
+    calls = [[call for call in row.values() if isinstance(call, MetricCall)] for row in rows]
+    if not all(calls) or not metrics.is_per_sample(calls, sizes):
+        return None
+    return [{k: row[k]} for k in range(len(sizes)) for row in rows if k in row]

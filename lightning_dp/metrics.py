@@ -76,6 +76,19 @@ def replay(calls: Sequence[MetricCall], sizes: Sequence[int]) -> None:
         metric(*args, **kwargs) if method == "forward" else metric.update(*args, **kwargs)
 
 
+def is_per_sample(rows: Sequence[Sequence[MetricCall]], sizes: Sequence[int]) -> bool:
+    """Whether the replicas called a metric once per sample, or each a number of times of its own.
+
+    Args:
+        rows: for each n, the n-th calls of those replicas that made so many.
+        sizes: samples of all replicas that worked.
+    """
+    if any(len(row) < len(sizes) for row in rows):
+        return True
+    is_count = len(rows) > 1 and all(size == len(rows) for size in sizes)
+    return is_count and _join_arguments(rows[0], sizes, _device(rows[0][0].metric)) is None
+
+
 class MetricFaces:
     """Metric objects that a replica sees in the place of the module's own.
 
@@ -239,7 +252,7 @@ def _join_arguments(
         kwargs = join.node([call.kwargs for call in calls])
     except _CannotJoin:
         return None
-    return args, kwargs
+    return (args, kwargs) if len(calls) == 1 or join.is_of_samples else None
 
 
 def _averages_numbers(call: MetricCall) -> bool:
@@ -265,6 +278,8 @@ class _Join:
         self._sizes = sizes
         self._device = device
         self._averages_numbers = averages_numbers
+        self.is_of_samples = averages_numbers
+        """Whether something was joined: equal numbers alone may be counts or constants."""
 
     def node(self, nodes: list[Any]) -> Any:
         first = nodes[0]
@@ -275,6 +290,7 @@ class _Join:
         if isinstance(first, Tensor):
             return self._tensors([node.to(self._device) for node in nodes])
         if isinstance(first, list) and tuple(map(len, nodes)) == self._sizes:
+            self.is_of_samples = True
             return [to_device(item, self._device) for node in nodes for item in node]
         if tree.children(first) is not None:
             return self._children(nodes)
@@ -295,6 +311,7 @@ class _Join:
             raise _CannotJoin
         if not self._has_rows([t.size(0) for t in tensors]):
             raise _CannotJoin
+        self.is_of_samples = True
         return torch.cat(tensors)
 
     def _has_rows(self, lengths: list[int]) -> bool:

@@ -1,0 +1,364 @@
+"""The strategy in the Trainer: options, refusals, failures, checkpoints, and the one-device case."""
+
+import importlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from oracle import Classifier, assert_equal_trees, assert_same, loader, run, samples, trainer
+from torch import Tensor
+
+import lightning_dp
+from lightning_dp import DataParallelStrategy
+
+
+class NoData(Classifier):
+    """Fails a test that comes as far as loading data."""
+
+    def train_dataloader(self) -> Any:
+        pytest.fail("a batch was about to be loaded")
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"devices": ["cpu", "banana"]}, r"devices\[1\]: expected a device name.*got 'banana'"),
+        ({"devices": [-1]}, r"devices\[0\]: expected an id of 0 or more, got -1"),
+        ({"devices": ["cpu", "cpu:1"]}, r"devices\[1\]: expected 'cpu' .*got 'cpu:1'.*Repeat"),
+        ({"devices": []}, "devices: expected at least one device"),
+        ({"devices": "cpu"}, "devices: expected a list .*Put the device into a list"),
+        ({"output_device": 4}, "output_device: expected an index from 0 to 3 .*got 4"),
+        ({"output_device": -1}, "output_device: expected an index from 0 to 3"),
+        ({"output_device": "nowhere"}, "output_device: expected a device name"),
+        ({"weights": [1, 2]}, "weights: expected 4 numbers, one per device, got 2"),
+        ({"weights": [0, 0, 0, 0]}, "weights: expected finite numbers .*not all 0"),
+        ({"weights": [1, 1, 1, -2]}, "weights: expected finite numbers of at least 0"),
+        ({"weights": [1, 1, 1, float("nan")]}, "weights: expected finite numbers"),
+        ({"split": "random"}, "split: expected one of .*got 'random'"),
+        ({"loss_reduction": "max"}, r"loss_reduction: expected one of \['mean', 'sum'\]"),
+        ({"buffers": "last"}, r"buffers: expected one of \['first', 'mean'\]"),
+        ({"executor": "processes"}, "executor: expected one of .*got 'processes'"),
+    ],
+    ids=str,
+)
+def test_unusable_options_are_refused_before_any_data_is_loaded(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(4, DataParallelStrategy(**options)).fit(NoData())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+@pytest.mark.parametrize("devices", [["cuda:0"], [0, 1]])
+def test_accelerators_that_are_not_there_are_refused(devices: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"devices\[0\]: expected"):
+        DataParallelStrategy(devices=devices)
+
+
+def test_manual_optimisation_is_refused_with_the_way_out() -> None:
+    class Manual(NoData):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(ValueError, match=r"Manual.automatic_optimization: expected True"):
+        trainer(2).fit(Manual(), loader(), loader())
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+def test_steps_that_take_the_iterator_are_refused() -> None:
+    class Iterating(Classifier):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            return None
+
+    with pytest.raises(ValueError, match=r"Iterating.training_step: .*got dataloader_iter"):
+        trainer(2).fit(Iterating(), loader(), loader())
+
+
+def test_sync_batchnorm_is_refused() -> None:
+    with pytest.raises(ValueError, match="sync_batchnorm"):
+        trainer(2, sync_batchnorm=True).fit(Classifier(), loader(), loader())
+
+
+def test_the_name_is_registered_once_however_often_it_is_imported() -> None:
+    importlib.reload(lightning_dp)
+    assert StrategyRegistry["dp_custom"]["strategy"] is DataParallelStrategy
+    assert type(trainer(2, "dp_custom").strategy) is DataParallelStrategy
+
+
+def test_devices_of_the_strategy_replace_those_of_the_trainer() -> None:
+    job = trainer(1, DataParallelStrategy(devices=["cpu"] * 3))
+    assert job.num_devices == 3
+    assert job.world_size == 1 and job.global_rank == 0
+
+
+def test_under_a_launcher_of_several_processes_it_is_still_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    more = {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost"}
+    for name, value in {**variables, **more, "MASTER_PORT": "12345"}.items():
+        monkeypatch.setenv(name, value)
+    job = trainer(2)
+    assert (job.world_size, job.global_rank, job.local_rank) == (1, 0, 0)
+    assert job.is_global_zero
+
+
+def test_one_device_is_plain_lightning() -> None:
+    """Every step is the base class's own: nothing is added that could cost."""
+    seen: list[tuple[str, bool]] = []
+
+    class Watching(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            strategy = self.trainer.strategy
+            assert isinstance(strategy, DataParallelStrategy)
+            seen.append((threading.current_thread().name, strategy._engine is None))
+            assert "log" not in self.__dict__
+            return super().training_step(batch, batch_idx)
+
+    module = Watching()
+    trainer(1, max_epochs=1).fit(module, loader(), loader())
+    assert set(seen) == {("MainThread", True)}
+    plain, ours = run(Classifier, 1), run(Classifier, 1)
+    assert_same(ours, plain, atol=0)
+
+
+def test_replicas_know_their_device_and_share_the_trainer() -> None:
+    class Knowing(Classifier):
+        seen: list[Any] = []  # noqa: RUF012
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append((self.device, self.trainer.global_step, self.current_epoch))
+            assert next(self.parameters()).requires_grad and self.training
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            assert not self.training and not torch.is_grad_enabled()
+            super().validation_step(batch, batch_idx)
+
+    module = Knowing()
+    trainer(3, max_epochs=1).fit(module, loader(), loader())
+    assert {device for device, _, _ in Knowing.seen} == {torch.device("cpu")}
+    assert [step for _, step, _ in Knowing.seen] == [0] * 3 + [1] * 3 + [2] * 3
+
+
+def test_last_sizes_and_usage_tell_what_each_device_did() -> None:
+    job = trainer(3, DataParallelStrategy(weights=[1, 2, 3]), max_epochs=2)
+    data = loader(n=48, batch_size=24)
+    job.fit(Classifier(), data, data)
+    assert job.strategy.last_sizes == (4, 8, 12)
+    assert [u.samples for u in job.strategy.usage] == [16, 32, 48]
+    assert all(u.busy_seconds > 0 for u in job.strategy.usage)
+
+
+def test_transfer_hooks_run_once_for_the_batch_and_once_per_shard() -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Hooked(Classifier):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            calls.append(("before", len(batch[0])))
+            return batch
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            calls.append(("transfer", len(batch[0])))
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            calls.append(("after", len(batch[0])))
+            return [batch[0] * 2, batch[1]]
+
+    job = trainer(2, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
+    job.fit(Hooked(), loader(), loader())
+    assert calls[:1] == [("before", 25)]
+    assert calls[1:] == [("transfer", 13), ("after", 13), ("transfer", 12), ("after", 12)]
+    assert_same(run(Hooked, 3), run(Hooked, 1), atol=1e-6, rtol=1e-5)
+
+
+def test_several_data_loaders_are_told_apart() -> None:
+    class Two(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            self.log(f"val/{dataloader_idx}", self.loss(batch), add_dataloader_idx=False)
+            self.log("val/loss", self.loss(batch))
+
+        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            return {"y": self.net(batch[0]), "loader": dataloader_idx, "batch": batch_idx}
+
+    results = []
+    for devices in (1, 3):
+        torch.manual_seed(0)
+        job, module, data = trainer(devices), Two(), [loader(), loader(n=9, batch_size=3)]
+        results.append([job.validate(module, data, verbose=False), job.predict(module, data)])
+    assert_equal_trees(results[1], results[0], "results", atol=1e-6, rtol=1e-5)
+
+
+def fail_in(stage: str) -> type[Classifier]:
+    """A module that raises in one stage, for the shard that begins with sample 17."""
+
+    class CustomError(RuntimeError):
+        def __init__(self, code: int, text: str) -> None:
+            super().__init__(f"{text} ({code})")
+            self.code = code
+
+    class Failing(Classifier):
+        error = CustomError
+        armed = True
+
+        def check(self, here: str, x: Tensor) -> None:
+            if self.armed and here == stage and torch.equal(x[0], samples()[17][0]):
+                raise CustomError(7, f"failed in {stage}")
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            self.check("transfer", batch[0])
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.check("training_step", batch[0])
+            loss = super().training_step(batch, batch_idx)
+            loss.register_hook(lambda gradient: self.check("backward", batch[0]))
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.check("validation_step", batch[0])
+            super().validation_step(batch, batch_idx)
+
+    return Failing
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("stage", ["training_step", "backward", "validation_step"])
+def test_an_exception_in_replica_2_arrives_once_and_leaves_nothing_behind(
+    stage: str, executor: str
+) -> None:
+    failures: list[BaseException] = []
+
+    class Watching(Callback):
+        def on_exception(self, job: Any, module: LightningModule, error: BaseException) -> None:
+            failures.append(error)
+
+    kind = fail_in(stage)
+    module = kind()
+    strategy = DataParallelStrategy(executor=executor)
+    job = trainer(3, strategy, callbacks=[Watching()], num_sanity_val_steps=0)
+    note = rf"in replica 2 on cpu, {stage}, samples 17 to 24 of 25"
+    with pytest.raises(kind.error, match=note) as caught:
+        job.fit(module, loader(), loader())
+    assert failures == [caught.value] and caught.value.code == 7
+    assert str(caught.value) == f"failed in {stage} (7)"
+    assert "log" not in module.__dict__
+    assert not [t for t in threading.enumerate() if t.name.startswith("dp-")]
+
+    module.armed = False
+    module.train()
+    job.fit(module, loader(), loader())
+    assert job.current_epoch == 3
+
+
+def test_an_error_in_a_transfer_hook_arrives_as_it_is() -> None:
+    kind = fail_in("transfer")
+    with pytest.raises(kind.error, match="failed in transfer"):
+        trainer(3).fit(kind(), loader(), loader())
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_training_resumes_from_a_checkpoint_of_any_number_of_devices(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+
+    def fit(devices: int, epochs: int, ckpt_path: Path | None = None) -> tuple[Any, Path]:
+        torch.manual_seed(0)
+        folder = tmp_path / f"{devices} devices first" if ckpt_path is None else ckpt_path.parent
+        saving = ModelCheckpoint(folder, filename=f"{epochs}", save_last=True)
+        job = trainer(devices, max_epochs=epochs, callbacks=[saving], enable_checkpointing=True)
+        module = Classifier()
+        job.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+        return module, folder / "last.ckpt"
+
+    expected, _ = fit(1, 4)
+    for before, after in ((3, 1), (1, 3), (3, 2)):
+        _, checkpoint = fit(before, 2)
+        saved = torch.load(checkpoint, weights_only=True)["state_dict"]
+        assert list(saved) == list(expected.state_dict()), "clean keys"
+        resumed, _ = fit(after, 4, checkpoint)
+        assert_equal_trees(
+            resumed.state_dict(), expected.state_dict(), "resumed", atol=1e-10, rtol=0
+        )
+
+
+def test_early_stopping_stops_when_one_device_does() -> None:
+    def epochs(devices: int) -> int:
+        torch.manual_seed(0)
+        stop = EarlyStopping("val/loss", patience=1, min_delta=0.03)
+        job = trainer(devices, max_epochs=30, callbacks=[stop])
+        job.fit(Classifier(), loader(), loader())
+        return job.current_epoch
+
+    assert epochs(3) == epochs(1) < 30
+
+
+def test_weights_swapped_for_validation_are_seen_by_every_replica() -> None:
+    """Writing through `.data`, as averaging callbacks do, leaves no version behind."""
+
+    class Swap(Callback):
+        def on_validation_epoch_start(self, job: Any, module: Any) -> None:
+            self.kept = [p.detach().clone() for p in module.parameters()]
+            for p in module.parameters():
+                p.data.copy_(torch.zeros_like(p))
+            module.offset.data.copy_(torch.tensor(3.0))
+
+        def on_validation_epoch_end(self, job: Any, module: Any) -> None:
+            for p, kept in zip(module.parameters(), self.kept, strict=True):
+                p.data.copy_(kept)
+            module.offset.data.copy_(torch.tensor(0.0))
+
+    class WithBuffer(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("offset", torch.tensor(0.0))
+
+        def loss(self, batch: Any) -> Tensor:
+            return super().loss(batch) + self.offset
+
+    torch.set_default_dtype(torch.float64)
+    results = [run(WithBuffer, k, callbacks=[Swap()]) for k in (3, 1)]
+    assert_same(*results)
+
+
+@pytest.mark.slow
+def test_memory_threads_and_replicas_do_not_grow() -> None:
+    import gc
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(isinstance(o, Tensor) for o in gc.get_objects())
+
+    counts: list[int] = []
+
+    class Count(Callback):
+        def on_train_epoch_end(self, job: Any, module: Any) -> None:
+            counts.append(tensors())
+
+    job = trainer(4, DataParallelStrategy(executor="threads"), max_epochs=40, callbacks=[Count()])
+    job.fit(Classifier(), loader(n=200, batch_size=10), loader())
+    assert counts[-1] <= counts[5] + 5
+
+
+def test_data_loader_workers_and_threads_live_together() -> None:
+    data = lambda: loader(num_workers=2, multiprocessing_context="fork")  # noqa: E731
+    assert_same(
+        run(Classifier, 3, data=data, strategy={"executor": "threads"}),
+        run(Classifier, 1),
+        atol=1e-6,
+        rtol=1e-5,
+    )
+
+
+def test_steps_are_the_strategys_own() -> None:
+    """All four steps are overridden: none may fall back to one device unnoticed."""
+    for step in ("training_step", "validation_step", "test_step", "predict_step"):
+        assert getattr(DataParallelStrategy, step) is not getattr(Strategy, step)

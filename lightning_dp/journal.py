@@ -19,7 +19,7 @@ from torch import nn
 from lightning_dp import metrics
 from lightning_dp.logs import LogCall, LogMerger
 from lightning_dp.metrics import MetricCall, MetricFaces
-from lightning_dp.module_state import AppendedLists, PerSample
+from lightning_dp.module_state import ModuleState, StateMemory
 from lightning_dp.parallel.data_parallel import Shards
 from lightning_dp.parallel.layout import ReplicaRules
 from lightning_dp.parallel.replicate import Replicas
@@ -60,7 +60,7 @@ class Journals(ReplicaRules):
         self._devices = list(devices)
         self._logs = LogMerger()
         self._metrics: list[nn.Module] = []
-        self._per_sample: PerSample = {}
+        self._memory = StateMemory()
 
     def on_build(self, leaves: list[nn.Module]) -> None:
         """Remembers the module's own metrics, which record during a step."""
@@ -88,10 +88,13 @@ class Journals(ReplicaRules):
         """Records while the replicas run; if all went well, replays."""
         for journal in self._journals:
             journal.calls.clear()
-        lists = AppendedLists(replicas, shards, self._output_device, args, self._per_sample)
-        with self._root_records(replicas.modules[0]):
-            yield
-        lists.collect()
+        state = ModuleState(replicas, shards, self._output_device, args, self._memory)
+        try:
+            with self._root_records(replicas.modules[0]):
+                yield
+            state.settle()
+        finally:
+            state.release()
         self._replay(hook, shards)
 
     @contextlib.contextmanager

@@ -1,12 +1,14 @@
-"""What a step leaves on `self`: items appended to lists, wherever in its containers they are."""
+"""What a step leaves on `self`: items in lists and dicts, and attributes bound anew."""
 
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dp.parallel.data_parallel import Shards
 from lightning_dp.parallel.gather import gather
@@ -14,29 +16,45 @@ from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.transfer import to_device
 
 Path: TypeAlias = tuple[Any, ...]
-PerSample: TypeAlias = dict[Path, bool]
-"""Which lists are known to get one item per sample (True) or one per batch (False)."""
+Attributes: TypeAlias = dict[str, Any]
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
+_ABSENT = object()
 
 
-class AppendedLists:
-    """Lists to which a step appends, the usual way to collect an epoch's outputs.
+class StateMemory:
+    """What is known from earlier steps.
 
-    Replica 0, which is the module, appends to the list itself, the others to copies; that holds
-    for lists in dicts and in lists too, and for those that a step adds to them. Afterwards the
-    k-th items of all replicas are gathered into the one item that one device would have appended.
-    Where the replicas appended one item per sample, or different numbers of items, the items
-    follow each other in shard order. A container that was changed in other ways stays as replica 0
-    left it.
+    Attributes:
+        per_sample: which lists get one item per sample (True) or per batch (False); shards of one
+            sample cannot tell.
+        warned: attributes that were warned about.
+    """
+
+    def __init__(self) -> None:
+        self.per_sample: dict[Path, bool] = {}
+        self.warned: set[tuple[int, str]] = set()
+
+
+class ModuleState:
+    """The attributes of the user's modules before a step, to be settled after it.
+
+    Items: replica 0, which is the module, appends to its own list, the others to copies; that
+    holds for lists in dicts and lists too. Afterwards the k-th new items of all replicas are
+    gathered into the one item that one device would have appended. Where the replicas appended one
+    item per sample, or different numbers of items, the items follow each other in shard order.
+    Values under new keys of a dict are gathered. Entries that were changed stay as replica 0 left
+    them.
+
+    Attributes bound anew keep the value of the first replica that worked; if the values differ,
+    a warning names the attribute, once.
 
     Args:
-        replicas: the replicas; containers are looked for among the attributes of all modules
-            that are not torch's own.
+        replicas: the replicas; looked at are the attributes of all modules that are not torch's.
         shards: the step's shards.
         output_device: where the items end up.
         args: what the step was called with besides its shard.
-        per_sample: what earlier steps told about each list; shards of one sample tell nothing.
+        memory: carried from step to step.
     """
 
     def __init__(
@@ -45,99 +63,172 @@ class AppendedLists:
         shards: Shards,
         output_device: torch.device,
         args: tuple[Any, ...],
-        per_sample: PerSample,
+        memory: StateMemory,
     ) -> None:
-        self._join = _Join(output_device, args, per_sample)
-        self._sizes = shards.active_sizes
+        self._memory = memory
+        self._join = _Join(output_device, args, shards.active_sizes, memory)
         modules = replicas.submodules
-        self._watched = [
-            _Watched(j, name, root.__dict__, [modules[k][j].__dict__ for k in shards.active])
+        self._modules = [
+            _ModuleAttributes(root, j, [modules[k][j] for k in shards.active])
             for j, root in enumerate(modules[0])
             if not type(root).__module__.startswith("torch.")
-            for name, value in root.__dict__.items()
-            if isinstance(value, list | dict) and name not in _OF_TORCH
         ]
 
-    def collect(self) -> None:
-        """Gives the module's lists the items that the replicas appended."""
-        for watched in self._watched:
-            after = watched.after()
-            if after is not None:
-                named = list(zip(self._sizes, after, strict=True))
-                self._join.merge(watched.path, watched.before, named, watched.root())
+    def settle(self) -> None:
+        """Gives the module what the replicas' steps left on them."""
+        for module in self._modules:
+            for name, before, after in module.containers():
+                self._join.merge((module.number, name), before, after, module.root[name])
+            for name in module.differing():
+                self._warn(module, name)
+
+    def release(self) -> None:
+        """Lets the replicas share the module's containers again, also after an error."""
+        for module in self._modules:
+            module.release()
+
+    def _warn(self, module: _ModuleAttributes, name: str) -> None:
+        key = (module.number, name)
+        if key not in self._memory.warned:
+            self._memory.warned.add(key)
+            warnings.warn(
+                f"A step binds {module.type_name}.{name} to different values on different "
+                "replicas; the first replica's is kept. That is all right for values that only "
+                "the step itself reads. To collect over the batch, append to a list on self, log "
+                "the value or update a metric.",
+                stacklevel=2,
+            )
 
 
-class _Watched:
-    """One attribute that is a container, on the root and on the active replicas."""
+class _ModuleAttributes:
+    """The attributes of one module, on the root and on the replicas that work."""
 
-    def __init__(
-        self, j: int, name: str, root: dict[str, Any], replicas: list[dict[str, Any]]
-    ) -> None:
-        self.path: Path = (j, name)
-        self.before = _copied(root[name])
-        self._name = name
-        self._root = root
-        self._replicas = replicas
-        # A replica that refers to its own layers where the root refers to the root's: not ours.
-        self._is_shared = all(other.get(name) is root[name] for other in replicas)
-        for other in replicas:
-            if self._is_shared and other is not root:
-                other[name] = _copied(self.before)
+    def __init__(self, root: nn.Module, number: int, replicas: list[nn.Module]) -> None:
+        self.number = number
+        self.type_name = type(root).__qualname__
+        self.root: Attributes = root.__dict__
+        self._replicas: list[Attributes] = [replica.__dict__ for replica in replicas]
+        self._bound = {n: v for n, v in self.root.items() if n not in _OF_TORCH}
+        # A replica that refers to its own layers where the root refers to the root's is left out.
+        self._items = {
+            name: _copied(value)
+            for name, value in self._bound.items()
+            if isinstance(value, list | dict)
+            and all(replica.get(name) is value for replica in self._replicas)
+        }
+        for replica in self._others():
+            replica.update({name: _copied(items) for name, items in self._items.items()})
 
-    def after(self) -> list[Any] | None:
-        """The replicas' containers; None if they are not what they were with something added."""
-        after = [other.get(self._name) for other in self._replicas]
-        extended = self._is_shared and all(_extends(other, self.before) for other in after)
-        return after if extended and _extends(self.root(), self.before) else None
+    def containers(self) -> list[tuple[str, Any, list[Any]]]:
+        """Name, items before, and the replicas' containers after the step."""
+        return [
+            (name, before, [replica.get(name) for replica in self._replicas])
+            for name, before in self._items.items()
+            if self.root.get(name) is self._bound[name]
+        ]
 
-    def root(self) -> Any:
-        return self._root.get(self._name)
+    def differing(self) -> list[str]:
+        """Attributes that the step bound anew, where the replicas do not agree."""
+        first = self._replicas[0]
+        rebound = [
+            name
+            for name, value in first.items()
+            if name not in _OF_TORCH
+            and name not in self._items
+            and value is not self._bound.get(name, _ABSENT)
+            and not isinstance(value, nn.Module)
+        ]
+        if first is not self.root:
+            rebound = [name for name in rebound if self._is_own(name, first)]
+            self.root.update({name: first[name] for name in rebound})
+        return [
+            name
+            for name in rebound
+            if any(not _agree(replica.get(name), first[name]) for replica in self._replicas)
+        ]
+
+    def release(self) -> None:
+        for replica in self._others():
+            replica.update({name: self._bound[name] for name in self._items})
+
+    def _is_own(self, name: str, replica: Attributes) -> bool:
+        """Whether a replica's attribute was set by the step, and not by being a replica."""
+        return not callable(replica[name]) and name != "_device"
+
+    def _others(self) -> list[Attributes]:
+        return [replica for replica in self._replicas if replica is not self.root]
 
 
 class _Join:
     """Brings what the replicas added to their containers into the root's."""
 
     def __init__(
-        self, output_device: torch.device, args: tuple[Any, ...], per_sample: PerSample
+        self,
+        output_device: torch.device,
+        args: tuple[Any, ...],
+        sizes: list[int],
+        memory: StateMemory,
     ) -> None:
         self._output_device = output_device
         self._args = args
-        self._per_sample = per_sample
+        self._sizes = sizes
+        self._memory = memory
 
-    def merge(self, path: Path, before: Any, after: list[tuple[int, Any]], root: Any) -> None:
-        """Extends `root`, given (samples, container) of each replica."""
-        for key, item in before.items() if isinstance(before, dict) else enumerate(before):
-            if isinstance(item, list | dict):
-                inner = [(size, other[key]) for size, other in after]
-                self.merge((*path, key), item, inner, root[key])
-        if isinstance(before, list):
-            tails = [(size, other[len(before) :]) for size, other in after]
-            if any(tail for _, tail in tails):
-                root[len(before) :] = self._appended(path, tails)
-        else:
-            self._add_keys(path, before, after, root)
+    def merge(self, path: Path, before: Any, after: list[Any], root: Any) -> None:
+        """Extends `root` by what `after` has and `before` had not."""
+        if any(type(other) is not type(before) for other in [*after, root]):
+            return
+        if isinstance(before, dict):
+            self._merge_dicts(path, before, after, root)
+        elif isinstance(before, list) and all(len(other) >= len(before) for other in after):
+            for i, item in enumerate(before):
+                if isinstance(item, list | dict):
+                    self.merge((*path, i), item, [other[i] for other in after], root[i])
+            tails = [other[len(before) :] for other in after]
+            if any(tails):
+                root[len(before) :] = self._appended(path, tails, self._sizes)
 
-    def _add_keys(
-        self, path: Path, before: dict[Any, Any], after: list[tuple[int, Any]], root: dict[Any, Any]
+    def _merge_dicts(
+        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
     ) -> None:
-        for key in dict.fromkeys(k for _, other in after for k in other if k not in before):
-            values = [(size, other[key]) for size, other in after if key in other]
-            if all(type(value) is list for _, value in values):
-                root[key] = self._appended((*path, key), values)
+        for key, item in before.items():
+            if isinstance(item, list | dict):
+                self.merge((*path, key), item, [other.get(key) for other in after], root.get(key))
+        for key in dict.fromkeys(k for other in after for k in other if k not in before):
+            present = [i for i, other in enumerate(after) if key in other]
+            values = [after[i][key] for i in present]
+            sizes = [self._sizes[i] for i in present]
+            if all(type(value) is list for value in values):
+                root[key] = self._appended((*path, key), values, sizes)
             else:
-                root.setdefault(key, to_device(values[0][1], self._output_device))
+                root[key] = gather(values, self._output_device, sizes, constants=self._args)
 
-    def _appended(self, path: Path, tails: list[tuple[int, list[Any]]]) -> list[Any]:
-        sizes = [size for size, _ in tails]
-        counts = [len(tail) for _, tail in tails]
+    def _appended(self, path: Path, tails: list[list[Any]], sizes: list[int]) -> list[Any]:
+        counts = [len(tail) for tail in tails]
+        known = self._memory.per_sample
         if max(sizes) > 1:
-            self._per_sample[path] = counts == sizes or len(set(counts)) > 1
-        if self._per_sample.get(path, len(set(counts)) > 1):
-            return [to_device(item, self._output_device) for _, tail in tails for item in tail]
+            known[path] = counts == sizes or len(set(counts)) > 1
+        if known.get(path, len(set(counts)) > 1 or _are_labels(tails)):
+            return [to_device(item, self._output_device) for tail in tails for item in tail]
         return [
             gather(list(items), self._output_device, sizes, constants=self._args)
-            for items in zip(*(tail for _, tail in tails), strict=True)
+            for items in zip(*tails, strict=True)
         ]
+
+
+def _are_labels(tails: Sequence[list[Any]]) -> bool:
+    """Integers and strings of shards of one sample: each belongs to its sample."""
+    return all(isinstance(item, int | str) for tail in tails for item in tail)
+
+
+def _agree(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same_place = a.device == b.device and a.shape == b.shape and a.dtype == b.dtype
+        return a is b or (same_place and torch.equal(a, b))
+    try:
+        return bool(a is b or a == b)
+    except Exception:
+        return False
 
 
 def _copied(node: Any) -> Any:
@@ -147,14 +238,3 @@ def _copied(node: Any) -> Any:
         clone.update({key: _copied(item) for key, item in node.items()})
         return clone
     return [_copied(item) for item in node] if type(node) is list else node
-
-
-def _extends(after: Any, before: Any) -> bool:
-    """Whether `after` is `before` with something added, and nothing else changed."""
-    if isinstance(before, dict):
-        keys = isinstance(after, dict) and before.keys() <= after.keys()
-        return keys and all(_extends(after[key], item) for key, item in before.items())
-    if type(before) is list:
-        longer = isinstance(after, list) and len(after) >= len(before)
-        return longer and all(map(_extends, after, before))
-    return after is before

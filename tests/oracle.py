@@ -136,6 +136,8 @@ def assert_equal_trees(actual: Any, expected: Any, name: str, **close: float) ->
         )
     elif isinstance(expected, float):
         assert abs(actual - expected) <= close["atol"] + close["rtol"] * abs(expected), name
+    elif type(expected).__module__ == "numpy":
+        assert_equal_trees(torch.as_tensor(actual), torch.as_tensor(expected), name, **close)
     else:
         assert actual == expected, name
 

@@ -23,6 +23,8 @@ from torchmetrics.retrieval import RetrievalMAP
 from torchmetrics.text import CharErrorRate
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
+from lightning_dp import DataParallelStrategy
+
 Step = Callable[[Any, Any, int], Any]
 
 
@@ -488,6 +490,20 @@ def append_to_dict(module: Any, batch: Any, batch_idx: int) -> None:
     module.by_name.setdefault("new", []).append(batch["x"].sum(1))
 
 
+def count_in_dict(module: Any, batch: Any, batch_idx: int) -> None:
+    module.by_name["calls"] = module.by_name.get("calls", 0)
+    module.by_name["x"].append(batch["x"])
+    module.by_name[f"batch {batch_idx}"] = batch["x"].sum(1)
+
+
+def append_labels(module: Any, batch: Any, batch_idx: int) -> None:
+    module.items.extend(batch["x"][:, 0].long().tolist())
+
+
+def append_arrays(module: Any, batch: Any, batch_idx: int) -> None:
+    module.items.append(batch["x"].numpy())
+
+
 def append_to_inner_list(module: Any, batch: Any, batch_idx: int) -> None:
     module.per_loader[batch_idx % 2].append(batch["x"])
 
@@ -499,9 +515,50 @@ def append_per_sample(module: Any, batch: Any, batch_idx: int) -> None:
 
 @pytest.mark.parametrize(
     "append",
-    [append_tensors, append_means, append_to_dict, append_to_inner_list, append_per_sample],
+    [
+        append_tensors,
+        append_means,
+        append_to_dict,
+        append_to_inner_list,
+        append_per_sample,
+        append_labels,
+        append_arrays,
+        count_in_dict,
+    ],
 )
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", [2, 3, 7])
 def test_lists_that_steps_append_to_hold_what_one_device_appends(append: Any, devices: int) -> None:
     collected = collecting(append)
     assert_equal_trees(collected(devices), collected(1), "items", atol=1e-6, rtol=0)
+
+
+def test_an_attribute_bound_to_different_values_is_named_once() -> None:
+    class Binding(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen += len(batch[0])
+            self.same = batch_idx
+            return super().training_step(batch, batch_idx)
+
+    module = Binding()
+    with pytest.warns(UserWarning) as caught:
+        trainer(3, max_epochs=2).fit(module, loader(), loader())
+    messages = [str(w.message) for w in caught if "binds" in str(w.message)]
+    assert len(messages) == 1 and "binds Binding.seen to different values" in messages[0]
+    assert module.seen == 2 * (9 + 9 + 1) and module.same == 2
+
+
+def test_attributes_of_a_step_reach_a_root_that_has_no_samples() -> None:
+    class Binding(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.latest = batch_idx
+            return super().training_step(batch, batch_idx)
+
+    module = Binding()
+    strategy = DataParallelStrategy(weights=[0, 1, 1])
+    trainer(3, strategy, max_epochs=1).fit(module, loader(), loader())
+    assert module.latest == 2
+    assert module.device == torch.device("cpu") and "log" not in module.__dict__

@@ -143,6 +143,45 @@ def test_changes_between_steps_reach_every_replica(change: Any) -> None:
         assert torch.equal(other.scale, net.scale)
 
 
+def test_hooks_that_are_methods_belong_to_the_replica() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+            self.kept = output
+
+    net = Keeping()
+    replicas = replicas_of(net)
+    net.linear.register_forward_hook(net.keep)
+    replicas.refresh()
+    other = replicas.modules[1]
+    output = other.linear(torch.ones(1, 2))
+    assert other.kept is output and not hasattr(net, "kept")
+
+
+def test_a_buffer_that_is_assigned_to_stays_the_replicas_own() -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("late", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = 0.5 * self.mean + x.mean(0)
+            self.late = x[0]
+            return x
+
+    net = Averaging()
+    replicas = replicas_of(net)
+    for module in replicas.modules[1:]:
+        module(torch.ones(3, 2))
+    assert net.mean.tolist() == [0, 0] and net.late is None
+    replicas.refresh(all_buffers=True)
+    assert all(m.mean.tolist() == [0, 0] and m.late is None for m in replicas.modules)
+
+
 def test_replicas_that_sat_out_a_step_catch_up() -> None:
     norm = nn.BatchNorm1d(2)
     replicas = replicas_of(norm)

@@ -1,4 +1,4 @@
-"""The strategy in the Trainer: options, refusals, failures, checkpoints, and the one-device case."""
+"""The strategy in the Trainer: options, refusals, failures, checkpoints, one device."""
 
 import importlib
 import threading

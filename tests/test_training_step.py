@@ -184,6 +184,48 @@ def test_gradients_accumulate_on_the_replicas_until_they_are_reduced() -> None:
     assert_same_gradients(module, oracle)
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_gradient_hooks_of_parameters_see_the_sum_once(
+    on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_hooks() -> tuple[Regression, list[Tensor]]:
+        module, seen = Regression(mean_loss), []
+        mask = torch.tensor([[0.0], [1], [1], [1], [1]], dtype=torch.float64)
+        module.net[0].weight.register_hook(lambda gradient: (gradient * mask).clamp(-0.01, 0.01))
+        module.net[2].weight.register_post_accumulate_grad_hook(
+            lambda parameter: seen.append(parameter.grad.clone())
+        )
+        return module, seen
+
+    batches = torch.randn(3, 5, 4, dtype=torch.float64)
+    (module, seen), (oracle, expected) = with_hooks(), with_hooks()
+    with engine_of(module, (2, 2, 1)) as engine:
+        monkeypatch.setattr(engine, "_on_cpu", on_cpu)
+        for i, batch in enumerate(batches):
+            engine.accumulating = i == 1
+            engine.train("training_step", engine.scatter(batch)).backward()
+    for batch in batches:
+        oracle.training_step(batch).backward()
+    assert_same_gradients(module, oracle)
+    torch.testing.assert_close(seen, expected, atol=1e-12, rtol=0)
+    assert module.net[0].weight._backward_hooks
+
+
+def test_gradient_hooks_are_back_after_a_backward_that_failed() -> None:
+    def step(net: nn.Module, batch: Tensor) -> Tensor:
+        loss = mean_loss(net, batch)
+        loss.register_hook(lambda gradient: 1 / 0)
+        return loss
+
+    module = Regression(step)
+    module.net[0].weight.register_hook(lambda gradient: gradient)
+    with engine_of(module, (2, 2)) as engine:
+        loss = engine.train("training_step", engine.scatter(torch.randn(4, 4).double()))
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    assert module.net[0].weight._backward_hooks
+
+
 def test_backward_can_be_repeated_if_the_graph_is_kept() -> None:
     batch = torch.randn(4, 4, dtype=torch.float64)
     module, oracle = Regression(mean_loss), Regression(mean_loss)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.apply import Executor, ExecutorName, Task
 from lightning_dp.parallel.gather import gather
+from lightning_dp.parallel.gradient_hooks import GradientHooks
 from lightning_dp.parallel.layout import ReplicaRules
 from lightning_dp.parallel.loss import (
     LossReduction,
@@ -21,7 +22,7 @@ from lightning_dp.parallel.loss import (
     join_losses,
     loss_weights,
     num_items,
-    with_final_callback,
+    with_callbacks,
     with_separate_backward,
 )
 from lightning_dp.parallel.reduce import Buffers, reduce_buffers, reduce_gradients
@@ -134,6 +135,7 @@ class StepParallel:
         self._around = around
         self._stale = True
         self._unsettled: Shards | None = None
+        self._hooks: GradientHooks | None = None
         self._on_cpu = all(device.type == "cpu" for device in devices)
 
     def evaluate(self, method: str, shards: Shards, *args: Any) -> Any:
@@ -156,7 +158,7 @@ class StepParallel:
         outputs, seconds = self.apply(modules, method, shards, *args)
         self._unsettled = shards
         self._count(shards, seconds)
-        return self._join(method, outputs, shards)
+        return self._join(method, outputs, shards, args)
 
     def scatter(self, batch: Any, transfer: Transfer = to_device) -> Shards:
         """Decides the sizes, once for the batch; cuts it and moves each shard to its device.
@@ -181,7 +183,7 @@ class StepParallel:
 
     def replicate(self, shards: Shards, *, training: bool = False) -> list[nn.Module]:
         """The replicas, up to date on the devices that have samples."""
-        self._settle_buffers()
+        self._settle()
         active = None if self._stale else shards.active
         self.replicas.refresh(active, everything=self._stale, all_buffers=training)
         self._stale = False
@@ -200,12 +202,12 @@ class StepParallel:
 
     def resync(self) -> None:
         """Makes the next step copy everything to the replicas, changed or not."""
-        self._settle_buffers()
+        self._settle()
         self._stale = True
 
     def close(self) -> None:
         """Ends the workers."""
-        self._settle_buffers()
+        self._settle()
         self._executor.close()
 
     def _run(
@@ -224,7 +226,9 @@ class StepParallel:
         results = self._executor.run(method, tasks, goes_on=backward)
         return results, [task.seconds for task in tasks]
 
-    def _join(self, method: str, outputs: list[Any], shards: Shards) -> Any:
+    def _join(
+        self, method: str, outputs: list[Any], shards: Shards, constants: tuple[Any, ...]
+    ) -> Any:
         kept = [k for k, output in zip(shards.active, outputs, strict=True) if output is not None]
         if not kept:
             return None
@@ -238,9 +242,10 @@ class StepParallel:
             joint = self._with_backward(method, joint, kept, losses, weights, shards)
         if steps[0].extras is None:
             return joint
-        extras = gather([step.extras for step in steps], self.output_device, sizes)
+        extras = [step.extras for step in steps]
+        joined = gather(extras, self.output_device, sizes, constants=constants)
         count = {} if counts is None else {"num_items": sum(counts)}
-        return {"loss": joint, **extras, **count}
+        return {"loss": joint, **joined, **count}
 
     def _with_backward(
         self,
@@ -252,7 +257,7 @@ class StepParallel:
         shards: Shards,
     ) -> Tensor:
         if not self._on_cpu:
-            return with_final_callback(joint, self._after_backward)
+            return with_callbacks(joint, self._before_backward, self._after_backward)
         graphs = [g for g in zip(replicas, losses, weights, strict=True) if g[2] != 0]
 
         def backward_each(gradient: Tensor, keep_graph: bool) -> None:
@@ -261,6 +266,7 @@ class StepParallel:
                 for k, loss, weight in graphs
                 if loss.requires_grad
             ]
+            self._before_backward()
             _, seconds = self._run(method, calls, shards, backward=True)
             for (k, _), spent in zip(calls, seconds, strict=True):
                 self.usage[k].busy_seconds += spent
@@ -268,10 +274,23 @@ class StepParallel:
 
         return with_separate_backward(joint, backward_each)
 
+    def _before_backward(self) -> None:
+        self._hooks = GradientHooks(self.replicas.parameters)
+
     def _after_backward(self) -> None:
+        hooks, self._hooks = self._hooks, None
         self._settle_buffers()
+        if hooks is not None:
+            hooks.call()
         if not self.accumulating:
             reduce_gradients(self.replicas.parameters)
+
+    def _settle(self) -> None:
+        """Does what a step left open whose backward did not come or did not end."""
+        self._settle_buffers()
+        if self._hooks is not None:
+            self._hooks.put_back()
+            self._hooks = None
 
     def _settle_buffers(self) -> None:
         """Not before the backward, which checks that nobody wrote to what it saved."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,16 +28,20 @@ def gather(
 
     | leaf on every replica                   | result                                         |
     |-----------------------------------------|------------------------------------------------|
-    | tensor                                  | concatenated along `dim`                       |
+    | tensor                                  | concatenated along `dim`, or along the only    |
+    |                                         | dim that counts the shards' samples            |
+    | tensor without samples, equal anywhere  | that tensor                                    |
     | 0-dim floating tensor, float            | mean, weighted by shard size                   |
     | 0-dim integer tensor                    | sum                                            |
     | int: the shard's size, or not equal     | sum                                            |
-    | list with one item per sample           | joined                                         |
+    | list with one item per sample, or of    |                                                |
+    | different lengths                       | joined                                         |
     | tuples and other containers             | gathered child by child                        |
     | strings and all else, equal everywhere  | that value                                     |
     | strings and all else, not equal         | list with one value per replica                |
     | tensors that differ beside `dim`        | list with one tensor per replica, all moved    |
     | None from some replicas                 | left out                                       |
+    | NumPy arrays and scalars                | as tensors                                     |
 
     Args:
         outputs: one output per replica that worked; tensors may lie on any device.
@@ -86,6 +91,8 @@ class _Gather:
             return self._lists(nodes, path)
         if tree.children(nodes[0]) is not None:
             return self._containers(nodes, path)
+        if all(_is_array(node) for node in nodes):
+            return self._arrays(nodes)
         return self._plain(nodes)
 
     def _without_none(self, nodes: list[Any], present: list[int], path: tree.Path) -> Any:
@@ -97,15 +104,15 @@ class _Gather:
         moved = [t.to(self.device, non_blocking=True) for t in tensors]
         if all(t.dim() == 0 for t in moved):
             return self._scalars(moved)
-        if any(t.dim() != moved[0].dim() for t in moved) or not self._same_rows(moved):
-            return moved
-        return torch.cat(moved, self.dim)
+        dims = [d for d in range(moved[0].dim()) if self._has_shards(moved, d)]
+        if self.dim not in dims and all(map(partial(_same, moved[0]), moved)):
+            return moved[0]
+        dim = self.dim if self.dim in dims or len(dims) != 1 else dims[0]
+        return torch.cat(moved, dim) if _fit(moved, dim) else moved
 
-    def _same_rows(self, tensors: list[Tensor]) -> bool:
-        shapes = [list(t.shape) for t in tensors]
-        for shape in shapes:
-            del shape[self.dim]
-        return all(shape == shapes[0] for shape in shapes)
+    def _has_shards(self, tensors: list[Tensor], dim: int) -> bool:
+        """Whether `dim` counts the samples of each shard."""
+        return _fit(tensors, dim) and tuple(t.size(dim) for t in tensors) == self.sizes
 
     def _scalars(self, scalars: list[Tensor]) -> Tensor:
         if scalars[0].is_floating_point() or scalars[0].is_complex():
@@ -114,17 +121,16 @@ class _Gather:
 
     def _lists(self, nodes: list[Any], path: tree.Path) -> Any:
         lengths = tuple(len(node) for node in nodes)
-        is_tuple = all(isinstance(node, tuple) for node in nodes)
-        structural = len(set(lengths)) == 1 and (is_tuple or self._rows_inside(nodes))
-        if not structural and lengths == self.sizes:
+        is_column = lengths == self.sizes and not self._rows_inside(nodes)
+        if all(isinstance(node, tuple) for node in nodes):
+            is_column &= len(set(lengths)) > 1 or lengths == (1,) * len(nodes)
+        if is_column or len(set(lengths)) > 1:
             joined = [to_device(item, self.device) for node in nodes for item in node]
             return type(nodes[0])(joined)
         return self._containers(nodes, path)
 
     def _rows_inside(self, nodes: list[Any]) -> bool:
         """Whether the items are themselves parts of a batch: `[predictions, targets]`, say."""
-        if all(size == 1 for size in self.sizes):
-            return any(isinstance(item, Tensor) for node in nodes for item in node)
         return any(
             _rows(item) == size
             for node, size in zip(nodes, self.sizes, strict=True)
@@ -148,13 +154,21 @@ class _Gather:
         is_count = type(first) is int and first not in self.constants
         if is_count and tuple(values) == self.sizes:
             return sum(values)
-        if all(type(value) is type(first) and value == first for value in values):
+        if all(type(value) is type(first) and _equal(value, first) for value in values):
             return first
         if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
             return values
         if all(isinstance(v, int) for v in values):
             return sum(values)
         return sum(v * n for v, n in zip(values, self.sizes, strict=True)) / sum(self.sizes)
+
+    def _arrays(self, arrays: list[Any]) -> Any:
+        """NumPy arrays and scalars as tensors on the CPU, and back."""
+        cpu = _Gather(self.sizes, torch.device("cpu"), self.dim, self.constants)
+        joined = cpu._tensors([torch.as_tensor(array) for array in arrays])
+        if isinstance(joined, list):
+            return arrays
+        return joined.numpy() if arrays[0].ndim else joined.numpy()[()]
 
 
 def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -175,6 +189,37 @@ def _rows(item: Any) -> int | None:
     return len(item) if _is_list(item) else None
 
 
+def _fit(tensors: list[Tensor], dim: int) -> bool:
+    """Whether tensors can be joined along `dim`."""
+    shapes = [list(t.shape) for t in tensors]
+    if any(not -len(shape) <= dim < len(shape) for shape in shapes):
+        return False
+    for shape in shapes:
+        del shape[dim]
+    return all(shape == shapes[0] for shape in shapes)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Equality of anything; what does not say yes or no is not equal."""
+    try:
+        return bool(a is b or a == b)
+    except Exception:
+        return False
+
+
+def _is_array(node: Any) -> bool:
+    """Whether it is of numbers in NumPy, which the engine does not import."""
+    return (
+        type(node).__module__ == "numpy"
+        and getattr(node, "dtype", None) is not None
+        and (node.dtype.kind in "biufc")
+    )
+
+
 def _is_list(node: Any) -> bool:
     return isinstance(node, list | tuple) and not hasattr(node, "_fields")
 
@@ -188,11 +233,6 @@ def _joint_keys(nodes: list[Any], columns: list[dict[Any, Any]], path: tree.Path
             "Return the same structure for every shard."
         )
     keys = list(dict.fromkeys(key for column in columns for key in column))
-    if not isinstance(nodes[0], Mapping) and any(len(c) != len(keys) for c in columns):
-        raise GatherError(
-            f"{_name(path)}: expected lists of one length from every replica, or one item per "
-            f"sample, got lengths {[len(c) for c in columns]}."
-        )
     return keys
 
 

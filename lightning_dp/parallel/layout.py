@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import cached_property
+from operator import is_not
 from typing import Any
 
 import torch
@@ -40,6 +42,15 @@ class Layout:
         unique = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
         self.parameters: list[nn.Parameter] = list(unique.values())
         self.buffer_tables = [m._buffers for m in self.modules]
+        self._parameter_tables = [m._parameters for m in self.modules if m._parameters]
+        self._module_tables = [m._modules for m in self.modules]
+        self._attributes = [m.__dict__ for m in self.modules]
+        self._attributes_seen: list[list[Any]] = [[] for _ in self.modules]
+        self.attribute_versions = [0] * len(self.modules)
+        """For each module a number that grows when one of its attributes is bound anew."""
+        self._hook_tables = [
+            t for m in self.modules for t in (m._forward_hooks, m._forward_pre_hooks)
+        ]
 
     def _walk(self, module: nn.Module, rules: ReplicaRules, seen: set[int]) -> None:
         if id(module) in seen:
@@ -55,10 +66,20 @@ class Layout:
                 self._walk(child, rules, seen)
 
     def signature(self) -> list[int]:
-        """Changes when a parameter, submodule or buffer name is added, removed or replaced."""
-        parameters = [id(p) for m in self.modules for p in m._parameters.values()]
-        children = [id(child) for m in self.modules for child in m._modules.values()]
-        return [*parameters, *children, *map(len, self.buffer_tables)]
+        """Changes when a parameter, submodule, buffer name or hook comes, goes or is replaced."""
+        return [
+            *[id(p) for table in self._parameter_tables for p in table.values()],
+            *[id(child) for table in self._module_tables for child in table.values()],
+            *map(len, self.buffer_tables),
+            *map(len, self._hook_tables),
+        ]
+
+    def look_at_attributes(self) -> None:
+        """Brings `attribute_versions` up to date: once per step, for all replicas."""
+        for j, (now, seen) in enumerate(zip(self._attributes, self._attributes_seen, strict=True)):
+            if len(now) != len(seen) or any(map(is_not, now.values(), seen)):
+                self._attributes_seen[j] = list(now.values())
+                self.attribute_versions[j] += 1
 
     def buffers(self) -> list[Tensor | None]:
         """The present buffers, with None where a registered one is absent."""
@@ -66,20 +87,43 @@ class Layout:
 
 
 class RootState:
-    """What of the root may have changed since a replica looked: identities and versions."""
+    """What of the root may have changed since a replica looked: identities and versions.
 
-    def __init__(self, layout: Layout) -> None:
+    Args:
+        layout: the root's.
+        versions: whether to look at the parameters' versions, for replicas that own copies.
+        buffer_versions: whether to look at the buffers'; without them, nothing is known of them.
+    """
+
+    def __init__(self, layout: Layout, *, versions: bool, buffer_versions: bool) -> None:
         parameters, self.buffers = layout.parameters, layout.buffers()
         self.pointers = [p.data_ptr() for p in parameters]
-        self.versions = [p._version for p in parameters]
+        self.versions = [p._version for p in parameters] if versions else []
         self.requires_grad = [p.requires_grad for p in parameters]
-        self.buffer_ids = [id(b) for b in self.buffers]
-        self.buffer_versions = [_version(b) for b in self.buffers]
+        self.buffer_ids = list(map(id, self.buffers))
+        self.buffer_versions = [_version(b) for b in self.buffers] if buffer_versions else None
+
+    @cached_property
+    def packed_buffers(self) -> dict[torch.dtype, Tensor]:
+        """All buffers of each dtype in one tensor, for replicas that hold them as one."""
+        return {
+            dtype: torch.cat([b.detach().reshape(-1) for b in group])
+            for dtype, group in by_dtype(self.buffers).items()
+        }
 
 
 def entries(tables: list[dict[str, Tensor | None]]) -> list[Tensor | None]:
     """All buffers of some modules' tables, in order."""
     return [buffer for table in tables for buffer in table.values()]
+
+
+def by_dtype(buffers: list[Tensor | None]) -> dict[torch.dtype, list[Tensor]]:
+    """The buffers that are there, grouped, in order."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers:
+        if buffer is not None:
+            groups.setdefault(buffer.dtype, []).append(buffer)
+    return groups
 
 
 def _version(buffer: Tensor | None) -> float:

@@ -138,13 +138,13 @@ def with_separate_backward(joint: Tensor, backward_each: BackwardEach) -> Tensor
     return _SeparateBackward.apply(leaf, backward_each)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def with_final_callback(joint: Tensor, callback: Callable[[], None]) -> Tensor:
-    """The same loss; the backward pass that goes through it ends with `callback`.
+def with_callbacks(joint: Tensor, before: Callable[[], None], after: Callable[[], None]) -> Tensor:
+    """The same loss; the backward that goes through it starts with `before` and ends with `after`.
 
     Accelerators have one autograd thread per device, so one backward through all graphs runs in
-    parallel, and no node of it may wait for another. The callback runs after the last node.
+    parallel, and no node of it may wait for another. `after` runs after the last node.
     """
-    return _FinalCallback.apply(joint, callback)  # type: ignore[no-any-return,no-untyped-call]
+    return _Callbacks.apply(joint, before, after)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _SeparateBackward(torch.autograd.Function):
@@ -166,13 +166,16 @@ class _SeparateBackward(torch.autograd.Function):
         return None, None
 
 
-class _FinalCallback(torch.autograd.Function):
+class _Callbacks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, joint: Tensor, callback: Callable[[], None]) -> Tensor:
-        ctx.callback = callback  # type: ignore[attr-defined]
+    def forward(
+        ctx: FunctionCtx, joint: Tensor, before: Callable[[], None], after: Callable[[], None]
+    ) -> Tensor:
+        ctx.before, ctx.after = before, after  # type: ignore[attr-defined]
         return joint.view_as(joint)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.callback)
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.before()
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.after)
+        return gradient, None, None

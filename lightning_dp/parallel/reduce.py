@@ -6,6 +6,7 @@ Gradients are summed, not averaged: the losses' weights are already in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from lightning_dp.parallel.transfer import to_device_coalesced
 
 Buffers: TypeAlias = Literal["first", "mean"]
 BUFFERS: tuple[Buffers, ...] = ("first", "mean")
+_GRAD = attrgetter("grad")
 
 
 def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -26,12 +28,16 @@ def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
         parameters: the parameters of each replica, root first; equal positions correspond.
     """
     root, others = parameters[0], parameters[1:]
+    sums = list(map(_GRAD, root))
+    before = list(sums)
     for replica in others:
-        gradients = [parameter.grad for parameter in replica]
-        used = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        for i in used:
-            replica[i].grad = None
-        _add([root[i] for i in used], [g for g in gradients if g is not None])
+        gradients = list(map(_GRAD, replica))
+        for parameter in replica:
+            parameter.grad = None
+        _add(sums, _moved(gradients, root))
+    for i, total in enumerate(sums):
+        if total is not before[i]:
+            root[i].grad = total
 
 
 @torch.no_grad()
@@ -69,24 +75,33 @@ def _has_no_mean(values: list[Tensor]) -> bool:
     return not first.is_floating_point() or all(torch.equal(first, value) for value in values)
 
 
-def _add(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
-    sums: list[Tensor] = []
+def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+    """Adds gradients to sums, in place; where there is no sum yet, the gradient becomes it."""
+    targets: list[Tensor] = []
     terms: list[Tensor] = []
-    for parameter, gradient in zip(parameters, _moved(parameters, gradients), strict=True):
-        if parameter.grad is None:
-            parameter.grad = gradient
-        elif gradient.is_sparse or parameter.grad.is_sparse:
-            parameter.grad = parameter.grad + gradient
+    for i, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+        if gradient is None:
+            continue
+        if total is None:
+            sums[i] = gradient
+        elif total.is_sparse:
+            sums[i] = total + gradient
         else:
-            sums.append(parameter.grad)
+            targets.append(total)
             terms.append(gradient)
-    if sums:
-        torch._foreach_add_(sums, terms)
+    if targets:
+        torch._foreach_add_(targets, terms)
 
 
-def _moved(parameters: list[nn.Parameter], gradients: list[Tensor]) -> list[Tensor]:
-    if not gradients or gradients[0].device == parameters[0].device:
+def _moved(
+    gradients: list[Tensor | None], parameters: Sequence[nn.Parameter]
+) -> list[Tensor | None]:
+    """The gradients on the device of the root's parameters, in few copies."""
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+    if not present or parameters[0].device == next(g for g in gradients if g is not None).device:
         return gradients
     device = parameters[0].device
-    dense = iter(to_device_coalesced([g for g in gradients if not g.is_sparse], device))
-    return [g.to(device) if g.is_sparse else next(dense) for g in gradients]
+    arrived = iter(
+        to_device_coalesced([g for g in gradients if g is not None and not g.is_sparse], device)
+    )
+    return [g if g is None else g.to(device) if g.is_sparse else next(arrived) for g in gradients]

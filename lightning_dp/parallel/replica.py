@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
+from functools import partial
+from operator import is_not
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, entries
+from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, by_dtype, entries
 from lightning_dp.parallel.transfer import copy_coalesced
 
 
@@ -18,11 +21,13 @@ class Replica:
 
     def __init__(self, source: Layout, k: int, device: torch.device, rules: ReplicaRules) -> None:
         self._source = source
-        self._seen = RootState(source)
+        self.shares_memory = all(p.device == device for p in source.parameters)
+        """Whether the parameters' memory is the root's, so that there is nothing to copy."""
         self._device = device
-        self._shares_memory = all(p.device == device for p in source.parameters)
+        self._seen = RootState(source, versions=not self.shares_memory, buffer_versions=True)
         self.parameters = [_leaf_parameter(p, device) for p in source.parameters]
-        self.buffer_tables = [_copied(table, device) for table in source.buffer_tables]
+        self.buffer_tables: list[dict[str, Tensor | None]] = [{} for _ in source.buffer_tables]
+        self._replace_buffers(self._seen)
         twins = self._make_twins(k, device, rules)
         self._bodies = [
             _Body(module, twins, buffers, rules.own_attributes(module, k, device))
@@ -33,8 +38,10 @@ class Replica:
 
     def refresh(self, state: RootState, everything: bool, all_buffers: bool) -> None:
         """Follows the root, whose state is `state`; the flags say what to copy unseen."""
-        for body in self._bodies:
-            body.refresh()
+        for body, version in zip(self._bodies, self._source.attribute_versions, strict=True):
+            if body.version != version or body.has_strays():
+                body.refresh()
+                body.version = version
         self._refresh_parameters(state, everything)
         self._refresh_buffers(state, all_buffers)
         self._seen = state
@@ -55,37 +62,60 @@ class Replica:
                 twin.requires_grad_(root.requires_grad)
         moved = state.pointers != seen.pointers
         written = everything or state.versions != seen.versions
-        if moved or (written and not self._shares_memory):
+        if moved or (written and not self.shares_memory):
             stale = [
                 i
                 for i in range(len(roots))
                 if everything
                 or state.pointers[i] != seen.pointers[i]
-                or state.versions[i] != seen.versions[i]
+                or (state.versions and state.versions[i] != seen.versions[i])
             ]
             _update([roots[i] for i in stale], [self.parameters[i] for i in stale])
 
     def _refresh_buffers(self, state: RootState, all_buffers: bool) -> None:
-        pairs = zip(state.buffer_versions, self._seen.buffer_versions, strict=True)
-        stale = [i for i, (now, then) in enumerate(pairs) if all_buffers or now != then]
-        twins = entries(self.buffer_tables) if stale else []
-        sources = [b for i in stale if (b := state.buffers[i]) is not None]
-        targets = [b for i in stale if (b := twins[i]) is not None]
-        # A forward may itself have given a replica a buffer that the root does not have.
-        if state.buffer_ids != self._seen.buffer_ids or len(sources) != len(targets):
-            self._replace_buffers()
-        else:
-            copy_coalesced(sources, targets)
+        own = list(map(id, entries(self.buffer_tables)))
+        # Assigning to a buffer, here or there, puts another tensor in its place.
+        if state.buffer_ids != self._seen.buffer_ids or own != self._own_buffer_ids:
+            self._replace_buffers(state)
+        elif all_buffers or state.buffer_versions != self._seen.buffer_versions:
+            for dtype, flat in self._flat_buffers.items():
+                flat.copy_(state.packed_buffers[dtype], non_blocking=True)
 
-    def _replace_buffers(self) -> None:
-        """The root has other buffer objects than before, perhaps of other shapes."""
+    def _replace_buffers(self, state: RootState) -> None:
+        """Takes the root's buffers as they are now.
+
+        They are views of one tensor per dtype, so that a refresh is one copy; through `.data`,
+        since a forward that writes to one of them must not seem to have written to all.
+        """
+        self._flat_buffers = {
+            dtype: flat.to(self._device, copy=True) for dtype, flat in state.packed_buffers.items()
+        }
+        groups = by_dtype(state.buffers)
+        parts = {
+            dtype: iter(torch.split(flat, [buffer.numel() for buffer in groups[dtype]]))
+            for dtype, flat in self._flat_buffers.items()
+        }
         for original, own in zip(self._source.buffer_tables, self.buffer_tables, strict=True):
             own.clear()
-            own.update(_copied(original, self._device))
+            for name, buffer in original.items():
+                own[name] = (
+                    None if buffer is None else next(parts[buffer.dtype]).data.view(buffer.shape)
+                )
+        self._own_buffer_ids = list(map(id, entries(self.buffer_tables)))
 
 
 class _Body:
     """The attributes of one submodule of a replica."""
+
+    __slots__ = (
+        "_attributes",
+        "_original",
+        "_own",
+        "_size",
+        "_translated",
+        "_twins",
+        "version",
+    )
 
     def __init__(
         self,
@@ -108,17 +138,30 @@ class _Body:
             for name, value in original.__dict__.items()
             if name not in self._own and (twin := _translate(value, twins)) is not value
         }
+        self._size = -1
+        self.version = -1
         self.refresh()
 
     def refresh(self) -> None:
         """Follows the original's plain attributes; references to its parts become ours."""
         attributes = self._attributes
-        attributes.clear()
         attributes.update(self._original)
-        for name, (value, twin) in self._translated.items():
-            current = attributes.get(name)
-            attributes[name] = twin if current is value else _translate(current, self._twins)
+        if self._translated:
+            for name, (value, twin) in self._translated.items():
+                current = attributes.get(name)
+                attributes[name] = twin if current is value else _translate(current, self._twins)
         attributes.update(self._own)
+        if self.has_strays():
+            self._drop_strays()
+
+    def has_strays(self) -> bool:
+        """Whether there are other attributes than there were, set or removed by a step."""
+        return len(self._attributes) != self._size
+
+    def _drop_strays(self) -> None:
+        for name in self._attributes.keys() - self._original.keys() - self._own.keys():
+            del self._attributes[name]
+        self._size = len(self._attributes)
 
 
 def _translate(value: Any, twins: dict[int, Any]) -> Any:
@@ -133,13 +176,17 @@ def _translate(value: Any, twins: dict[int, Any]) -> Any:
         return MethodType(value.__func__, twins[id(value.__self__)])
     if isinstance(value, weakref.ref) and id(value()) in twins:
         return weakref.ref(twins[id(value())])
-    if type(value) is dict:
+    if type(value) in (dict, OrderedDict):  # a module's hooks are in ordered ones
         items = {key: _translate(entry, twins) for key, entry in value.items()}
-        return items if any(items[key] is not value[key] for key in items) else value
+        changed = any(items[key] is not value[key] for key in items)
+        return type(value)(items) if changed else value
+    if isinstance(value, partial):
+        parts = (value.func, value.args, value.keywords)
+        function, args, kwargs = own = _translate(parts, twins)
+        return value if own is parts else partial(function, *args, **kwargs)
     if type(value) in (list, tuple):
         entries = [_translate(entry, twins) for entry in value]
-        changed = any(a is not b for a, b in zip(entries, value, strict=True))
-        return type(value)(entries) if changed else value
+        return type(value)(entries) if any(map(is_not, entries, value)) else value
     return value
 
 
@@ -148,14 +195,6 @@ def _leaf_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Paramet
     twin = nn.Parameter(shared.to(device), requires_grad=parameter.requires_grad)
     twin.__dict__.update(parameter.__dict__)
     return twin
-
-
-def _copied(table: dict[str, Tensor | None], device: torch.device) -> dict[str, Tensor | None]:
-    """Own buffers: a forward that updates them in place must not touch the root's."""
-    return {
-        name: None if buffer is None else buffer.detach().to(device, copy=True)
-        for name, buffer in table.items()
-    }
 
 
 def _update(sources: list[nn.Parameter], twins: list[nn.Parameter]) -> None:

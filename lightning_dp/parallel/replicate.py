@@ -84,7 +84,12 @@ class Replicas:
             if self._layout.signature() != self._signature:
                 self._build()
             elif others:
-                state = RootState(self._layout)
+                self._layout.look_at_attributes()
+                state = RootState(
+                    self._layout,
+                    versions=not all(replica.shares_memory for replica in self._others),
+                    buffer_versions=not all_buffers,
+                )
                 for k in others:
                     self._others[k - 1].refresh(state, everything, everything or all_buffers)
 

@@ -4,8 +4,23 @@ import os
 import threading
 from collections.abc import Iterator
 
+import oracle
 import pytest
 import torch
+
+from lightning_dp import sim
+
+SIM_DEVICES = 8  # their number is fixed for a process
+
+
+@pytest.fixture(params=["cpu", "sim"])
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Runs a test on replicas on the CPU, and again on as many simulated devices."""
+    kind: str = request.param
+    if kind == "sim":
+        sim.enable(SIM_DEVICES)
+    monkeypatch.setattr(oracle, "ON", kind)
+    yield kind
 
 
 @pytest.fixture(autouse=True)

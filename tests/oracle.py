@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallelStrategy
 
+ON = "cpu"  # "sim" while a test runs on simulated devices; the oracle is always the CPU
 EPOCHS = 3
 SAMPLES = 53  # in batches of 25: 25, 25 and a last batch of 3, smaller than K = 4
 BATCH = 25
@@ -49,6 +50,11 @@ class Classifier(LightningModule):
         return torch.optim.AdamW(self.parameters(), self.lr)
 
 
+def devices_of(k: int) -> list[torch.device]:
+    """The devices of K replicas: one CPU K times, or K simulated devices."""
+    return [torch.device("cpu")] * k if ON == "cpu" else [torch.device("sim", i) for i in range(k)]
+
+
 def samples(n: int = SAMPLES, seed: int = 0) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 10, generator=generator)
@@ -69,7 +75,8 @@ def trainer(devices: int = 1, strategy: Any = "dp_custom", **kwargs: Any) -> Tra
         "max_epochs": EPOCHS,
     }
     options = {**quiet, **kwargs}
-    return Trainer(strategy=strategy, accelerator="cpu", devices=devices, **options)
+    accelerator = "cpu" if devices == 1 else ON
+    return Trainer(strategy=strategy, accelerator=accelerator, devices=devices, **options)
 
 
 @dataclass
@@ -132,7 +139,11 @@ def assert_equal_trees(actual: Any, expected: Any, name: str, **close: float) ->
     elif isinstance(expected, Tensor):
         assert actual.shape == expected.shape and actual.dtype == expected.dtype, name
         torch.testing.assert_close(
-            actual, expected, **close, equal_nan=True, msg=lambda text: f"{name}: {text}"
+            actual.cpu(),
+            expected.cpu(),
+            **close,
+            equal_nan=True,
+            msg=lambda text: f"{name}: {text}",
         )
     elif isinstance(expected, float):
         assert abs(actual - expected) <= close["atol"] + close["rtol"] * abs(expected), name
@@ -143,4 +154,4 @@ def assert_equal_trees(actual: Any, expected: Any, name: str, **close: float) ->
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: p.grad for name, p in module.named_parameters()}
+    return {name: None if p.grad is None else p.grad.cpu() for name, p in module.named_parameters()}

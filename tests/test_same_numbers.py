@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from oracle import Classifier, Run, assert_same, loader, run
+from oracle import Classifier, Run, assert_same, devices_of, loader, run
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+pytestmark = pytest.mark.usefixtures("on")
 
 FLOAT32 = {"atol": 1e-6, "rtol": 1e-5}  # logits near 0 have no relative precision
 
@@ -54,7 +56,8 @@ class Everything(Classifier):
 
     def on_validation_epoch_end(self) -> None:
         logits = torch.cat(self.outputs)
-        self.log("val/logits", (logits * torch.arange(len(logits))[:, None]).sum())
+        positions = torch.arange(len(logits), device=logits.device)
+        self.log("val/logits", (logits * positions[:, None]).sum())
         self.outputs.clear()
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
@@ -150,12 +153,14 @@ def test_several_devices_equal_one_in_single_precision(devices: int) -> None:
         {"output_device": "cpu"},
         {"output_device": 2},
         {"buffers": "mean"},
-        {"devices": ["cpu"] * 5},
+        {"devices": 5},
     ],
     ids=str,
 )
 def test_options_do_not_change_the_numbers(strategy: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
+    if "devices" in strategy:
+        strategy = {"devices": list(map(str, devices_of(strategy["devices"])))}
     assert_same(run(Everything, 3, strategy=strategy), oracle("everything", torch.float64))
 
 
@@ -215,6 +220,7 @@ def test_lbfgs_calls_the_step_several_times_per_batch() -> None:
     assert_same(run(Quasi, 3), run(Quasi, 1), atol=1e-8)
 
 
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
 def test_sparse_gradients_stay_sparse() -> None:
     layouts: set[torch.layout] = set()
 

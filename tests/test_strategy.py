@@ -10,11 +10,22 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from oracle import Classifier, assert_equal_trees, assert_same, loader, run, samples, trainer
+from oracle import (
+    Classifier,
+    assert_equal_trees,
+    assert_same,
+    devices_of,
+    loader,
+    run,
+    samples,
+    trainer,
+)
 from torch import Tensor
 
 import lightning_dp
 from lightning_dp import DataParallelStrategy
+
+pytestmark = pytest.mark.usefixtures("on")
 
 
 class NoData(Classifier):
@@ -34,8 +45,8 @@ class NoData(Classifier):
         ({"devices": ["cpu", "cpu:1"]}, r"devices\[1\]: expected 'cpu' .*got 'cpu:1'.*Repeat"),
         ({"devices": []}, "devices: expected at least one device"),
         ({"devices": "cpu"}, "devices: expected a list .*Put the device into a list"),
-        ({"output_device": 4}, "output_device: expected an index from 0 to 3 .*got 4"),
-        ({"output_device": -1}, "output_device: expected an index from 0 to 3"),
+        ({"output_device": 8}, "output_device: expected .* (0 to 3|sim:0 to sim:7).*got .*8"),
+        ({"output_device": -1}, "output_device: expected .*got .*-1"),
         ({"output_device": "nowhere"}, "output_device: expected a device name"),
         ({"weights": [1, 2]}, "weights: expected 4 numbers, one per device, got 2"),
         ({"weights": [0, 0, 0, 0]}, "weights: expected finite numbers .*not all 0"),
@@ -55,8 +66,7 @@ def test_unusable_options_are_refused_before_any_data_is_loaded(
         trainer(4, DataParallelStrategy(**options)).fit(NoData())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-@pytest.mark.parametrize("devices", [["cuda:0"], [0, 1]])
+@pytest.mark.parametrize("devices", [["cuda:127"], ["xpu:0"]])
 def test_accelerators_that_are_not_there_are_refused(devices: list[Any]) -> None:
     with pytest.raises(ValueError, match=r"devices\[0\]: expected"):
         DataParallelStrategy(devices=devices)
@@ -143,9 +153,9 @@ def test_replicas_know_their_device_and_share_the_trainer() -> None:
             assert not self.training and not torch.is_grad_enabled()
             super().validation_step(batch, batch_idx)
 
-    module = Knowing()
-    trainer(3, max_epochs=1).fit(module, loader(), loader())
-    assert {device for device, _, _ in Knowing.seen} == {torch.device("cpu")}
+    Knowing.seen.clear()
+    trainer(3, max_epochs=1).fit(Knowing(), loader(), loader())
+    assert {device for device, _, _ in Knowing.seen} == set(devices_of(3))
     assert [step for _, step, _ in Knowing.seen] == [0] * 3 + [1] * 3 + [2] * 3
 
 
@@ -211,7 +221,7 @@ def fail_in(stage: str) -> type[Classifier]:
         armed = True
 
         def check(self, here: str, x: Tensor) -> None:
-            if self.armed and here == stage and torch.equal(x[0], samples()[17][0]):
+            if self.armed and here == stage and torch.equal(x[0].cpu(), samples()[17][0]):
                 raise CustomError(7, f"failed in {stage}")
 
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
@@ -234,7 +244,7 @@ def fail_in(stage: str) -> type[Classifier]:
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 @pytest.mark.parametrize("stage", ["training_step", "backward", "validation_step"])
 def test_an_exception_in_replica_2_arrives_once_and_leaves_nothing_behind(
-    stage: str, executor: str
+    stage: str, executor: str, on: str
 ) -> None:
     failures: list[BaseException] = []
 
@@ -246,7 +256,9 @@ def test_an_exception_in_replica_2_arrives_once_and_leaves_nothing_behind(
     module = kind()
     strategy = DataParallelStrategy(executor=executor)
     job = trainer(3, strategy, callbacks=[Watching()], num_sanity_val_steps=0)
-    note = rf"in replica 2 on cpu, {stage}, samples 17 to 24 of 25"
+    note = rf"in replica 2 on {devices_of(3)[2]}, {stage}, samples 17 to 24 of 25"
+    if stage == "backward" and on != "cpu":  # autograd's thread of the device knows no replica
+        note = "failed in backward"
     with pytest.raises(kind.error, match=note) as caught:
         job.fit(module, loader(), loader())
     assert failures == [caught.value] and caught.value.code == 7

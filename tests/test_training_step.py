@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import gradients
+from oracle import devices_of, gradients
 from torch import Tensor, nn
 
 from lightning_dp.parallel.data_parallel import StepParallel
 from lightning_dp.parallel.split import weighted
+
+pytestmark = pytest.mark.usefixtures("on")
 
 CPU = torch.device("cpu")
 
@@ -37,9 +39,10 @@ def mean_loss(net: nn.Module, batch: Tensor) -> Tensor:
 
 @contextmanager
 def engine_of(module: nn.Module, sizes: tuple[int, ...], **options: Any) -> Iterator[StepParallel]:
+    devices = devices_of(len(sizes))
     engine = StepParallel(
-        module,
-        [CPU] * len(sizes),
+        module.to(devices[0]),
+        devices,
         output_device=CPU,
         split=lambda n: sizes if sum(sizes) == n else weighted(n, sizes),
         **{"executor": "threads", **options},
@@ -191,9 +194,11 @@ def test_gradient_hooks_of_parameters_see_the_sum_once(
     def with_hooks() -> tuple[Regression, list[Tensor]]:
         module, seen = Regression(mean_loss), []
         mask = torch.tensor([[0.0], [1], [1], [1], [1]], dtype=torch.float64)
-        module.net[0].weight.register_hook(lambda gradient: (gradient * mask).clamp(-0.01, 0.01))
+        module.net[0].weight.register_hook(
+            lambda gradient: (gradient * mask.to(gradient)).clamp(-0.01, 0.01)
+        )
         module.net[2].weight.register_post_accumulate_grad_hook(
-            lambda parameter: seen.append(parameter.grad.clone())
+            lambda parameter: seen.append(parameter.grad.cpu().clone())
         )
         return module, seen
 
@@ -270,6 +275,7 @@ def test_outputs_that_are_no_loss_are_refused(
         engine.train("training_step", engine.scatter(torch.randn(4, 4)))
 
 
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
 def test_an_error_in_backward_names_replica_and_samples() -> None:
     def step(net: nn.Module, batch: Tensor) -> Tensor:
         loss = mean_loss(net, batch)
@@ -287,7 +293,9 @@ def test_an_error_in_backward_names_replica_and_samples() -> None:
 
 
 def test_a_batch_with_nothing_to_cut_runs_on_the_root_alone() -> None:
-    module = Regression(lambda net, batch: net(batch["scale"] * torch.ones(3, 4).double()).mean())
+    module = Regression(
+        lambda net, batch: net(batch["scale"] * torch.ones_like(net[0].weight)).mean()
+    )
     with (
         engine_of(module, (1, 1)) as engine,
         pytest.warns(UserWarning, match="runs on the root device alone"),

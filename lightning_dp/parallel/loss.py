@@ -147,6 +147,15 @@ def with_callbacks(joint: Tensor, before: Callable[[], None], after: Callable[[]
     return _Callbacks.apply(joint, before, after)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def _refuse_graph_of_backward() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Expected a backward without create_graph=True on the joint loss: the sums of the "
+            "replicas' gradients have no graph. Take second derivatives inside training_step, "
+            "where torch.autograd.grad(..., create_graph=True) works on every replica."
+        )
+
+
 class _SeparateBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, joint: Tensor, backward_each: BackwardEach) -> Tensor:
@@ -155,12 +164,7 @@ class _SeparateBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "Expected a backward without create_graph=True on the joint loss, whose graph "
-                "ends at the replicas. Take second derivatives inside training_step, where "
-                "torch.autograd.grad(..., create_graph=True) works on every replica."
-            )
+        _refuse_graph_of_backward()
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.backward_each(gradient, keep_graph)
         return None, None
@@ -176,6 +180,7 @@ class _Callbacks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        _refuse_graph_of_backward()
         ctx.before()
         torch.autograd.Variable._execution_engine.queue_callback(ctx.after)
         return gradient, None, None

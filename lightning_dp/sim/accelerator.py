@@ -1,0 +1,132 @@
+"""Lightning's accelerator ``sim``: ``Trainer(accelerator="sim", devices=8)``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_dp.sim import device_module
+from lightning_dp.sim.backend import DEFAULT_DEVICE_COUNT, MAX_DEVICE_COUNT, enable, is_enabled
+
+
+class SimAccelerator(Accelerator):
+    """Runs a Trainer on simulated devices.
+
+    Devices are enabled when a Trainer first asks for them, at least 8; for another number call
+    ``lightning_dp.sim.enable`` before.
+
+    With one device Lightning gives every accelerator that it does not know the strategy
+    ``SingleDeviceStrategy("cpu")``; its device is set right when the run starts
+    (``trainer.strategy.root_device`` says cpu until then). The same holds for the device of
+    ``precision="bf16-mixed"``.
+    """
+
+    def setup_device(self, device: torch.device) -> None:
+        """Make ``device`` the current one."""
+        if device.type == "sim":
+            device_module.set_device(device)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Put right what Lightning chose for an unknown accelerator, before the model moves."""
+        strategy, precision = trainer.strategy, trainer.precision_plugin
+        if isinstance(strategy, SingleDeviceStrategy) and strategy.root_device.type == "cpu":
+            # Lightning keeps the devices it was asked for, and that strategy's device, in private
+            # attributes only.
+            strategy._root_device = torch.device(
+                trainer._accelerator_connector._parallel_devices[0]
+            )
+        if isinstance(precision, MixedPrecision) and precision.device == "cuda":
+            precision.device = "sim"
+            if precision.scaler is not None:
+                precision.scaler = torch.amp.GradScaler("sim")
+        self.setup_device(strategy.root_device)
+
+    def teardown(self) -> None:
+        """Do nothing: memory is given back when a tensor dies."""
+
+    def get_device_stats(self, device: str | int | torch.device) -> dict[str, Any]:
+        """Return the memory counters of ``device``, in bytes."""
+        free, total = device_module.mem_get_info(device)
+        return {
+            "memory_allocated": device_module.memory_allocated(device),
+            "max_memory_allocated": device_module.max_memory_allocated(device),
+            "memory_free": free,
+            "memory_total": total,
+        }
+
+    @staticmethod
+    def parse_devices(devices: int | str | list[int]) -> list[int]:
+        """Return device ids.
+
+        Args:
+            devices: a number of devices, a list of ids, either as a string (``"2"``, ``"0,3"``),
+                or -1, ``"-1"`` or ``"auto"`` for all devices.
+
+        Raises:
+            ValueError: an id or number outside of what is enabled, an id that is no int, or an id
+                given twice.
+        """
+        return _checked_ids(_device_ids(devices), devices)
+
+    @staticmethod
+    def get_parallel_devices(devices: list[int]) -> list[torch.device]:
+        """Return the devices with these ids, enabling them where that has not been done yet."""
+        if not is_enabled():
+            enable(max(DEFAULT_DEVICE_COUNT, 1 + max(devices)))
+        return [torch.device("sim", index) for index in devices]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Return the number of devices for ``devices="auto"``."""
+        return device_module.device_count() or DEFAULT_DEVICE_COUNT
+
+    @staticmethod
+    def is_available() -> bool:
+        """Return True: what is missing for compiling is said when the devices are enabled."""
+        return True
+
+    @staticmethod
+    def name() -> str:
+        """Return ``"sim"``."""
+        return "sim"
+
+
+def _device_ids(devices: int | str | list[int]) -> list[int] | None:
+    """Return what ``devices`` means, or None where it means nothing."""
+    try:
+        if isinstance(devices, str) and "," in devices:
+            return [int(part) for part in devices.split(",") if part.strip()]
+        if isinstance(devices, str):
+            devices = -1 if devices == "auto" else int(devices)
+        if devices == -1:
+            devices = SimAccelerator.auto_device_count()
+        return list(range(devices)) if isinstance(devices, int) else list(devices)
+    except (TypeError, ValueError):
+        return None
+
+
+def _checked_ids(ids: list[int] | None, devices: object) -> list[int]:
+    # What is not enabled yet can still be enabled with any count.
+    count = device_module.device_count() if is_enabled() else MAX_DEVICE_COUNT
+    if not ids or {type(index) for index in ids} != {int} or len(set(ids)) < len(ids):
+        ids = None
+    if ids is None or min(ids) < 0 or max(ids) >= count:
+        raise ValueError(
+            f"devices: expected different ids from 0 to {count - 1}, or a number from 1 to "
+            f"{count}, of simulated devices, got {devices!r}. For more devices call "
+            "lightning_dp.sim.enable(device_count=...) first."
+        )
+    return ids
+
+
+def register() -> None:
+    """Register ``sim`` with Lightning, once."""
+    if SimAccelerator.name() not in AcceleratorRegistry:
+        AcceleratorRegistry.register(
+            SimAccelerator.name(), SimAccelerator, description="Simulated devices in host memory"
+        )

@@ -1,0 +1,102 @@
+"""Turning simulated devices on."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+from torch.utils.backend_registration import (
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
+
+from lightning_dp.sim import device_module
+from lightning_dp.sim.extension import load_extension
+from lightning_dp.sim.parameters import let_parameters_move
+
+DEFAULT_DEVICE_COUNT = 8
+# PyTorch keeps device indices in a signed byte.
+MAX_DEVICE_COUNT = 127
+_lock = threading.Lock()
+
+
+def is_enabled() -> bool:
+    """Return whether :func:`enable` has been called in this process."""
+    return device_module.is_initialized()
+
+
+def enable(device_count: int = DEFAULT_DEVICE_COUNT) -> None:
+    """Make the devices ``sim:0`` to ``sim:<device_count - 1>`` and the module ``torch.sim`` exist.
+
+    The first call on a machine compiles a C++ extension (about a minute, cached afterwards).
+    Devices stay for the life of the process: calling this again with the same count does nothing.
+    ``torch.accelerator`` means the simulated devices from then on, also where a GPU is present,
+    and a module that moves between the CPU and a simulated device keeps its parameter objects, as
+    with GPUs.
+
+    Args:
+        device_count: how many devices, 1 to 127.
+
+    Raises:
+        ValueError: ``device_count`` is not in that range.
+        RuntimeError: devices were enabled before with another count; another out-of-tree backend
+            is in use; or ninja or a compiler is missing.
+    """
+    if isinstance(device_count, bool) or not isinstance(device_count, int):
+        raise TypeError(f"device_count: expected an int, got {device_count!r}.")
+    if not 1 <= device_count <= MAX_DEVICE_COUNT:
+        raise ValueError(
+            f"device_count: expected 1 to {MAX_DEVICE_COUNT} devices, got {device_count}."
+        )
+    with _lock:
+        if is_enabled():
+            _check_same_count(device_count)
+        else:
+            _enable(device_count)
+
+
+def _check_same_count(device_count: int) -> None:
+    if device_module.device_count() != device_count:
+        raise RuntimeError(
+            f"device_count: {device_module.device_count()} simulated devices are enabled already, "
+            f"got {device_count}. The count is fixed for a process: enable all you need, first."
+        )
+
+
+def _enable(device_count: int) -> None:
+    backend = torch._C._get_privateuse1_backend_name()
+    if backend not in ("privateuseone", "sim"):
+        raise RuntimeError(
+            f"PyTorch takes one out-of-tree backend per process, and {backend!r} is in use. "
+            "Use simulated devices in another process."
+        )
+    extension = load_extension()
+    rename_privateuse1_backend("sim")
+    extension.initialize(device_count, _host_memory())
+    extension.start_autograd_threads(device_count)
+    device_module.attach(extension)
+    torch._register_device_module("sim", device_module)  # type: ignore[no-untyped-call]
+    generate_methods_for_privateuse1_backend()
+    let_parameters_move(extension)
+    device_module.manual_seed_all(torch.initial_seed())
+    _wake_autograd_threads(device_count)
+
+
+def _wake_autograd_threads(device_count: int) -> None:
+    """Give every autograd thread a task.
+
+    A thread that has not yet met the interpreter when the process ends would abort it.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        for index in range(device_count):
+            leaf = torch.ones((), device=f"sim:{index}", requires_grad=True)
+            torch.autograd.backward(leaf.clone())
+            device_module.reset_peak_memory_stats(index)
+
+
+def _host_memory() -> int:
+    """Bytes of the host's memory, which is what a device without a limit has."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 2**63 - 1  # Windows: no limit known

@@ -1,0 +1,106 @@
+// What c10 and autograd ask of a device type: the current device, streams, events, generators.
+//
+// Ops are done when they return, so each device has one stream and an event is a moment in time.
+#include "sim.h"
+
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <chrono>
+
+namespace sim {
+namespace {
+
+using TimePoint = std::chrono::steady_clock::time_point;
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kSim; }
+  c10::DeviceIndex deviceCount() const noexcept override { return device_count(); }
+
+  c10::Device getDevice() const override { return c10::Device(kSim, current_device()); }
+  void setDevice(c10::Device device) const override { set_current_device(full_device(device).index()); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0 && device.index() < device_count()) {
+      set_current_device(device.index());
+    }
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
+
+  c10::Stream getStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, full_device(device));
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream& stream) const override { settle(stream.device_index()); }
+  void synchronizeDevice(c10::DeviceIndex index) const override { settle(full_device({kSim, index}).index()); }
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+    settle(stream.device_index());
+    if (*event == nullptr) {
+      *event = new TimePoint();
+    }
+    *static_cast<TimePoint*>(*event) = std::chrono::steady_clock::now();
+  }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<TimePoint*>(event); }
+  double elapsedTime(void* start, void* end, c10::DeviceIndex) const override {
+    TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before elapsed_time is called.");
+    const std::chrono::duration<double, std::milli> elapsed =
+        *static_cast<TimePoint*>(end) - *static_cast<TimePoint*>(start);
+    return elapsed.count();
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return device_count() > 0; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return device_count() > 0; }
+  c10::DeviceIndex deviceCount() const override { return device_count(); }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
+  void setCurrentDevice(c10::DeviceIndex index) const override { set_current_device(index); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override {
+    const auto before = current_device();
+    set_current_device(index);
+    return before;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
+    return index < 0 ? current_device() : exchangeDevice(index);
+  }
+
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override { return default_generator(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override { return new_generator(index); }
+
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
+
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    c10::DeviceGuard guard(storage.device());
+    auto memory = device_allocator()->allocate(bytes);
+    if (const auto kept = std::min(bytes, storage.nbytes())) {
+      device_allocator()->copy_data(memory.get(), storage.data(), kept);
+    }
+    auto* impl = storage.unsafeGetStorageImpl();
+    impl->set_data_ptr_noswap(std::move(memory));
+    impl->set_nbytes(bytes);
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+const bool g_hooks_registered = [] {
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  return true;
+}();
+
+}  // namespace
+}  // namespace sim

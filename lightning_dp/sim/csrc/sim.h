@@ -1,0 +1,88 @@
+// Simulated devices: what the files of this extension share.
+//
+// A simulated device is a counter of bytes, a random generator and a clock. Its memory is host memory and its kernels
+// are the CPU's (fallback.cpp), but every storage belongs to exactly one device, and no op takes tensors of two.
+#pragma once
+
+// Only c10 is included here, as ATen's headers are most of the build time.
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Storage.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+
+namespace at {
+struct Generator;
+}
+
+namespace sim {
+
+constexpr auto kSim = c10::DeviceType::PrivateUse1;
+
+// --- devices (device.cpp) ---
+
+struct MemoryCounters {
+  int64_t allocated = 0;    // bytes in use now
+  int64_t peak = 0;         // most bytes in use since the last reset
+  int64_t limit = 0;        // bytes; 0: no limit
+  int64_t allocations = 0;  // blocks handed out so far
+  int64_t ooms = 0;         // requests refused so far
+};
+
+struct CopyCounter {
+  int64_t count = 0;
+  int64_t bytes = 0;
+};
+
+// Called once, before anything else here.
+void initialize(c10::DeviceIndex device_count, int64_t host_memory);
+c10::DeviceIndex device_count();
+c10::DeviceIndex current_device();
+// Raises for an index outside 0..device_count()-1, as every function below that takes one.
+void set_current_device(c10::DeviceIndex index);
+c10::Device full_device(c10::Device device);  // "sim" -> "sim:<current>", checked
+
+MemoryCounters memory_counters(c10::DeviceIndex index);
+int64_t total_memory(c10::DeviceIndex index);  // the limit, or the host's memory where there is none
+void reset_peak(c10::DeviceIndex index);
+void set_memory_limit(c10::DeviceIndex index, int64_t bytes);
+
+using CopyTable = std::map<std::pair<std::string, std::string>, CopyCounter>;
+void count_copy(c10::Device from, c10::Device to, int64_t bytes);
+CopyTable copy_table();
+void reset_copy_table();
+
+// --- memory (memory.cpp) ---
+
+// Counts `bytes` as in use, or raises OutOfMemoryError and leaves the counters as they were.
+void take_bytes(c10::DeviceIndex index, int64_t bytes);
+void give_bytes(c10::DeviceIndex index, int64_t bytes);
+
+// Memory of a CPU storage, kept alive and counted as memory of device `index`. No copy.
+c10::DataPtr adopt(c10::Storage cpu, c10::DeviceIndex index);
+c10::Storage adopt_storage(c10::Storage cpu, c10::DeviceIndex index);
+c10::Allocator* device_allocator();
+c10::Allocator* pinned_allocator();
+bool is_pinned(const void* data);
+
+// --- clock (clock.cpp) ---
+
+void set_speed(c10::DeviceIndex index, double seconds_per_op, double seconds_per_element);
+std::pair<double, double> speed(c10::DeviceIndex index);
+// Adds one op with this many output elements to what the device owes; waits once the debt is long enough to be slept
+// off accurately.
+void charge(c10::DeviceIndex index, int64_t elements);
+// Waits for all that the device owes: at synchronize and wherever the host sees a result.
+void settle(c10::DeviceIndex index);
+
+// --- random numbers (generator.cpp) ---
+
+const at::Generator& default_generator(c10::DeviceIndex index);
+at::Generator new_generator(c10::DeviceIndex index);
+// The CPU generator that holds the state of `generator`; raises unless it belongs to `device`.
+at::Generator cpu_generator(const at::Generator& generator, c10::Device device);
+
+}  // namespace sim

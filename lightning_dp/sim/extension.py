@@ -1,0 +1,111 @@
+"""Builds and loads the C++ extension."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+_SOURCES = Path(__file__).parent / "csrc"
+# The kernels are PyTorch's own, so that optimising this code further buys build time and no speed.
+_FLAGS = ["/O1"] if sys.platform == "win32" else ["-O1", "-g0"]
+
+
+def load_extension() -> ModuleType:
+    """Return the extension, built on the first call on this machine and cached for later processes.
+
+    It lies in PyTorch's cache of extensions (``TORCH_EXTENSIONS_DIR``), in a folder of its own for
+    every version of PyTorch, Python and these sources.
+
+    Raises:
+        RuntimeError: ninja or a C++ compiler is missing, or the build fails.
+    """
+    from torch.utils import cpp_extension
+
+    name = _name()
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    folder = folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    complete = folder / "complete"
+    with _locked(folder / "building"):
+        if complete.exists():
+            return _import(name, folder / f"{name}{cpp_extension.LIB_EXT}")
+        _check_tools()
+        # Left behind by a build that was killed; PyTorch would wait for it forever. We hold the
+        # real lock.
+        (folder / "lock").unlink(missing_ok=True)
+        module = cpp_extension.load(
+            name=name,
+            sources=[str(path) for path in sorted(_SOURCES.glob("*.cpp"))],
+            extra_cflags=_FLAGS,
+            build_directory=str(folder),
+        )
+        complete.touch()
+    assert isinstance(module, ModuleType)
+    return module
+
+
+def _name() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(_SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    for part in (torch.__version__, str(sysconfig.get_config_var("SOABI")), sys.version, *_FLAGS):
+        digest.update(part.encode())
+    return f"lightning_dp_sim_{digest.hexdigest()[:16]}"
+
+
+def _import(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RuntimeError(
+            f"Expected a compiled extension at {path}, found none. Delete its folder and try again."
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _check_tools() -> None:
+    """Find what a build needs: ninja and a compiler."""
+    from torch.utils import cpp_extension
+
+    missing = []
+    if not cpp_extension.is_ninja_available():
+        missing.append("ninja: pip install 'lightning-dp[sim]' (or: pip install ninja)")
+    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
+    if shutil.which(compiler) is None:
+        missing.append(
+            f"a C++ compiler ({compiler!r} was not found): `apt install g++` on Debian and Ubuntu, "
+            "`xcode-select --install` on macOS, Visual Studio Build Tools on Windows; "
+            "or name yours in CXX"
+        )
+    if missing:
+        needs = "".join(f"\n  - {item}" for item in missing)
+        raise RuntimeError(f"Simulated devices are compiled on first use. Please install:{needs}")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Let one process build at a time.
+
+    The lock goes with its process, so that a killed build blocks nobody.
+    """
+    with path.open("a") as file:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

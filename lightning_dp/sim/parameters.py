@@ -1,0 +1,42 @@
+"""Parameters that stay the same objects when their module moves, as with GPUs.
+
+PyTorch gives a module that moves to an out-of-tree device new parameters: tied ones come apart, and
+an optimizer made before keeps the old ones. It does so because it does not let `tensor.data` change
+to such a device; here it is let.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_KINDS = ({"cpu", "sim"}, {"sim"})
+
+
+def let_parameters_move(extension: ModuleType) -> None:
+    """Lets ``tensor.data = ...`` cross between the CPU and simulated devices."""
+    own_data: Any = torch._C.TensorBase.data
+    own_test = torch._has_compatible_shallow_copy_type
+
+    def may_cross(tensor: Tensor, data: Tensor) -> bool:
+        dense = tensor.layout == data.layout == torch.strided
+        return (
+            dense
+            and type(data) in (Tensor, torch.nn.Parameter)
+            and ({tensor.device.type, data.device.type} in _KINDS)
+        )
+
+    def is_compatible(tensor: Tensor, data: Tensor) -> bool:
+        return bool(own_test(tensor, data)) or may_cross(tensor, data)
+
+    def set_data(tensor: Tensor, data: Tensor) -> None:
+        if not own_test(tensor, data) and may_cross(tensor, data):
+            extension.set_data(tensor, data)
+        else:
+            own_data.__set__(tensor, data)
+
+    torch._has_compatible_shallow_copy_type = is_compatible  # type: ignore[assignment]
+    setattr(Tensor, "data", property(own_data.__get__, set_data, doc=own_data.__doc__))  # noqa: B010

@@ -1,0 +1,24 @@
+"""Simulated devices for every test here, left as they were found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lightning_dp import sim
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _devices() -> None:
+    sim.enable(8)
+
+
+@pytest.fixture(autouse=True)
+def _clean(_devices: None) -> Iterator[None]:
+    yield
+    torch.sim.set_device(0)
+    for index in range(torch.sim.device_count()):
+        torch.sim.set_memory_limit(index, None)
+        torch.sim.set_speed(index)

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from typing_extensions import override
@@ -220,7 +221,8 @@ class DataParallelStrategy(ParallelStrategy):
             around=journals.around,
             **self._engine_options,
         )
-        self._usage = self._engine.usage
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._usage = self._engine.usage
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:

@@ -1,5 +1,6 @@
 """From a configuration to the objects that Lightning works with."""
 
+import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ def settle(cfg: DictConfig) -> DictConfig:
 
 def build(cfg: DictConfig) -> Job:
     """Builds trainer, data and model; the trainer first, as most mistakes are about devices."""
+    if cfg.trainer.get("accelerator") == "sim":
+        importlib.import_module("lightning_dp.sim")  # makes Lightning know the accelerator
     trainer = instantiate(
         cfg.trainer, callbacks=_list_of(cfg.get("callbacks")), logger=_list_of(cfg.get("logger"))
     )

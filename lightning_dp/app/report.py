@@ -20,11 +20,13 @@ class DeviceUsage:
         device: its name.
         samples: training samples it worked on.
         busy_seconds: seconds it worked on them.
+        peak_bytes: the most memory in use on it; 0 where devices do not count it.
     """
 
     device: str
     samples: int
     busy_seconds: float
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,15 @@ class Report:
             content["busy_seconds_per_device"] = [
                 round(part.busy_seconds, 4) for part in self.usage
             ]
+        if any(part.peak_bytes for part in self.usage):
+            content["peak_bytes_per_device"] = [part.peak_bytes for part in self.usage]
         return content
 
 
 def usage_of(trainer: Trainer) -> tuple[DeviceUsage, ...]:
     """Returns each device's part in the training so far; only lightning_dp's strategy knows it."""
     return tuple(
-        DeviceUsage(str(part.device), int(part.samples), float(part.busy_seconds))
+        DeviceUsage(str(part.device), part.samples, part.busy_seconds, part.peak_bytes)
         for part in getattr(trainer.strategy, "usage", ())
     )
 
@@ -105,11 +109,14 @@ def _devices_table(report: Report) -> Table:
         for name in report.devices:
             table.add_row(name)
         return table
-    for heading in ("training samples", "share", "busy"):
+    counts_memory = any(part.peak_bytes for part in report.usage)
+    headings = ["training samples", "share", "busy", *(["peak memory"] if counts_memory else [])]
+    for heading in headings:
         table.add_column(heading, justify="right")
     total = sum(part.samples for part in report.usage)
     for part in report.usage:
         share = part.samples / total if total else 0.0
         busy = f"{part.busy_seconds:.1f} s"
-        table.add_row(part.device, f"{part.samples:,}", f"{share:.1%}", busy)
+        peak = [f"{part.peak_bytes / 2**20:.1f} MiB"] if counts_memory else []
+        table.add_row(part.device, f"{part.samples:,}", f"{share:.1%}", busy, *peak)
     return table

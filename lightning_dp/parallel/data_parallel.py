@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.apply import Executor, ExecutorName, Task
+from lightning_dp.parallel.devices import peak_memory, reset_peak_memory
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.gradient_hooks import GradientHooks
 from lightning_dp.parallel.layout import ReplicaRules
@@ -44,11 +45,14 @@ class DeviceUsage:
         samples: training samples it was given.
         busy_seconds: time spent in its forward and backward, as its worker saw it. Accelerators
             compute asynchronously: there it is the time that issuing the forward took.
+        peak_bytes: the most memory that was in use on the device; 0 where devices do not count
+            it, as the CPU.
     """
 
     device: torch.device
     samples: int = 0
     busy_seconds: float = 0.0
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,8 @@ class StepParallel:
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules)
         self.usage = [DeviceUsage(device) for device in devices]
+        for device in devices:
+            reset_peak_memory(device)
         self.accumulating = False
         """While True a backward leaves the gradients on the replicas, for a later one to reduce."""
         self._executor = Executor(devices, executor)
@@ -206,9 +212,11 @@ class StepParallel:
         self._stale = True
 
     def close(self) -> None:
-        """Ends the workers."""
+        """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
         self._settle()
         self._executor.close()
+        for usage in self.usage:
+            usage.peak_bytes = peak_memory(usage.device)
 
     def _run(
         self,

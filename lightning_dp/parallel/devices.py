@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+_PEAK = "max_memory_allocated"
+
 DeviceLike: TypeAlias = torch.device | str | int
 """A device as people write it: `torch.device("cuda", 1)`, `"cuda:1"`, `1` or `"cpu"`."""
 
@@ -83,6 +85,20 @@ def device_count(device_type: str) -> int:
         return 1
     module: Any = getattr(torch, device_type, None)
     return int(module.device_count()) if hasattr(module, "device_count") else 0
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that were in use on a device since `reset_peak_memory`; 0 if none counts."""
+    if device.type == "cpu":
+        return 0
+    module: Any = torch.get_device_module(device)
+    return int(module.max_memory_allocated(device)) if hasattr(module, _PEAK) else 0
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts a new peak where devices count their memory."""
+    if device.type != "cpu" and hasattr(torch.get_device_module(device), _PEAK):
+        torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,150 @@
+"""What every device sees of a batch: sizes and devices, printed inside and outside of `forward`.
+
+python examples/tutorial.py --devices 2
+python examples/tutorial.py --devices 8 --split chunk
+python examples/tutorial.py --device-ids 7,9 --device-count 10
+python -m lightning_dp experiment=tutorial trainer.devices=3
+
+The devices are simulated: they are separate as GPUs are, and there are as many as you like. With
+`--accelerator gpu` they are real.
+"""
+
+import argparse
+from typing import Any, cast
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_dp import DataParallelStrategy
+
+Outputs = tuple[Tensor, dict[str, Any]]
+
+
+class TutorialModel(L.LightningModule):
+    """A linear layer that tells what it sees.
+
+    Args:
+        input_size: features of a row.
+        output_size: features of the output.
+        talk: print sizes and devices in every forward.
+    """
+
+    def __init__(self, input_size: int = 5, output_size: int = 2, talk: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(input_size, output_size)
+        self.talk = talk
+
+    def forward(self, rows: Tensor) -> Outputs:
+        output = self.layer(rows)
+        # Made where the output is: on simulated devices a wrong place raises, as on GPUs.
+        noise = torch.randn(output.shape, device=output.device)
+        if self.talk:
+            sizes = f"input size {tuple(rows.shape)}, output size {tuple(output.shape)}"
+            print(f"    in forward: {sizes} on {output.device}")
+        return output, {"image": {"output": output + noise, "noise": noise}, "scalar": 1.0}
+
+    def training_step(self, rows: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self(rows)[0].square().mean()
+        self.log("train/loss", loss)
+        return loss
+
+    def test_step(self, rows: Tensor, batch_idx: int) -> None:
+        self.log("test/loss", self(rows)[0].square().mean())
+
+    def predict_step(self, rows: Tensor, batch_idx: int) -> Outputs:
+        return cast(Outputs, self(rows))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class RandomRows(L.LightningDataModule):
+    """A random data set.
+
+    Args:
+        input_size: features of a row.
+        rows: how many rows there are.
+        batch_size: rows per batch, over all devices.
+    """
+
+    def __init__(self, input_size: int = 5, rows: int = 100, batch_size: int = 30) -> None:
+        super().__init__()
+        self.rows = torch.randn(rows, input_size)
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader()
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader()
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader()
+
+    def _loader(self) -> DataLoader[Tensor]:
+        return DataLoader(cast(Any, self.rows), batch_size=self.batch_size)
+
+
+class Outside(Callback):
+    """Prints what comes out of a step."""
+
+    def on_predict_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Tensor, *_: Any
+    ) -> None:
+        print(f"batch of size {tuple(batch.shape)}")
+
+    def on_predict_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Outputs, *_: Any
+    ) -> None:
+        output, more = outputs
+        noise = more["image"]["noise"]
+        sizes = getattr(trainer.strategy, "last_sizes", ())
+        print(f"  outside: output size {tuple(output.shape)} on {output.device}")
+        print(f"  outside: noise size {tuple(noise.shape)}, scalar {more['scalar']}")
+        print(f"  samples per device: {', '.join(map(str, sizes)) or len(output)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="See how batches are split over devices.")
+    parser.add_argument("--accelerator", default="sim", help="sim (simulated), cpu or gpu")
+    parser.add_argument("--devices", type=int, default=2, help="number of devices")
+    parser.add_argument("--device-ids", help="ids instead of a number: 7,9")
+    parser.add_argument("--device-count", type=int, help="how many devices to simulate")
+    parser.add_argument("--split", default="even", help="even, or chunk as torch.chunk cuts")
+    parser.add_argument("--output-device", help="where outputs end up; default: the first device")
+    parser.add_argument("--epochs", type=int, default=1, help="epochs to train in the end")
+    args = parser.parse_args()
+
+    ids = [int(i) for i in args.device_ids.split(",")] if args.device_ids else None
+    if args.accelerator == "sim":
+        from lightning_dp import sim
+
+        sim.enable(args.device_count or max(8, args.devices))
+    L.seed_everything(0)
+    # One device after another, so that the lines come in their order.
+    strategy = DataParallelStrategy(
+        split=args.split, output_device=args.output_device, executor="inorder"
+    )
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator=args.accelerator,
+        devices=ids or args.devices,
+        max_epochs=args.epochs,
+        callbacks=[Outside()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model, data = TutorialModel(), RandomRows()
+    trainer.predict(model, data, return_predictions=False)
+    model.talk = False
+    trainer.fit(model, data)
+    trainer.test(model, data)
+
+
+if __name__ == "__main__":
+    main()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from functools import cached_property
-from operator import is_not
+from operator import is_not, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Tables that every module has for good; those of hooks may be replaced, the others are not.
+_TABLES = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 
 
 class ReplicaRules:
@@ -44,8 +47,7 @@ class Layout:
         self.buffer_tables = [m._buffers for m in self.modules]
         self._parameter_tables = [m._parameters for m in self.modules if m._parameters]
         self._module_tables = [m._modules for m in self.modules]
-        self._attributes = [m.__dict__ for m in self.modules]
-        self._attributes_seen: list[list[Any]] = [[] for _ in self.modules]
+        self._attributes = [_PlainAttributes(m) for m in self.modules]
         self.attribute_versions = [0] * len(self.modules)
         """For each module a number that grows when one of its attributes is bound anew."""
         self._hook_tables = [
@@ -76,14 +78,44 @@ class Layout:
 
     def look_at_attributes(self) -> None:
         """Brings `attribute_versions` up to date: once per step, for all replicas."""
-        for j, (now, seen) in enumerate(zip(self._attributes, self._attributes_seen, strict=True)):
-            if len(now) != len(seen) or any(map(is_not, now.values(), seen)):
-                self._attributes_seen[j] = list(now.values())
+        for j, attributes in enumerate(self._attributes):
+            if attributes.changed():
                 self.attribute_versions[j] += 1
 
     def buffers(self) -> list[Tensor | None]:
         """The present buffers, with None where a registered one is absent."""
         return entries(self.buffer_tables)
+
+
+class _PlainAttributes:
+    """The attributes of a module that are neither parameters, buffers nor submodules."""
+
+    __slots__ = ("_names", "_now", "_seen", "_size")
+
+    def __init__(self, module: nn.Module) -> None:
+        self._now = module.__dict__
+        self._seen: tuple[Any, ...] = ()
+        self._size = -1
+        self._names = itemgetter("training", "training")
+
+    def changed(self) -> bool:
+        """Whether one was bound anew, added or removed since the last call."""
+        if len(self._now) != self._size:
+            self._size = len(self._now)
+            # A tuple of two at least, as which itemgetter returns what it gets.
+            names = [name for name in self._now if name not in _TABLES]
+            self._names = itemgetter("training", "training", *names)
+            self._seen = self._names(self._now)
+            return True
+        try:
+            values = self._names(self._now)
+        except KeyError:  # one went and another came
+            self._size = -1
+            return self.changed()
+        if any(map(is_not, values, self._seen)):
+            self._seen = values
+            return True
+        return False
 
 
 class RootState:

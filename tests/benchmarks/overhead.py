@@ -1,14 +1,14 @@
-"""Python overhead of one training step, measured against the bare modules' own work.
+"""Python overhead of one training step, beyond the modules' own forward and backward.
 
-    python tests/benchmarks/overhead.py [--devices 4] [--steps 50] [--rounds 7]
+    python tests/benchmarks/overhead.py [--devices 4] [--steps 60]
 
-The module has the shape of a ResNet-50 (161 parameters, 159 buffers, about 150 submodules) with
-tiny tensors, so that what is measured is bookkeeping. "bare" runs K copies of the module forward
-and backward, one after another, on shards that are already cut. Everything beyond that time is
-the engine's: cutting, refreshing replicas, handing work out, gathering, and summing gradients.
-Rounds of both alternate, and the medians are compared, because machines are noisy.
-`torch.nn.parallel.replicate` alone is timed for comparison where the machine has a GPU; elsewhere
-its Python part is: building K fresh module trees, as nn.DataParallel does in every forward.
+The module has the shape of a ResNet-50 (161 parameters, 159 buffers, 151 modules) with tiny
+tensors, so that what is measured is bookkeeping: cutting, refreshing replicas, handing work out,
+joining losses and summing gradients. "own" is the time of a step less the time that the modules'
+forward and backward took in it, replica after replica, and less the time in which a bare step
+frees its graphs; it is robust, since it compares nothing that takes long.
+"bare" runs K copies of the module on shards that are already cut, and alternates with the engine.
+For comparison: building K fresh module trees, which nn.DataParallel does in every forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -73,11 +74,13 @@ class TinyResNet50(nn.Module):
         return logits.square().mean()
 
 
-def bare_step(replicas: list[TinyResNet50], shards: list[Tensor]) -> None:
-    """Forward and backward of every replica, one after another."""
+def bare_step(replicas: Sequence[TinyResNet50], shards: Sequence[Tensor]) -> float:
+    """Forward and backward of every replica, one after another; returns the calls' seconds."""
+    start = time.perf_counter()
     losses = [replica.training_step(x) for replica, x in zip(replicas, shards, strict=True)]
     for loss in losses:
         loss.backward()
+    return time.perf_counter() - start
 
 
 def engine_step(engine: StepParallel, batch: Tensor) -> None:
@@ -85,17 +88,29 @@ def engine_step(engine: StepParallel, batch: Tensor) -> None:
     engine.train("training_step", engine.scatter(batch)).backward()
 
 
-def seconds_per_step(step: Callable[[], None], module: nn.Module, steps: int) -> float:
-    """Mean seconds of a step, gradients cleared and weights changed in between, not counted."""
-    total = 0.0
-    for _ in range(steps):
+def seconds_of(step: Callable[[], None], modules: Sequence[nn.Module]) -> float:
+    """Seconds of a step; gradients are cleared and weights changed before, and not counted."""
+    for module in modules:
         module.zero_grad()
-        with torch.no_grad():  # as an optimizer would: every parameter gets a new version
-            torch._foreach_mul_(list(module.parameters()), 0.999)
-        start = time.perf_counter()
-        step()
-        total += time.perf_counter() - start
-    return total / steps
+    with torch.no_grad():  # as an optimizer would: every parameter gets a new version
+        torch._foreach_mul_(list(modules[0].parameters()), 0.999)
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def freeing_seconds(replicas: Sequence[TinyResNet50], shards: Sequence[Tensor]) -> float:
+    """Seconds of a bare step after its calls: the graphs' memory is given back."""
+    inside: list[float] = []
+    total = seconds_of(lambda: inside.append(bare_step(replicas, shards)), replicas)
+    return total - inside[0]
+
+
+def own_seconds(engine: StepParallel, batch: Tensor, module: nn.Module) -> float:
+    """Seconds of an in-order step outside of the modules' forward and backward."""
+    before = sum(usage.busy_seconds for usage in engine.usage)
+    total = seconds_of(lambda: engine_step(engine, batch), [module])
+    return total - (sum(usage.busy_seconds for usage in engine.usage) - before)
 
 
 def rebuild_seconds(module: nn.Module, k: int, steps: int) -> float:
@@ -121,46 +136,44 @@ def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    k = options.devices
+    k, steps = options.devices, options.steps
     torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
     module = TinyResNet50()
     batch = torch.randn(2 * k, 3, 8, 8)
     replicas = [module, *(copy.deepcopy(module) for _ in range(k - 1))]
     shards = list(batch.chunk(k))
-    print(
-        f"{len(list(module.modules()))} modules, {len(list(module.parameters()))} parameters, "
-        f"{len(list(module.buffers()))} buffers, K={k}, {torch.get_num_threads()} threads"
-    )
     engines = {
         how: StepParallel(
             module, [CPU] * k, output_device=CPU, split=split_policy("even", None, k), executor=how
         )
         for how in ("inorder", "threads", "auto")
     }
-    steps: dict[str, Callable[[], None]] = {"bare": lambda: bare_step(replicas, shards)}
-    for how, engine in engines.items():
-        steps[how] = lambda engine=engine: engine_step(engine, batch)
-    for step in steps.values():
-        seconds_per_step(step, module, 10)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(options.rounds):
-        for name, step in steps.items():
-            times[name].append(seconds_per_step(step, module, options.steps))
-    bare = statistics.median(times["bare"])
-    print(f"bare forward and backward  {bare * 1e3:7.2f} ms per step")
-    for name in engines:
-        beyond = statistics.median(t - b for t, b in zip(times[name], times["bare"], strict=True))
-        print(
-            f"executor={name:<8} {statistics.median(times[name]) * 1e3:17.2f} ms per step, "
-            f"{beyond * 1e3:+6.2f} ms beyond bare"
-        )
-    rebuilt = rebuild_seconds(module, k, options.steps)
-    print(f"rebuilding {k} module trees {rebuilt * 1e3:7.2f} ms per forward (nn.DataParallel)")
+    times: dict[str, list[float]] = {name: [] for name in ("bare", "own", "rebuild", *engines)}
+    for i in range(steps + 20):
+        seconds = {"bare": seconds_of(lambda: bare_step(replicas, shards), replicas)}
+        for how, engine in engines.items():
+            seconds[how] = seconds_of(partial(engine_step, engine, batch), [module])
+        freeing = freeing_seconds(replicas, shards)
+        seconds["own"] = own_seconds(engines["inorder"], batch, module) - freeing
+        seconds["rebuild"] = rebuild_seconds(module, k, 1)
+        for name, value in seconds.items() if i >= 20 else ():
+            times[name].append(value)
     for engine in engines.values():
         engine.close()
+    _report(k, module, {name: statistics.median(values) * 1e3 for name, values in times.items()})
+
+
+def _report(k: int, module: nn.Module, ms: dict[str, float]) -> None:
+    counts = (len(list(x)) for x in (module.modules(), module.parameters(), module.buffers()))
+    print("{} modules, {} parameters, {} buffers, K={}; medians".format(*counts, k))
+    print(f"bare forward and backward      {ms['bare']:8.2f} ms per step")
+    for how in ("inorder", "threads", "auto"):
+        print(f"executor={how:<12} {ms[how]:18.2f} ms per step")
+    print(f"the engine's own time          {ms['own']:8.2f} ms per step")
+    print(f"rebuilding {k} module trees      {ms['rebuild']:8.2f} ms per forward")
+    print(f"rebuilding / own               {ms['rebuild'] / ms['own']:8.1f}")
 
 
 if __name__ == "__main__":

@@ -75,8 +75,8 @@ class DataParallelStrategy(ParallelStrategy):
     def __init__(
         self,
         *,
-        devices: Sequence[str | int] | None = None,
-        output_device: str | int | None = None,
+        devices: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
         split: str = "even",
         weights: Sequence[float] | None = None,
         loss_reduction: Literal["mean", "sum"] = "mean",

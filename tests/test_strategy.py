@@ -72,6 +72,17 @@ def test_accelerators_that_are_not_there_are_refused(devices: list[Any]) -> None
         DataParallelStrategy(devices=devices)
 
 
+@pytest.mark.parametrize("output_device", [1, "1", None, torch.device("cpu")])
+def test_output_devices_may_be_written_in_many_ways(output_device: Any) -> None:
+    strategy = trainer(3, DataParallelStrategy(output_device=output_device)).strategy
+    expected = (
+        torch.device("cpu")
+        if isinstance(output_device, torch.device)
+        else devices_of(3)[int(output_device or 0)]
+    )
+    assert strategy.output_device == expected
+
+
 def test_manual_optimisation_is_refused_with_the_way_out() -> None:
     class Manual(NoData):
         def __init__(self) -> None:

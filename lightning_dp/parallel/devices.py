@@ -58,6 +58,8 @@ def resolve_output_device(
     """
     if output_device is None:
         return devices[0]
+    if isinstance(output_device, str) and output_device.isdigit():
+        output_device = int(output_device)  # as a command line gives it
     if isinstance(output_device, int) and devices[0].type == "cpu":
         if not 0 <= output_device < len(devices):
             raise ValueError(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 import math
 from functools import cached_property
-from operator import is_not, itemgetter
+from itertools import chain
+from operator import attrgetter, is_not, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 # Tables that every module has for good; those of hooks may be replaced, the others are not.
 _TABLES = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class ReplicaRules:
@@ -45,13 +50,17 @@ class Layout:
         unique = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
         self.parameters: list[nn.Parameter] = list(unique.values())
         self.buffer_tables = [m._buffers for m in self.modules]
-        self._parameter_tables = [m._parameters for m in self.modules if m._parameters]
-        self._module_tables = [m._modules for m in self.modules]
         self._attributes = [_PlainAttributes(m) for m in self.modules]
         self.attribute_versions = [0] * len(self.modules)
         """For each module a number that grows when one of its attributes is bound anew."""
-        self._hook_tables = [
-            t for m in self.modules for t in (m._forward_hooks, m._forward_pre_hooks)
+        self._fixed_tables: list[dict[str, Any]] = [
+            *(m._parameters for m in self.modules),
+            *(m._modules for m in self.modules),
+        ]
+        self._counted_tables: list[dict[Any, Any]] = [
+            *self.buffer_tables,
+            *(m._forward_hooks for m in self.modules),
+            *(m._forward_pre_hooks for m in self.modules),
         ]
 
     def _walk(self, module: nn.Module, rules: ReplicaRules, seen: set[int]) -> None:
@@ -69,12 +78,8 @@ class Layout:
 
     def signature(self) -> list[int]:
         """Changes when a parameter, submodule, buffer name or hook comes, goes or is replaced."""
-        return [
-            *[id(p) for table in self._parameter_tables for p in table.values()],
-            *[id(child) for table in self._module_tables for child in table.values()],
-            *map(len, self.buffer_tables),
-            *map(len, self._hook_tables),
-        ]
+        entries = chain.from_iterable(map(dict.values, self._fixed_tables))
+        return [*map(id, entries), *map(len, self._counted_tables)]
 
     def look_at_attributes(self) -> None:
         """Brings `attribute_versions` up to date: once per step, for all replicas."""
@@ -129,9 +134,9 @@ class RootState:
 
     def __init__(self, layout: Layout, *, versions: bool, buffer_versions: bool) -> None:
         parameters, self.buffers = layout.parameters, layout.buffers()
-        self.pointers = [p.data_ptr() for p in parameters]
+        self.pointers = list(map(Tensor.data_ptr, parameters))
         self.versions = [p._version for p in parameters] if versions else []
-        self.requires_grad = [p.requires_grad for p in parameters]
+        self.requires_grad = list(map(_REQUIRES_GRAD, parameters))
         self.buffer_ids = list(map(id, self.buffers))
         self.buffer_versions = [_version(b) for b in self.buffers] if buffer_versions else None
 
@@ -139,7 +144,7 @@ class RootState:
     def packed_buffers(self) -> dict[torch.dtype, Tensor]:
         """All buffers of each dtype in one tensor, for replicas that hold them as one."""
         return {
-            dtype: torch.cat([b.detach().reshape(-1) for b in group])
+            dtype: _flatten_dense_tensors(group).detach()  # type: ignore[no-untyped-call]
             for dtype, group in by_dtype(self.buffers).items()
         }
 

@@ -77,19 +77,16 @@ def _has_no_mean(values: list[Tensor]) -> bool:
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
     """Adds gradients to sums, in place; where there is no sum yet, the gradient becomes it."""
-    targets: list[Tensor] = []
-    terms: list[Tensor] = []
+    both: list[tuple[Tensor, Tensor]] = []
     for i, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
-        if gradient is None:
-            continue
         if total is None:
             sums[i] = gradient
-        elif total.is_sparse:
+        elif gradient is not None and total.is_sparse:
             sums[i] = total + gradient
-        else:
-            targets.append(total)
-            terms.append(gradient)
-    if targets:
+        elif gradient is not None:
+            both.append((total, gradient))
+    if both:
+        targets, terms = zip(*both, strict=True)
         torch._foreach_add_(targets, terms)
 
 

@@ -178,7 +178,7 @@ def test_a_buffer_that_is_assigned_to_stays_the_replicas_own() -> None:
     for module in replicas.modules[1:]:
         module(torch.ones(3, 2))
     assert net.mean.tolist() == [0, 0] and net.late is None
-    replicas.refresh(all_buffers=True)
+    replicas.refresh(buffers="all")
     assert all(m.mean.tolist() == [0, 0] and m.late is None for m in replicas.modules)
 
 

@@ -265,6 +265,35 @@ def test_batch_norm_uses_each_shards_statistics_and_keeps_the_first_replicas() -
     assert int(mean.module.norm.num_batches_tracked) == 1
 
 
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_batch_norm_that_turns_to_eval_mode_has_the_roots_statistics(executor: str) -> None:
+    """Replicas' running statistics are not kept up to date while no forward reads them."""
+
+    class Freezing(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(10)
+            self.losses: list[Tensor] = []
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self.net(self.norm(x)), y)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.norm.train(batch_idx == 0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            if batch_idx > 0:
+                self.losses.append(loss.detach())
+                root = self.trainer.lightning_module.norm.running_mean
+                torch.testing.assert_close(self.norm.running_mean.cpu(), root.cpu())
+            return loss
+
+    module = run(Freezing, 3, strategy={"executor": executor}).module
+    assert len(module.losses) == 6 and module.norm.running_mean.abs().sum() > 0
+
+
 def test_batch_norm_in_eval_mode_equals_one_device() -> None:
     class Frozen(Classifier):
         def __init__(self) -> None:

@@ -27,7 +27,7 @@ from lightning_dp.parallel.loss import (
     with_separate_backward,
 )
 from lightning_dp.parallel.reduce import Buffers, reduce_buffers, reduce_gradients
-from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.replicate import BufferCopies, Replicas
 from lightning_dp.parallel.scatter import batch_size, cut
 from lightning_dp.parallel.split import Sizes, SplitPolicy
 from lightning_dp.parallel.transfer import to_device
@@ -191,7 +191,11 @@ class StepParallel:
         """The replicas, up to date on the devices that have samples."""
         self._settle()
         active = None if self._stale else shards.active
-        self.replicas.refresh(active, everything=self._stale, all_buffers=training)
+        buffers: BufferCopies = "changed"
+        if training:
+            root_keeps_its_own = self._buffers == "first" and shards.active[0] == 0
+            buffers = "read" if root_keeps_its_own else "all"
+        self.replicas.refresh(active, everything=self._stale, buffers=buffers)
         self._stale = False
         return self.replicas.modules
 

@@ -17,6 +17,7 @@ from torch._utils import _flatten_dense_tensors
 _TABLES = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 
 
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -50,6 +51,7 @@ class Layout:
         unique = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
         self.parameters: list[nn.Parameter] = list(unique.values())
         self.buffer_tables = [m._buffers for m in self.modules]
+        self._with_buffers = [m for m in self.modules if m._buffers]
         self._attributes = [_PlainAttributes(m) for m in self.modules]
         self.attribute_versions = [0] * len(self.modules)
         """For each module a number that grows when one of its attributes is bound anew."""
@@ -86,6 +88,10 @@ class Layout:
         for j, attributes in enumerate(self._attributes):
             if attributes.changed():
                 self.attribute_versions[j] += 1
+
+    def reads_buffers(self) -> bool:
+        """Whether a forward may read a buffer. Batch norm in training writes to its own only."""
+        return any(type(m) not in _NORMS or not m.training for m in self._with_buffers)
 
     def buffers(self) -> list[Tensor | None]:
         """The present buffers, with None where a registered one is absent."""

@@ -36,14 +36,21 @@ class Replica:
         self.module: nn.Module = twins[id(source.root)]
         self.submodules: list[nn.Module] = [twins[id(m)] for m in source.modules]
 
-    def refresh(self, state: RootState, everything: bool, all_buffers: bool) -> None:
-        """Follows the root, whose state is `state`; the flags say what to copy unseen."""
+    def refresh(self, state: RootState, everything: bool, buffers: bool) -> None:
+        """Follows the root, whose state is `state`.
+
+        Args:
+            state: the root's; without versions of the buffers, all buffers count as changed.
+            everything: whether to copy parameters that look unchanged.
+            buffers: whether to copy buffers that changed.
+        """
         for body, version in zip(self._bodies, self._source.attribute_versions, strict=True):
             if body.version != version or body.has_strays():
                 body.refresh()
                 body.version = version
         self._refresh_parameters(state, everything)
-        self._refresh_buffers(state, all_buffers)
+        if buffers:
+            self._refresh_buffers(state, everything)
         self._seen = state
 
     def _make_twins(self, k: int, device: torch.device, rules: ReplicaRules) -> dict[int, Any]:
@@ -72,12 +79,16 @@ class Replica:
             ]
             _update([roots[i] for i in stale], [self.parameters[i] for i in stale])
 
-    def _refresh_buffers(self, state: RootState, all_buffers: bool) -> None:
+    def _refresh_buffers(self, state: RootState, everything: bool) -> None:
         own = list(map(id, entries(self.buffer_tables)))
         # Assigning to a buffer, here or there, puts another tensor in its place.
         if state.buffer_ids != self._seen.buffer_ids or own != self._own_buffer_ids:
             self._replace_buffers(state)
-        elif all_buffers or state.buffer_versions != self._seen.buffer_versions:
+        elif (
+            everything
+            or state.buffer_versions is None
+            or state.buffer_versions != self._seen.buffer_versions
+        ):
             for dtype, flat in self._flat_buffers.items():
                 flat.copy_(state.packed_buffers[dtype], non_blocking=True)
 

@@ -7,12 +7,15 @@ and owns only its gradients; elsewhere it owns a copy. Its parameters are real l
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, entries
 from lightning_dp.parallel.replica import Replica
+
+BufferCopies: TypeAlias = Literal["changed", "all", "read"]
 
 
 class Replicas:
@@ -63,7 +66,7 @@ class Replicas:
         active: Iterable[int] | None = None,
         *,
         everything: bool = False,
-        all_buffers: bool = False,
+        buffers: BufferCopies = "changed",
     ) -> None:
         """Brings replicas up to date with the root.
 
@@ -75,8 +78,9 @@ class Replicas:
             active: the replicas to refresh; None for all.
             everything: copy values that look unchanged too: writing through `.data` leaves no
                 trace.
-            all_buffers: copy buffers that look unchanged: batch norm writes to them and leaves
-                no trace.
+            buffers: which buffers are copied. `"changed"`: those that look changed. `"all"`: batch
+                norm writes to its buffers and leaves no trace. `"read"`: all, but none if a
+                forward writes to them without reading them, as batch norm does in training.
         """
         others = [k for k in (active or range(len(self._devices))) if k > 0]
         # An inference tensor could never be trained, and evaluation often comes before training.
@@ -88,10 +92,11 @@ class Replicas:
                 state = RootState(
                     self._layout,
                     versions=not all(replica.shares_memory for replica in self._others),
-                    buffer_versions=not all_buffers,
+                    buffer_versions=buffers == "changed",
                 )
+                copied = buffers != "read" or self._layout.reads_buffers()
                 for k in others:
-                    self._others[k - 1].refresh(state, everything, everything or all_buffers)
+                    self._others[k - 1].refresh(state, everything, everything or copied)
 
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():

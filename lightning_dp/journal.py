@@ -18,11 +18,12 @@ from torch import nn
 
 from lightning_dp import metrics
 from lightning_dp.logs import LogCall, LogMerger
-from lightning_dp.metrics import MetricCall, MetricFaces
+from lightning_dp.metric_arguments import MetricCall
+from lightning_dp.metrics import MetricFaces
 from lightning_dp.module_state import ModuleState, StateMemory
-from lightning_dp.parallel.data_parallel import Shards
 from lightning_dp.parallel.layout import ReplicaRules
 from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.shards import Shards
 
 Call: TypeAlias = LogCall | MetricCall
 

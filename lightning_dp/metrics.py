@@ -12,43 +12,17 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection
 
+from lightning_dp.metric_arguments import AnyMetric, MetricCall, MetricMethod, join_arguments
 from lightning_dp.parallel import tree
-from lightning_dp.parallel.gather import weighted_mean
 from lightning_dp.parallel.transfer import to_device
 
-AnyMetric: TypeAlias = Metric | MetricCollection
-MetricMethod: TypeAlias = Literal["forward", "update", "reset"]
-
 _SHADOWED = ("forward", "update", "compute", "reset")
-
-
-@dataclass(frozen=True)
-class MetricCall:
-    """A call that a replica made on its metric; tensors are detached copies.
-
-    Attributes:
-        metric: the module's own metric, on which the call is to be made.
-        method: `"forward"`, `"update"` or `"reset"`.
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
-
-    metric: AnyMetric
-    method: MetricMethod
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for the same call on different replicas."""
-        return ("metric", id(self.metric), self.method)
 
 
 def is_metric(module: nn.Module) -> bool:
@@ -68,7 +42,7 @@ def replay(calls: Sequence[MetricCall], sizes: Sequence[int]) -> None:
         metric.reset()
         return
     device = _device(metric)
-    joined = _join_arguments(calls, sizes, device)
+    joined = join_arguments(calls, sizes, device)
     if joined is None:
         _call_in_order(calls, device)
     else:
@@ -86,7 +60,7 @@ def is_per_sample(rows: Sequence[Sequence[MetricCall]], sizes: Sequence[int]) ->
     if any(len(row) < len(sizes) for row in rows):
         return True
     is_count = len(rows) > 1 and all(size == len(rows) for size in sizes)
-    return is_count and _join_arguments(rows[0], sizes, _device(rows[0][0].metric)) is None
+    return is_count and join_arguments(rows[0], sizes, _device(rows[0][0].metric)) is None
 
 
 class MetricFaces:
@@ -240,94 +214,3 @@ def _take_batch_values(metric: AnyMetric, batch: AnyMetric) -> None:
     for own, other in zip(metric.modules(), batch.modules(), strict=True):
         if isinstance(own, Metric) and isinstance(other, Metric) and other.update_called:
             own._forward_cache = other.compute()
-
-
-def _join_arguments(
-    calls: Sequence[MetricCall], sizes: Sequence[int], device: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments one device would have passed; None where they cannot be told."""
-    join = _Join(tuple(sizes), device, _averages_numbers(calls[0]))
-    try:
-        args = join.node([call.args for call in calls])
-        kwargs = join.node([call.kwargs for call in calls])
-    except _CannotJoin:
-        return None
-    return (args, kwargs) if len(calls) == 1 or join.is_of_samples else None
-
-
-def _averages_numbers(call: MetricCall) -> bool:
-    """Whether a number that is passed is the mean of a batch, of which the metric takes one.
-
-    To other metrics a number is a sum, an extreme or a sample of its own, and a step that passes
-    a weight beside it counts itself: all these are right call by call.
-    """
-    is_mean = isinstance(call.metric, MeanMetric | CatMetric)
-    return is_mean and len(call.args) + len(call.kwargs) == 1
-
-
-class _CannotJoin(Exception):
-    """The arguments of several calls have no joint meaning."""
-
-
-class _Join:
-    """Joins metric arguments; the nodes of one position are all of one kind, or cannot be."""
-
-    def __init__(
-        self, sizes: tuple[int, ...], device: torch.device, averages_numbers: bool
-    ) -> None:
-        self._sizes = sizes
-        self._device = device
-        self._averages_numbers = averages_numbers
-        self.is_of_samples = averages_numbers
-        """Whether something was joined: equal numbers alone may be counts or constants."""
-
-    def node(self, nodes: list[Any]) -> Any:
-        first = nodes[0]
-        if len(nodes) == 1:
-            return to_device(first, self._device)
-        if any(type(node) is not type(first) for node in nodes):
-            raise _CannotJoin
-        if isinstance(first, Tensor):
-            return self._tensors([node.to(self._device) for node in nodes])
-        if isinstance(first, list) and tuple(map(len, nodes)) == self._sizes:
-            self.is_of_samples = True
-            return [to_device(item, self._device) for node in nodes for item in node]
-        if tree.children(first) is not None:
-            return self._children(nodes)
-        return self._plain(nodes)
-
-    def _children(self, nodes: list[Any]) -> Any:
-        columns = [tree.children(node) or [] for node in nodes]
-        keys = [[key for key, _ in column] for column in columns]
-        if any(k != keys[0] for k in keys):
-            raise _CannotJoin
-        values = [self.node([c[i][1] for c in columns]) for i in range(len(keys[0]))]
-        return tree.rebuild(nodes[0], values)
-
-    def _tensors(self, tensors: list[Tensor]) -> Tensor:
-        if all(t.dim() == 0 for t in tensors) and self._averages_numbers:
-            return weighted_mean([t.to(torch.get_default_dtype()) for t in tensors], self._sizes)
-        if any(t.dim() == 0 or t.shape[1:] != tensors[0].shape[1:] for t in tensors):
-            raise _CannotJoin
-        if not self._has_rows([t.size(0) for t in tensors]):
-            raise _CannotJoin
-        self.is_of_samples = True
-        return torch.cat(tensors)
-
-    def _has_rows(self, lengths: list[int]) -> bool:
-        """Whether these lengths count samples, or tokens of samples, and not classes, say."""
-        if len(set(lengths)) > 1:
-            return True
-        return all(length % n == 0 for length, n in zip(lengths, self._sizes, strict=True)) and (
-            len(set(self._sizes)) == 1
-        )
-
-    def _plain(self, values: list[Any]) -> Any:
-        if tuple(values) == self._sizes and not self._averages_numbers:
-            return sum(values)
-        if self._averages_numbers and all(isinstance(value, int | float) for value in values):
-            total = sum(self._sizes)
-            return sum(v * n / total for v, n in zip(values, self._sizes, strict=True))
-        if any(value != values[0] for value in values):
-            raise _CannotJoin
-        return values[0]

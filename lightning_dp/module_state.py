@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.data_parallel import Shards
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.shards import Shards
 from lightning_dp.parallel.transfer import to_device
 
 Path: TypeAlias = tuple[Any, ...]

@@ -20,10 +20,11 @@ from typing_extensions import override
 
 from lightning_dp.journal import Journals
 from lightning_dp.parallel.apply import check_executor
-from lightning_dp.parallel.data_parallel import DeviceUsage, Shards, StepParallel
+from lightning_dp.parallel.data_parallel import StepParallel
 from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
 from lightning_dp.parallel.loss import LOSS_REDUCTIONS
 from lightning_dp.parallel.reduce import BUFFERS
+from lightning_dp.parallel.shards import DeviceUsage, Shards
 from lightning_dp.parallel.split import check_split, split_policy
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -286,12 +287,12 @@ class DataParallelStrategy(ParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """While it lasts, gradients accumulate on the replicas; the next backward sums them all."""
         if self._engine is not None:
-            self._engine.accumulating = True
+            self._engine.backward.accumulating = True
         try:
             yield
         finally:
             if self._engine is not None:
-                self._engine.accumulating = False
+                self._engine.backward.accumulating = False
 
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.
 

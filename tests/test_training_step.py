@@ -178,10 +178,10 @@ def test_gradients_accumulate_on_the_replicas_until_they_are_reduced() -> None:
     module, oracle = Regression(mean_loss), Regression(mean_loss)
     with engine_of(module, (2, 2, 2)) as engine:
         for i, batch in enumerate(batches):
-            engine.accumulating = i < 2
+            engine.backward.accumulating = i < 2
             engine.train("training_step", engine.scatter(batch)).backward()
             waiting = [p.grad is not None for p in engine.replicas.parameters[1]]
-            assert any(waiting) is engine.accumulating
+            assert any(waiting) is engine.backward.accumulating
     for batch in batches:
         oracle.training_step(batch).backward()
     assert_same_gradients(module, oracle)
@@ -207,7 +207,7 @@ def test_gradient_hooks_of_parameters_see_the_sum_once(
     with engine_of(module, (2, 2, 1)) as engine:
         monkeypatch.setattr(engine, "_on_cpu", on_cpu)
         for i, batch in enumerate(batches):
-            engine.accumulating = i == 1
+            engine.backward.accumulating = i == 1
             engine.train("training_step", engine.scatter(batch)).backward()
     for batch in batches:
         oracle.training_step(batch).backward()

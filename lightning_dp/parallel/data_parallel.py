@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.apply import Executor, ExecutorName, Task
+from lightning_dp.parallel.backward import Backward
 from lightning_dp.parallel.devices import peak_memory, reset_peak_memory
 from lightning_dp.parallel.gather import gather
-from lightning_dp.parallel.gradient_hooks import GradientHooks
 from lightning_dp.parallel.layout import ReplicaRules
 from lightning_dp.parallel.loss import (
     LossReduction,
@@ -26,56 +25,15 @@ from lightning_dp.parallel.loss import (
     with_callbacks,
     with_separate_backward,
 )
-from lightning_dp.parallel.reduce import Buffers, reduce_buffers, reduce_gradients
+from lightning_dp.parallel.reduce import Buffers
 from lightning_dp.parallel.replicate import BufferCopies, Replicas
 from lightning_dp.parallel.scatter import batch_size, cut
-from lightning_dp.parallel.split import Sizes, SplitPolicy
+from lightning_dp.parallel.shards import DeviceUsage, Shards
+from lightning_dp.parallel.split import SplitPolicy
 from lightning_dp.parallel.transfer import to_device
 
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
 """Moves one shard to a device."""
-
-
-@dataclass
-class DeviceUsage:
-    """What one device has done in training so far.
-
-    Attributes:
-        device: the device.
-        samples: training samples it was given.
-        busy_seconds: time spent in its forward and backward, as its worker saw it. Accelerators
-            compute asynchronously: there it is the time that issuing the forward took.
-        peak_bytes: the most memory that was in use on the device; 0 where devices do not count
-            it, as the CPU.
-    """
-
-    device: torch.device
-    samples: int = 0
-    busy_seconds: float = 0.0
-    peak_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Shards:
-    """A batch after split and scatter.
-
-    Attributes:
-        sizes: samples per device; zeros allowed.
-        parts: one shard per device; None where the size is 0.
-    """
-
-    sizes: Sizes
-    parts: list[Any] = field(repr=False)
-
-    @property
-    def active(self) -> list[int]:
-        """The replicas that have samples."""
-        return [k for k, size in enumerate(self.sizes) if size > 0]
-
-    @property
-    def active_sizes(self) -> list[int]:
-        """The sizes of the shards of the active replicas."""
-        return [size for size in self.sizes if size > 0]
 
 
 Around: TypeAlias = Callable[[Replicas, str, Shards, tuple[Any, ...]], AbstractContextManager[None]]
@@ -132,16 +90,12 @@ class StepParallel:
         self.usage = [DeviceUsage(device) for device in devices]
         for device in devices:
             reset_peak_memory(device)
-        self.accumulating = False
-        """While True a backward leaves the gradients on the replicas, for a later one to reduce."""
+        self.backward = Backward(self.replicas, buffers)
         self._executor = Executor(devices, executor)
         self._split = split
         self._loss_reduction: LossReduction = loss_reduction
-        self._buffers: Buffers = buffers
         self._around = around
         self._stale = True
-        self._unsettled: Shards | None = None
-        self._hooks: GradientHooks | None = None
         self._on_cpu = all(device.type == "cpu" for device in devices)
 
     def evaluate(self, method: str, shards: Shards, *args: Any) -> Any:
@@ -162,7 +116,7 @@ class StepParallel:
         """
         modules = self.replicate(shards, training=True)
         outputs, seconds = self.apply(modules, method, shards, *args)
-        self._unsettled = shards
+        self.backward.after_forward(shards)
         self._count(shards, seconds)
         return self._join(method, outputs, shards, args)
 
@@ -189,12 +143,11 @@ class StepParallel:
 
     def replicate(self, shards: Shards, *, training: bool = False) -> list[nn.Module]:
         """The replicas, up to date on the devices that have samples."""
-        self._settle()
+        self.backward.settle()
         active = None if self._stale else shards.active
         buffers: BufferCopies = "changed"
         if training:
-            root_keeps_its_own = self._buffers == "first" and shards.active[0] == 0
-            buffers = "read" if root_keeps_its_own else "all"
+            buffers = "read" if self.backward.root_keeps_its_buffers(shards) else "all"
         self.replicas.refresh(active, everything=self._stale, buffers=buffers)
         self._stale = False
         return self.replicas.modules
@@ -212,12 +165,12 @@ class StepParallel:
 
     def resync(self) -> None:
         """Makes the next step copy everything to the replicas, changed or not."""
-        self._settle()
+        self.backward.settle()
         self._stale = True
 
     def close(self) -> None:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
-        self._settle()
+        self.backward.settle()
         self._executor.close()
         for usage in self.usage:
             usage.peak_bytes = peak_memory(usage.device)
@@ -232,8 +185,7 @@ class StepParallel:
     ) -> tuple[list[Any], list[float]]:
         stage = "backward" if backward else method
         tasks = [
-            Task(k, self.devices[k], call, f", {stage}, {_samples(shards.sizes, k)}")
-            for k, call in calls
+            Task(k, self.devices[k], call, f", {stage}, {shards.samples(k)}") for k, call in calls
         ]
         results = self._executor.run(method, tasks, goes_on=backward)
         return results, [task.seconds for task in tasks]
@@ -269,7 +221,7 @@ class StepParallel:
         shards: Shards,
     ) -> Tensor:
         if not self._on_cpu:
-            return with_callbacks(joint, self._before_backward, self._after_backward)
+            return with_callbacks(joint, self.backward.before, self.backward.after)
         graphs = [g for g in zip(replicas, losses, weights, strict=True) if g[2] != 0]
 
         def backward_each(gradient: Tensor, keep_graph: bool) -> None:
@@ -278,47 +230,15 @@ class StepParallel:
                 for k, loss, weight in graphs
                 if loss.requires_grad
             ]
-            self._before_backward()
+            self.backward.before()
             _, seconds = self._run(method, calls, shards, backward=True)
             for (k, _), spent in zip(calls, seconds, strict=True):
                 self.usage[k].busy_seconds += spent
-            self._after_backward()
+            self.backward.after()
 
         return with_separate_backward(joint, backward_each)
-
-    def _before_backward(self) -> None:
-        self._hooks = GradientHooks(self.replicas.parameters)
-
-    def _after_backward(self) -> None:
-        hooks, self._hooks = self._hooks, None
-        self._settle_buffers()
-        if hooks is not None:
-            hooks.call()
-        if not self.accumulating:
-            reduce_gradients(self.replicas.parameters)
-
-    def _settle(self) -> None:
-        """Does what a step left open whose backward did not come or did not end."""
-        self._settle_buffers()
-        if self._hooks is not None:
-            self._hooks.put_back()
-            self._hooks = None
-
-    def _settle_buffers(self) -> None:
-        """Not before the backward, which checks that nobody wrote to what it saved."""
-        shards, self._unsettled = self._unsettled, None
-        if shards is None or (self._buffers == "first" and shards.active[0] == 0):
-            return  # replica 0 is the module itself
-        buffers = self.replicas.buffers
-        worked = [buffers[k] for k in shards.active]
-        reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
 
     def _count(self, shards: Shards, seconds: list[float]) -> None:
         for k, spent in zip(shards.active, seconds, strict=True):
             self.usage[k].samples += shards.sizes[k]
             self.usage[k].busy_seconds += spent
-
-
-def _samples(sizes: Sizes, k: int) -> str:
-    start = sum(sizes[:k])
-    return f"samples {start} to {start + sizes[k] - 1} of {sum(sizes)}"

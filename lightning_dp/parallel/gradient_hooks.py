@@ -34,14 +34,16 @@ class GradientHooks:
     def call(self) -> None:
         """Puts the hooks back and calls them with the summed gradients."""
         reduce_gradients(self._parameters)
-        self.put_back()
+        for hooked in self._hooked:
+            hooked.put_back()
         for hooked in self._hooked:
             hooked.call()
 
     def put_back(self) -> None:
-        """Only puts the hooks back: the backward did not end."""
+        """Only puts hooks and gradients back: the backward did not end."""
         for hooked in self._hooked:
             hooked.put_back()
+            hooked.forget()
 
 
 class _Hooked:
@@ -60,6 +62,9 @@ class _Hooked:
     def put_back(self) -> None:
         self._parameter._backward_hooks = self._on_gradient
         self._parameter._post_accumulate_grad_hooks = self._on_parameter
+
+    def forget(self) -> None:
+        self._parameter.grad = self._before
 
     def call(self) -> None:
         parameter, gradient = self._parameter, self._parameter.grad

@@ -1,0 +1,65 @@
+"""Backward: what comes before and after it, so that the root ends up as on one device."""
+
+from __future__ import annotations
+
+from lightning_dp.parallel.gradient_hooks import GradientHooks
+from lightning_dp.parallel.reduce import Buffers, reduce_buffers, reduce_gradients
+from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.shards import Shards
+
+
+class Backward:
+    """Brings gradients and buffers from the replicas to the root, at the right time.
+
+    Args:
+        replicas: the replicas.
+        buffers: whose buffers the root keeps, see `reduce_buffers`.
+
+    Attributes:
+        accumulating: while True a backward leaves the gradients on the replicas, for a later one
+            to reduce.
+    """
+
+    def __init__(self, replicas: Replicas, buffers: Buffers) -> None:
+        self.accumulating = False
+        self._replicas = replicas
+        self._buffers: Buffers = buffers
+        self._unsettled: Shards | None = None
+        self._hooks: GradientHooks | None = None
+
+    def after_forward(self, shards: Shards) -> None:
+        """Notes whose buffers are to be settled, after the backward or before the next step."""
+        if not self.root_keeps_its_buffers(shards):
+            self._unsettled = shards
+
+    def before(self) -> None:
+        """Takes the hooks of the root's parameters off, which are to see sums."""
+        self._hooks = GradientHooks(self._replicas.parameters)
+
+    def after(self) -> None:
+        """Reduces the gradients, unless they accumulate."""
+        hooks, self._hooks = self._hooks, None
+        self._settle_buffers()
+        if hooks is not None:
+            hooks.call()
+        if not self.accumulating:
+            reduce_gradients(self._replicas.parameters)
+
+    def settle(self) -> None:
+        """Does what a step left open whose backward did not come or did not end."""
+        self._settle_buffers()
+        if self._hooks is not None:
+            self._hooks.put_back()
+            self._hooks = None
+
+    def root_keeps_its_buffers(self, shards: Shards) -> bool:
+        """Whether replica 0's buffers stay: they are the root's, since it is the module itself."""
+        return self._buffers == "first" and shards.active[0] == 0
+
+    def _settle_buffers(self) -> None:
+        """Not before the backward, which checks that nobody wrote to what it saved."""
+        shards, self._unsettled = self._unsettled, None
+        if shards is not None:
+            buffers = self._replicas.buffers
+            worked = [buffers[k] for k in shards.active]
+            reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)

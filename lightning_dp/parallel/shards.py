@@ -1,0 +1,57 @@
+"""A batch in pieces, and what the devices have done with theirs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_dp.parallel.split import Sizes
+
+
+@dataclass
+class DeviceUsage:
+    """What one device has done in training so far.
+
+    Attributes:
+        device: the device.
+        samples: training samples it was given.
+        busy_seconds: time spent in its forward and backward, as its worker saw it. Accelerators
+            compute asynchronously: there it is the time that issuing the forward took.
+        peak_bytes: the most memory that was in use on the device; 0 where devices do not count
+            it, as the CPU.
+    """
+
+    device: torch.device
+    samples: int = 0
+    busy_seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A batch after split and scatter.
+
+    Attributes:
+        sizes: samples per device; zeros allowed.
+        parts: one shard per device; None where the size is 0.
+    """
+
+    sizes: Sizes
+    parts: list[Any] = field(repr=False)
+
+    @property
+    def active(self) -> list[int]:
+        """The replicas that have samples."""
+        return [k for k, size in enumerate(self.sizes) if size > 0]
+
+    @property
+    def active_sizes(self) -> list[int]:
+        """The sizes of the shards of the active replicas."""
+        return [size for size in self.sizes if size > 0]
+
+    def samples(self, k: int) -> str:
+        """Which samples replica k has, for people."""
+        start = sum(self.sizes[:k])
+        return f"samples {start} to {start + self.sizes[k] - 1} of {sum(self.sizes)}"

@@ -12,13 +12,12 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_dp.journal import Journals
+from lightning_dp.one_process import OneProcessStrategy
 from lightning_dp.parallel.apply import check_executor
 from lightning_dp.parallel.data_parallel import StepParallel
 from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
@@ -30,7 +29,7 @@ from lightning_dp.parallel.split import check_split, split_policy
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class DataParallelStrategy(ParallelStrategy):
+class DataParallelStrategy(OneProcessStrategy):
     """One process, several devices, and the same numbers as on one device.
 
     Every batch is split over the devices. Each step runs on all of them at once, on replicas of
@@ -103,6 +102,7 @@ class DataParallelStrategy(ParallelStrategy):
         self._engine: StepParallel | None = None
         self._batch: Any = None
         self._shards: Shards | None = None
+        self._dataloader_idx = 0
         self._last_sizes: tuple[int, ...] = ()
         self._usage: list[DeviceUsage] = []
         super().__init__(
@@ -153,50 +153,6 @@ class DataParallelStrategy(ParallelStrategy):
         """What every device did in the training steps of the latest fit."""
         return self._usage
 
-    # One process: every rank is 0, also under a launcher that set the variables of several
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return 1
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
-
-    @override
-    def all_gather(
-        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
-    ) -> Tensor:
-        return tensor
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        return None
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
-
     # Setting up and tearing down
 
     @override
@@ -208,7 +164,7 @@ class DataParallelStrategy(ParallelStrategy):
         module = cast(LightningModule, self.lightning_module)
         devices = cast(list[torch.device], self.parallel_devices)
         if len(devices) > 1:
-            self._check_supported(trainer, module)
+            self._check_supported(module)
         super().setup(trainer)
         if len(devices) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
@@ -331,7 +287,7 @@ class DataParallelStrategy(ParallelStrategy):
             self._engine.close()
         self._engine = self._batch = self._shards = None
 
-    def _check_supported(self, trainer: Trainer, module: LightningModule) -> None:
+    def _check_supported(self, module: LightningModule) -> None:
         if not module.automatic_optimization:
             raise ValueError(
                 f"{type(module).__qualname__}.automatic_optimization: expected True with several "

@@ -1,0 +1,59 @@
+"""A strategy of several devices in one process, as Lightning sees it: one rank, world size 1."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any
+
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from typing_extensions import override
+
+
+class OneProcessStrategy(ParallelStrategy, ABC):
+    """Every rank is 0, also under a launcher that set the variables of several processes.
+
+    Collectives between processes have nothing to do: values pass through.
+    """
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return 0
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return 1
+
+    @override
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor
+
+    @override
+    def all_gather(
+        self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        return tensor
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        return None
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_dp.parallel import tree
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.shards import Shards
@@ -144,7 +145,7 @@ class _ModuleAttributes:
         return [
             name
             for name in rebound
-            if any(not _agree(replica.get(name), first[name]) for replica in self._replicas)
+            if any(not tree.equal(replica.get(name), first[name]) for replica in self._replicas)
         ]
 
     def release(self) -> None:
@@ -219,16 +220,6 @@ class _Join:
 def _are_labels(tails: Sequence[list[Any]]) -> bool:
     """Integers and strings of shards of one sample: each belongs to its sample."""
     return all(isinstance(item, int | str) for tail in tails for item in tail)
-
-
-def _agree(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        same_place = a.device == b.device and a.shape == b.shape and a.dtype == b.dtype
-        return a is b or (same_place and torch.equal(a, b))
-    try:
-        return bool(a is b or a == b)
-    except Exception:
-        return False
 
 
 def _copied(node: Any) -> Any:

@@ -105,7 +105,7 @@ class _Gather:
         if all(t.dim() == 0 for t in moved):
             return self._scalars(moved)
         dims = [d for d in range(moved[0].dim()) if self._has_shards(moved, d)]
-        if self.dim not in dims and all(map(partial(_same, moved[0]), moved)):
+        if self.dim not in dims and all(map(partial(tree.equal, moved[0]), moved)):
             return moved[0]
         dim = self.dim if self.dim in dims or len(dims) != 1 else dims[0]
         return torch.cat(moved, dim) if _fit(moved, dim) else moved
@@ -154,7 +154,7 @@ class _Gather:
         is_count = type(first) is int and first not in self.constants
         if is_count and tuple(values) == self.sizes:
             return sum(values)
-        if all(type(value) is type(first) and _equal(value, first) for value in values):
+        if all(type(value) is type(first) and tree.equal(value, first) for value in values):
             return first
         if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
             return values
@@ -197,18 +197,6 @@ def _fit(tensors: list[Tensor], dim: int) -> bool:
     for shape in shapes:
         del shape[dim]
     return all(shape == shapes[0] for shape in shapes)
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Equality of anything; what does not say yes or no is not equal."""
-    try:
-        return bool(a is b or a == b)
-    except Exception:
-        return False
 
 
 def _is_array(node: Any) -> bool:

@@ -11,6 +11,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
+from torch import Tensor
+
 Path: TypeAlias = tuple[Any, ...]
 """Keys, indices and field names that lead from the root of a tree to one of its nodes."""
 
@@ -56,6 +59,24 @@ def map_leaves(fn: Callable[[Any], Any], node: Any) -> Any:
     if pairs is None:
         return fn(node)
     return rebuild(node, [map_leaves(fn, child) for _, child in pairs])
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two leaves are equal, whatever they are; what does not say yes or no is not.
+
+    Example:
+        >>> equal(torch.ones(2), torch.ones(2)), equal(torch.ones(2), torch.ones(3)), equal("a", 1)
+        (True, False, False)
+    """
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        alike = (a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape)
+        return alike and torch.equal(a, b)
+    try:
+        return bool(a == b)
+    except Exception:  # arrays and others whose comparison is no yes or no
+        return False
 
 
 def name(path: Path) -> str:

@@ -247,6 +247,17 @@ def test_modules_that_cannot_be_replicated_are_named() -> None:
         replicas_of(nn.Sequential(nn.LazyLinear(3)))
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_modules_are_refused(in_place: bool) -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    if in_place:
+        net[0].compile()
+    else:
+        net[0] = torch.compile(net[0])
+    with pytest.raises(ValueError, match=r"not compiled, got \w+ from torch.compile"):
+        replicas_of(net)
+
+
 def test_forward_may_write_to_self_without_the_others_seeing_it() -> None:
     class Caching(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class NoData(Classifier):
         ({"devices": "cpu"}, "devices: expected a list .*Put the device into a list"),
         ({"output_device": 8}, "output_device: expected .* (0 to 3|sim:0 to sim:7).*got .*8"),
         ({"output_device": -1}, "output_device: expected .*got .*-1"),
+        ({"output_device": True}, "output_device: expected a device, its name or its id, got True"),
         ({"output_device": "nowhere"}, "output_device: expected a device name"),
         ({"weights": [1, 2]}, "weights: expected 4 numbers, one per device, got 2"),
         ({"weights": [0, 0, 0, 0]}, "weights: expected finite numbers .*not all 0"),

@@ -231,6 +231,21 @@ def test_gradient_hooks_are_back_after_a_backward_that_failed() -> None:
     assert module.net[0].weight._backward_hooks
 
 
+def test_gradients_that_accumulate_outlive_new_replicas() -> None:
+    """A hook, buffer or layer that comes between two micro-batches makes new replicas."""
+    batches = torch.randn(2, 6, 4, dtype=torch.float64)
+    module, oracle = Regression(mean_loss), Regression(mean_loss)
+    with engine_of(module, (2, 2, 2)) as engine:
+        engine.backward.accumulating = True
+        engine.train("training_step", engine.scatter(batches[0])).backward()
+        module.net[0].register_forward_hook(lambda *_: None)
+        engine.backward.accumulating = False
+        engine.train("training_step", engine.scatter(batches[1])).backward()
+    for batch in batches:
+        oracle.training_step(batch).backward()
+    assert_same_gradients(module, oracle)
+
+
 def test_backward_can_be_repeated_if_the_graph_is_kept() -> None:
     batch = torch.randn(4, 4, dtype=torch.float64)
     module, oracle = Regression(mean_loss), Regression(mean_loss)

@@ -84,7 +84,7 @@ class Executor:
                 threads in between costs more than either way saves: memory goes back and forth.
 
         Raises:
-            BaseException: the first failed replica's own exception, with a note that says which
+            Exception: the first failed replica's own exception, with a note that says which
                 replica, device and samples. No task is running any more when it arrives.
         """
         trial = self._trial(kind, len(tasks), goes_on)

@@ -60,6 +60,10 @@ def resolve_output_device(
         return devices[0]
     if isinstance(output_device, str) and output_device.isdigit():
         output_device = int(output_device)  # as a command line gives it
+    if isinstance(output_device, bool):
+        raise ValueError(
+            f"output_device: expected a device, its name or its id, got {output_device}."
+        )
     if isinstance(output_device, int) and devices[0].type == "cpu":
         if not 0 <= output_device < len(devices):
             raise ValueError(
@@ -69,6 +73,11 @@ def resolve_output_device(
             )
         return devices[output_device]
     if isinstance(output_device, int):
+        if output_device < 0:
+            raise ValueError(
+                f"output_device: expected an id of 0 or more, got {output_device}. "
+                "Leave it out for the root device."
+            )
         return _existing(f"{devices[0].type}:{output_device}", "output_device")
     return _existing(output_device, "output_device")
 

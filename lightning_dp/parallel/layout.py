@@ -186,6 +186,13 @@ def _check_replicable(module: nn.Module) -> None:
             "torch.jit compiled and which cannot be replicated. Use the original module, or "
             "one device."
         )
+    is_wrapper = "_orig_mod" in module._modules
+    if is_wrapper or getattr(module, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            f"Expected modules that are not compiled, got {type(module).__qualname__} from "
+            "torch.compile, which would compute with the root's weights on every replica. Leave "
+            "out torch.compile, or use one device."
+        )
     for name, parameter in module._parameters.items():
         if parameter is not None and nn.parameter.is_lazy(parameter):
             raise ValueError(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, entries
+from lightning_dp.parallel.reduce import reduce_gradients
 from lightning_dp.parallel.replica import Replica
 
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
@@ -86,6 +87,8 @@ class Replicas:
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
             if self._layout.signature() != self._signature:
+                # What has accumulated on the old replicas must not go with them.
+                reduce_gradients(self.parameters)
                 self._build()
             elif others:
                 self._layout.look_at_attributes()

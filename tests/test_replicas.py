@@ -247,6 +247,7 @@ def test_modules_that_cannot_be_replicated_are_named() -> None:
         replicas_of(nn.Sequential(nn.LazyLinear(3)))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled_modules_are_refused(in_place: bool) -> None:
     net = nn.Sequential(nn.Linear(2, 2))

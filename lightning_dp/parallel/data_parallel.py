@@ -201,8 +201,9 @@ class StepParallel:
         counts = num_items(steps)
         weights = loss_weights(sizes, self._loss_reduction, counts)
         losses = [step.loss for step in steps]
-        joint = join_losses(losses, weights, self.output_device)
-        if joint.requires_grad:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._on_cpu):
+            joint = join_losses(losses, weights, self.output_device)
+        if any(loss.requires_grad for loss in losses):
             joint = self._with_backward(method, joint, kept, losses, weights, shards)
         if steps[0].extras is None:
             return joint

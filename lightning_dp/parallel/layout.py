@@ -52,18 +52,24 @@ class Layout:
         self.parameters: list[nn.Parameter] = list(unique.values())
         self.buffer_tables = [m._buffers for m in self.modules]
         self._with_buffers = [m for m in self.modules if m._buffers]
-        self._attributes = [_PlainAttributes(m) for m in self.modules]
-        self.attribute_versions = [0] * len(self.modules)
-        """For each module a number that grows when one of its attributes is bound anew."""
-        self._fixed_tables: list[dict[str, Any]] = [
+        self._attributes = _PlainAttributes(self.modules)
+        fixed: list[dict[str, Any]] = [
             *(m._parameters for m in self.modules),
             *(m._modules for m in self.modules),
         ]
-        self._counted_tables: list[dict[Any, Any]] = [
+        counted: list[dict[Any, Any]] = [
             *self.buffer_tables,
             *(m._forward_hooks for m in self.modules),
             *(m._forward_pre_hooks for m in self.modules),
         ]
+        self._fixed_tables = [table for table in fixed if table]
+        self._counted_tables = [table for table in counted if table]
+        self._empty_tables = [table for table in (*fixed, *counted) if not table]
+
+    @property
+    def attribute_versions(self) -> list[int]:
+        """For each module a number that grows when one of its attributes is bound anew."""
+        return self._attributes.versions
 
     def _walk(self, module: nn.Module, rules: ReplicaRules, seen: set[int]) -> None:
         if id(module) in seen:
@@ -81,13 +87,12 @@ class Layout:
     def signature(self) -> list[int]:
         """Changes when a parameter, submodule, buffer name or hook comes, goes or is replaced."""
         entries = chain.from_iterable(map(dict.values, self._fixed_tables))
-        return [*map(id, entries), *map(len, self._counted_tables)]
+        filled = any(self._empty_tables)
+        return [filled, *map(id, entries), *map(len, self._counted_tables)]
 
     def look_at_attributes(self) -> None:
         """Brings `attribute_versions` up to date: once per step, for all replicas."""
-        for j, attributes in enumerate(self._attributes):
-            if attributes.changed():
-                self.attribute_versions[j] += 1
+        self._attributes.look()
 
     def reads_buffers(self) -> bool:
         """Whether a forward may read a buffer. Batch norm in training writes to its own only."""
@@ -99,34 +104,45 @@ class Layout:
 
 
 class _PlainAttributes:
-    """The attributes of a module that are neither parameters, buffers nor submodules."""
+    """The attributes of modules that are neither parameters, buffers nor submodules.
 
-    __slots__ = ("_names", "_now", "_seen", "_size")
+    Attributes:
+        versions: for each module a number that grows when one of them is bound anew, comes or
+            goes.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._now = module.__dict__
-        self._seen: tuple[Any, ...] = ()
-        self._size = -1
-        self._names = itemgetter("training", "training")
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._now = [m.__dict__ for m in modules]
+        self.versions = [0] * len(modules)
+        self._seen: list[tuple[Any, ...]] = []
+        self._learn_names()
 
-    def changed(self) -> bool:
-        """Whether one was bound anew, added or removed since the last call."""
-        if len(self._now) != self._size:
-            self._size = len(self._now)
-            # A tuple of two at least, as which itemgetter returns what it gets.
-            names = [name for name in self._now if name not in _TABLES]
-            self._names = itemgetter("training", "training", *names)
-            self._seen = self._names(self._now)
-            return True
+    def look(self) -> None:
+        """Compares with the last look."""
         try:
-            values = self._names(self._now)
-        except KeyError:  # one went and another came
-            self._size = -1
-            return self.changed()
-        if any(map(is_not, values, self._seen)):
+            values = self._values()
+        except KeyError:  # one went
+            values = []
+        # All at once first: nearly always nothing has changed.
+        if list(map(len, self._now)) != self._sizes or not values:
+            self._learn_names()
+            self.versions = [version + 1 for version in self.versions]
+        elif any(map(is_not, chain.from_iterable(values), chain.from_iterable(self._seen))):
+            for j, pair in enumerate(zip(values, self._seen, strict=True)):
+                self.versions[j] += any(map(is_not, *pair))
             self._seen = values
-            return True
-        return False
+
+    def _values(self) -> list[tuple[Any, ...]]:
+        return [names(now) for names, now in zip(self._names, self._now, strict=True)]
+
+    def _learn_names(self) -> None:
+        self._sizes = list(map(len, self._now))
+        # Of two names at least, as itemgetter returns a tuple only then.
+        self._names = [
+            itemgetter("training", "training", *(name for name in now if name not in _TABLES))
+            for now in self._now
+        ]
+        self._seen = self._values()
 
 
 class RootState:

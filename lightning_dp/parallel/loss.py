@@ -117,14 +117,11 @@ def join_losses(
         >>> join_losses(losses, [1.0, 0.0], torch.device("cpu"))
         tensor(1.)
     """
-    terms = [
-        loss.to(output_device, non_blocking=True) * weight
-        for loss, weight in zip(losses, weights, strict=True)
-        if weight != 0
-    ]
-    joint = terms[0]
-    for term in terms[1:]:
-        joint = joint + term
+    pairs = [pair for pair in zip(losses, weights, strict=True) if pair[1] != 0]
+    moved = [loss.to(output_device, non_blocking=True) for loss, _ in pairs]
+    joint = moved[0] * pairs[0][1]
+    for loss, (_, weight) in zip(moved[1:], pairs[1:], strict=True):
+        joint = joint.add(loss, alpha=weight)
     return joint
 
 

@@ -6,8 +6,9 @@ Gradients are summed, not averaged: the losses' weights are already in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +32,12 @@ def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
     sums = list(map(_GRAD, root))
     before = list(sums)
     for replica in others:
-        gradients = list(map(_GRAD, replica))
+        _add(sums, _moved(list(map(_GRAD, replica)), root))
         for parameter in replica:
             parameter.grad = None
-        _add(sums, _moved(gradients, root))
-    for i, total in enumerate(sums):
-        if total is not before[i]:
-            root[i].grad = total
+    for parameter, total, old in zip(root, sums, before, strict=True):
+        if total is not old:
+            parameter.grad = total
 
 
 @torch.no_grad()
@@ -77,25 +77,26 @@ def _has_no_mean(values: list[Tensor]) -> bool:
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
     """Adds gradients to sums, in place; where there is no sum yet, the gradient becomes it."""
-    both: list[tuple[Tensor, Tensor]] = []
-    for i, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
-        if total is None:
-            sums[i] = gradient
-        elif gradient is not None and total.is_sparse:
-            sums[i] = total + gradient
-        elif gradient is not None:
-            both.append((total, gradient))
-    if both:
-        targets, terms = zip(*both, strict=True)
-        torch._foreach_add_(targets, terms)
+    targets, terms = sums, gradients
+    # Nearly always all are there, and this look is much shorter than the loop.
+    if any([x is None for x in chain(sums, gradients)]):
+        targets, terms = [], []
+        for i, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+            if total is None:
+                sums[i] = gradient
+            elif gradient is not None:
+                targets.append(total)
+                terms.append(gradient)
+    if targets:
+        torch._foreach_add_(cast(list[Tensor], targets), cast(list[Tensor], terms))
 
 
 def _moved(
     gradients: list[Tensor | None], parameters: Sequence[nn.Parameter]
 ) -> list[Tensor | None]:
     """The gradients on the device of the root's parameters, in few copies."""
-    present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    if not present or parameters[0].device == next(g for g in gradients if g is not None).device:
+    first = next((gradient for gradient in gradients if gradient is not None), None)
+    if first is None or first.device == parameters[0].device:
         return gradients
     device = parameters[0].device
     arrived = iter(

@@ -99,12 +99,11 @@ class ThreadState:
         return device if self.default_device == self.root else self.default_device
 
     def _enter_modes(self, stack: contextlib.ExitStack, device: torch.device) -> None:
-        # The mode objects are pushed, not entered: entering writes to the object, and other
-        # threads are entering the same one.
+        # Modes are pushed, not entered: entering writes to the object, or to a global that names
+        # the default device, and other threads are entering the same one.
         default = self._default_device_on(device)
-        if default is not None:
-            stack.enter_context(DeviceContext(default))
-        for mode in self.function_modes:
+        defaults = [] if default is None else [DeviceContext(default)]
+        for mode in (*defaults, *self.function_modes):
             _push_mode(mode)  # type: ignore[no-untyped-call]
             stack.callback(_pop_mode)
         for mode in self.dispatch_modes:

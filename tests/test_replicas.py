@@ -1,45 +1,78 @@
 """Replicas: one module on every device, following the root and never touching it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from oracle import devices_of
 from torch import Tensor, nn
 
 from lightning_dp.parallel.replicate import Replicas
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("on")
+
+# One replica per device; some on the root's device and some elsewhere; all on the root's device.
+PLACES = [(0, 1, 2), (0, 1, 0), (0, 0, 0)]
 
 
-def replicas_of(module: nn.Module, k: int = 3) -> Replicas:
-    return Replicas(module, [CPU] * k)
+def root_device() -> torch.device:
+    return devices_of(1)[0]
+
+
+def on_root(*shape: int) -> Tensor:
+    return torch.randn(shape, device=root_device())
+
+
+def replicas_of(module: nn.Module, places: Sequence[int] = (0, 1, 2)) -> Replicas:
+    """Replicas on the devices of these numbers."""
+    devices = devices_of(max(places) + 1)
+    return Replicas(module.to(devices[0]), [devices[i] for i in places])
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def call(module: nn.Module, x: Tensor) -> Any:
+    """What a replica makes of an input that has been moved to its device."""
+    return module(x.to(device_of(module)))
+
+
+def assert_equal(actual: Tensor, expected: Tensor) -> None:
+    """Equal bit by bit, wherever they are."""
+    assert torch.equal(actual.cpu(), expected.cpu())
 
 
 def test_replica_0_is_the_module_and_the_others_compute_the_same() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     modules = replicas_of(net).modules
     assert modules[0] is net
-    x = torch.randn(5, 3)
-    for module in modules[1:]:
+    x = on_root(5, 3)
+    for module, device in zip(modules[1:], devices_of(3)[1:], strict=True):
         assert module is not net and type(module) is type(net)
-        assert torch.equal(module(x), net(x))
+        assert all(p.device == device for p in module.parameters())
+        assert_equal(call(module, x), net(x))
 
 
-def test_replicas_on_the_roots_device_share_its_memory_but_not_its_gradients() -> None:
+@pytest.mark.parametrize("places", PLACES)
+def test_replicas_own_gradients_but_memory_only_elsewhere(places: tuple[int, ...]) -> None:
     net = nn.Linear(3, 2)
-    _, other, _ = replicas_of(net).modules
-    assert other.weight is not net.weight
-    assert other.weight.data_ptr() == net.weight.data_ptr()
-    other(torch.randn(4, 3)).sum().backward()
-    assert other.weight.is_leaf and isinstance(other.weight, nn.Parameter)
-    assert other.weight.grad is not None and net.weight.grad is None
+    for other in replicas_of(net, places).modules[1:]:
+        assert other.weight is not net.weight
+        on_the_roots = other.weight.device == net.weight.device
+        assert (other.weight.data_ptr() == net.weight.data_ptr()) is on_the_roots
+        call(other, on_root(4, 3)).sum().backward()
+        assert other.weight.is_leaf and isinstance(other.weight, nn.Parameter)
+        assert other.weight.grad is not None and net.weight.grad is None
 
 
 def test_replicas_own_their_buffers() -> None:
     norm = nn.BatchNorm1d(3)
-    _, other, _ = replicas_of(norm).modules
-    other(torch.randn(8, 3) + 5)
-    assert norm.running_mean.tolist() == [0, 0, 0]
+    for other in replicas_of(norm, (0, 1, 0)).modules[1:]:
+        call(other, on_root(8, 3) + 5)
+        assert norm.running_mean.tolist() == [0, 0, 0] and norm.num_batches_tracked == 0
+        assert other.running_mean.device == other.weight.device and other.running_mean.min() > 0
 
 
 def test_tied_parameters_stay_tied_and_count_once() -> None:
@@ -126,21 +159,24 @@ class Net(nn.Module):
         rebind_attribute,
     ],
 )
-def test_changes_between_steps_reach_every_replica(change: Any) -> None:
+@pytest.mark.parametrize("places", PLACES)
+def test_changes_between_steps_reach_every_replica(change: Any, places: tuple[int, ...]) -> None:
     net = Net()
-    replicas = replicas_of(net)
-    change(net)
+    replicas = replicas_of(net, places)
+    with root_device():  # where the changes make new layers and tensors
+        change(net)
     replicas.refresh()
-    for other in replicas.modules[1:]:
+    for other, place in zip(replicas.modules, places, strict=True):
+        assert device_of(other) == other.scale.device == devices_of(3)[place]
         assert other.drop.p == net.drop.p
         assert other.training is net.training
         assert other.temperature == net.temperature
-        x = torch.randn(4, 3)
-        assert torch.equal(other.linear(x), net.linear(x))
+        x = on_root(4, 3)
+        assert_equal(call(other.linear, x), net.linear(x))
         assert other.linear.weight.requires_grad == net.linear.weight.requires_grad
         assert hasattr(other, "extra") == hasattr(net, "extra")
         assert dict(other.named_buffers()).keys() == dict(net.named_buffers()).keys()
-        assert torch.equal(other.scale, net.scale)
+        assert_equal(other.scale, net.scale)
 
 
 def test_hooks_that_are_methods_belong_to_the_replica() -> None:
@@ -157,7 +193,7 @@ def test_hooks_that_are_methods_belong_to_the_replica() -> None:
     net.linear.register_forward_hook(net.keep)
     replicas.refresh()
     other = replicas.modules[1]
-    output = other.linear(torch.ones(1, 2))
+    output = call(other.linear, torch.ones(1, 2))
     assert other.kept is output and not hasattr(net, "kept")
 
 
@@ -175,8 +211,9 @@ def test_a_buffer_that_is_assigned_to_stays_the_replicas_own() -> None:
 
     net = Averaging()
     replicas = replicas_of(net)
-    for module in replicas.modules[1:]:
-        module(torch.ones(3, 2))
+    for module, device in zip(replicas.modules[1:], devices_of(3)[1:], strict=True):
+        module(torch.ones(3, 2, device=device))
+        assert module.mean.tolist() == [1, 1]
     assert net.mean.tolist() == [0, 0] and net.late is None
     replicas.refresh(buffers="all")
     assert all(m.mean.tolist() == [0, 0] and m.late is None for m in replicas.modules)
@@ -220,20 +257,20 @@ def test_references_to_layers_and_methods_point_into_the_replica() -> None:
 def test_recurrent_replicas_use_their_own_weights(kind: type[nn.RNNBase]) -> None:
     net = kind(3, 4, batch_first=True)
     other = replicas_of(net).modules[1]
-    other(torch.randn(2, 5, 3))[0].sum().backward()
+    call(other, on_root(2, 5, 3))[0].sum().backward()
     assert all(p.grad is None for p in net.parameters())
     assert all(p.grad is not None for p in other.parameters())
     assert all(a is b for a, b in zip(other._flat_weights, other.parameters(), strict=True))
 
 
 def test_replicas_built_in_inference_mode_can_be_trained() -> None:
-    net = nn.BatchNorm1d(2)
+    net = nn.BatchNorm1d(2).to(root_device())
     with torch.inference_mode():
-        replicas = replicas_of(net)
+        replicas = replicas_of(net, (0, 1, 0))
         replicas.refresh(everything=True)
-    other = replicas.modules[1]
-    other(torch.randn(4, 2)).sum().backward()
-    assert other.weight.grad is not None
+    for other in replicas.modules[1:]:
+        call(other, on_root(4, 2)).sum().backward()
+        assert other.weight.grad is not None
 
 
 def test_own_attributes_of_parameters_are_kept() -> None:
@@ -266,10 +303,10 @@ def test_forward_may_write_to_self_without_the_others_seeing_it() -> None:
             return x
 
     net = Caching()
-    replicas = replicas_of(net, 2)
+    replicas = replicas_of(net, (0, 1))
     other = replicas.modules[1]
-    other(torch.ones(2))
+    other(torch.ones(2, device=devices_of(2)[1]))
     assert not hasattr(net, "cache")
-    net(torch.zeros(2))
+    net(torch.zeros(2, device=root_device()))
     replicas.refresh()
     assert other.cache.tolist() == [0, 0]

@@ -220,7 +220,7 @@ def test_lbfgs_calls_the_step_several_times_per_batch() -> None:
     assert_same(run(Quasi, 3), run(Quasi, 1), atol=1e-8)
 
 
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # simulated devices have no sparse tensors
 def test_sparse_gradients_stay_sparse() -> None:
     layouts: set[torch.layout] = set()
 

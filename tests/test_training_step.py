@@ -290,6 +290,7 @@ def test_outputs_that_are_no_loss_are_refused(
         engine.train("training_step", engine.scatter(torch.randn(4, 4)))
 
 
+# Elsewhere one backward runs through all graphs, and PyTorch does not say in whose it failed.
 @pytest.mark.parametrize("on", ["cpu"], indirect=True)
 def test_an_error_in_backward_names_replica_and_samples() -> None:
     def step(net: nn.Module, batch: Tensor) -> Tensor:

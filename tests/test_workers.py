@@ -4,24 +4,28 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import oracle
 import pytest
 import torch
+from oracle import devices_of
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dp.parallel.apply import Executor, ExecutorName, Task
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("on")
 
 
 def tasks_of(*calls: Callable[[], Any]) -> list[Task]:
-    return [Task(k, CPU, call, f", samples of {k}") for k, call in enumerate(calls)]
+    devices = devices_of(len(calls))
+    return [Task(k, devices[k], call, f", samples of {k}") for k, call in enumerate(calls)]
 
 
 def run(*calls: Callable[[], Any], how: ExecutorName = "threads") -> list[Any]:
-    executor = Executor([CPU] * len(calls), how)
+    executor = Executor(devices_of(len(calls)), how)
     try:
         return executor.run("work", tasks_of(*calls))
     finally:
@@ -40,7 +44,7 @@ def test_results_come_in_the_order_of_the_tasks(how: ExecutorName) -> None:
 
 
 def test_a_replica_always_runs_in_the_same_thread() -> None:
-    executor = Executor([CPU] * 3, "threads")
+    executor = Executor(devices_of(3), "threads")
     names = lambda: threading.current_thread().name  # noqa: E731
     first = executor.run("work", tasks_of(names, names, names))
     again = executor.run("work", tasks_of(names, names, names)[1:])
@@ -60,7 +64,7 @@ def test_tasks_overlap() -> None:
 
 
 def test_close_ends_the_threads_and_a_later_run_starts_new_ones() -> None:
-    executor = Executor([CPU] * 2, "threads")
+    executor = Executor(devices_of(2), "threads")
     for _ in range(2):
         executor.run("work", tasks_of(int, int))
         executor.close()
@@ -77,20 +81,54 @@ def test_grad_and_inference_mode_are_the_callers() -> None:
 
 
 def test_autocast_keeps_its_dtype_and_cache_flag() -> None:
-    def look() -> tuple[bool, torch.dtype, bool]:
-        enabled = torch.is_autocast_enabled("cpu")
-        return enabled, torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    def look(kind: str) -> tuple[bool, torch.dtype, bool]:
+        enabled = torch.is_autocast_enabled(kind)
+        return enabled, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
-    assert seen_by_workers(look)[0] is False
-    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
-        assert seen_by_workers(look) == (True, torch.float16, False)
+    for kind in {"cpu", oracle.ON}:  # part of a step on an accelerator may run on the CPU
+        assert seen_by_workers(partial(look, kind))[0] is False
+        with torch.autocast(kind, dtype=torch.float16, cache_enabled=False):
+            assert seen_by_workers(partial(look, kind)) == (True, torch.float16, False)
 
 
 def test_default_device_is_the_callers() -> None:
     make = lambda: torch.empty(1).device  # noqa: E731
     with torch.device("meta"):
         assert seen_by_workers(make) == torch.device("meta")
-    assert seen_by_workers(make) == CPU
+    assert seen_by_workers(make) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("how", ["threads", "inorder"])
+def test_a_device_left_open_is_the_replicas_own(how: ExecutorName) -> None:
+    def look() -> tuple[torch.device, torch.device]:
+        return torch.empty(1).device, torch.empty(1, device=oracle.ON).device
+
+    before = look()
+    with devices_of(1)[0]:
+        assert run(look, look, look, how=how) == [(device, device) for device in devices_of(3)]
+    assert look() == before
+
+
+def test_a_replica_that_works_alone_has_its_own_device_too() -> None:
+    executor = Executor(devices_of(3), "threads")
+    look = lambda: torch.empty(1, device=oracle.ON).device  # noqa: E731
+    assert executor.run("work", tasks_of(look, look, look)[2:]) == devices_of(3)[2:]
+    executor.close()
+
+
+def test_workers_leave_the_callers_default_device_as_it_was() -> None:
+    """Also where a second one begins before the first has ended, and ends after it."""
+    barrier = threading.Barrier(2, timeout=10)
+
+    def wait_longer() -> None:
+        barrier.wait()
+        time.sleep(0.01)
+
+    before = torch.utils._device.CURRENT_DEVICE
+    with devices_of(1)[0]:
+        for _ in range(5):
+            run(barrier.wait, wait_longer)
+    assert before == torch.utils._device.CURRENT_DEVICE
 
 
 def test_context_variables_are_the_callers() -> None:
@@ -104,7 +142,7 @@ def test_saved_tensor_hooks_are_the_callers() -> None:
     packed: list[int] = []
 
     def forward() -> bool:
-        return bool((torch.ones(2, requires_grad=True) ** 2).requires_grad)
+        return bool((torch.ones(2, requires_grad=True, device=oracle.ON) ** 2).requires_grad)
 
     hooks = torch.autograd.graph.saved_tensors_hooks(
         lambda t: packed.append(1) or t,
@@ -132,17 +170,19 @@ def test_torch_function_and_dispatch_modes_are_the_callers() -> None:
             calls.append("dispatch")
             return func(*args, **(kwargs or {}))
 
+    ones = lambda: torch.ones(2, device=oracle.ON)  # noqa: E731
     with Function(), Dispatch():
-        run(lambda: torch.ones(2), lambda: torch.ones(2))
+        run(ones, ones)
     assert calls.count("function") >= 2 and calls.count("dispatch") >= 2
     calls.clear()
-    run(lambda: torch.ones(2), lambda: torch.ones(2))
+    run(ones, ones)
     assert not calls
 
 
-def test_each_worker_has_its_share_of_the_intra_op_threads() -> None:
+def test_workers_on_the_cpu_share_the_intra_op_threads() -> None:
     torch.set_num_threads(4)
-    assert seen_by_workers(torch.get_num_threads) == 1
+    # Elsewhere the devices compute, and a worker's share would only slow the host's own ops.
+    assert seen_by_workers(torch.get_num_threads) == {"cpu": 1, "sim": 4}[oracle.ON]
     assert torch.get_num_threads() == 4
 
 
@@ -161,7 +201,8 @@ def test_an_exception_arrives_as_it_is_with_a_note(how: ExecutorName) -> None:
     def fail() -> None:
         raise raised
 
-    with pytest.raises(OddError, match=r"in replica 1 on cpu, samples of 1") as caught:
+    note = rf"in replica 1 on {devices_of(3)[1]}, samples of 1"
+    with pytest.raises(OddError, match=note) as caught:
         run(int, fail, int, how=how)
     assert caught.value is raised and caught.value.reason == "because"
     assert any(entry.name == "fail" for entry in caught.traceback)
@@ -181,7 +222,7 @@ def test_of_several_exceptions_the_first_replicas_arrives_when_all_have_ended() 
 
 
 def test_auto_takes_threads_where_they_overlap_and_in_order_where_they_do_not() -> None:
-    executor = Executor([CPU] * 3, "auto")
+    executor = Executor(devices_of(3), "auto")
     where: list[bool] = []
 
     def wait() -> None:
@@ -216,4 +257,4 @@ def test_deterministic_algorithms_run_in_order() -> None:
 
 def test_unknown_executors_are_refused() -> None:
     with pytest.raises(ValueError, match=r"executor: expected one of .*got 'processes'"):
-        Executor([CPU], "processes")  # type: ignore[arg-type]
+        Executor(devices_of(1), "processes")  # type: ignore[arg-type]

@@ -115,9 +115,11 @@ class Executor:
 
     def _in_order(self, tasks: Sequence[Task]) -> list[Any]:
         results = []
+        state = ThreadState.capture(self._devices)
         for task in tasks:
             try:
-                results.append(task.run())
+                with state.moved_to(task.device):
+                    results.append(task.run())
             except Exception as error:
                 raise _with_note(error, task)  # noqa: B904  # it is the same exception
         return results

@@ -75,7 +75,7 @@ class Replica:
                 for i in range(len(roots))
                 if everything
                 or state.pointers[i] != seen.pointers[i]
-                or (state.versions and state.versions[i] != seen.versions[i])
+                or (not self.shares_memory and state.versions[i] != seen.versions[i])
             ]
             _update([roots[i] for i in stale], [self.parameters[i] for i in stale])
 

@@ -75,8 +75,7 @@ class ThreadState:
         leaves the device out means "the module's".
         """
         with contextlib.ExitStack() as stack:
-            if device.type != "cpu":
-                stack.enter_context(current_device(device, self.streams.get(device)))
+            stack.enter_context(current_device(device, self.streams.get(device)))
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype, cache in self.autocasts:
@@ -86,13 +85,25 @@ class ThreadState:
                 stack.enter_context(saved_tensors_hooks(*self.saved_tensors))
             yield
 
+    @contextlib.contextmanager
+    def moved_to(self, device: torch.device) -> Iterator[None]:
+        """Gives the thread that captured this state the current and default device of `entered`."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(current_device(device, self.streams.get(device)))
+            default = self._default_device_on(device)
+            if default is not None and default != self.default_device:
+                stack.enter_context(DeviceContext(default))
+            yield
+
+    def _default_device_on(self, device: torch.device) -> torch.device | None:
+        return device if self.default_device == self.root else self.default_device
+
     def _enter_modes(self, stack: contextlib.ExitStack, device: torch.device) -> None:
-        # The mode objects are pushed, not entered: entering writes to the object, and other
-        # threads are entering the same one.
-        if self.default_device is not None:
-            default = device if self.default_device == self.root else self.default_device
-            stack.enter_context(DeviceContext(default))
-        for mode in self.function_modes:
+        # Modes are pushed, not entered: entering writes to the object, or to a global that names
+        # the default device, and other threads are entering the same one.
+        default = self._default_device_on(device)
+        defaults = [] if default is None else [DeviceContext(default)]
+        for mode in (*defaults, *self.function_modes):
             _push_mode(mode)  # type: ignore[no-untyped-call]
             stack.callback(_pop_mode)
         for mode in self.dispatch_modes:

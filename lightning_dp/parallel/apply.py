@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, TypeAlias
@@ -115,10 +116,12 @@ class Executor:
 
     def _in_order(self, tasks: Sequence[Task]) -> list[Any]:
         results = []
-        state = ThreadState.capture(self._devices)
+        # Replicas that are all on the CPU are where the caller is.
+        on_cpu = all(device.type == "cpu" for device in self._devices)
+        state = None if on_cpu else ThreadState.capture(self._devices)
         for task in tasks:
             try:
-                with state.moved_to(task.device):
+                with nullcontext() if state is None else state.moved_to(task.device):
                     results.append(task.run())
             except Exception as error:
                 raise _with_note(error, task)  # noqa: B904  # it is the same exception

@@ -32,7 +32,8 @@ def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
     sums = list(map(_GRAD, root))
     before = list(sums)
     for replica in others:
-        _add(sums, _moved(list(map(_GRAD, replica)), root))
+        gradients = list(map(_GRAD, replica))
+        _add(sums, _moved(gradients, root))
         for parameter in replica:
             parameter.grad = None
     for parameter, total, old in zip(root, sums, before, strict=True):

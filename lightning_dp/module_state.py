@@ -202,7 +202,7 @@ class _Join:
             if all(type(value) is list for value in values):
                 root[key] = self._appended((*path, key), values, sizes)
             else:
-                root[key] = gather(values, self._output_device, sizes, constants=self._args)
+                root[key] = gather(values, self._output_device, sizes=sizes, constants=self._args)
 
     def _appended(self, path: Path, tails: list[list[Any]], sizes: list[int]) -> list[Any]:
         counts = [len(tail) for tail in tails]
@@ -212,7 +212,7 @@ class _Join:
         if known.get(path, len(set(counts)) > 1 or _are_labels(tails)):
             return [to_device(item, self._output_device) for tail in tails for item in tail]
         return [
-            gather(list(items), self._output_device, sizes, constants=self._args)
+            gather(list(items), self._output_device, sizes=sizes, constants=self._args)
             for items in zip(*tails, strict=True)
         ]
 

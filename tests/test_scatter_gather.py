@@ -66,7 +66,7 @@ def gathered(outputs: list[Any], sizes: list[int], **options: Any) -> Any:
     """What `gather` brings to the root of outputs that lie on one device each."""
     devices = devices_of(len(outputs))
     placed = [to_device(output, device) for output, device in zip(outputs, devices, strict=True)]
-    result = gather(placed, root_device(), sizes, **options)
+    result = gather(placed, root_device(), sizes=sizes, **options)
     assert devices_in(result) <= {root_device()}
     return result
 
@@ -84,10 +84,11 @@ def test_gathering_what_was_scattered_gives_the_batch(data: Any, n: int, k: int)
     batch = data.draw(batches(n))
     devices, sizes = devices_of(k), even(n, k)
     shards = scatter(batch, devices, sizes)
-    assert [devices_in(shard) for shard in shards] == [{device} for device in devices]
+    expected = [{device} if size else set() for device, size in zip(devices, sizes, strict=True)]
+    assert [devices_in(shard) for shard in shards] == expected
     active = [shard for shard, size in zip(shards, sizes, strict=True) if size]
     output_device = data.draw(st.sampled_from([*devices, torch.device("cpu")]))
-    result = gather(active, output_device, [size for size in sizes if size])
+    result = gather(active, output_device, sizes=[size for size in sizes if size])
     assert devices_in(result) == {output_device}
     assert_equal(result, batch)
 
@@ -241,5 +242,5 @@ def test_gathering_is_differentiable() -> None:
     x: Tensor = torch.ones(5, requires_grad=True)
     weights = torch.arange(5.0)
     shards = [shard * 2 for shard in scatter(x, devices_of(3))]
-    (gather(shards, root_device(), [2, 2, 1]) * on_root(weights)).sum().backward()
+    (gather(shards, root_device(), sizes=[2, 2, 1]) * on_root(weights)).sum().backward()
     assert x.grad is not None and x.grad.tolist() == (2 * weights).tolist()

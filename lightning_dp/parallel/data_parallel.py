@@ -102,7 +102,7 @@ class StepParallel:
         """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
         modules = self.replicate(shards)
         outputs, _ = self.apply(modules, method, shards, *args)
-        return gather(outputs, self.output_device, shards.active_sizes, constants=args)
+        return gather(outputs, self.output_device, sizes=shards.active_sizes, constants=args)
 
     def train(self, method: str, shards: Shards, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and joins the losses that it returns.
@@ -208,7 +208,7 @@ class StepParallel:
         if steps[0].extras is None:
             return joint
         extras = [step.extras for step in steps]
-        joined = gather(extras, self.output_device, sizes, constants=constants)
+        joined = gather(extras, self.output_device, sizes=sizes, constants=constants)
         count = {} if counts is None else {"num_items": sum(counts)}
         return {"loss": joint, **joined, **count}
 

@@ -2,217 +2,237 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel import tree
-from lightning_dp.parallel.transfer import to_device
+from lightning_dp.parallel.devices import DeviceLike, resolve_devices
+from lightning_dp.parallel.join import (
+    GatherError,
+    Join,
+    Override,
+    Scalars,
+    check_options,
+    join_arrays,
+    join_as,
+    join_plain,
+    join_tensors,
+    weighted_mean,
+)
+from lightning_dp.parallel.leaves import is_array, kind_of
+from lightning_dp.parallel.reading import BatchSizeError, read
+from lightning_dp.parallel.split import Sizes
+from lightning_dp.parallel.transfer import to_device_together
 
-
-class GatherError(ValueError):
-    """The replicas' outputs do not fit together; the message names the leaf."""
+__all__ = ["GatherError", "gather", "weighted_mean"]
 
 
 def gather(
     outputs: Sequence[Any],
-    output_device: torch.device,
-    sizes: Sequence[int] | None = None,
+    output_device: DeviceLike,
     dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    scalars: Scalars = "merge",
+    overrides: Mapping[str, Override] | None = None,
     constants: Sequence[Any] = (),
 ) -> Any:
     """Joins the replicas' outputs, in shard order, on the output device.
 
     | leaf on every replica                   | result                                         |
     |-----------------------------------------|------------------------------------------------|
-    | tensor                                  | concatenated along `dim`, or along the only    |
+    | tensor, NumPy array                     | concatenated along `dim`, or along the only    |
     |                                         | dim that counts the shards' samples            |
-    | tensor without samples, equal anywhere  | that tensor                                    |
+    | the same without samples, equal         | that tensor                                    |
+    | the same, differing beside `dim`        | list with one per replica                      |
     | 0-dim floating tensor, float            | mean, weighted by shard size                   |
     | 0-dim integer tensor                    | sum                                            |
+    | 0-dim tensor, with `scalars="stack"`    | stacked to shape [K]                           |
     | int: the shard's size, or not equal     | sum                                            |
     | list with one item per sample, or of    |                                                |
     | different lengths                       | joined                                         |
-    | tuples and other containers             | gathered child by child                        |
-    | strings and all else, equal everywhere  | that value                                     |
-    | strings and all else, not equal         | list with one value per replica                |
-    | tensors that differ beside `dim`        | list with one tensor per replica, all moved    |
+    | dicts and other mappings, tuples, named | gathered child by child; keys that some        |
+    | tuples, dataclasses, other lists        | replicas lack, from those that have them, into |
+    |                                         | a dict                                         |
+    | packed sequences, graphs, TensorDicts,  |                                                |
+    | objects whose class has `cat`           | joined in their own way, see `leaves`          |
+    | strings, bools and all else, equal      | that value                                     |
+    | strings, bools and all else, not equal  | list with one value per replica                |
     | None from some replicas                 | left out                                       |
-    | NumPy arrays and scalars                | as tensors                                     |
+
+    Tensors cross in few copies per source device and dtype, asynchronously; on return they can be
+    read, also on the CPU. Differentiable.
 
     Args:
-        outputs: one output per replica that worked; tensors may lie on any device.
-        output_device: where the result's tensors end up.
-        sizes: samples of each of these outputs; None for equal shards.
+        outputs: one output per replica, whose tensors may lie on any device; None for a replica
+            without samples, which is left out together with its size.
+        output_device: where the result's tensors end up, as `torch.device`, name or id; it may
+            be any device.
         dim: the dimension along which tensors are joined.
+        sizes: samples of each of these outputs. None: the outputs' own batch sizes if all have
+            one, else equal shards.
+        scalars: `"merge"` for the table's means and sums of 0-dim tensors, `"stack"` for one value
+            per replica, as `torch.nn.DataParallel` gives (also of one replica). Python's numbers
+            are merged in either case.
+        overrides: how to join what has a certain key or field name, at any depth, or lies at a
+            dotted path such as `"aux.count"`, in the place of the table: `"mean"` (weighted by
+            shard size), `"sum"`, `"stack"` (along a new first dim), `"cat"`, `"first"` (the first
+            replica's) or `"list"` (one per replica). For a container it holds for all that is
+            in it.
         constants: integers that are no counts even if they happen to equal a shard's size: what
             every replica was called with, such as the index of the batch.
 
     Raises:
-        GatherError: the outputs have different structures.
+        GatherError: the outputs have different structures, or do not allow an override.
+        ValueError: an unknown option, no such device, or not one size per output.
 
     Example:
-        >>> cpu = torch.device("cpu")
-        >>> first = {"y": torch.tensor([1, 2]), "loss": 1.0}
-        >>> second = {"y": torch.tensor([3]), "loss": 4.0}
-        >>> gather([first, second], cpu, sizes=[2, 1])
-        {'y': tensor([1, 2, 3]), 'loss': 2.0}
+        >>> first = {"y": torch.tensor([1, 2]), "loss": 1.0, "count": torch.tensor(2)}
+        >>> second = {"y": torch.tensor([3]), "loss": 4.0, "count": torch.tensor(1)}
+        >>> gather([first, second], "cpu", sizes=[2, 1])
+        {'y': tensor([1, 2, 3]), 'loss': 2.0, 'count': tensor(3)}
+        >>> gather([first, second], "cpu", scalars="stack", overrides={"loss": "list"})
+        {'y': tensor([1, 2, 3]), 'loss': [1.0, 4.0], 'count': tensor([2, 1])}
     """
-    if len(outputs) == 1:
-        return to_device(outputs[0], output_device)
-    sizes = [1] * len(outputs) if sizes is None else sizes
-    return _Gather(tuple(sizes), output_device, dim, tuple(constants)).node(list(outputs), ())
+    check_options(len(outputs), sizes, scalars, overrides)
+    device = output_device
+    if not isinstance(device, torch.device) or device.index is None:
+        device = resolve_devices([device])[0]
+    sizes = _own_sizes(outputs, dim) if sizes is None else tuple(sizes)
+    moved = to_device_together(outputs, device)
+    rules = Join(sizes, dim, scalars, device, tuple(constants))
+    return _Gather(rules, dict(overrides or {})).node(moved, ())
 
 
+@dataclasses.dataclass(frozen=True)
 class _Gather:
-    def __init__(
-        self, sizes: tuple[int, ...], device: torch.device, dim: int, constants: tuple[Any, ...]
-    ) -> None:
-        self.sizes = sizes
-        self.device = device
-        self.dim = dim
-        self.constants = constants
+    """Walks the outputs of all replicas at once; their tensors are on the output device."""
+
+    rules: Join
+    overrides: Mapping[str, Override]
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.rules.sizes
 
     def of(self, present: list[int]) -> _Gather:
         """The same for some of the replicas."""
         sizes = tuple(self.sizes[i] for i in present)
-        return _Gather(sizes, self.device, self.dim, self.constants)
+        return _Gather(dataclasses.replace(self.rules, sizes=sizes), self.overrides)
 
-    def node(self, nodes: list[Any], path: tree.Path) -> Any:
+    def node(self, nodes: list[Any], path: tree.Path, override: Override | None = None) -> Any:
         present = [i for i, node in enumerate(nodes) if node is not None]
         if len(present) < len(nodes):
-            return self._without_none(nodes, present, path)
-        if all(isinstance(node, Tensor) for node in nodes):
-            return self._tensors(nodes)
-        if all(_is_list(node) for node in nodes):
-            return self._lists(nodes, path)
+            kept = [nodes[i] for i in present]
+            return self.of(present).node(kept, path, override) if present else None
+        override = self._override(path) or override
+        if override in ("first", "list"):
+            return nodes[0] if override == "first" else nodes
+        if all(tree.is_list(node) for node in nodes):
+            return self._lists(nodes, path, override)
         if tree.children(nodes[0]) is not None:
-            return self._containers(nodes, path)
-        if all(_is_array(node) for node in nodes):
-            return self._arrays(nodes)
-        return self._plain(nodes)
+            return self._containers(nodes, path, override)
+        if override is not None:
+            return join_as(override, nodes, self.rules, _name(path))
+        return self._leaves(nodes)
 
-    def _without_none(self, nodes: list[Any], present: list[int], path: tree.Path) -> Any:
-        if not present:
-            return None
-        return self.of(present).node([nodes[i] for i in present], path)
+    def _leaves(self, leaves: list[Any]) -> Any:
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            return join_tensors(leaves, self.rules)
+        if len(leaves) == 1:
+            return leaves[0]
+        if all(is_array(leaf) for leaf in leaves):
+            return join_arrays(leaves, self.rules)
+        kind = kind_of(leaves[0])
+        if kind is not None and all(kind_of(leaf) is kind for leaf in leaves):
+            return kind.join(leaves, self.rules.dim)
+        return join_plain(leaves, self.rules)
 
-    def _tensors(self, tensors: list[Tensor]) -> Tensor | list[Tensor]:
-        moved = [t.to(self.device, non_blocking=True) for t in tensors]
-        if all(t.dim() == 0 for t in moved):
-            return self._scalars(moved)
-        dims = [d for d in range(moved[0].dim()) if self._has_shards(moved, d)]
-        if self.dim not in dims and all(map(partial(tree.equal, moved[0]), moved)):
-            return moved[0]
-        dim = self.dim if self.dim in dims or len(dims) != 1 else dims[0]
-        return torch.cat(moved, dim) if _fit(moved, dim) else moved
-
-    def _has_shards(self, tensors: list[Tensor], dim: int) -> bool:
-        """Whether `dim` counts the samples of each shard."""
-        return _fit(tensors, dim) and tuple(t.size(dim) for t in tensors) == self.sizes
-
-    def _scalars(self, scalars: list[Tensor]) -> Tensor:
-        if scalars[0].is_floating_point() or scalars[0].is_complex():
-            return weighted_mean(scalars, self.sizes)
-        return torch.stack(scalars).sum()
-
-    def _lists(self, nodes: list[Any], path: tree.Path) -> Any:
+    def _lists(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
         lengths = tuple(len(node) for node in nodes)
-        is_column = lengths == self.sizes and not self._rows_inside(nodes)
+        is_column = lengths == self.sizes and not self._are_parts(nodes)
         if all(isinstance(node, tuple) for node in nodes):
             is_column &= len(set(lengths)) > 1 or lengths == (1,) * len(nodes)
+        if override == "cat" and not any(
+            _rows(item) is not None for node in nodes for item in node
+        ):
+            is_column = True
         if is_column or len(set(lengths)) > 1:
-            joined = [to_device(item, self.device) for node in nodes for item in node]
-            return type(nodes[0])(joined)
-        return self._containers(nodes, path)
+            return type(nodes[0])([item for node in nodes for item in node])
+        return self._containers(nodes, path, override)
 
-    def _rows_inside(self, nodes: list[Any]) -> bool:
+    def _are_parts(self, nodes: list[Any]) -> bool:
         """Whether the items are themselves parts of a batch: `[predictions, targets]`, say."""
-        return any(
-            _rows(item) == size
-            for node, size in zip(nodes, self.sizes, strict=True)
-            for item in node
-        )
+        pairs = zip(nodes, self.sizes, strict=True)
+        have_rows = [_rows(item) == size for node, size in pairs for item in node]
+        return any(have_rows) and (all(have_rows) or not _are_alike(nodes))
 
-    def _containers(self, nodes: list[Any], path: tree.Path) -> Any:
+    def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
+        _check_types(nodes, path)
         columns = [dict(tree.children(node) or ()) for node in nodes]
-        keys = _joint_keys(nodes, columns, path)
-        if isinstance(nodes[0], Mapping) and any(len(c) != len(keys) for c in columns):
-            return {k: self._where_present(columns, k, path) for k in keys}
-        values = [self.node([column[k] for column in columns], (*path, k)) for k in keys]
+        keys = list(dict.fromkeys(key for column in columns for key in column))
+        if any(len(column) != len(keys) for column in columns):
+            keys = [key for key in keys if not isinstance(key, tree.Attribute)]
+            return {k: self._where_present(columns, k, path, override) for k in keys}
+        values = [self.node([c[k] for c in columns], (*path, k), override) for k in keys]
         return tree.rebuild(nodes[0], values)
 
-    def _where_present(self, columns: list[dict[Any, Any]], key: Any, path: tree.Path) -> Any:
+    def _where_present(
+        self,
+        columns: list[dict[Any, Any]],
+        key: Any,
+        path: tree.Path,
+        override: Override | None,
+    ) -> Any:
         present = [i for i, column in enumerate(columns) if key in column]
-        return self.of(present).node([columns[i][key] for i in present], (*path, key))
+        values = [columns[i][key] for i in present]
+        return self.of(present).node(values, (*path, key), override)
 
-    def _plain(self, values: list[Any]) -> Any:
-        first = values[0]
-        is_count = type(first) is int and first not in self.constants
-        if is_count and tuple(values) == self.sizes:
-            return sum(values)
-        if all(type(value) is type(first) and tree.equal(value, first) for value in values):
-            return first
-        if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
-            return values
-        if all(isinstance(v, int) for v in values):
-            return sum(values)
-        return sum(v * n for v, n in zip(values, self.sizes, strict=True)) / sum(self.sizes)
-
-    def _arrays(self, arrays: list[Any]) -> Any:
-        """NumPy arrays and scalars as tensors on the CPU, and back."""
-        cpu = _Gather(self.sizes, torch.device("cpu"), self.dim, self.constants)
-        joined = cpu._tensors([torch.as_tensor(array) for array in arrays])
-        if isinstance(joined, list):
-            return arrays
-        return joined.numpy() if arrays[0].ndim else joined.numpy()[()]
+    def _override(self, path: tree.Path) -> Override | None:
+        if not self.overrides or not path:
+            return None
+        keys = [k.name if isinstance(k, tree.Attribute) else str(k) for k in path]
+        return self.overrides.get(".".join(keys)) or self.overrides.get(keys[-1])
 
 
-def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Sum of w_i * x_i over the sum of w_i; the x_i share one shape and device.
+def _own_sizes(outputs: Sequence[Any], dim: int) -> Sizes:
+    """What the outputs' tensors say of the shards' sizes; equal ones if they do not."""
+    sizes = [None if output is None else _own_size(output, dim) for output in outputs]
+    known = [
+        size for size, output in zip(sizes, outputs, strict=True) if size and output is not None
+    ]
+    if len(known) < sum(output is not None for output in outputs):
+        return (1,) * len(outputs)
+    return tuple(size or 0 for size in sizes)
 
-    Example:
-        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
-        tensor(2.)
-    """
-    total = float(sum(weights))
-    terms = [scalar * (weight / total) for scalar, weight in zip(scalars, weights, strict=True)]
-    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+
+def _own_size(output: Any, dim: int) -> int | None:
+    try:
+        size, reading = read(output, dim)
+    except BatchSizeError:
+        return None
+    return None if reading == "samples" and isinstance(output, tuple) else size
+
+
+def _are_alike(nodes: list[Any]) -> bool:
+    """Whether all items are tensors with rows of one shape."""
+    items = [item for node in nodes for item in node]
+    return (
+        all(isinstance(item, Tensor) for item in items) and len({i.shape[1:] for i in items}) == 1
+    )
 
 
 def _rows(item: Any) -> int | None:
     if isinstance(item, Tensor):
         return item.size(0) if item.dim() else None
-    return len(item) if _is_list(item) else None
+    return len(item) if tree.is_list(item) else None
 
 
-def _fit(tensors: list[Tensor], dim: int) -> bool:
-    """Whether tensors can be joined along `dim`."""
-    shapes = [list(t.shape) for t in tensors]
-    if any(not -len(shape) <= dim < len(shape) for shape in shapes):
-        return False
-    for shape in shapes:
-        del shape[dim]
-    return all(shape == shapes[0] for shape in shapes)
-
-
-def _is_array(node: Any) -> bool:
-    """Whether it is of numbers in NumPy, which the engine does not import."""
-    return (
-        type(node).__module__ == "numpy"
-        and getattr(node, "dtype", None) is not None
-        and (node.dtype.kind in "biufc")
-    )
-
-
-def _is_list(node: Any) -> bool:
-    return isinstance(node, list | tuple) and not hasattr(node, "_fields")
-
-
-def _joint_keys(nodes: list[Any], columns: list[dict[Any, Any]], path: tree.Path) -> list[Any]:
+def _check_types(nodes: list[Any], path: tree.Path) -> None:
     kinds = {type(node) for node in nodes}
     if len(kinds) > 1:
         names = sorted(kind.__qualname__ for kind in kinds)
@@ -220,9 +240,7 @@ def _joint_keys(nodes: list[Any], columns: list[dict[Any, Any]], path: tree.Path
             f"{_name(path)}: expected the same type from every replica, got {names}. "
             "Return the same structure for every shard."
         )
-    keys = list(dict.fromkeys(key for column in columns for key in column))
-    return keys
 
 
 def _name(path: tree.Path) -> str:
-    return tree.name(path).replace("batch", "output", 1)
+    return tree.name(path, "output")

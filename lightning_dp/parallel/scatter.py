@@ -2,173 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightning_dp.parallel import tree
+from lightning_dp.parallel.devices import DeviceLike, resolve_devices
+from lightning_dp.parallel.leaves import CannotCut, Kind, kind_of
+from lightning_dp.parallel.reading import WAY_OUT, BatchSizeError, Reading, holds_samples, read
 from lightning_dp.parallel.split import Sizes, even
 from lightning_dp.parallel.transfer import to_device
 
-
-class BatchSizeError(ValueError):
-    """The batch does not have exactly one size along the dimension that is cut."""
+__all__ = ["BatchSizeError", "batch_size", "cut", "scatter"]
 
 
 def batch_size(batch: Any, dim: int = 0) -> int | None:
-    """The number of samples in a batch: the one length that its tensors have along `dim`.
+    """The number of samples in a batch: the one size on which what is in it agrees.
 
-    A length of 1 beside a larger one is not a second size (such a tensor goes to every replica),
-    and neither are 0-dim tensors, numbers and strings. A batch without tensors has the length of
-    its lists of strings, numbers and other leaves.
+    Tensors count along `dim`; lists count where they hold one item per sample, see `reading`. A
+    size of 1 beside a larger one is not a second size (such a leaf goes to every replica), and
+    neither are 0-dim tensors, numbers and strings.
 
     Args:
-        batch: nested mappings, lists, tuples, named tuples and dataclasses.
+        batch: nested containers of tensors and other leaves, see `scatter`.
         dim: the dimension to cut.
 
     Returns:
         The batch size in samples, or None if nothing in the batch has one.
 
     Raises:
-        BatchSizeError: two leaves have different sizes; both are named.
+        BatchSizeError: two leaves have different sizes, and both are named; or the batch can be
+            read in two ways.
 
     Example:
+        >>> import torch
         >>> batch_size({"x": torch.zeros(8, 3), "name": ["a"] * 8, "scale": 2.0})
         8
+        >>> images = [torch.zeros(3, 64, 48), torch.zeros(3, 32, 32)]
+        >>> batch_size((images, [{"boxes": torch.zeros(n, 4)} for n in (5, 2)]))
+        2
     """
-    found = list(_tensor_sizes(batch, dim, ())) or list(_list_sizes(batch, ()))
-    large = [pair for pair in found if pair[1] != 1]
-    if not large:
-        return 1 if found else None
-    first_path, first = large[0]
-    for path, size in large:
-        if size != first:
-            raise BatchSizeError(
-                f"Expected one batch size along dim {dim}, got two: {tree.name(first_path)} has "
-                f"{first} and {tree.name(path)} has {size}. Give both the same number of samples, "
-                "or pass what is not cut as a number, a 0-dim tensor or with a length of 1."
-            )
-    return first
+    return read(batch, dim)[0]
 
 
 def scatter(
     batch: Any,
-    devices: Sequence[torch.device],
+    devices: Sequence[DeviceLike],
     sizes: Sequence[int] | None = None,
     dim: int = 0,
 ) -> list[Any]:
     """Cuts a batch into shards and moves each to its device.
 
-    Tensors with the batch's length along `dim`, and lists and tuples of that length without
-    tensors in them, are cut; everything else goes to every replica. Tensors are cut as views and
-    copied only where the device differs; from pinned memory the copies are asynchronous.
+    Tensors with the batch's size along `dim`, and lists and tuples with one item per sample, are
+    cut; everything else goes to every replica. Tensors are cut as views and copied only where the
+    device differs; from pinned memory the copies are asynchronous. Differentiable.
+
+    Containers are dicts and other mappings, lists, tuples, named tuples and dataclasses. Packed
+    sequences, NumPy arrays, PyTorch Geometric's batches, TensorDicts, and objects with `to`, a
+    length and slices are cut in their own way.
 
     Args:
-        batch: nested mappings, lists, tuples, named tuples and dataclasses.
-        devices: one device per shard.
-        sizes: samples per device, summing to the batch size; None for an even split.
+        batch: nested containers of tensors and other leaves.
+        devices: one device per shard, as `torch.device`, name or id.
+        sizes: samples per device, summing to the batch size, zeros allowed; None for an even
+            split.
         dim: the dimension to cut.
 
     Returns:
-        One shard per device, of the batch's structure.
+        One shard per device, of the batch's structure; None where the size is 0.
 
     Raises:
         BatchSizeError: the batch has no size or two of them, or `sizes` sum to another one.
+        TypeError: there is an object in the batch that has its own `to` but cannot be cut.
+        ValueError: there is no such device, or not one size per device.
 
     Example:
-        >>> cpu = torch.device("cpu")
-        >>> scatter({"x": torch.arange(5), "scale": 2.0}, [cpu, cpu])
+        >>> import torch
+        >>> scatter({"x": torch.arange(5), "scale": 2.0}, ["cpu", "cpu"])
         [{'x': tensor([0, 1, 2]), 'scale': 2.0}, {'x': tensor([3, 4]), 'scale': 2.0}]
     """
-    n = batch_size(batch, dim)
+    places = resolve_devices(devices)
+    n, reading = read(batch, dim)
     if n is None:
-        raise BatchSizeError(f"Expected a batch with a tensor or a list to cut, got {batch!r}.")
-    sizes = even(n, len(devices)) if sizes is None else tuple(sizes)
-    shards = cut(batch, tuple(sizes), dim)
-    return [to_device(shard, device) for shard, device in zip(shards, devices, strict=True)]
+        raise BatchSizeError(
+            f"Expected a batch with a tensor or a list to cut, got {type(batch).__qualname__}: "
+            f"{batch!r:.200}. Yield tensors whose first dimension counts the samples. {WAY_OUT}"
+        )
+    sizes = even(n, len(places)) if sizes is None else tuple(sizes)
+    if len(sizes) != len(places):
+        raise ValueError(
+            f"sizes: expected {len(places)} numbers, one per device, got {len(sizes)}: {sizes}. "
+            "Give every device a size (0 leaves it idle)."
+        )
+    shards = _cut_as(batch, n, reading, sizes, dim)
+    return [
+        to_device(shard, device) if size else None
+        for shard, device, size in zip(shards, places, sizes, strict=True)
+    ]
 
 
 def cut(batch: Any, sizes: Sizes, dim: int = 0) -> list[Any]:
-    """Cuts a batch into one shard per size, without moving anything.
+    """Cuts a batch into one shard per size, without moving anything; None where the size is 0.
+
+    Args:
+        batch: as for `scatter`; one without a batch size goes to every shard whole.
+        sizes: samples per shard, summing to the batch size.
+        dim: the dimension to cut.
+
+    Raises:
+        BatchSizeError: as `scatter`.
+        TypeError: as `scatter`.
 
     Example:
-        >>> cut([torch.arange(3), ["a", "b", "c"]], (2, 1))
-        [[tensor([0, 1]), ['a', 'b']], [tensor([2]), ['c']]]
+        >>> import torch
+        >>> cut([torch.arange(3), ["a", "b", "c"]], (2, 0, 1))
+        [[tensor([0, 1]), ['a', 'b']], None, [tensor([2]), ['c']]]
     """
-    n = batch_size(batch, dim)
-    if n is not None and n != sum(sizes):
+    n, reading = read(batch, dim)
+    return _cut_as(batch, n, reading, tuple(sizes), dim)
+
+
+def _cut_as(batch: Any, n: int | None, reading: Reading, sizes: Sizes, dim: int) -> list[Any]:
+    wrong = [size for size in sizes if size < 0]
+    if wrong or (n is not None and n != sum(sizes)):
         raise BatchSizeError(
-            f"Expected sizes that sum to the batch size {n}, got {sizes} with sum {sum(sizes)}."
+            f"Expected sizes of at least 0 that sum to the batch size {n}, got {tuple(sizes)} with "
+            f"sum {sum(sizes)}. Let them sum to {n}."
         )
-    return _cut(batch, sizes, dim, ())
+    active = tuple(size for size in sizes if size)
+    shards = iter(_Cut(active, reading, dim).node(batch, ()))
+    return [next(shards) if size else None for size in sizes]
 
 
-def _cut(node: Any, sizes: Sizes, dim: int, path: tree.Path) -> list[Any]:
-    if isinstance(node, Tensor):
-        return _cut_tensor(node, sizes, dim)
-    if _is_sample_list(node) and len(node) == sum(sizes):
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        return [node[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-    pairs = tree.children(node)
-    if pairs is None:
-        return [_replicated(node, path)] * len(sizes)
-    columns = [_cut(child, sizes, dim, (*path, key)) for key, child in pairs]
-    return [tree.rebuild(node, [column[i] for column in columns]) for i in range(len(sizes))]
+class _Cut:
+    """Cuts the nodes of one batch by the same sizes, none of which is 0."""
 
+    def __init__(self, sizes: Sizes, reading: Reading, dim: int) -> None:
+        self.sizes = sizes
+        self.reading = reading
+        self.dim = dim
+        self.n = sum(sizes)
 
-def _cut_tensor(tensor: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
-    if not _has_dim(tensor, dim) or tensor.size(dim) != sum(sizes):
-        return [tensor] * len(sizes)
-    return list(torch.split(tensor, list(sizes), dim))
+    def node(self, node: Any, path: tree.Path) -> list[Any]:
+        """One node per size."""
+        kind = kind_of(node)
+        if kind is not None:
+            return self._leaf(node, kind, path)
+        if self._is_list_of_samples(node, path):
+            return self._list(node)
+        pairs = tree.children(node)
+        if pairs is None:
+            return [_replicated(node, path)] * len(self.sizes)
+        columns = [self.node(child, (*path, key)) for key, child in pairs]
+        if not columns:
+            return [node] * len(self.sizes)
+        return [tree.rebuild(node, values) for values in zip(*columns, strict=True)]
+
+    def _is_list_of_samples(self, node: Any, path: tree.Path) -> bool:
+        has_length = tree.is_list(node) and len(node) == self.n
+        return has_length and holds_samples(node, self.reading, self.dim, path)
+
+    def _leaf(self, leaf: Any, kind: Kind, path: tree.Path) -> list[Any]:
+        if kind.size(leaf, self.dim) != self.n:
+            return [leaf] * len(self.sizes)
+        try:
+            return kind.cut(leaf, self.sizes, self.dim)
+        except CannotCut as error:
+            kind_name = f"{leaf.layout}{', nested' * leaf.is_nested}"
+            raise TypeError(
+                f"Expected a tensor {error}, got {tree.name(path)} of layout {kind_name}. "
+                f"Make it a strided tensor in the collate function. {WAY_OUT}"
+            ) from None
+
+    def _list(self, node: Sequence[Any]) -> list[Any]:
+        ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
+        return [
+            type(node)(node[end - size : end])  # type: ignore[call-arg]  # a list or a tuple
+            for end, size in zip(ends, self.sizes, strict=True)
+        ]
 
 
 def _replicated(leaf: Any, path: tree.Path) -> Any:
     """A leaf that every replica gets whole, unless it may hold samples that we cannot see."""
     if callable(getattr(leaf, "to", None)):
         raise TypeError(
-            f"Expected tensors in mappings, lists, tuples, named tuples or dataclasses, got "
-            f"{tree.name(path)} of type {type(leaf).__qualname__}, which cannot be cut. "
-            "Turn it into one of those in the collate function."
+            f"Expected tensors in mappings, lists, tuples, named tuples or dataclasses, or objects "
+            f"with to(), a length and slices, got {tree.name(path)} of type "
+            f"{type(leaf).__qualname__}, which cannot be cut. "
+            f"Turn it into one of those in the collate function. {WAY_OUT}"
         )
     return leaf
-
-
-def _tensor_sizes(node: Any, dim: int, path: tree.Path) -> Iterator[tuple[tree.Path, int]]:
-    if isinstance(node, Tensor):
-        if _has_dim(node, dim):
-            yield path, node.size(dim)
-        return
-    for key, child in tree.children(node) or ():
-        yield from _tensor_sizes(child, dim, (*path, key))
-
-
-def _list_sizes(node: Any, path: tree.Path) -> Iterator[tuple[tree.Path, int]]:
-    if _is_sample_list(node) and not _is_table(node):
-        yield path, len(node)
-        return
-    for key, child in tree.children(node) or ():
-        yield from _list_sizes(child, (*path, key))
-
-
-def _is_sample_list(node: Any) -> bool:
-    """Whether a list or tuple may hold one item per sample: there is no tensor in it."""
-    is_list = isinstance(node, list | tuple) and not hasattr(node, "_fields")
-    return is_list and bool(node) and not any(_holds_tensor(item) for item in node)
-
-
-def _is_table(node: list[Any] | tuple[Any, ...]) -> bool:
-    """Lists of one length in a list: columns of a batch, as `default_collate` makes of strings."""
-    lengths = {len(item) if isinstance(item, list | tuple) else None for item in node}
-    return len(lengths) == 1 and None not in lengths
-
-
-def _holds_tensor(node: Any) -> bool:
-    if isinstance(node, Tensor):
-        return True
-    return any(_holds_tensor(child) for _, child in tree.children(node) or ())
-
-
-def _has_dim(tensor: Tensor, dim: int) -> bool:
-    return -tensor.dim() <= dim < tensor.dim()

@@ -1,32 +1,51 @@
 """Containers: how nested batches and outputs are taken apart and put together again.
 
 Scatter and gather share one idea of what a container is: mappings, lists, tuples, named tuples and
-dataclasses. Everything else is a leaf.
+dataclasses. Everything else is a leaf, and so are those objects that are cut as a whole (see
+`leaves`), even if they are mappings or named tuples besides.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_dp.parallel.leaves import is_array, kind_of
+
 Path: TypeAlias = tuple[Any, ...]
 """Keys, indices and field names that lead from the root of a tree to one of its nodes."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """Stands among the keys of a mapping for a list that hangs on it as an attribute.
+
+    The encodings that Hugging Face's tokenizers leave on their batches are such a list.
+    """
+
+    name: str
+
+
 def children(node: Any) -> list[tuple[Any, Any]] | None:
     """The (key, child) pairs of a container, in order; None for a leaf."""
-    if isinstance(node, Mapping):
+    if type(node) is dict:
         return list(node.items())
     if isinstance(node, list | tuple):
-        names = getattr(node, "_fields", None) or range(len(node))
-        return list(zip(names, node, strict=True))
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(f.name, getattr(node, f.name)) for f in dataclasses.fields(node)]
+        if hasattr(node, "_fields"):
+            fields = zip(node._fields, node, strict=True)
+            return None if kind_of(node) else list(fields)
+        return list(enumerate(node))
+    if isinstance(node, Mapping):
+        return None if kind_of(node) else [*node.items(), *_attributes(node)]
+    if hasattr(node, "__dataclass_fields__") and not isinstance(node, type) and not kind_of(node):
+        names = [field.name for field in dataclasses.fields(node)]
+        return [(name, getattr(node, name)) for name in names if hasattr(node, name)]
     return None
 
 
@@ -36,15 +55,15 @@ def rebuild(node: Any, values: Sequence[Any]) -> Any:
     Dataclasses, frozen ones too, and mappings of other classes than dict are copied and refilled,
     so that neither `__init__` nor `__post_init__` runs a second time.
     """
-    if isinstance(node, Mapping):
-        return _rebuild_mapping(node, dict(zip(node, values, strict=True)))
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*values)
     if isinstance(node, list | tuple):
-        return type(node)(values)
-    clone = copy.copy(node)
-    for field, value in zip(dataclasses.fields(node), values, strict=True):
-        object.__setattr__(clone, field.name, value)
+        is_named = hasattr(node, "_fields")
+        return type(node)(*values) if is_named else type(node)(values)
+    keys = [key for key, _ in children(node) or ()]
+    if isinstance(node, Mapping):
+        return _rebuild_mapping(node, dict(zip(keys, values, strict=True)))
+    clone = _twin(node)
+    for key, value in zip(keys, values, strict=True):
+        object.__setattr__(clone, key, value)
     return clone
 
 
@@ -61,6 +80,11 @@ def map_leaves(fn: Callable[[Any], Any], node: Any) -> Any:
     return rebuild(node, [map_leaves(fn, child) for _, child in pairs])
 
 
+def is_list(node: Any) -> bool:
+    """Whether a node is a list or a tuple, and not a named one."""
+    return isinstance(node, list | tuple) and not hasattr(node, "_fields")
+
+
 def equal(a: Any, b: Any) -> bool:
     """Whether two leaves are equal, whatever they are; what does not say yes or no is not.
 
@@ -71,27 +95,64 @@ def equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if any(t.is_nested or t.layout is not torch.strided for t in (a, b)):
+            return False
         alike = (a.device, a.dtype, a.shape) == (b.device, b.dtype, b.shape)
         return alike and torch.equal(a, b)
     try:
-        return bool(a == b)
-    except Exception:  # arrays and others whose comparison is no yes or no
+        same = a == b
+        return bool(same.all() if is_array(same) and type(a) is type(b) else same)
+    except Exception:  # objects whose comparison is no yes or no
         return False
 
 
-def name(path: Path) -> str:
+def name(path: Path, root: str = "batch") -> str:
     """A path as one would write it in Python.
 
     Example:
-        >>> name(("image", 0)), name(())
-        ("batch['image'][0]", 'batch')
+        >>> name(("image", 0)), name((), "output")
+        ("batch['image'][0]", 'output')
     """
-    return "batch" + "".join(f"[{key!r}]" for key in path)
+    steps = (f".{k.name}" if isinstance(k, Attribute) else f"[{k!r}]" for k in path)
+    return root + "".join(steps)
+
+
+def _attributes(node: Mapping[Any, Any]) -> list[tuple[Attribute, Any]]:
+    """Lists that hang on a mapping beside its items; some mappings show items both ways."""
+    return [
+        (Attribute(name), value)
+        for name, value in getattr(node, "__dict__", {}).items()
+        if is_list(value) and name not in node
+    ]
 
 
 def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(node) is dict:
         return items
+    if isinstance(node, MappingProxyType):
+        return MappingProxyType(items)
+    attributes = {k.name: v for k, v in items.items() if isinstance(k, Attribute)}
+    entries = {k: v for k, v in items.items() if not isinstance(k, Attribute)}
+    if not isinstance(node, MutableMapping):
+        return type(node)(entries)  # type: ignore[call-arg]  # as all immutable mappings are made
     clone = copy.copy(node)
-    clone.update(items)  # type: ignore[attr-defined]  # every mapping a DataLoader yields is mutable
+    for key, value in entries.items():  # some mappings refuse update()
+        clone[key] = value
+    vars(clone).update(attributes) if attributes else None
     return clone
+
+
+def _twin(node: Any) -> Any:
+    """A shallow copy of a dataclass, also of a frozen one with slots."""
+    clone = object.__new__(type(node))
+    clone.__dict__.update(node.__dict__) if hasattr(node, "__dict__") else None
+    slots = [slot for cls in type(node).__mro__ for slot in _slots(cls) if hasattr(node, slot)]
+    for slot in slots:
+        object.__setattr__(clone, slot, getattr(node, slot))
+    return clone
+
+
+def _slots(cls: type) -> list[str]:
+    slots = vars(cls).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]

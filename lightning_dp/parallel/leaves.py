@@ -1,0 +1,249 @@
+"""Leaves with samples in them: how each kind is counted, cut, joined and moved.
+
+A leaf is what scatter and gather take as a whole. Kinds of other libraries are told by what they
+can do, not by their class, so that the engine depends on none of them:
+
+| kind                                      | size            | cut          | joined by        |
+|-------------------------------------------|-----------------|--------------|------------------|
+| tensor                                    | along `dim`     | views        | `torch.cat`      |
+| NumPy array                               | along `dim`     | views        | its concatenate  |
+| `PackedSequence`                          | its sequences   | packed again | packing again    |
+| PyTorch Geometric's `Batch`               | `num_graphs`    | batched anew | `from_data_list` |
+| TensorDict: `batch_size`, torch functions | along `dim`     | views        | `torch.cat`      |
+| `to`, a length and slices, without `keys` | its length      | sliced       | its class's      |
+|                                           |                 |              | `cat`, or a list |
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+
+from lightning_dp.parallel.split import Sizes
+
+
+class CannotCut(TypeError):
+    """A leaf has samples but no way to cut it; the message says why, without the leaf's name."""
+
+
+class Kind(Protocol):
+    """What scatter and gather need to know about one kind of leaf."""
+
+    def size(self, leaf: Any, dim: int) -> int | None:
+        """The number of samples, or None if the leaf has none along `dim`."""
+
+    def cut(self, leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
+        """One piece per size; the sizes sum to the leaf's size, and none is 0."""
+
+    def join(self, leaves: Sequence[Any], dim: int) -> Any:
+        """What `cut` would have made these pieces of."""
+
+    def to(self, leaf: Any, device: torch.device) -> Any:
+        """The leaf on a device; the original stays where it is."""
+
+
+class _Tensors:
+    def size(self, leaf: Tensor, dim: int) -> int | None:
+        if leaf.is_nested:
+            return leaf.size(0) if dim == 0 else None
+        rank = leaf.dim()
+        return leaf.size(dim) if -rank <= dim < rank else None
+
+    def cut(self, leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
+        if leaf.layout is torch.sparse_coo and not leaf.requires_grad:
+            rows = [torch.arange(*ends, device=leaf.device) for ends in _ranges(sizes)]
+            return [leaf.index_select(dim, index) for index in rows]
+        if leaf.is_nested or leaf.layout is not torch.strided:
+            raise CannotCut("of strided layout (or sparse COO without gradient)")
+        # Pieces of `split` are views of several outputs, on which in-place ops raise.
+        return [leaf.narrow(dim, start, stop - start) for start, stop in _ranges(sizes)]
+
+    def join(self, leaves: Sequence[Tensor], dim: int) -> Tensor:
+        return torch.cat(list(leaves), dim)
+
+    def to(self, leaf: Tensor, device: torch.device) -> Tensor:
+        return leaf.to(device, non_blocking=_may_overlap(device))
+
+
+class _Arrays:
+    """NumPy arrays; they stay on the host."""
+
+    def size(self, leaf: Any, dim: int) -> int | None:
+        return int(leaf.shape[dim]) if -leaf.ndim <= dim < leaf.ndim else None
+
+    def cut(self, leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
+        return [leaf[index] for index in _indices(sizes, dim % leaf.ndim)]
+
+    def join(self, leaves: Sequence[Any], dim: int) -> Any:
+        return sys.modules["numpy"].concatenate(leaves, dim)
+
+    def to(self, leaf: Any, device: torch.device) -> Any:
+        return leaf
+
+
+class _PackedSequences:
+    """Packed sequences are samples in the order in which they were before packing."""
+
+    def size(self, leaf: PackedSequence, dim: int) -> int | None:
+        return int(leaf.batch_sizes[0])
+
+    def cut(self, leaf: PackedSequence, sizes: Sizes, dim: int) -> list[PackedSequence]:
+        sequences, in_order = unpack_sequence(leaf), leaf.sorted_indices is None
+        return [
+            pack_sequence(sequences[start:stop], enforce_sorted=in_order)
+            for start, stop in _ranges(sizes)
+        ]
+
+    def join(self, leaves: Sequence[PackedSequence], dim: int) -> PackedSequence:
+        sequences = [sequence for leaf in leaves for sequence in unpack_sequence(leaf)]
+        lengths = [len(sequence) for sequence in sequences]
+        were_in_order = all(leaf.sorted_indices is None for leaf in leaves)
+        in_order = were_in_order and lengths == sorted(lengths, reverse=True)
+        return pack_sequence(sequences, enforce_sorted=in_order)
+
+    def to(self, leaf: PackedSequence, device: torch.device) -> PackedSequence:
+        overlap = _may_overlap(device)
+        return leaf.to(device, non_blocking=overlap)  # type: ignore[arg-type]  # torch types dtypes only
+
+
+class _GraphBatches:
+    """PyTorch Geometric's `Batch`, whose tensors count nodes and edges of all graphs."""
+
+    def size(self, leaf: Any, dim: int) -> int | None:
+        return int(leaf.num_graphs)
+
+    def cut(self, leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
+        graphs = leaf.to_data_list()
+        return [self._batch(leaf, graphs[start:stop]) for start, stop in _ranges(sizes)]
+
+    def join(self, leaves: Sequence[Any], dim: int) -> Any:
+        return self._batch(leaves[0], [graph for leaf in leaves for graph in leaf.to_data_list()])
+
+    def to(self, leaf: Any, device: torch.device) -> Any:
+        return _copy_to(leaf, device)
+
+    def _batch(self, leaf: Any, graphs: list[Any]) -> Any:
+        # The leaf's own class is made at run time, of Batch and of the class of the graphs.
+        maker = next(base for base in type(leaf).__mro__ if "from_data_list" in vars(base))
+        return maker.from_data_list(graphs, **_followed(leaf))  # type: ignore[attr-defined]
+
+
+class _TensorDicts:
+    def size(self, leaf: Any, dim: int) -> int | None:
+        shape = leaf.batch_size
+        return int(shape[dim]) if -len(shape) <= dim < len(shape) else None
+
+    def cut(self, leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
+        return [leaf[index] for index in _indices(sizes, dim % len(leaf.batch_size))]
+
+    def join(self, leaves: Sequence[Any], dim: int) -> Any:
+        return torch.cat(list(leaves), dim)
+
+    def to(self, leaf: Any, device: torch.device) -> Any:
+        return leaf.to(device)
+
+
+class _Sliceables:
+    """Objects of people's own with `to`, a length and slices."""
+
+    def size(self, leaf: Any, dim: int) -> int | None:
+        return len(leaf)
+
+    def cut(self, leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
+        return [leaf[start:stop] for start, stop in _ranges(sizes)]
+
+    def join(self, leaves: Sequence[Any], dim: int) -> Any:
+        cat = getattr(type(leaves[0]), "cat", None)
+        return cat(list(leaves)) if callable(cat) else list(leaves)
+
+    def to(self, leaf: Any, device: torch.device) -> Any:
+        return _copy_to(leaf, device)
+
+
+TENSORS, _ARRAYS, _SLICEABLES = _Tensors(), _Arrays(), _Sliceables()
+_PACKED, _GRAPHS, _TENSOR_DICTS = _PackedSequences(), _GraphBatches(), _TensorDicts()
+
+
+def kind_of(node: Any) -> Kind | None:
+    """The kind of a leaf with samples in it; None for containers and for all other leaves.
+
+    Example:
+        >>> kind_of(torch.zeros(8, 3)).size(torch.zeros(8, 3), 1), kind_of("text"), kind_of([1])
+        (3, None, None)
+    """
+    if isinstance(node, Tensor):
+        return TENSORS
+    if isinstance(node, PackedSequence):
+        return _PACKED
+    if is_array(node):
+        return _ARRAYS if node.ndim else None
+    return _kind_by_abilities(node) if is_movable(node) else None
+
+
+def is_array(node: Any) -> bool:
+    """Whether a node is an array or a scalar of NumPy, which the engine does not import."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(node, numpy.ndarray | numpy.generic)
+
+
+def is_movable(node: Any) -> bool:
+    """Whether a node is no tensor but an object that knows how to go to a device."""
+    return callable(getattr(type(node), "to", None)) and not isinstance(node, Tensor | nn.Module)
+
+
+def move(leaf: Any, device: torch.device) -> Any:
+    """A leaf on a device, as the same object if it is there or has nothing to move."""
+    kind = kind_of(leaf)
+    if kind is not None:
+        return kind.to(leaf, device)
+    return _copy_to(leaf, device) if is_movable(leaf) else leaf
+
+
+def _kind_by_abilities(node: Any) -> Kind | None:
+    if all(hasattr(node, name) for name in ("to_data_list", "from_data_list", "num_graphs")):
+        return _GRAPHS
+    cls = type(node)
+    if hasattr(cls, "__torch_function__") and isinstance(getattr(node, "batch_size", None), tuple):
+        # One without batch dimensions is an ordinary container.
+        return _TENSOR_DICTS if node.batch_size else None
+    has_slices = hasattr(cls, "__len__") and hasattr(cls, "__getitem__")
+    is_known = hasattr(cls, "__dataclass_fields__") or isinstance(node, list | tuple)
+    return _SLICEABLES if has_slices and not is_known and not hasattr(cls, "keys") else None
+
+
+def _followed(batch: Any) -> dict[str, Any]:
+    """What a batch of graphs was made with: for which keys it says which graph owns a row."""
+    keys = set(batch.keys() if callable(batch.keys) else batch.keys)
+    followed = sorted(k for k in keys if {f"{k}_batch", f"{k}_ptr"} <= keys)
+    return {"follow_batch": followed} if followed else {}
+
+
+def _copy_to(leaf: Any, device: torch.device) -> Any:
+    """A moved copy: many a `to` moves the object itself, which other replicas may have too."""
+    return copy.copy(leaf).to(device)
+
+
+def _may_overlap(device: torch.device) -> bool:
+    """Whether a copy may still be under way when the call returns: never towards the host.
+
+    Whoever reads host memory does not wait for the device; work on an accelerator does.
+    """
+    return device.type != "cpu"
+
+
+def _ranges(sizes: Sizes) -> Iterator[tuple[int, int]]:
+    start = 0
+    for size in sizes:
+        yield start, start + size
+        start += size
+
+
+def _indices(sizes: Sizes, dim: int) -> Iterator[tuple[slice, ...]]:
+    for start, stop in _ranges(sizes):
+        yield (*[slice(None)] * dim, slice(start, stop))

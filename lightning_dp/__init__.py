@@ -7,9 +7,20 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_dp.parallel.drop_in import DataParallel
+from lightning_dp.parallel.gather import gather
+from lightning_dp.parallel.primitives import parallel_apply, replicate
+from lightning_dp.parallel.scatter import scatter
 from lightning_dp.strategy import DataParallelStrategy
 
-__all__ = ["DataParallelStrategy"]
+__all__ = [
+    "DataParallel",
+    "DataParallelStrategy",
+    "gather",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+]
 
 DataParallelStrategy.register_strategies(StrategyRegistry)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -13,20 +13,25 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from typing_extensions import override
 
-from lightning_dp.journal import Journals
+from lightning_dp.modes import MODES, ForwardMode, Mode, StepMode, check_supported
 from lightning_dp.one_process import OneProcessStrategy
 from lightning_dp.parallel.apply import check_executor
-from lightning_dp.parallel.data_parallel import StepParallel
 from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
+from lightning_dp.parallel.join import Override, check_overrides
 from lightning_dp.parallel.loss import LOSS_REDUCTIONS
-from lightning_dp.parallel.reduce import BUFFERS
-from lightning_dp.parallel.shards import DeviceUsage, Shards
+from lightning_dp.parallel.reduce import check_buffers
+from lightning_dp.parallel.shards import DeviceUsage
 from lightning_dp.parallel.split import check_split, split_policy
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
+}
+"""What of the precision plugin surrounds each step."""
 
 
 class DataParallelStrategy(OneProcessStrategy):
@@ -41,6 +46,10 @@ class DataParallelStrategy(OneProcessStrategy):
     devices=4)` uses the defaults. With one device it is Lightning's single-device strategy.
 
     Args:
+        mode: `"step"`: `training_step` runs in every replica on its shard, which keeps memory
+            balanced. `"forward"`: it runs once, with the whole batch on the output device, and
+            only `self(x)` is spread over the replicas: exact for losses over the whole batch
+            (contrastive, triplet), and for manual optimisation.
         devices: the devices, root first, in place of `Trainer(devices=...)`. An entry may repeat
             for several replicas on one device: `["cuda:0", "cuda:0"]`, `["cpu"] * 4`. Integers
             are ids of the machine's accelerator.
@@ -52,6 +61,15 @@ class DataParallelStrategy(OneProcessStrategy):
             `torch.chunk`, as in `torch.nn.DataParallel`.
         weights: fixed shares, one number of at least 0 per device: `[1, 3, 3, 3]`. Only their
             ratios matter; 0 leaves a device idle. None for equal shares.
+        dim: the dimension along which batches are cut and outputs joined.
+        gather_overrides: how outputs under certain keys are gathered, in place of what `gather`
+            does with their type: `{"count": "first", "aux.losses": "stack"}`, with "mean", "sum",
+            "stack", "cat", "first" or "list".
+        parallel_modules: forward mode: names of submodules whose calls are spread over the
+            replicas too, when the step calls them directly: `["generator", "discriminator"]`.
+        move_batch: forward mode: whether the batch is brought to the output device before the
+            step. False leaves it where the DataLoader put it, which saves a copy of inputs that
+            only `self(x)` reads.
         loss_reduction: what the loss of `training_step` is over its samples, `"mean"` or `"sum"`.
             A mean over other things (valid tokens, say) is exact if the step returns
             `{"loss": mean, "num_items": how_many}`.
@@ -75,10 +93,15 @@ class DataParallelStrategy(OneProcessStrategy):
     def __init__(
         self,
         *,
+        mode: Literal["step", "forward"] = "step",
         devices: Sequence[int | str | torch.device] | None = None,
         output_device: int | str | torch.device | None = None,
         split: str = "even",
         weights: Sequence[float] | None = None,
+        dim: int = 0,
+        gather_overrides: Mapping[str, Override] | None = None,
+        parallel_modules: Sequence[str] = (),
+        move_batch: bool = True,
         loss_reduction: Literal["mean", "sum"] = "mean",
         buffers: Literal["first", "mean"] = "first",
         executor: Literal["auto", "threads", "inorder"] = "auto",
@@ -87,22 +110,29 @@ class DataParallelStrategy(OneProcessStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        _check_choice("mode", mode, MODES)
         check_split(split, weights)
+        check_overrides(gather_overrides)
         check_executor(executor)
+        check_buffers(buffers)
         _check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
-        _check_choice("buffers", buffers, BUFFERS)
+        _check_mode_options(mode, parallel_modules, move_batch)
+        self._mode_name = mode
         self._output_device = output_device
         self._weights = weights
         self._split = split
         self._engine_options: dict[str, Any] = {
-            "loss_reduction": loss_reduction,
+            "dim": dim,
+            "overrides": gather_overrides,
             "buffers": buffers,
             "executor": executor,
         }
-        self._engine: StepParallel | None = None
-        self._batch: Any = None
-        self._shards: Shards | None = None
-        self._dataloader_idx = 0
+        self._step_options: dict[str, Any] = {"loss_reduction": loss_reduction}
+        self._forward_options: dict[str, Any] = {
+            "parallel_modules": parallel_modules,
+            "move_batch": move_batch,
+        }
+        self._mode: Mode | None = None
         self._last_sizes: tuple[int, ...] = ()
         self._usage: list[DeviceUsage] = []
         super().__init__(
@@ -164,22 +194,22 @@ class DataParallelStrategy(OneProcessStrategy):
         module = cast(LightningModule, self.lightning_module)
         devices = cast(list[torch.device], self.parallel_devices)
         if len(devices) > 1:
-            self._check_supported(module)
+            check_supported(self._layer_sync)
         super().setup(trainer)
         if len(devices) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
-        journals = Journals(module, devices, self.output_device)
-        self._engine = StepParallel(
-            module,
-            devices,
-            output_device=self.output_device,
-            split=self._policy,
-            rules=journals,
-            around=journals.around,
+        options = {
+            "transfer": super().batch_to_device,
+            "output_device": self.output_device,
+            "split": self._policy,
             **self._engine_options,
-        )
+        }
+        if self._mode_name == "step":
+            self._mode = StepMode(module, devices, **options, **self._step_options)
+        else:
+            self._mode = ForwardMode(module, devices, **options, **self._forward_options)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._usage = self._engine.usage
+            self._usage = self._mode.engine.usage
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -201,54 +231,39 @@ class DataParallelStrategy(OneProcessStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Leaves the batch where it is: the step cuts it first and then moves each shard.
-
-        Hooks and callbacks between here and the step see the whole batch, and may still change it.
-        """
-        if self._engine is None or device is not None:
+        """Does what the mode says; to another device, as asked for explicitly, it moves."""
+        if self._mode is None or device is not None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        self._batch, self._shards, self._dataloader_idx = batch, None, dataloader_idx
-        return batch
+        return self._mode.batch(batch, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._engine is None:
-            return super().training_step(*args, **kwargs)
-        with self.precision_plugin.train_step_context():
-            return self._step(self._engine.train, "training_step", *args, *kwargs.values())
+        return self._step("training_step", super().training_step, args, kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._engine is None:
-            return super().validation_step(*args, **kwargs)
-        with self.precision_plugin.val_step_context():
-            return self._step(self._engine.evaluate, "validation_step", *args, *kwargs.values())
+        return self._step("validation_step", super().validation_step, args, kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._engine is None:
-            return super().test_step(*args, **kwargs)
-        with self.precision_plugin.test_step_context():
-            return self._step(self._engine.evaluate, "test_step", *args, *kwargs.values())
+        return self._step("test_step", super().test_step, args, kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._engine is None:
-            return super().predict_step(*args, **kwargs)
-        with self.precision_plugin.predict_step_context():
-            return self._step(self._engine.evaluate, "predict_step", *args, *kwargs.values())
+        return self._step("predict_step", super().predict_step, args, kwargs)
 
     @contextlib.contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """While it lasts, gradients accumulate on the replicas; the next backward sums them all."""
-        if self._engine is not None:
-            self._engine.backward.accumulating = True
+        mode = self._mode
+        if mode is not None:
+            mode.engine.backward.accumulating = True
         try:
             yield
         finally:
-            if self._engine is not None:
-                self._engine.backward.accumulating = False
+            if mode is not None:
+                mode.engine.backward.accumulating = False
 
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.
 
@@ -265,45 +280,31 @@ class DataParallelStrategy(OneProcessStrategy):
     def on_validation_end(self) -> None:
         self._resync()
 
-    def _step(self, run: Callable[..., Any], method: str, batch: Any, *args: Any) -> Any:
-        engine = cast(StepParallel, self._engine)
-        is_evaluation_start = method != "training_step" and args[:1] in ((), (0,))
-        if is_evaluation_start:
-            engine.resync()
-        if self._shards is None or batch is not self._batch:
-            self._batch, self._shards = batch, engine.scatter(batch, self._transfer)
-        self._last_sizes = self._shards.sizes
-        return run(method, self._shards, *args)
-
-    def _transfer(self, shard: Any, device: torch.device) -> Any:
-        return super().batch_to_device(shard, device, self._dataloader_idx)
+    def _step(
+        self,
+        method: str,
+        on_one_device: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if self._mode is None:
+            return on_one_device(*args, **kwargs)
+        batch, *rest = (*args, *kwargs.values())
+        if method != "training_step" and rest[:1] in ([], [0]):
+            self._mode.engine.resync()
+        with getattr(self.precision_plugin, _CONTEXTS[method])():
+            output = self._mode.step(method, batch, tuple(rest))
+        self._last_sizes = self._mode.engine.last_sizes
+        return output
 
     def _resync(self) -> None:
-        if self._engine is not None:
-            self._engine.resync()
+        if self._mode is not None:
+            self._mode.engine.resync()
 
     def _close(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
-        self._engine = self._batch = self._shards = None
-
-    def _check_supported(self, module: LightningModule) -> None:
-        if not module.automatic_optimization:
-            raise ValueError(
-                f"{type(module).__qualname__}.automatic_optimization: expected True with several "
-                "devices under dp_custom, got False. Optimise automatically, or use devices=1."
-            )
-        if self._layer_sync is not None:
-            raise ValueError(
-                "Trainer(sync_batchnorm=...): expected False under dp_custom, got True. Leave it "
-                "out (running statistics then follow `buffers=`), or use devices=1."
-            )
-        for step in _STEPS:
-            if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
-                raise ValueError(
-                    f"{type(module).__qualname__}.{step}: expected (self, batch, batch_idx), got "
-                    "dataloader_iter: dp_custom has to see a batch to split it. Take the batch."
-                )
+        if self._mode is not None:
+            self._mode.engine.close()
+        self._mode = None
 
     @classmethod
     @override
@@ -312,6 +313,24 @@ class DataParallelStrategy(OneProcessStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Data parallelism in one process"
             )
+
+
+def _check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
+    if isinstance(parallel_modules, str):
+        raise ValueError(
+            f"parallel_modules: expected a list of names, got {parallel_modules!r}. "
+            f"Write [{parallel_modules!r}]."
+        )
+    if mode == "step" and (parallel_modules or not move_batch):
+        key, value = (
+            ("parallel_modules", list(parallel_modules))
+            if parallel_modules
+            else ("move_batch", move_batch)
+        )
+        raise ValueError(
+            f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
+            "which it has a meaning."
+        )
 
 
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:

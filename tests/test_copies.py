@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.data_parallel import StepParallel
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.split import split_policy
+from lightning_dp.parallel.step import StepParallel
 
 LAYERS = 20
 

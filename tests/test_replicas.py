@@ -233,7 +233,7 @@ def test_writing_through_data_is_seen_when_everything_is_asked_for() -> None:
     norm = nn.BatchNorm1d(2)
     replicas = replicas_of(norm)
     norm.running_mean.data.fill_(3.0)
-    replicas.refresh(everything=True)
+    replicas.refresh(parameters="all")
     assert replicas.modules[1].running_mean.tolist() == [3.0, 3.0]
 
 
@@ -267,7 +267,7 @@ def test_replicas_built_in_inference_mode_can_be_trained() -> None:
     net = nn.BatchNorm1d(2).to(root_device())
     with torch.inference_mode():
         replicas = replicas_of(net, (0, 1, 0))
-        replicas.refresh(everything=True)
+        replicas.refresh(parameters="all")
     for other in replicas.modules[1:]:
         call(other, on_root(4, 2)).sum().backward()
         assert other.weight.grad is not None

@@ -141,7 +141,7 @@ def test_one_device_is_plain_lightning() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             strategy = self.trainer.strategy
             assert isinstance(strategy, DataParallelStrategy)
-            seen.append((threading.current_thread().name, strategy._engine is None))
+            seen.append((threading.current_thread().name, strategy._mode is None))
             assert "log" not in self.__dict__
             return super().training_step(batch, batch_idx)
 

@@ -1,9 +1,12 @@
 """Which devices a program takes by default, and the check of those it is told to take."""
 
+import os
 from collections.abc import Sequence
 
 import torch
 from omegaconf import OmegaConf
+
+from lightning_dp.parallel.devices import explain_cuda_ids
 
 CPU_REPLICAS = 4
 
@@ -100,7 +103,8 @@ def _check_cuda(devices: object, available: int) -> None:
     if not valid:
         raise ValueError(
             f"trainer.devices: expected a number from 1 to {available}, -1 for all GPUs, or a list "
-            f"of different ids from 0 to {available - 1}, got {devices!r}. Leave trainer.devices "
+            f"of different ids from 0 to {available - 1}, got {devices!r}. "
+            f"{explain_cuda_ids(os.environ.get('CUDA_VISIBLE_DEVICES'))} Leave trainer.devices "
             "out to take all GPUs; for several replicas on one GPU give strategy.devices, "
             "for example strategy.devices=[cuda:0,cuda:0]."
         )

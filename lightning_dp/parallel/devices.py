@@ -15,11 +15,20 @@ DeviceLike: TypeAlias = torch.device | str | int
 """A device as people write it: `torch.device("cuda", 1)`, `"cuda:1"`, `1` or `"cpu"`."""
 
 
-def resolve_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
+def all_devices() -> list[torch.device]:
+    """Every accelerator that this process sees, or the CPU if there is none."""
+    kind = accelerator_type()
+    if kind is None:
+        return [torch.device("cpu")]
+    return [torch.device(kind, i) for i in range(device_count(kind))]
+
+
+def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list[torch.device]:
     """Turns what the user wrote into existing devices; an entry may repeat.
 
     Args:
         devices: at least one device. An integer is an id of this machine's accelerator.
+        key: the name of the option, for errors.
 
     Raises:
         ValueError: the list is empty, or an entry is malformed or names no device of this machine.
@@ -30,12 +39,12 @@ def resolve_devices(devices: Sequence[DeviceLike]) -> list[torch.device]:
     """
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
         raise ValueError(
-            f"devices: expected a list such as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu'], "
+            f"{key}: expected a list such as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu'], "
             f"got {devices!r}. Put the device into a list."
         )
     if not devices:
-        raise ValueError("devices: expected at least one device, got an empty list.")
-    return [_existing(entry, f"devices[{i}]") for i, entry in enumerate(devices)]
+        raise ValueError(f"{key}: expected at least one device, got an empty list.")
+    return [_existing(entry, f"{key}[{i}]") for i, entry in enumerate(devices)]
 
 
 def resolve_output_device(
@@ -178,12 +187,32 @@ def _expected(device_type: str, count: int) -> str:
 
 
 def _hint(device: torch.device) -> str:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if device.type == "cpu":
         return " Repeat 'cpu' for more replicas on the CPU."
-    if device.type != "cuda" or not visible:
+    if device.type != "cuda":
         return " Choose a device that exists, or 'cpu'."
+    return " " + explain_cuda_ids(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def explain_cuda_ids(visible: str | None) -> str:
+    """Which GPU an id means, for an error about ids that do not exist.
+
+    Args:
+        visible: the value of the environment variable CUDA_VISIBLE_DEVICES, None if it is not set.
+
+    Example:
+        >>> explain_cuda_ids("7,9").split(": ")[1].split(".")[0]
+        "the machine's GPU 7 is id 0 in this process, GPU 9 is id 1"
+    """
+    if not visible:
+        return (
+            "Ids count the machine's GPUs from 0, as nvidia-smi lists them. Choose among those, "
+            "or 'cpu'."
+        )
+    names = [name.strip() for name in visible.split(",")]
+    first, *others = (f"GPU {name} is id {i}" for i, name in enumerate(names))
+    listed = ", ".join([f"{first} in this process", *others])
     return (
-        f" CUDA_VISIBLE_DEVICES={visible} renumbers the devices: the ids seen by this process "
-        "count from 0 in that order. Choose among those, or change the variable."
+        f"CUDA_VISIBLE_DEVICES={visible} hides all other GPUs and renumbers these: the machine's "
+        f"{listed}. Write the new ids, or unset the variable and write the machine's own."
     )

@@ -57,17 +57,22 @@ def check_options(
             f"scalars: expected one of {sorted(get_args(Scalars))}, got {scalars!r}. "
             "Use 'merge' for means and sums, 'stack' for one value per replica."
         )
+    check_overrides(overrides)
+    if sizes is not None and len(sizes) != count:
+        raise ValueError(
+            f"sizes: expected {count} numbers, one per output, got {len(sizes)}: {list(sizes)}. "
+            "Give the size of every shard of which there is an output."
+        )
+
+
+def check_overrides(overrides: Mapping[str, str] | None) -> None:
+    """Raises a ValueError unless all overrides are known."""
     for key, override in (overrides or {}).items():
         if override not in get_args(Override):
             raise ValueError(
                 f"overrides[{key!r}]: expected one of {sorted(get_args(Override))}, "
                 f"got {override!r}. Correct it, or leave it out for gather's own rule."
             )
-    if sizes is not None and len(sizes) != count:
-        raise ValueError(
-            f"sizes: expected {count} numbers, one per output, got {len(sizes)}: {list(sizes)}. "
-            "Give the size of every shard of which there is an output."
-        )
 
 
 def join_tensors(tensors: list[Tensor], rules: Join) -> Any:

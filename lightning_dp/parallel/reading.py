@@ -40,7 +40,13 @@ WAY_OUT = "Or define split_batch(batch, sizes) on the module, which cuts the bat
 
 
 class BatchSizeError(ValueError):
-    """The batch does not have exactly one size along the dimension that is cut."""
+    """The batch does not have exactly one size along the dimension that is cut.
+
+    Attributes:
+        first_size: that of the first leaf that has one; None where it is not sizes that disagree.
+    """
+
+    first_size: int | None = None
 
 
 class Counted(NamedTuple):
@@ -170,12 +176,14 @@ def _loosely(
 def _two_sizes(found: list[Counted], dim: int) -> NoReturn:
     first, *others = (counted for counted in found if counted.size != 1)
     other = next(counted for counted in others if counted.size != first.size)
-    raise BatchSizeError(
+    error = BatchSizeError(
         f"Expected one batch size along dim {dim}, got two: {tree.name(first.path)} has "
         f"{first.size} and {tree.name(other.path)} has {other.size}. Give both the same number of "
         "samples, or pass what is not cut as a number, a 0-dim tensor or with a length of 1; "
         f"give tensors of one sample each as a list in a dict. {WAY_OUT}"
     )
+    error.first_size = first.size
+    raise error
 
 
 def _agreed(found: list[Counted]) -> int | None:

@@ -20,6 +20,12 @@ BUFFERS: tuple[Buffers, ...] = ("first", "mean")
 _GRAD = attrgetter("grad")
 
 
+def check_buffers(buffers: str) -> None:
+    """Raises a ValueError unless `buffers` names a policy."""
+    if buffers not in BUFFERS:
+        raise ValueError(f"buffers: expected one of {list(BUFFERS)}, got {buffers!r}.")
+
+
 def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
     """Adds the replicas' gradients to the root's and clears theirs.
 
@@ -29,11 +35,14 @@ def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
         parameters: the parameters of each replica, root first; equal positions correspond.
     """
     root, others = parameters[0], parameters[1:]
+    if not root:
+        return
+    device = root[0].device
     sums = list(map(_GRAD, root))
     before = list(sums)
     for replica in others:
         gradients = list(map(_GRAD, replica))
-        _add(sums, _moved(gradients, root))
+        _add(sums, gradients_on(device, gradients))
         for parameter in replica:
             parameter.grad = None
     for parameter, total, old in zip(root, sums, before, strict=True):
@@ -50,6 +59,9 @@ def reduce_buffers(
 ) -> None:
     """Gives the root the buffers that a training step left on the replicas.
 
+    They are written without a trace, as batch norm writes to its own: graphs that have saved them
+    stay usable.
+
     Args:
         root: the root's buffers.
         replicas: the buffers of each replica that worked; equal positions correspond.
@@ -64,10 +76,10 @@ def reduce_buffers(
             continue
         values = [value.to(target.device) for value in values]
         if policy == "first" or _has_no_mean(values):
-            target.copy_(values[0])
+            target.data.copy_(values[0])
         else:
             terms = [value * weight for value, weight in zip(values, weights, strict=True)]
-            target.copy_(torch.stack(terms).sum(0))
+            target.data.copy_(torch.stack(terms).sum(0))
 
 
 def _has_no_mean(values: list[Tensor]) -> bool:
@@ -92,14 +104,11 @@ def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
         torch._foreach_add_(cast(list[Tensor], targets), cast(list[Tensor], terms))
 
 
-def _moved(
-    gradients: list[Tensor | None], parameters: Sequence[nn.Parameter]
-) -> list[Tensor | None]:
-    """The gradients on the device of the root's parameters, in few copies."""
+def gradients_on(device: torch.device, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Gradients, which lie on one device, on another one: in few copies, None where it was."""
     first = next((gradient for gradient in gradients if gradient is not None), None)
-    if first is None or first.device == parameters[0].device:
+    if first is None or first.device == device:
         return gradients
-    device = parameters[0].device
     arrived = iter(
         to_device_coalesced([g for g in gradients if g is not None and not g.is_sparse], device)
     )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
-from operator import is_not
+from itertools import compress, count
+from operator import is_not, ne
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.broadcast import broadcast
 from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, by_dtype, entries
 from lightning_dp.parallel.transfer import copy_coalesced
 
@@ -28,7 +31,8 @@ class Replica:
         self.parameters = [_leaf_parameter(p, device) for p in source.parameters]
         self.buffer_tables: list[dict[str, Tensor | None]] = [{} for _ in source.buffer_tables]
         self._replace_buffers(self._seen)
-        twins = self._make_twins(k, device, rules)
+        self._is_connected = False
+        self._twins = twins = self._make_twins(k, device, rules)
         self._bodies = [
             _Body(module, twins, buffers, rules.own_attributes(module, k, device))
             for module, buffers in zip(source.modules, self.buffer_tables, strict=True)
@@ -36,22 +40,35 @@ class Replica:
         self.module: nn.Module = twins[id(source.root)]
         self.submodules: list[nn.Module] = [twins[id(m)] for m in source.modules]
 
-    def refresh(self, state: RootState, everything: bool, buffers: bool) -> None:
+    def refresh(self, state: RootState, parameters: str, buffers: bool) -> None:
         """Follows the root, whose state is `state`.
 
         Args:
             state: the root's; without versions of the buffers, all buffers count as changed.
-            everything: whether to copy parameters that look unchanged.
+            parameters: which are copied, see `Replicas.refresh`.
             buffers: whether to copy buffers that changed.
         """
         for body, version in zip(self._bodies, self._source.attribute_versions, strict=True):
             if body.version != version or body.has_strays():
                 body.refresh()
                 body.version = version
-        self._refresh_parameters(state, everything)
-        if buffers:
-            self._refresh_buffers(state, everything)
+        self._refresh_parameters(state, parameters)
+        if buffers or parameters == "all":
+            self._refresh_buffers(state, everything=parameters == "all")
         self._seen = state
+
+    def connect(self, after_backward: Callable[[], None]) -> None:
+        """Computes with functions of the root's parameters; without gradients, with its own."""
+        tensors: list[Tensor] = list(self.parameters)
+        is_connected = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters)
+        if is_connected:
+            tensors = broadcast(self._source.parameters, self.parameters, after_backward)
+        if is_connected or self._is_connected:
+            pairs = zip(self._source.parameters, tensors, strict=True)
+            twins = {**self._twins, **{id(original): tensor for original, tensor in pairs}}
+            for body in self._bodies:
+                body.bind(twins)
+        self._is_connected = is_connected
 
     def _make_twins(self, k: int, device: torch.device, rules: ReplicaRules) -> dict[int, Any]:
         """What stands for each parameter and module of the root, by the original's id."""
@@ -62,22 +79,32 @@ class Replica:
         twins.update({id(m): rules.copy_leaf(m, k, device) for m in source.leaves})
         return twins
 
-    def _refresh_parameters(self, state: RootState, everything: bool) -> None:
-        roots, seen = self._source.parameters, self._seen
-        if state.requires_grad != seen.requires_grad:
+    def _refresh_parameters(self, state: RootState, policy: str) -> None:
+        roots = self._source.parameters
+        if state.requires_grad != self._seen.requires_grad:
             for root, twin in zip(roots, self.parameters, strict=True):
                 twin.requires_grad_(root.requires_grad)
-        moved = state.pointers != seen.pointers
-        written = everything or state.versions != seen.versions
-        if moved or (written and not self.shares_memory):
-            stale = [
-                i
-                for i in range(len(roots))
-                if everything
-                or state.pointers[i] != seen.pointers[i]
-                or (not self.shares_memory and state.versions[i] != seen.versions[i])
-            ]
-            _update([roots[i] for i in stale], [self.parameters[i] for i in stale])
+        noticed = self._changed_parameters(state)
+        if noticed or policy != "changed":
+            _update(
+                [
+                    (root, twin, i in noticed)
+                    for i, (root, twin) in enumerate(zip(roots, self.parameters, strict=True))
+                    if i in noticed
+                    or policy == "all"
+                    or (policy == "trained" and root.requires_grad)
+                ]
+            )
+
+    def _changed_parameters(self, state: RootState) -> set[int]:
+        """Positions of parameters that were replaced or, in other memory than ours, written to."""
+        seen = self._seen
+        changed: set[int] = set()
+        if state.pointers != seen.pointers:
+            changed.update(compress(count(), map(ne, state.pointers, seen.pointers)))
+        if not self.shares_memory and state.versions != seen.versions:
+            changed.update(compress(count(), map(ne, state.versions, seen.versions)))
+        return changed
 
     def _refresh_buffers(self, state: RootState, everything: bool) -> None:
         own = list(map(id, entries(self.buffer_tables)))
@@ -165,6 +192,16 @@ class _Body:
         if self.has_strays():
             self._drop_strays()
 
+    def bind(self, twins: dict[int, Any]) -> None:
+        """Puts other twins in the place of parameters, also where attributes refer to them."""
+        own = self._own["_parameters"]
+        for name, parameter in self._original["_parameters"].items():
+            if parameter is not None:
+                own[name] = twins[id(parameter)]
+        for name in self._translated:
+            if name in self._original:
+                self._attributes[name] = _translate(self._original[name], twins)
+
     def has_strays(self) -> bool:
         """Whether there are other attributes than there were, set or removed by a step."""
         return len(self._attributes) != self._size
@@ -208,17 +245,21 @@ def _leaf_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Paramet
     return twin
 
 
-def _update(sources: list[nn.Parameter], twins: list[nn.Parameter]) -> None:
-    """Brings parameters up to date: those in the root's memory by reference, others by copy."""
+def _update(stale: list[tuple[nn.Parameter, nn.Parameter, bool]]) -> None:
+    """Brings parameters up to date: those in the root's memory by reference, others by copy.
+
+    Where the root's change left no trace (the third entry says whether it did), neither does the
+    copy: graphs of earlier calls stay usable, as they do on one device.
+    """
     copied: list[tuple[Tensor, Tensor]] = []
-    for source, twin in zip(sources, twins, strict=True):
+    for source, twin, noticed in stale:
         if source.device == twin.device:
             if source.data_ptr() != twin.data_ptr() or _differs(source, twin):
                 twin.data = source.data
         elif _differs(source, twin):
             twin.data = source.detach().to(twin.device, copy=True)
         else:
-            copied.append((source.detach(), twin.detach()))
+            copied.append((source.data, twin.detach() if noticed else twin.data))
     copy_coalesced([source for source, _ in copied], [twin for _, twin in copied])
 
 

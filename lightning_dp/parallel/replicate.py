@@ -6,7 +6,7 @@ and owns only its gradients; elsewhere it owns a copy. Its parameters are real l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, entrie
 from lightning_dp.parallel.reduce import reduce_gradients
 from lightning_dp.parallel.replica import Replica
 
+ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
 
 
@@ -66,7 +67,7 @@ class Replicas:
         self,
         active: Iterable[int] | None = None,
         *,
-        everything: bool = False,
+        parameters: ParameterCopies = "changed",
         buffers: BufferCopies = "changed",
     ) -> None:
         """Brings replicas up to date with the root.
@@ -77,8 +78,9 @@ class Replicas:
 
         Args:
             active: the replicas to refresh; None for all.
-            everything: copy values that look unchanged too: writing through `.data` leaves no
-                trace.
+            parameters: which parameters are copied. `"changed"`: those that look changed. Writing
+                through `.data` leaves no trace, so `"trained"` copies those that are trained too,
+                and `"all"` copies everything, buffers included.
             buffers: which buffers are copied. `"changed"`: those that look changed. `"all"`: batch
                 norm writes to its buffers and leaves no trace. `"read"`: all, but none if a
                 forward writes to them without reading them, as batch norm does in training.
@@ -99,7 +101,21 @@ class Replicas:
                 )
                 copied = buffers != "read" or self._layout.reads_buffers()
                 for k in others:
-                    self._others[k - 1].refresh(state, everything, everything or copied)
+                    self._others[k - 1].refresh(state, parameters, copied)
+
+    def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
+        """Makes the replicas compute with functions of the root's parameters, until told otherwise.
+
+        A backward then goes through them to the root's parameters. Without gradients, the
+        replicas compute with their own parameters again.
+
+        Args:
+            active: the replicas that are going to run.
+            after_backward: called at the end of every backward that came through a replica.
+        """
+        for k in active:
+            if k > 0:
+                self._others[k - 1].connect(after_backward)
 
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():

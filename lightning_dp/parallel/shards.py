@@ -36,10 +36,12 @@ class Shards:
     Attributes:
         sizes: samples per device; zeros allowed.
         parts: one shard per device; None where the size is 0.
+        whole: whether nothing was cut: the root has the batch as it is.
     """
 
     sizes: Sizes
     parts: list[Any] = field(repr=False)
+    whole: bool = False
 
     @property
     def active(self) -> list[int]:

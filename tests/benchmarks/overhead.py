@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.data_parallel import StepParallel
 from lightning_dp.parallel.split import split_policy
+from lightning_dp.parallel.step import StepParallel
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,182 @@
+"""The two modes: what happens to a batch and to a step of the user's LightningModule."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_dp import metrics
+from lightning_dp.journal import Journals
+from lightning_dp.parallel.data_parallel import Engine
+from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.shards import Shards
+from lightning_dp.parallel.step import StepParallel
+
+ModeName: TypeAlias = Literal["step", "forward"]
+MODES: tuple[ModeName, ...] = ("step", "forward")
+
+Transfer: TypeAlias = Callable[[Any, torch.device, int], Any]
+"""Lightning's transfer hooks: what is moved, where to, and the index of its DataLoader."""
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class Mode(ABC):
+    """How a strategy with several devices treats batches and steps.
+
+    Attributes:
+        engine: what runs the replicas.
+    """
+
+    engine: Engine
+
+    @abstractmethod
+    def batch(self, batch: Any, dataloader_idx: int) -> Any:
+        """What the loop gets for a batch as the DataLoader yielded it."""
+
+    @abstractmethod
+    def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        """Runs a step for the whole batch, and returns what one device would have returned."""
+
+
+class StepMode(Mode):
+    """The step runs in every replica on its shard.
+
+    Args:
+        module: the user's module, on the root device.
+        devices: the replicas' devices, root first.
+        transfer: moves a shard to its device.
+        loss_reduction: see `StepParallel`.
+        options: of the engine.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        devices: Sequence[torch.device],
+        *,
+        transfer: Transfer,
+        **options: Any,
+    ) -> None:
+        _check_step_mode(module)
+        journals = Journals(module, devices, options["output_device"])
+        self.engine: StepParallel = StepParallel(
+            module, devices, rules=journals, around=journals.around, **options
+        )
+        self._transfer = transfer
+        self._batch: Any = None
+        self._shards: Shards | None = None
+        self._dataloader_idx = 0
+
+    def batch(self, batch: Any, dataloader_idx: int) -> Any:
+        """Leaves the batch where it is: the step cuts it first and then moves each shard.
+
+        Hooks and callbacks between here and the step see the whole batch, and may still change it.
+        """
+        self._batch, self._shards, self._dataloader_idx = batch, None, dataloader_idx
+        return batch
+
+    def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        """Runs it on all replicas; an optimizer's closure may come for the same batch again."""
+        if self._shards is None or batch is not self._batch:
+            self._batch, self._shards = batch, self.engine.scatter(batch, self._to_device)
+        run = self.engine.train if method == "training_step" else self.engine.evaluate
+        return run(method, self._shards, *args)
+
+    def _to_device(self, shard: Any, device: torch.device) -> Any:
+        return self._transfer(shard, device, self._dataloader_idx)
+
+
+class ForwardMode(Mode):
+    """The step runs once, with the whole batch; the module's calls are spread over the replicas.
+
+    Args:
+        module: the user's module, on the root device.
+        devices: the replicas' devices, root first.
+        transfer: moves a batch to the output device.
+        move_batch: whether it does; else the batch stays where the DataLoader left it.
+        options: of the engine.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        devices: Sequence[torch.device],
+        *,
+        transfer: Transfer,
+        move_batch: bool,
+        **options: Any,
+    ) -> None:
+        self._journals = Journals(module, devices, options["output_device"])
+        self.engine: ForwardParallel = ForwardParallel(
+            module, devices, rules=self._journals, around=self._around, **options
+        )
+        self._module = module
+        self._transfer = transfer
+        self._move_batch = move_batch
+        for submodule in module.modules():
+            if metrics.is_metric(submodule):
+                submodule.to(self.engine.output_device)  # where the step's tensors are
+
+    def batch(self, batch: Any, dataloader_idx: int) -> Any:
+        """Brings the batch to the output device, where the step's own computations are."""
+        if not self._move_batch:
+            return batch
+        return self._transfer(batch, self.engine.output_device, dataloader_idx)
+
+    def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        """Calls it once, on this thread."""
+        with self.engine.spreading(), self._self_device(self.engine.output_device):
+            return getattr(self._module, method)(batch, *args)
+
+    @contextlib.contextmanager
+    def _around(
+        self, replicas: Replicas, hook: str, shards: Shards, args: tuple[Any, ...]
+    ) -> Iterator[None]:
+        """What replicas log and measure inside of a spread call is joined as in a step."""
+        journals = self._journals.around(replicas, hook, shards, args)
+        with journals, self._self_device(self.engine.devices[0]):
+            yield
+
+    @contextlib.contextmanager
+    def _self_device(self, device: torch.device) -> Iterator[None]:
+        """`self.device` is where the running code's tensors are."""
+        before = self._module._device
+        self._module._device = device
+        try:
+            yield
+        finally:
+            self._module._device = before
+
+
+def check_supported(layer_sync: Any) -> None:
+    """Refuses what neither mode can do, with the way out."""
+    if layer_sync is not None:
+        raise ValueError(
+            "Trainer(sync_batchnorm=...): expected False under dp_custom, got True. Leave it "
+            "out (running statistics then follow `buffers=`), or use devices=1."
+        )
+
+
+def _check_step_mode(module: LightningModule) -> None:
+    name = type(module).__qualname__
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{name}.automatic_optimization: expected True in step mode with several devices, got "
+            'False. Use DataParallelStrategy(mode="forward"), in which training_step runs once '
+            "and only self(x) is spread over the devices, or devices=1."
+        )
+    for step in _STEPS:
+        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"{name}.{step}: expected (self, batch, batch_idx), got dataloader_iter: step mode "
+                "has to see a batch to split it. Take the batch, or use "
+                'DataParallelStrategy(mode="forward").'
+            )

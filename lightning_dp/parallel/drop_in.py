@@ -1,0 +1,209 @@
+"""`DataParallel`: what `torch.nn.DataParallel` is used for, on the engine of forward mode."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_dp.parallel.apply import ExecutorName, check_executor
+from lightning_dp.parallel.devices import (
+    DeviceLike,
+    all_devices,
+    resolve_devices,
+    resolve_output_device,
+)
+from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.join import Override, check_overrides
+from lightning_dp.parallel.reduce import Buffers, check_buffers
+from lightning_dp.parallel.split import check_split, split_policy
+from lightning_dp.parallel.transfer import to_device
+
+_PREFIX = "module."
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class DataParallel(nn.Module, Generic[Module]):
+    """Spreads the calls of a module over several devices, for plain PyTorch.
+
+    A drop-in for `torch.nn.DataParallel`: arguments are cut along `dim`, every device calls
+    `forward` of its replica, and the outputs are joined on the output device; a backward fills
+    the gradients of `module`. What is different: replicas are built once and kept; nothing is cut
+    or dropped silently; dtypes of autocast and inference mode reach the replicas; parameters that
+    a call did not use keep the gradient None; hooks of `module` itself see whole batches; it works
+    on the CPU and on simulated devices; and `state_dict()` has no prefix `module.`.
+
+    Args:
+        module: the module. If it does not lie on the first device when it is called, it is moved
+            there, with a warning.
+        device_ids: the devices, root first: ids of the machine's accelerator, names or
+            `torch.device`; an entry may repeat (`["cpu"] * 4`). None for all accelerators of the
+            machine, or the CPU if it has none.
+        output_device: where outputs end up: an id, a name or a `torch.device`, also `"cpu"` or a
+            device outside of `device_ids`; None for the first device.
+        dim: the dimension along which arguments are cut and outputs joined.
+        split: `"even"`: sizes differ by at most one; `"chunk"`: those of `torch.chunk`, as in
+            `torch.nn.DataParallel`.
+        weights: fixed shares, one number per device; None for equal ones.
+        buffers: which buffers stay after a call in training: those of the `"first"` replica, or
+            the `"mean"` of all.
+        executor: `"threads"`, `"inorder"`, or `"auto"` for the faster of both.
+        gather_overrides: how outputs under certain keys are gathered, see `gather`. Without one,
+            0-dim outputs are stacked to shape [K].
+
+    Attributes:
+        module: the module; its parameters are the ones to optimise.
+        device_ids: the indices of the devices (of CPU devices, None).
+        devices: the devices.
+        output_device: where outputs end up.
+        dim: the dimension.
+
+    Raises:
+        TypeError: `module` is no module.
+        ValueError: there is no such device, or an option is out of its range.
+
+    Example:
+        >>> import torch
+        >>> net = DataParallel(nn.Linear(3, 2), device_ids=["cpu", "cpu"])
+        >>> net(torch.randn(5, 3)).shape, net.last_sizes, list(net.state_dict())
+        (torch.Size([5, 2]), (3, 2), ['weight', 'bias'])
+        >>> net.close()
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        split: str = "even",
+        *,
+        weights: Sequence[float] | None = None,
+        buffers: Buffers = "first",
+        executor: ExecutorName = "auto",
+        gather_overrides: Mapping[str, Override] | None = None,
+    ) -> None:
+        _check_module(module)
+        check_split(split, weights)
+        check_buffers(buffers)
+        check_executor(executor)
+        check_overrides(gather_overrides)
+        super().__init__()
+        self.module = module
+        self.devices = (
+            all_devices() if device_ids is None else resolve_devices(device_ids, "device_ids")
+        )
+        self.device_ids = [device.index for device in self.devices]
+        self.output_device = resolve_output_device(output_device, self.devices)
+        self.dim = dim
+        self._options: dict[str, Any] = {
+            "output_device": self.output_device,
+            "split": split_policy(split, weights, len(self.devices)),
+            "dim": dim,
+            "buffers": buffers,
+            "executor": executor,
+            "overrides": gather_overrides,
+        }
+        self._engine: ForwardParallel | None = None
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+
+    @property
+    def last_sizes(self) -> tuple[int, ...]:
+        """Samples per device in the latest call; () before the first."""
+        return self._engine.last_sizes if self._engine is not None else ()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What `module(*inputs, **kwargs)` returns, computed on all devices."""
+        self._move_module()
+        if len(self.devices) == 1:
+            args, options = to_device((inputs, kwargs), self.devices[0])
+            return to_device(self.module(*args, **options), self.output_device)
+        if self._engine is None:
+            self._engine = ForwardParallel(self.module, self.devices, **self._options)
+            weakref.finalize(self, self._engine.close)
+        with self._engine.spreading():
+            return self.module(*inputs, **kwargs)
+
+    def close(self) -> None:
+        """Ends the worker threads; a later call starts new ones."""
+        if self._engine is not None:
+            self._engine.close()
+
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """The module's own state, without the prefix `module.`."""
+        return self.module.state_dict(*args, prefix=prefix, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads into the module, from keys with the prefix `module.` or without it."""
+        return self.module.load_state_dict(_without_prefix(state_dict, self.module), strict, assign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Threads stay behind: a copy makes its own when it is first called."""
+        return {**self.__dict__, "_engine": None}
+
+    def _move_module(self) -> None:
+        root = self.devices[0]
+        tensors = chain(self.module.parameters(), self.module.buffers())
+        elsewhere = next((t.device for t in tensors if t.device != root), None)
+        if elsewhere is not None:
+            warnings.warn(
+                f"DataParallel: expected the module on {root}, its first device, got a part of "
+                f"it on {elsewhere}: moved to {root}. Call module.to({str(root)!r}) yourself.",
+                stacklevel=4,
+            )
+            self.module.to(root)
+
+
+def _check_module(module: Any) -> None:
+    if isinstance(module, Optimizer):
+        raise TypeError(
+            "DataParallel: expected a module, got an optimizer. Optimizers need no wrapping: make "
+            f"{type(module).__qualname__}(net.parameters(), ...) of the wrapped module's "
+            "parameters and call its step() as always; gradients are summed there."
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"DataParallel: expected a torch.nn.Module, got {type(module).__qualname__}. "
+            "Wrap the module that computes the outputs."
+        )
+
+
+def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """A state dict for `module`, from one of `module` or of a wrapper around it."""
+    names = {key: _own_key(key, own) for own in [set(module.state_dict())] for key in state_dict}
+    doubled = [key for key, name in names.items() if key != name and name in state_dict]
+    if doubled:
+        raise ValueError(
+            f"load_state_dict: expected each parameter once, got both {doubled[0]!r} and "
+            f"{names[doubled[0]]!r}. Remove one of them."
+        )
+    clean = OrderedDict((name, state_dict[key]) for key, name in names.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None and any(key != name for key, name in names.items()):
+        # Of each submodule, by name: the version of its format.
+        metadata = {f"{k}.".removeprefix(_PREFIX).removesuffix("."): v for k, v in metadata.items()}
+    clean._metadata = metadata  # type: ignore[attr-defined]
+    return clean
+
+
+def _own_key(key: str, own: set[str]) -> str:
+    bare = key.removeprefix(_PREFIX)
+    return bare if bare in own and key not in own else key
+
+
+def _add_prefix(
+    wrapper: DataParallel[Any], state_dict: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    """Lets a bigger module load its state into the wrapper, where keys have no prefix."""
+    for key in wrapper.module.state_dict():
+        if prefix + key in state_dict:
+            state_dict[prefix + _PREFIX + key] = state_dict.pop(prefix + key)

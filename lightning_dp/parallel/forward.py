@@ -1,0 +1,139 @@
+"""Forward mode: a module's own code runs once, and its calls are spread over the replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dp.parallel.data_parallel import Engine
+from lightning_dp.parallel.replicate import ParameterCopies
+from lightning_dp.parallel.shards import Shards
+from lightning_dp.parallel.transfer import to_device
+
+
+class ForwardParallel(Engine):
+    """Spreads calls of a module over its replicas; what they return is gathered.
+
+    While `spreading` lasts, `module(x)` cuts its arguments, runs `forward` on all replicas and
+    joins the outputs on the output device, in one graph: every backward reaches the module's own
+    parameters and the arguments. Hooks of the module itself see whole arguments and outputs.
+
+    0-dim outputs are stacked to shape [K], one entry for each replica that had samples, unless
+    `overrides` says otherwise. A call without anything to cut runs on the root alone.
+
+    Args:
+        module: the user's module, on the root device.
+        devices: the replicas' devices, root first; an entry may repeat.
+        parallel_modules: names of submodules whose calls are spread too, when the call does not
+            come from a call that is spread already.
+        options: those of `Engine`.
+
+    Raises:
+        ValueError: a name in `parallel_modules` is not one of a submodule.
+
+    Example:
+        >>> cpu = torch.device("cpu")
+        >>> net = nn.Linear(3, 2)
+        >>> engine = ForwardParallel(net, [cpu] * 2, output_device=cpu, split=lambda n: (n - 1, 1))
+        >>> with engine.spreading():
+        ...     net(torch.randn(8, 3)).sum().backward()
+        >>> engine.last_sizes, net.bias.grad
+        ((7, 1), tensor([8., 8.]))
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        parallel_modules: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        check_parallel_modules(module, parallel_modules)
+        super().__init__(module, devices, scalars="stack", **options)
+        self._paths = ["", *parallel_modules]
+        self._own_forwards: dict[str, Any] | None = None
+        self._mode = (False, False)
+
+    @contextlib.contextmanager
+    def spreading(self) -> Iterator[None]:
+        """Spreads the module's calls while it lasts."""
+        if self._own_forwards is not None:
+            yield
+            return
+        try:
+            with self._forwards({path: partial(self._spread, path) for path in self._paths}) as own:
+                self._own_forwards = own
+                yield
+        finally:
+            self._own_forwards = None
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
+
+        def forward(module: nn.Module, shard: Mapping[int | str, Any]) -> Any:
+            rest = {name: value for name, value in shard.items() if isinstance(name, str)}
+            return module.get_submodule(path).forward(*map(shard.get, range(len(args))), **rest)
+
+        shards = self.scatter({**dict(enumerate(args)), **kwargs})
+        if shards.whole:
+            return to_device(forward(self.module, shards.parts[0]), self.output_device)
+        training = any(module.training for module in self.replicas.submodules[0])
+        return self.run(f"{path}.forward".lstrip("."), forward, shards, training=training)
+
+    def replicate(self, shards: Shards, *, training: bool = False) -> list[nn.Module]:
+        """The replicas, up to date, and inside the root's graph."""
+        mode = (training, torch.is_grad_enabled())
+        if any(before and not now for before, now in zip(self._mode, mode, strict=True)):
+            self.resync()  # what training changes leaves no trace everywhere
+        self._mode = mode
+        modules = super().replicate(shards, training=training)
+        self.replicas.connect(shards.active, self.backward.settle)
+        return modules
+
+    def _parameter_copies(self) -> ParameterCopies:
+        # Code outside of the replicas may write weights between two calls, through `.data` too.
+        return "trained" if any(self._mode) else "changed"
+
+    def _spread(self, path: str, *args: Any, **kwargs: Any) -> Any:
+        # Replicas call the module's own forward, and follow its attributes.
+        with self._forwards(self._own_forwards or {}):
+            return self.call(path, args, kwargs)
+
+    @contextlib.contextmanager
+    def _forwards(self, forwards: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Gives the spread modules other forwards for a while; yields those they had themselves."""
+        own = self._replace_forwards(forwards)
+        try:
+            yield own
+        finally:
+            self._replace_forwards(own)
+
+    def _replace_forwards(self, forwards: Mapping[str, Any]) -> dict[str, Any]:
+        """Sets the attribute `forward` of spread modules; None stands for that of their class."""
+        before = {}
+        for path in self._paths:
+            attributes = self.module.get_submodule(path).__dict__
+            before[path] = attributes.pop("forward", None)
+            if forwards[path] is not None:
+                attributes["forward"] = forwards[path]
+        return before
+
+
+def check_parallel_modules(module: nn.Module, names: Sequence[str]) -> None:
+    """Raises a ValueError unless all names are those of submodules."""
+    known = [name for name, _ in module.named_modules() if name]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            raise ValueError(
+                f"parallel_modules: expected names of submodules of {type(module).__qualname__}, "
+                f"such as {(close or known)[:4]}, got {name!r}. Correct the name."
+            )

@@ -1,0 +1,120 @@
+"""Two of the four primitives, for loops of your own; the others are `scatter` and `gather`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_dp.parallel.apply import Executor, Task
+from lightning_dp.parallel.devices import DeviceLike, resolve_devices
+from lightning_dp.parallel.replicate import Replicas
+
+
+def replicate(module: nn.Module, devices: Sequence[DeviceLike]) -> list[nn.Module]:
+    """A module on every device, for one forward and backward.
+
+    The first replica is the module itself. The others compute with its parameters' values, on
+    the first device in their very memory; gradients that go through them reach the module's own
+    parameters. A later change of the module may not reach them: replicate again, or use
+    `DataParallel`, which keeps its replicas and copies only what changed.
+
+    Args:
+        module: the module; its parameters lie on `devices[0]`.
+        devices: the devices, `devices[0]` first; an entry may repeat.
+
+    Returns:
+        One module per device.
+
+    Raises:
+        ValueError: there is no such device, the module lies elsewhere, or a submodule cannot be
+            replicated.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> first, second = replicate(net, ["cpu", "cpu"])
+        >>> first is net, second is net
+        (True, False)
+        >>> second(torch.ones(3, 2)).sum().backward()
+        >>> net.weight.grad
+        tensor([[3., 3.]])
+    """
+    resolved = resolve_devices(devices)
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+        if tensor.device != resolved[0]:
+            raise ValueError(
+                f"Expected the module on {resolved[0]}, the first device, got {name!r} on "
+                f"{tensor.device}. Call module.to({str(resolved[0])!r}) first."
+            )
+    replicas = Replicas(module, resolved)
+    replicas.connect(range(len(resolved)), after_backward=lambda: None)
+    return replicas.modules
+
+
+def parallel_apply(
+    replicas: Sequence[nn.Module],
+    inputs: Sequence[Any],
+    kwargs: Sequence[Mapping[str, Any] | None] | None = None,
+) -> list[Any]:
+    """Calls all replicas at the same time, each in a thread of its own.
+
+    The threads have the caller's state: grad and inference mode, autocast, default device, modes
+    and context variables.
+
+    Args:
+        replicas: one module per device.
+        inputs: for each replica its positional arguments as a tuple, or a single argument of
+            another type; None for a replica that has no samples and is not called.
+        kwargs: for each replica its keyword arguments, or None; None for no keywords at all.
+
+    Returns:
+        One output per replica, None where it was not called.
+
+    Raises:
+        ValueError: the sequences have different lengths.
+        Exception: a replica's own, with a note that says which replica.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> outputs = parallel_apply([net, net], [torch.ones(3, 2), None])
+        >>> outputs[0].shape, outputs[1]
+        (torch.Size([3, 1]), None)
+    """
+    keywords = [None] * len(replicas) if kwargs is None else list(kwargs)
+    if not len(replicas) == len(inputs) == len(keywords):
+        raise ValueError(
+            f"Expected as many inputs and kwargs as replicas, got {len(replicas)} replicas, "
+            f"{len(inputs)} inputs and {len(keywords)} kwargs. Give None to idle replicas."
+        )
+    devices = [_device_of(replica) for replica in replicas]
+    tasks = [
+        Task(k, devices[k], _Call(replicas[k], inputs[k], keywords[k]), ", forward")
+        for k in range(len(replicas))
+        if inputs[k] is not None
+    ]
+    outputs: list[Any] = [None] * len(replicas)
+    executor = Executor(devices or [torch.device("cpu")], "threads")
+    try:
+        for task, output in zip(tasks, executor.run("forward", tasks), strict=True):
+            outputs[task.replica] = output
+    finally:
+        executor.close()
+    return outputs
+
+
+class _Call:
+    def __init__(self, replica: nn.Module, inputs: Any, kwargs: Mapping[str, Any] | None) -> None:
+        self._replica = replica
+        self._args = inputs if isinstance(inputs, tuple) else (inputs,)
+        self._kwargs = kwargs or {}
+
+    def __call__(self) -> Any:
+        return self._replica(*self._args, **self._kwargs)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensors = chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

@@ -1,0 +1,145 @@
+"""Step mode: a step runs in every replica on its shard; losses are joined, gradients summed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.data_parallel import Engine, Transfer
+from lightning_dp.parallel.loss import (
+    LossReduction,
+    StepOutput,
+    join_losses,
+    loss_weights,
+    num_items,
+    with_callbacks,
+    with_separate_backward,
+)
+from lightning_dp.parallel.scatter import batch_size
+from lightning_dp.parallel.shards import Shards
+from lightning_dp.parallel.transfer import to_device
+
+
+class StepParallel(Engine):
+    """Runs a method of a module on all replicas, each on its shard of the batch.
+
+    What comes back is what one device would have returned: outputs in order, the loss of the
+    whole batch, and after its backward the gradients of the whole batch in the root's parameters.
+
+    Args:
+        module: the user's module, on the root device.
+        devices: the replicas' devices, root first; an entry may repeat.
+        loss_reduction: whether the step's loss is a `"mean"` or a `"sum"` over its samples.
+        options: those of `Engine`.
+
+    Example:
+        >>> class Net(nn.Linear):
+        ...     def training_step(self, batch):
+        ...         return self(batch).square().mean()
+        >>> cpu = torch.device("cpu")
+        >>> net = Net(3, 1)
+        >>> engine = StepParallel(net, [cpu] * 2, output_device=cpu, split=lambda n: (n - 1, 1))
+        >>> engine.train("training_step", engine.scatter(torch.randn(8, 3))).backward()
+        >>> net.weight.grad.shape
+        torch.Size([1, 3])
+        >>> engine.close()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        loss_reduction: LossReduction = "mean",
+        **options: Any,
+    ) -> None:
+        super().__init__(module, devices, **options)
+        self._loss_reduction: LossReduction = loss_reduction
+        self._on_cpu = all(device.type == "cpu" for device in devices)
+
+    def evaluate(self, method: str, shards: Shards, *args: Any) -> Any:
+        """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
+        return self.run(method, partial(_step, method, args), shards, constants=args)
+
+    def train(self, method: str, shards: Shards, *args: Any) -> Any:
+        """Calls `method(shard, *args)` on the replicas and joins the losses that it returns.
+
+        The method returns a loss, or a mapping with the key "loss" (and "num_items", if the loss
+        is a mean over something else than samples), or None to leave its shard out.
+
+        Returns:
+            As the method does: the joint loss, whose backward fills the root's `.grad`; a dict
+            with it and the other entries gathered; or None if no replica returned a loss.
+        """
+        modules = self.replicate(shards, training=True)
+        step = partial(_step, method, args)
+        outputs = self.apply(method, step, modules, shards, training=True, constants=args)
+        return self._join(method, outputs, shards, args)
+
+    def scatter(self, batch: Any, transfer: Transfer = to_device) -> Shards:
+        """As every scatter; a batch in which there is nothing to cut is warned about."""
+        shards = super().scatter(batch, transfer)
+        if shards.whole and batch_size(batch, self._dim) is None:
+            warnings.warn(
+                "The batch has no tensor and no list that could be cut: it runs on the root "
+                "device alone. Yield tensors whose first dimension counts the samples.",
+                stacklevel=2,
+            )
+        return shards
+
+    def _join(
+        self, method: str, outputs: list[Any], shards: Shards, constants: tuple[Any, ...]
+    ) -> Any:
+        kept = [k for k, output in zip(shards.active, outputs, strict=True) if output is not None]
+        if not kept:
+            return None
+        steps = [StepOutput.parse(output) for output in outputs if output is not None]
+        sizes = [shards.sizes[k] for k in kept]
+        counts = num_items(steps)
+        weights = loss_weights(sizes, self._loss_reduction, counts)
+        losses = [step.loss for step in steps]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._on_cpu):
+            joint = join_losses(losses, weights, self.output_device)
+        if any(loss.requires_grad for loss in losses):
+            joint = self._with_backward(method, joint, kept, losses, weights, shards)
+        if steps[0].extras is None:
+            return joint
+        joined = self.gather([step.extras for step in steps], sizes, constants)
+        count = {} if counts is None else {"num_items": sum(counts)}
+        return {"loss": joint, **joined, **count}
+
+    def _with_backward(
+        self,
+        method: str,
+        joint: Tensor,
+        replicas: list[int],
+        losses: list[Tensor],
+        weights: list[float],
+        shards: Shards,
+    ) -> Tensor:
+        if not self._on_cpu:
+            return with_callbacks(joint, self.backward.before, self.backward.after)
+        graphs = [g for g in zip(replicas, losses, weights, strict=True) if g[2] != 0]
+
+        def backward_each(gradient: Tensor, keep_graph: bool) -> None:
+            calls = [
+                (k, partial(loss.backward, gradient * weight, retain_graph=keep_graph))
+                for k, loss, weight in graphs
+                if loss.requires_grad
+            ]
+            self.backward.before()
+            _, seconds = self._run(method, "backward", calls, shards)
+            for (k, _), spent in zip(calls, seconds, strict=True):
+                self.usage[k].busy_seconds += spent
+            self.backward.after()
+
+        return with_separate_backward(joint, backward_each)
+
+
+def _step(method: str, args: tuple[Any, ...], module: nn.Module, shard: Any) -> Any:
+    return getattr(module, method)(shard, *args)

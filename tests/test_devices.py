@@ -1,0 +1,67 @@
+"""Devices as people name them, and errors that tell apart the machine's ids and the process's."""
+
+import pytest
+import torch
+
+from lightning_dp import DataParallel, DataParallelStrategy
+from lightning_dp.app.devices import check_devices
+from lightning_dp.parallel import devices
+from lightning_dp.parallel.devices import all_devices, resolve_devices, resolve_output_device
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that sees two of the machine's GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "accelerator_type", lambda: "cuda")
+
+
+@pytest.mark.usefixtures("two_gpus")
+class TestIdsThatDoNotExist:
+    @pytest.mark.parametrize("use", ["strategy", "drop-in", "command line"])
+    def test_the_message_maps_the_machines_ids_to_the_visible_ones(
+        self, use: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,9")
+        with pytest.raises(ValueError) as caught:
+            if use == "strategy":
+                DataParallelStrategy(devices=[7, 9])
+            elif use == "drop-in":
+                DataParallel(torch.nn.Linear(1, 1), device_ids=[7, 9])
+            else:
+                check_devices("gpu", [7, 9])
+        message = str(caught.value)
+        assert "CUDA_VISIBLE_DEVICES=7,9" in message
+        assert "GPU 7 is id 0 in this process, GPU 9 is id 1" in message
+        assert "Write the new ids, or unset the variable" in message
+
+    def test_without_the_variable_ids_are_the_machines(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        with pytest.raises(ValueError, match=r"cuda:0 to cuda:1, got 7.*as nvidia-smi lists them"):
+            DataParallelStrategy(devices=[7, 9])
+
+    def test_the_output_device_is_explained_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,9")
+        with pytest.raises(ValueError, match=r"output_device: .* got 'cuda:9'.*GPU 9 is id 1"):
+            resolve_output_device(9, [torch.device("cuda", 0)])
+
+    def test_ids_of_the_process_are_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,9")
+        assert resolve_devices([1, "cuda:0"]) == [torch.device("cuda", 1), torch.device("cuda", 0)]
+        assert all_devices() == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize("given", [[], "cuda:0", 3, [True], ["cuda:-1"], [-1], ["gpu"], ["cpu:1"]])
+def test_what_is_no_list_of_devices_says_so(given: object) -> None:
+    with pytest.raises(ValueError, match=r"devices.*: expected .*, got "):
+        resolve_devices(given)  # type: ignore[arg-type]
+
+
+def test_a_machine_without_accelerator_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "accelerator_type", lambda: None)
+    with pytest.raises(ValueError, match=r"device_ids\[0\].*no accelerator.*\['cpu'\] \* K"):
+        DataParallel(torch.nn.Linear(1, 1), device_ids=[0, 1])
+    assert all_devices() == [torch.device("cpu")]

@@ -41,21 +41,21 @@ class Join:
     constants: tuple[Any, ...]
 
 
-def check_options(
-    count: int,
-    sizes: Sequence[int] | None,
-    scalars: str,
-    overrides: Mapping[str, str] | None,
-) -> None:
-    """Checks the options of a gather of `count` outputs.
-
-    Raises:
-        ValueError: unknown `scalars` or override, or another number of sizes than outputs.
-    """
+def check_scalars(scalars: str) -> None:
+    """Raises a ValueError unless `scalars` is one of `Scalars`."""
     if scalars not in get_args(Scalars):
         raise ValueError(
             f"scalars: expected one of {sorted(get_args(Scalars))}, got {scalars!r}. "
             "Use 'merge' for means and sums, 'stack' for one value per replica."
+        )
+
+
+def check_overrides(overrides: Mapping[str, str] | None) -> None:
+    """Raises a ValueError unless `overrides` maps keys to `Override`."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"overrides: expected a mapping such as {{'loss': 'mean'}}, got {overrides!r}. "
+            "Map keys or dotted paths of the outputs to how they are joined."
         )
     for key, override in (overrides or {}).items():
         if override not in get_args(Override):
@@ -63,11 +63,6 @@ def check_options(
                 f"overrides[{key!r}]: expected one of {sorted(get_args(Override))}, "
                 f"got {override!r}. Correct it, or leave it out for gather's own rule."
             )
-    if sizes is not None and len(sizes) != count:
-        raise ValueError(
-            f"sizes: expected {count} numbers, one per output, got {len(sizes)}: {list(sizes)}. "
-            "Give the size of every shard of which there is an output."
-        )
 
 
 def join_tensors(tensors: list[Tensor], rules: Join) -> Any:

@@ -41,6 +41,8 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
             fields = zip(node._fields, node, strict=True)
             return None if kind_of(node) else list(fields)
         return list(enumerate(node))
+    if type(node) in (Tensor, str, int, float):
+        return None
     if isinstance(node, Mapping):
         return None if kind_of(node) else [*node.items(), *_attributes(node)]
     if hasattr(node, "__dataclass_fields__") and not isinstance(node, type) and not kind_of(node):

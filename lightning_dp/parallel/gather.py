@@ -24,7 +24,7 @@ from lightning_dp.parallel.join import (
     join_tensors,
     weighted_mean,
 )
-from lightning_dp.parallel.leaves import is_array, kind_of
+from lightning_dp.parallel.leaves import is_array, kind_of, move
 from lightning_dp.parallel.reading import BatchSizeError, read
 from lightning_dp.parallel.split import Sizes
 from lightning_dp.parallel.transfer import to_device_together
@@ -157,7 +157,8 @@ class _Gather:
             return join_arrays(leaves, self.rules)
         kind = kind_of(leaves[0])
         if kind is not None and all(kind_of(leaf) is kind for leaf in leaves):
-            return kind.join(leaves, self.rules.dim)
+            # Joining makes new tensors, such as a batch of graphs has: they may be on the CPU.
+            return move(kind.join(leaves, self.rules.dim), self.rules.device)
         return join_plain(leaves, self.rules)
 
     def _lists(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel import tree
-from lightning_dp.parallel.leaves import TENSORS, is_array, kind_of
+from lightning_dp.parallel.leaves import TENSORS, is_array, kind_of, move
 from lightning_dp.parallel.split import Sizes
 
 Scalars: TypeAlias = Literal["merge", "stack"]
@@ -174,7 +174,7 @@ def _concatenate(leaves: list[Any], rules: Join, name: str) -> Any:
     kind = kind_of(leaves[0])
     if kind is None or any(kind_of(leaf) is not kind for leaf in leaves):
         raise _cannot("cat", "tensors, arrays or lists", leaves, name)
-    return kind.join(leaves, rules.dim)
+    return move(kind.join(leaves, rules.dim), rules.device)
 
 
 def _has_shards(leaves: list[Any], dim: int, sizes: Sizes) -> bool:

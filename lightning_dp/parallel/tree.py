@@ -137,10 +137,20 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     entries = {k: v for k, v in items.items() if not isinstance(k, Attribute)}
     if not isinstance(node, MutableMapping):
         return type(node)(entries)  # type: ignore[call-arg]  # as all immutable mappings are made
-    clone = copy.copy(node)
+    clone = _independent(node)
     for key, value in entries.items():  # some mappings refuse update()
         clone[key] = value
     vars(clone).update(attributes) if attributes else None
+    return clone
+
+
+def _independent(node: MutableMapping[Any, Any]) -> Any:
+    """A copy of a mapping, to be filled without a change to the original."""
+    clone = copy.copy(node)
+    if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
+        # Such a copy shares the dict in which the mapping keeps its items.
+        own = {key: copy.copy(value) for key, value in vars(node).items() if type(value) is dict}
+        vars(clone).update(own)
     return clone
 
 

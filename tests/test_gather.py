@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from containers import Boxes, Fixed, ModelOutput, Pair, Rows, Sample, devices_in
+from batches import devices_in
+from containers import Boxes, Fixed, ModelOutput, Pair, Rows, Sample
 from oracle import assert_equal_trees, devices_of
 
 from lightning_dp.parallel import transfer

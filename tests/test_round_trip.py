@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from containers import MAKERS, assert_equal, batches, devices_in
+from batches import MAKERS, assert_equal, batches, devices_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import devices_of

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from containers import Built, Sample, Slotted, Table, devices_in
+from batches import devices_in
+from containers import Built, Sample, Slotted, Table
 from oracle import devices_of
 from torch import Tensor, nn
 

@@ -31,6 +31,8 @@ from lightning_dp.parallel.transfer import to_device_together
 
 __all__ = ["GatherError", "Override", "Scalars", "check_overrides", "gather", "weighted_mean"]
 
+_CPU = torch.device("cpu")
+
 
 def gather(
     outputs: Sequence[Any],
@@ -102,9 +104,7 @@ def gather(
     """
     check_scalars(scalars)
     check_overrides(overrides)
-    device = output_device
-    if not isinstance(device, torch.device) or device.index is None:
-        device = resolve_devices([device])[0]
+    device = output_device if output_device == _CPU else resolve_devices([output_device])[0]
     sizes = _own_sizes(outputs, dim) if sizes is None else tuple(sizes)
     if len(sizes) != len(outputs):
         raise ValueError(

@@ -82,6 +82,17 @@ def map_leaves(fn: Callable[[Any], Any], node: Any) -> Any:
     return rebuild(node, [map_leaves(fn, child) for _, child in pairs])
 
 
+def leaves(node: Any) -> list[Any]:
+    """The leaves of a tree, in the order in which `map_leaves` comes to them.
+
+    Example:
+        >>> leaves({"a": (1, 2), "b": [3]})
+        [1, 2, 3]
+    """
+    pairs = children(node)
+    return [node] if pairs is None else [leaf for _, child in pairs for leaf in leaves(child)]
+
+
 def is_list(node: Any) -> bool:
     """Whether a node is a list or a tuple, and not a named one."""
     return isinstance(node, list | tuple) and not hasattr(node, "_fields")

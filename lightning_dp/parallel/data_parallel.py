@@ -199,9 +199,9 @@ class Engine:
         try:
             return batch_size(batch, self._dim)
         except BatchSizeError as error:
-            if error.first_size is None or not hasattr(self.module, "split_batch"):
+            if not error.sizes or not hasattr(self.module, "split_batch"):
                 raise
-            return error.first_size
+            return error.sizes[0]
 
     def _cut(self, batch: Any, sizes: Sizes) -> list[Any]:
         own = getattr(self.module, "split_batch", None)

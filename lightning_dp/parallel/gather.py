@@ -16,19 +16,22 @@ from lightning_dp.parallel.join import (
     Join,
     Override,
     Scalars,
-    check_options,
+    check_overrides,
+    check_scalars,
     join_arrays,
     join_as,
     join_plain,
     join_tensors,
     weighted_mean,
 )
-from lightning_dp.parallel.leaves import is_array, kind_of
+from lightning_dp.parallel.leaves import is_array, kind_of, move
 from lightning_dp.parallel.reading import BatchSizeError, read
 from lightning_dp.parallel.split import Sizes
 from lightning_dp.parallel.transfer import to_device_together
 
-__all__ = ["GatherError", "gather", "weighted_mean"]
+__all__ = ["GatherError", "Override", "Scalars", "check_overrides", "gather", "weighted_mean"]
+
+_CPU = torch.device("cpu")
 
 
 def gather(
@@ -53,7 +56,8 @@ def gather(
     | 0-dim integer tensor                    | sum                                            |
     | 0-dim tensor, with `scalars="stack"`    | stacked to shape [K]                           |
     | int: the shard's size, or not equal     | sum                                            |
-    | list with one item per sample, or of    |                                                |
+    | list with one item per sample, tuple    |                                                |
+    | with one string per sample; either, of  |                                                |
     | different lengths                       | joined                                         |
     | dicts and other mappings, tuples, named | gathered child by child; keys that some        |
     | tuples, dataclasses, other lists        | replicas lack, from those that have them, into |
@@ -98,11 +102,15 @@ def gather(
         >>> gather([first, second], "cpu", scalars="stack", overrides={"loss": "list"})
         {'y': tensor([1, 2, 3]), 'loss': [1.0, 4.0], 'count': tensor([2, 1])}
     """
-    check_options(len(outputs), sizes, scalars, overrides)
-    device = output_device
-    if not isinstance(device, torch.device) or device.index is None:
-        device = resolve_devices([device])[0]
+    check_scalars(scalars)
+    check_overrides(overrides)
+    device = output_device if output_device == _CPU else resolve_devices([output_device])[0]
     sizes = _own_sizes(outputs, dim) if sizes is None else tuple(sizes)
+    if len(sizes) != len(outputs):
+        raise ValueError(
+            f"sizes: expected {len(outputs)} numbers, one per output, got {len(sizes)}: {sizes}. "
+            "Give the size of every shard of which there is an output."
+        )
     moved = to_device_together(outputs, device)
     rules = Join(sizes, dim, scalars, device, tuple(constants))
     return _Gather(rules, dict(overrides or {})).node(moved, ())
@@ -149,26 +157,31 @@ class _Gather:
             return join_arrays(leaves, self.rules)
         kind = kind_of(leaves[0])
         if kind is not None and all(kind_of(leaf) is kind for leaf in leaves):
-            return kind.join(leaves, self.rules.dim)
+            # Joining makes new tensors, such as a batch of graphs has: they may be on the CPU.
+            return move(kind.join(leaves, self.rules.dim), self.rules.device)
         return join_plain(leaves, self.rules)
 
     def _lists(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
-        lengths = tuple(len(node) for node in nodes)
-        is_column = lengths == self.sizes and not self._are_parts(nodes)
-        if all(isinstance(node, tuple) for node in nodes):
-            is_column &= len(set(lengths)) > 1 or lengths == (1,) * len(nodes)
-        if override == "cat" and not any(
-            _rows(item) is not None for node in nodes for item in node
-        ):
-            is_column = True
-        if is_column or len(set(lengths)) > 1:
+        if override == "cat" or self._are_columns(nodes):
             return type(nodes[0])([item for node in nodes for item in node])
         return self._containers(nodes, path, override)
+
+    def _are_columns(self, nodes: list[Any]) -> bool:
+        """Whether lists have one item per sample, or in any case no items that correspond."""
+        lengths = tuple(len(node) for node in nodes)
+        if len(set(lengths)) > 1:
+            return True
+        if lengths != self.sizes or self._are_parts(nodes):
+            return False
+        items = [item for node in nodes for item in node]
+        is_tuple = all(isinstance(node, tuple) for node in nodes)
+        # Steps return tuples of several values, and the tuples of names that DataLoaders make.
+        return not is_tuple or lengths[0] == 1 or all(isinstance(i, str | bytes) for i in items)
 
     def _are_parts(self, nodes: list[Any]) -> bool:
         """Whether the items are themselves parts of a batch: `[predictions, targets]`, say."""
         pairs = zip(nodes, self.sizes, strict=True)
-        have_rows = [_rows(item) == size for node, size in pairs for item in node]
+        have_rows = [_rows(i, self.rules.dim) == size for node, size in pairs for i in node]
         return any(have_rows) and (all(have_rows) or not _are_alike(nodes))
 
     def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
@@ -226,9 +239,10 @@ def _are_alike(nodes: list[Any]) -> bool:
     )
 
 
-def _rows(item: Any) -> int | None:
-    if isinstance(item, Tensor):
-        return item.size(0) if item.dim() else None
+def _rows(item: Any, dim: int) -> int | None:
+    kind = kind_of(item)
+    if kind is not None:
+        return kind.size(item, dim)
     return len(item) if tree.is_list(item) else None
 
 

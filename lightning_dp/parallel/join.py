@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel import tree
-from lightning_dp.parallel.leaves import TENSORS, is_array, kind_of
+from lightning_dp.parallel.leaves import TENSORS, is_array, kind_of, move
 from lightning_dp.parallel.split import Sizes
 
 Scalars: TypeAlias = Literal["merge", "stack"]
@@ -41,32 +41,22 @@ class Join:
     constants: tuple[Any, ...]
 
 
-def check_options(
-    count: int,
-    sizes: Sequence[int] | None,
-    scalars: str,
-    overrides: Mapping[str, str] | None,
-) -> None:
-    """Checks the options of a gather of `count` outputs.
-
-    Raises:
-        ValueError: unknown `scalars` or override, or another number of sizes than outputs.
-    """
+def check_scalars(scalars: str) -> None:
+    """Raises a ValueError unless `scalars` is one of `Scalars`."""
     if scalars not in get_args(Scalars):
         raise ValueError(
             f"scalars: expected one of {sorted(get_args(Scalars))}, got {scalars!r}. "
             "Use 'merge' for means and sums, 'stack' for one value per replica."
         )
-    check_overrides(overrides)
-    if sizes is not None and len(sizes) != count:
-        raise ValueError(
-            f"sizes: expected {count} numbers, one per output, got {len(sizes)}: {list(sizes)}. "
-            "Give the size of every shard of which there is an output."
-        )
 
 
 def check_overrides(overrides: Mapping[str, str] | None) -> None:
-    """Raises a ValueError unless all overrides are known."""
+    """Raises a ValueError unless `overrides` maps keys to `Override`."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"overrides: expected a mapping such as {{'loss': 'mean'}}, got {overrides!r}. "
+            "Map keys or dotted paths of the outputs to how they are joined."
+        )
     for key, override in (overrides or {}).items():
         if override not in get_args(Override):
             raise ValueError(
@@ -184,7 +174,7 @@ def _concatenate(leaves: list[Any], rules: Join, name: str) -> Any:
     kind = kind_of(leaves[0])
     if kind is None or any(kind_of(leaf) is not kind for leaf in leaves):
         raise _cannot("cat", "tensors, arrays or lists", leaves, name)
-    return kind.join(leaves, rules.dim)
+    return move(kind.join(leaves, rules.dim), rules.device)
 
 
 def _has_shards(leaves: list[Any], dim: int, sizes: Sizes) -> bool:

@@ -166,6 +166,8 @@ class _Sliceables:
         return _copy_to(leaf, device)
 
 
+# What most nodes of most batches are: there is no need to ask these what they can do.
+_PLAIN = frozenset({str, int, float, bool, type(None), bytes, list, tuple, dict})
 TENSORS, _ARRAYS, _SLICEABLES = _Tensors(), _Arrays(), _Sliceables()
 _PACKED, _GRAPHS, _TENSOR_DICTS = _PackedSequences(), _GraphBatches(), _TensorDicts()
 
@@ -177,6 +179,8 @@ def kind_of(node: Any) -> Kind | None:
         >>> kind_of(torch.zeros(8, 3)).size(torch.zeros(8, 3), 1), kind_of("text"), kind_of([1])
         (3, None, None)
     """
+    if type(node) in _PLAIN:
+        return None
     if isinstance(node, Tensor):
         return TENSORS
     if isinstance(node, PackedSequence):
@@ -194,6 +198,8 @@ def is_array(node: Any) -> bool:
 
 def is_movable(node: Any) -> bool:
     """Whether a node is no tensor but an object that knows how to go to a device."""
+    if type(node) in _PLAIN:
+        return False
     return callable(getattr(type(node), "to", None)) and not isinstance(node, Tensor | nn.Module)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.devices import current_stream
-from lightning_dp.parallel.leaves import move
+from lightning_dp.parallel.leaves import is_movable, kind_of, move
 
 BUCKET_BYTES = 32 * 2**20
 """A bucket is sent once it holds this much; larger tensors travel alone."""
@@ -39,9 +39,10 @@ def to_device_together(nodes: Sequence[Any], device: torch.device) -> list[Any]:
 
     Differentiable. On return the results may be read, whatever the device.
     """
-    tensors: list[Tensor] = []
-    for node in nodes:
-        tree.map_leaves(lambda leaf: _collect(leaf, tensors), node)
+    leaves = [leaf for node in nodes for leaf in tree.leaves(node)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if all(_is_there(leaf, device) for leaf in leaves):
+        return list(nodes)
     arrived = iter(to_device_coalesced(tensors, device))
 
     def moved(leaf: Any) -> Any:
@@ -99,6 +100,13 @@ def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list
     return moved
 
 
+def _is_there(leaf: Any, device: torch.device) -> bool:
+    """Whether a leaf need not be moved, as far as one can tell without moving it."""
+    if isinstance(leaf, Tensor):
+        return leaf.device == device
+    return kind_of(leaf) is None and not is_movable(leaf)
+
+
 def _sent(bucket: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """The tensors of a bucket after one copy, which may still be under way."""
     if len(bucket) == 1:
@@ -142,9 +150,3 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 def _can_be_packed(tensor: Tensor) -> bool:
     is_plain = type(tensor) in (Tensor, nn.Parameter)
     return is_plain and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _collect(leaf: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(leaf, Tensor):
-        tensors.append(leaf)
-    return leaf

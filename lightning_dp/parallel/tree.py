@@ -41,6 +41,8 @@ def children(node: Any) -> list[tuple[Any, Any]] | None:
             fields = zip(node._fields, node, strict=True)
             return None if kind_of(node) else list(fields)
         return list(enumerate(node))
+    if type(node) in (Tensor, str, int, float):
+        return None
     if isinstance(node, Mapping):
         return None if kind_of(node) else [*node.items(), *_attributes(node)]
     if hasattr(node, "__dataclass_fields__") and not isinstance(node, type) and not kind_of(node):
@@ -78,6 +80,17 @@ def map_leaves(fn: Callable[[Any], Any], node: Any) -> Any:
     if pairs is None:
         return fn(node)
     return rebuild(node, [map_leaves(fn, child) for _, child in pairs])
+
+
+def leaves(node: Any) -> list[Any]:
+    """The leaves of a tree, in the order in which `map_leaves` comes to them.
+
+    Example:
+        >>> leaves({"a": (1, 2), "b": [3]})
+        [1, 2, 3]
+    """
+    pairs = children(node)
+    return [node] if pairs is None else [leaf for _, child in pairs for leaf in leaves(child)]
 
 
 def is_list(node: Any) -> bool:
@@ -135,10 +148,20 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     entries = {k: v for k, v in items.items() if not isinstance(k, Attribute)}
     if not isinstance(node, MutableMapping):
         return type(node)(entries)  # type: ignore[call-arg]  # as all immutable mappings are made
-    clone = copy.copy(node)
+    clone = _independent(node)
     for key, value in entries.items():  # some mappings refuse update()
         clone[key] = value
     vars(clone).update(attributes) if attributes else None
+    return clone
+
+
+def _independent(node: MutableMapping[Any, Any]) -> Any:
+    """A copy of a mapping, to be filled without a change to the original."""
+    clone = copy.copy(node)
+    if not isinstance(node, dict) and not hasattr(type(node), "__copy__"):
+        # Such a copy shares the dict in which the mapping keeps its items.
+        own = {key: copy.copy(value) for key, value in vars(node).items() if type(value) is dict}
+        vars(clone).update(own)
     return clone
 
 

@@ -1,0 +1,206 @@
+"""What in a batch counts its samples: columns, lists of samples, or neither without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from containers import Boxes, Graph, Pair, Sample, graph
+from torch import Tensor, zeros
+
+from lightning_dp.parallel.scatter import BatchSizeError, batch_size, cut
+
+
+def images(*heights: int) -> list[Tensor]:
+    return [zeros(3, height, 8) for height in heights]
+
+
+def targets(*counts: int) -> list[dict[str, Any]]:
+    return [{"boxes": zeros(n, 4), "labels": zeros(n, dtype=torch.long)} for n in counts]
+
+
+def with_ids(*counts: int) -> list[dict[str, Any]]:
+    return [{**target, "image_id": zeros(1)} for target in targets(*counts)]
+
+
+COLUMNS = {
+    "tensor": (zeros(4, 2), 4),
+    "x, y": ([zeros(8, 3), zeros(8)], 8),
+    "x, y of two samples": ([zeros(2, 3), zeros(2, 3)], 2),
+    "x, y of one sample": ([zeros(1, 3), zeros(1)], 1),
+    "no samples": ([zeros(0, 3), zeros(0)], 0),
+    "a row for all": ([zeros(4), zeros(1, 4)], 4),
+    "a row for all, alike": ([zeros(8, 3), zeros(1, 3)], 8),
+    "names beside": ({"x": zeros(8), "name": ["a"] * 8, "classes": ["c"] * 10}, 8),
+    "views and labels": ([[zeros(8, 3), zeros(8, 3)], zeros(8)], 8),
+    "views and labels of two samples": ([[zeros(2, 3), zeros(2, 3)], zeros(2)], 2),
+    "views and labels of one sample": ([[zeros(1, 3), zeros(1, 3)], zeros(1)], 1),
+    "views and names": ({"views": [zeros(8, 3), zeros(8, 3)], "name": ["a"] * 8}, 8),
+    "two loaders": ({"a": [zeros(8, 10), zeros(8, 1)], "b": [zeros(8, 10), zeros(8, 1)]}, 8),
+    "two loaders of one tensor": ({"a": [zeros(8, 3)], "b": [zeros(8, 3)]}, 8),
+    "two loaders in a list": ([[zeros(8, 3), zeros(8)], [zeros(8, 3), zeros(8)]], 8),
+    "dicts of two views": ([{"x": zeros(8, 3)}, {"x": zeros(8, 3)}], 8),
+}
+LISTS = {
+    "detection": ((images(20, 30, 20), targets(5, 0, 2)), 3),
+    "detection in a list": ([images(20, 30), targets(5, 2)], 2),
+    "images of one size, equal counts": ((images(9, 9, 9, 9), targets(3, 3, 3, 3)), 4),
+    "as many images as channels and boxes": ((images(9, 9, 9), targets(3, 3, 3)), 3),
+    "one image": ((images(20), targets(5)), 1),
+    "one image, three boxes": ((images(20), targets(3)), 1),
+    "images only": ({"images": images(20, 30, 20, 30)}, 4),
+    "columns and boxes": ({"x": zeros(8, 3), "boxes": [zeros(n, 4) for n in range(8)]}, 8),
+    "columns and boxes, one each": ({"x": zeros(2, 9), "boxes": [zeros(2, 4), zeros(1, 4)]}, 2),
+    "sizes of 1 inside": ((images(20, 30), with_ids(5, 2)), 2),
+    "a row for all": (
+        {"x": zeros(4, 3), "w": zeros(1, 3), "y": [zeros(n, 2) for n in range(4)]},
+        4,
+    ),
+    "labels of one dim": ({"x": [zeros(7), zeros(7)], "y": [1, 2]}, 2),
+    "masks that some lack": ({"x": zeros(3, 9), "masks": [zeros(5), None, zeros(6)]}, 3),
+    "sources and targets": (([zeros(5), zeros(2), zeros(3)], [zeros(4), zeros(1), zeros(2)]), 3),
+    "lists of lists": ({"x": zeros(2, 9), "y": [[zeros(5), zeros(3)], [zeros(4)]]}, 2),
+    "graphs": ({"g": [graph(i) for i in range(3)], "y": zeros(3)}, 3),
+    "two lists of graphs": (([graph(1), graph(2)], [graph(3), graph(4)]), 2),
+    "objects": ({"y": [Boxes(zeros(n, 4)) for n in (5, 2, 3)]}, 3),
+}
+SAMPLES = {
+    "tuples": ([(zeros(5, 3), 1), (zeros(2, 3), 0), (zeros(3, 3), 1)], 3),
+    "tuples of sequences": ([(zeros(5), zeros(4)), (zeros(2), zeros(7)), (zeros(3), zeros(1))], 3),
+    "dicts": ([{"x": zeros(5, 3)}, {"x": zeros(2, 3)}, {"x": zeros(3, 3)}], 3),
+    "a tuple of dicts": (tuple(targets(5, 2, 3, 4)), 4),
+    "named tuples": ([Pair(zeros(5), 1), Pair(zeros(2), 2)], 2),
+    "dataclasses": ([Sample(zeros(5), 1), Sample(zeros(2), 2)], 2),
+    "graphs": ([graph(i) for i in range(4)], 4),
+    "pairs of graphs": ([(graph(i), graph(i)) for i in range(4)], 4),
+}
+WITHOUT_TENSORS = {
+    "strings": (["a", "b", "c"], 3),
+    "ragged numbers": ([[1, 2], [3]], 2),
+    "columns of strings": ([("a", "b", "c"), ("d", "e", "f")], 3),
+    "square columns of strings": ([("a", "b"), ("d", "e")], 2),
+    "nothing to cut": ({"x": 3, "y": None}, None),
+    "a scalar": (torch.tensor(1.0), None),
+    "nothing": ([], None),
+}
+
+
+@pytest.mark.parametrize(
+    ("batch", "n"),
+    [
+        pytest.param(batch, n, id=f"{reading}: {name}")
+        for reading, cases in [
+            ("columns", COLUMNS),
+            ("lists", LISTS),
+            ("samples", SAMPLES),
+            ("without tensors", WITHOUT_TENSORS),
+        ]
+        for name, (batch, n) in cases.items()
+    ],
+)
+def test_the_batch_size(batch: Any, n: int | None) -> None:
+    assert batch_size(batch) == n
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_samples_are_cut_as_lists(name: str) -> None:
+    batch, n = LISTS[name]
+    whole, first = cut(batch, (n,))[0], cut(batch, (1, n - 1) if n > 1 else (1,))[0]
+    for node, shard in zip(nodes(batch), nodes(first), strict=True):
+        if isinstance(node, list):
+            assert len(shard) == 1 and shapes(shard[0]) == shapes(node[0])
+    assert shapes(whole) == shapes(batch)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_list_of_samples_is_cut_between_samples(name: str) -> None:
+    batch, n = SAMPLES[name]
+    first, second = cut(batch, (1, n - 1))
+    assert len(first) == 1 and first[0] is batch[0]
+    assert list(second) == list(batch[1:]) or len(second) == n - 1
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_are_cut_row_by_row(name: str) -> None:
+    batch, n = COLUMNS[name]
+    if n > 1:
+        first, second = cut(batch, (1, n - 1))
+        for tensor, a, b in zip(tensors(batch), tensors(first), tensors(second), strict=True):
+            rows = (1, n - 1) if len(tensor) == n else (1, 1)
+            assert (len(a), len(b)) == rows
+
+
+def test_columns_of_strings_are_no_rows() -> None:
+    first, second = cut([("a", "b"), ("c", "d")], (1, 1))
+    assert (first, second) == ([("a",), ("c",)], [("b",), ("d",)])
+
+
+def test_a_shape_is_no_list_of_samples() -> None:
+    batch = {"x": zeros(2, 3), "shape": torch.Size([2, 3])}
+    assert [shard["shape"] for shard in cut(batch, (1, 1))] == [(2, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "names"),
+    [
+        ([zeros(8, 2), zeros(3, 2)], r"batch\[0\] has 8 and batch\[1\] has 3"),
+        (
+            {"x": zeros(8), "more": [zeros(8), zeros(3)]},
+            r"'x'\] has 8 and batch\['more'\]\[1\] has",
+        ),
+        ({"x": zeros(8, 2), "g": Boxes(zeros(3, 4))}, r"'x'\] has 8 and batch\['g'\] has 3"),
+        (Sample(zeros(8), zeros(3)), r"\['image'\] has 8 and batch\['label'\] has 3"),
+        ({"a": ["x"] * 3, "b": ["y"] * 2}, r"batch\['a'\] has 3 and batch\['b'\] has 2"),
+        ({"x": zeros(8), "boxes": [zeros(5), zeros(2)]}, r"'x'\] has 8 and .*\]\[0\] has 5"),
+    ],
+)
+def test_two_batch_sizes_are_an_error_that_names_both_leaves(batch: Any, names: str) -> None:
+    with pytest.raises(BatchSizeError, match=names) as error:
+        batch_size(batch)
+    assert "Give both the same number" in str(error.value) and "split_batch" in str(error.value)
+    assert len(error.value.sizes) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "readings"),
+    [
+        ({"views": [zeros(8, 3), zeros(8, 3)]}, r"8 samples if batch\['views'\] holds .* 2 if"),
+        ({"points": [zeros(99, 3)] * 5}, r"99 samples if batch\['points'\] holds columns, 5 if"),
+        (
+            [[zeros(5), zeros(4)], [zeros(3), zeros(9)], [zeros(2), zeros(8)]],
+            r"3 samples if the batch is a list of samples, 2 if batch\[0\] holds one item",
+        ),
+    ],
+)
+def test_a_batch_that_can_be_read_in_two_ways_is_an_error(batch: Any, readings: str) -> None:
+    with pytest.raises(BatchSizeError, match=readings) as error:
+        batch_size(batch)
+    assert "split_batch(batch, sizes)" in str(error.value)
+    assert len(error.value.sizes) == 2
+
+
+def test_the_ways_out_of_an_ambiguity_work() -> None:
+    points, views = [zeros(99, 3)] * 5, [zeros(8, 3), zeros(8, 3)]
+    assert batch_size({"points": points, "index": list(range(5))}) == 5
+    assert batch_size({"views": dict(enumerate(views))}) == 8
+    assert batch_size({"views": torch.stack(views, 1)}) == 8
+
+
+def nodes(node: Any) -> list[Any]:
+    """The values of a batch, one level down."""
+    return list(node.values()) if isinstance(node, dict) else list(node)
+
+
+def shapes(node: Any) -> Any:
+    if isinstance(node, Graph):
+        return shapes(node.entries)
+    if isinstance(node, dict | list | tuple):
+        return [shapes(child) for child in nodes(node)]
+    return node.shape if isinstance(node, Tensor) else len(node.x) if hasattr(node, "x") else node
+
+
+def tensors(node: Any) -> list[Tensor]:
+    if isinstance(node, dict | list | tuple):
+        return [tensor for child in nodes(node) for tensor in tensors(child)]
+    return [node] if isinstance(node, Tensor) else []

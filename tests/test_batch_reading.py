@@ -34,6 +34,8 @@ COLUMNS = {
     "a row for all, alike": ([zeros(8, 3), zeros(1, 3)], 8),
     "names beside": ({"x": zeros(8), "name": ["a"] * 8, "classes": ["c"] * 10}, 8),
     "views and labels": ([[zeros(8, 3), zeros(8, 3)], zeros(8)], 8),
+    "views of images alone": ({"views": [zeros(8, 3, 4, 4), zeros(8, 3, 4, 4)]}, 8),
+    "two views of two images": ({"views": [zeros(2, 3, 4, 4), zeros(2, 3, 4, 4)]}, 2),
     "views and labels of two samples": ([[zeros(2, 3), zeros(2, 3)], zeros(2)], 2),
     "views and labels of one sample": ([[zeros(1, 3), zeros(1, 3)], zeros(1)], 1),
     "views and names": ({"views": [zeros(8, 3), zeros(8, 3)], "name": ["a"] * 8}, 8),

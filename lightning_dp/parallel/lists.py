@@ -44,6 +44,12 @@ def may_be_images(items: Sequence[Any]) -> bool:
     return all(is_tensor(item) and item.ndim == 3 for item in items)
 
 
+def may_be_views(items: Sequence[Any]) -> bool:
+    """Whether all items are batches of images of one shape, as the views of one batch are."""
+    are_batches = all(is_tensor(item) and item.ndim == 4 for item in items)
+    return are_batches and len({tuple(item.shape) for item in items}) == 1
+
+
 def are_different_columns(items: Sequence[Any]) -> bool:
     """Whether few tensors differ in the shape of their rows, as `[x, y]` do."""
     are_few_arrays = len(items) <= 3 and all(is_tensor(item) for item in items)

@@ -17,11 +17,12 @@ agrees on one size is taken:
 
 Two readings that would cut a batch differently are an error, unless one is far more likely:
 
-- 1 and 2, as in `{"views": [a, b]}`: lists of names or numbers decide by their length; else lists
+- 1 and 2, as in `{"pair": [a, b]}`: lists of names or numbers decide by their length; else lists
   of mappings or objects hold samples (targets of which each happens to have as many boxes), and so
   do lists of images (three dims, the first of which is 3); lists of one tensor hold a column, and
-  so do lists of up to three tensors with rows of different shapes (`[x, y]`), and lists beside
-  other columns where both readings count the same.
+  so do lists of batches of images of one shape (four dims: the views of a batch), lists of up to
+  three tensors with rows of different shapes (`[x, y]`), and lists beside other columns where
+  both readings count the same.
 - 2 and 3: `(list, list)` is a tuple of columns, `[(x, y), (x, y)]` a list of samples.
 """
 
@@ -46,6 +47,7 @@ from lightning_dp.parallel.lists import (
     is_tuple_of_lists,
     may_be_images,
     may_be_samples,
+    may_be_views,
 )
 
 Reading: TypeAlias = Literal["columns", "lists", "samples"]
@@ -140,7 +142,8 @@ def _columns_or_lists(
     if has_images or any(is_record(item) for items in lists for item in items):
         return by_lists, "lists"
     has_other_columns = by_columns == by_lists and len(lists) < len(entries)
-    if by_lists == 1 or has_other_columns or any(map(are_different_columns, lists)):
+    are_columns = any(may_be_views(items) or are_different_columns(items) for items in lists)
+    if by_lists == 1 or has_other_columns or are_columns:
         return by_columns, "columns"
     path = next(entry.path for entry in entries if entry.items is not None)
     _ambiguous(

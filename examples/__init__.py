@@ -1,1 +1,1 @@
-"""LightningModules to read and run: each is a script and an experiment of lightning_dp."""
+"""To read and run: each is a script, and an experiment of lightning_dp unless plain PyTorch."""

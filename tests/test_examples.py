@@ -1,4 +1,4 @@
-"""Every file in examples/ runs as a script and as `python -m lightning_dp experiment=NAME`."""
+"""Every file in examples/ runs as a script, and as `python -m lightning_dp experiment=NAME`."""
 
 import subprocess
 import sys
@@ -14,11 +14,19 @@ ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(
     file.stem for file in (ROOT / "examples").glob("*.py") if not file.stem.startswith("_")
 )
+PLAIN = {"migrate"}  # plain PyTorch, without a LightningModule: scripts and no experiments
+EXPERIMENTS = [name for name in NAMES if name not in PLAIN]
 
 
 def test_every_example_is_an_experiment_and_the_reverse() -> None:
     experiments = {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")}
-    assert experiments == set(NAMES)
+    assert experiments == set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_plain_scripts_do_without_a_lightning_module(name: str) -> None:
+    source = (ROOT / "examples" / f"{name}.py").read_text()
+    assert ("LightningModule" in source) == (name not in PLAIN)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,7 +43,7 @@ def test_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     assert "test/" in done.stdout
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_example_runs_as_an_experiment(name: str, tmp_path: Path) -> None:
     overrides = [
         f"experiment={name}",

@@ -105,13 +105,15 @@ class DataParallel(nn.Module, Generic[Module]):
         self.dim = dim
         self._options: dict[str, Any] = {
             "output_device": self.output_device,
-            "split": split_policy(split, weights, len(self.devices)),
             "dim": dim,
             "buffers": buffers,
             "executor": executor,
             "overrides": gather_overrides,
         }
+        split_policy(split, weights, len(self.devices))  # a wrong number of weights is told now
+        self._split = (split, weights, len(self.devices))  # the policy itself cannot be pickled
         self._engine: ForwardParallel | None = None
+        self._identity = id(self)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
     @property
@@ -121,12 +123,15 @@ class DataParallel(nn.Module, Generic[Module]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `module(*inputs, **kwargs)` returns, computed on all devices."""
+        if self._identity != id(self):  # a wrapper around this one has replicated it
+            return self.module(*inputs, **kwargs)
         self._move_module()
         if len(self.devices) == 1:
             args, options = to_device((inputs, kwargs), self.devices[0])
             return to_device(self.module(*args, **options), self.output_device)
         if self._engine is None:
-            self._engine = ForwardParallel(self.module, self.devices, **self._options)
+            split = split_policy(*self._split)
+            self._engine = ForwardParallel(self.module, self.devices, split=split, **self._options)
             weakref.finalize(self, self._engine.close)
         with self._engine.spreading():
             return self.module(*inputs, **kwargs)
@@ -149,6 +154,11 @@ class DataParallel(nn.Module, Generic[Module]):
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay behind: a copy makes its own when it is first called."""
         return {**self.__dict__, "_engine": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a wrapper of its own."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._identity = id(self)
 
     def _move_module(self) -> None:
         root = self.devices[0]
@@ -179,8 +189,12 @@ def _check_module(module: Any) -> None:
 
 def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     """A state dict for `module`, from one of `module` or of a wrapper around it."""
-    names = {key: _own_key(key, own) for own in [set(module.state_dict())] for key in state_dict}
-    doubled = [key for key, name in names.items() if key != name and name in state_dict]
+    own = set(module.state_dict())
+    bare = {key: key.removeprefix(_PREFIX) for key in state_dict}
+    # Only together can keys tell the prefix from a submodule that is really called `module`.
+    is_wrapped = all(key != name for key, name in bare.items()) and own <= set(bare.values())
+    names = bare if is_wrapped else {key: _own_key(key, own) for key in state_dict}
+    doubled = [key for key, name in names.items() if key != name and names.get(name) == name]
     if doubled:
         raise ValueError(
             f"load_state_dict: expected each parameter once, got both {doubled[0]!r} and "

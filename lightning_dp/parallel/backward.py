@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from lightning_dp.parallel.gradient_hooks import GradientHooks
 from lightning_dp.parallel.reduce import Buffers, reduce_buffers, reduce_gradients
 from lightning_dp.parallel.replicate import Replicas
@@ -28,9 +30,14 @@ class Backward:
         self._hooks: GradientHooks | None = None
 
     def after_forward(self, shards: Shards) -> None:
-        """Notes whose buffers are to be settled, after the backward or before the next step."""
+        """Notes whose buffers are to be settled, after the backward or before the next step.
+
+        Without gradients no backward will come: they are settled now.
+        """
         if not self.root_keeps_its_buffers(shards):
             self._unsettled = shards
+        if not torch.is_grad_enabled():
+            self._settle_buffers()
 
     def before(self) -> None:
         """Takes the hooks of the root's parameters off, which are to see sums."""

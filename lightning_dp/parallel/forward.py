@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ class ForwardParallel(Engine):
             yield
             return
         try:
-            with self._forwards({path: partial(self._spread, path) for path in self._paths}) as own:
+            with self._forwards({path: _SpreadForward(self, path) for path in self._paths}) as own:
                 self._own_forwards = own
                 yield
         finally:
@@ -102,10 +101,14 @@ class ForwardParallel(Engine):
         # Code outside of the replicas may write weights between two calls, through `.data` too.
         return "trained" if any(self._mode) else "changed"
 
-    def _spread(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        # Replicas call the module's own forward, and follow its attributes.
+    def spread(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Does `call` where replicas call the module's own forward, and follow its attributes."""
         with self._forwards(self._own_forwards or {}):
             return self.call(path, args, kwargs)
+
+    def own_forward(self, path: str) -> Any:
+        """The attribute `forward` that a spread module has itself, or None."""
+        return (self._own_forwards or {}).get(path)
 
     @contextlib.contextmanager
     def _forwards(self, forwards: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -125,6 +128,29 @@ class ForwardParallel(Engine):
             if forwards[path] is not None:
                 attributes["forward"] = forwards[path]
         return before
+
+
+class _SpreadForward:
+    """The attribute `forward` of a module while its calls are spread."""
+
+    def __init__(self, engine: ForwardParallel, path: str) -> None:
+        self._engine = engine
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._engine.spread(self._path, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the module that is made meanwhile, to save or to average it, is not spread."""
+        own = self._engine.own_forward(self._path)
+        if own is not None:
+            return _itself, (own,)
+        # The copy has no attributes yet: this is its class's.
+        return getattr, (self._engine.module.get_submodule(self._path), "forward")
+
+
+def _itself(own: Any) -> Any:
+    return own
 
 
 def check_parallel_modules(module: nn.Module, names: Sequence[str]) -> None:

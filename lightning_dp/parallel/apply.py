@@ -90,6 +90,7 @@ class Executor:
         """
         trial = self._trial(kind, len(tasks), goes_on)
         in_threads = self._how == "threads" if trial is None else trial.threads
+        in_threads &= not _is_checkpointing()
         start = time.perf_counter()
         try:
             return (self._in_threads if in_threads else self._in_order)(tasks)
@@ -234,6 +235,15 @@ def check_executor(how: str) -> None:
     """Raises a ValueError unless `how` names an executor."""
     if how not in EXECUTORS:
         raise ValueError(f"executor: expected one of {list(EXECUTORS)}, got {how!r}.")
+
+
+def _is_checkpointing() -> bool:
+    """Whether the caller's backward will do this work again (`torch.utils.checkpoint`).
+
+    It knows the tensors that it saves by their order alone, which threads would not repeat.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def _start_workers(devices: Sequence[torch.device]) -> list[_Worker]:

@@ -31,7 +31,7 @@ class Replica:
         self.parameters = [_leaf_parameter(p, device) for p in source.parameters]
         self.buffer_tables: list[dict[str, Tensor | None]] = [{} for _ in source.buffer_tables]
         self._replace_buffers(self._seen)
-        self._is_connected = False
+        self._connected: list[Tensor] = []
         self._twins = twins = self._make_twins(k, device, rules)
         self._bodies = [
             _Body(module, twins, buffers, rules.own_attributes(module, k, device))
@@ -59,16 +59,28 @@ class Replica:
 
     def connect(self, after_backward: Callable[[], None]) -> None:
         """Computes with functions of the root's parameters; without gradients, with its own."""
-        tensors: list[Tensor] = list(self.parameters)
-        is_connected = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters)
-        if is_connected:
-            tensors = broadcast(self._source.parameters, self.parameters, after_backward)
-        if is_connected or self._is_connected:
+        was_connected = bool(self._connected)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
+            self._connected = broadcast(self._source.parameters, self.parameters, after_backward)
+        elif not self._stays_connected():
+            self._connected = []
+        if self._connected or was_connected:
+            tensors = self._connected or self.parameters
             pairs = zip(self._source.parameters, tensors, strict=True)
             twins = {**self._twins, **{id(original): tensor for original, tensor in pairs}}
             for body in self._bodies:
                 body.bind(twins)
-        self._is_connected = is_connected
+
+    def _stays_connected(self) -> bool:
+        """Whether the tensors of the latest call with gradients serve one without them as well.
+
+        That call's backward may still recompute a part of it (reentrant checkpoints), which would
+        otherwise find parameters that lead nowhere.
+        """
+        if torch.is_grad_enabled():
+            return False
+        now, then = map(Tensor.data_ptr, self.parameters), map(Tensor.data_ptr, self._connected)
+        return list(now) == list(then)
 
     def _make_twins(self, k: int, device: torch.device, rules: ReplicaRules) -> dict[int, Any]:
         """What stands for each parameter and module of the root, by the original's id."""

@@ -57,7 +57,7 @@ class ForwardParallel(Engine):
     ) -> None:
         check_parallel_modules(module, parallel_modules)
         super().__init__(module, devices, scalars="stack", **options)
-        self._paths = ["", *parallel_modules]
+        self._paths = list(dict.fromkeys(["", *parallel_modules]))
         self._own_forwards: dict[str, Any] | None = None
         self._mode = (False, False)
 
@@ -83,6 +83,7 @@ class ForwardParallel(Engine):
 
         shards = self.scatter({**dict(enumerate(args)), **kwargs})
         if shards.whole:
+            self.last_sizes = shards.sizes
             return to_device(forward(self.module, shards.parts[0]), self.output_device)
         training = any(module.training for module in self.replicas.submodules[0])
         return self.run(f"{path}.forward".lstrip("."), forward, shards, training=training)

@@ -89,8 +89,10 @@ class Replicas:
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
             if self._layout.signature() != self._signature:
-                # What has accumulated on the old replicas must not go with them.
-                reduce_gradients(self.parameters)
+                # What has accumulated on the old replicas must not go with them. The weights of
+                # a functional call accumulate nothing.
+                if all(parameter.is_leaf for parameter in self._layout.parameters):
+                    reduce_gradients(self.parameters)
                 self._build()
             elif others:
                 self._layout.look_at_attributes()

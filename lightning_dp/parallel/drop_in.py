@@ -190,10 +190,10 @@ def _check_module(module: Any) -> None:
 def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     """A state dict for `module`, from one of `module` or of a wrapper around it."""
     own = set(module.state_dict())
-    bare = {key: key.removeprefix(_PREFIX) for key in state_dict}
-    # Only together can keys tell the prefix from a submodule that is really called `module`.
-    is_wrapped = all(key != name for key, name in bare.items()) and own <= set(bare.values())
-    names = bare if is_wrapped else {key: _own_key(key, own) for key in state_dict}
+    is_wrapped = _have_prefix(list(state_dict), own)
+    names = {
+        key: key.removeprefix(_PREFIX) if is_wrapped else _own_key(key, own) for key in state_dict
+    }
     doubled = [key for key, name in names.items() if key != name and names.get(name) == name]
     if doubled:
         raise ValueError(
@@ -209,6 +209,15 @@ def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> dict[st
     return clean
 
 
+def _have_prefix(keys: list[str], own: set[str]) -> bool:
+    """Whether keys are those of a module in a wrapper, prefix and all.
+
+    Only together can they tell the prefix from a submodule that is really called `module`.
+    """
+    bare = {key.removeprefix(_PREFIX) for key in keys}
+    return all(key.startswith(_PREFIX) for key in keys) and own <= bare
+
+
 def _own_key(key: str, own: set[str]) -> str:
     bare = key.removeprefix(_PREFIX)
     return bare if bare in own and key not in own else key
@@ -218,6 +227,10 @@ def _add_prefix(
     wrapper: DataParallel[Any], state_dict: dict[str, Any], prefix: str, *args: Any
 ) -> None:
     """Lets a bigger module load its state into the wrapper, where keys have no prefix."""
-    for key in wrapper.module.state_dict():
-        if prefix + key in state_dict:
-            state_dict[prefix + _PREFIX + key] = state_dict.pop(prefix + key)
+    own = set(wrapper.module.state_dict())
+    keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+    if not _have_prefix(keys, own):
+        moved = [key for key in keys if key in own]
+        values = [state_dict.pop(prefix + key) for key in moved]
+        names = [prefix + _PREFIX + key for key in moved]
+        state_dict.update(zip(names, values, strict=True))

@@ -1,0 +1,83 @@
+"""Does the same to a module on one device and to its twin whose calls are spread."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from oracle import assert_equal_trees, devices_of, gradients
+from torch import Tensor, nn
+
+from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.split import weighted
+
+CPU = torch.device("cpu")
+SIZES = (3, 2, 1)
+EXACT = {"atol": 1e-10, "rtol": 0.0}
+
+
+def inputs(n: int = 6, width: int = 4, seed: int = 1) -> Tensor:
+    """The same samples at every call, as a new tensor on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, width, generator=generator, dtype=torch.float64)
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+@contextmanager
+def engine_of(
+    module: nn.Module, sizes: Sequence[int] = SIZES, **options: Any
+) -> Iterator[ForwardParallel]:
+    """An engine on devices that get shards of these sizes, or in proportion to them."""
+    devices = devices_of(len(sizes))
+    defaults = {
+        "output_device": CPU,
+        "executor": "threads",
+        "split": lambda n: tuple(sizes) if sum(sizes) == n else weighted(n, sizes),
+    }
+    engine = ForwardParallel(module.to(devices[0]), devices, **{**defaults, **options})
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def compare(
+    make: Callable[[], nn.Module],
+    use: Callable[[nn.Module], Any],
+    sizes: Sequence[int] = SIZES,
+    *,
+    state: bool = True,
+    **options: Any,
+) -> ForwardParallel:
+    """Asserts that `use` leaves the same results, gradients and state on both modules."""
+    torch.manual_seed(0)
+    one = make().double()
+    several = copy.deepcopy(one)
+    expected = use(one)
+    with engine_of(several, sizes, **options) as engine, engine.spreading():
+        actual = use(several)
+    assert_equal_trees(actual, expected, "results", **EXACT)
+    assert_equal_trees(gradients(several), gradients(one), "gradients", **EXACT)
+    if state:
+        assert_equal_trees(dict(several.state_dict()), dict(one.state_dict()), "state", **EXACT)
+    return engine
+
+
+def said(error: BaseException) -> str:
+    """An error's text with its notes, which Python 3.10 has in the text itself."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def update(module: nn.Module, rate: float = 0.1) -> None:
+    """A step of gradient descent."""
+    with torch.no_grad():
+        for p in module.parameters():
+            if p.grad is not None:
+                p -= rate * p.grad
+                p.grad = None

@@ -1,0 +1,422 @@
+"""Spread calls: what modules get, do to themselves, and leave behind."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal_trees, devices_of, gradients
+from spreading import CPU, EXACT, compare, engine_of, inputs, perceptron, update
+from torch import Tensor, nn
+
+from lightning_dp.parallel.forward import ForwardParallel
+
+pytestmark = pytest.mark.usefixtures("on")
+
+
+# Arguments
+
+
+class Affine(nn.Module):
+    """Takes its arguments in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(
+        self, x: Tensor | None = None, *, scale: Any = 1.0, other: Tensor | None = None
+    ) -> Any:
+        y = self.layer(torch.ones(1, 4).to(self.layer.weight) if x is None else x) * scale
+        return y if other is None else y + other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        (lambda: ((), {"x": inputs()}), (3, 2, 1)),
+        (lambda: ((), {"x": inputs(), "other": inputs(seed=2), "scale": 3}), (3, 2, 1)),
+        (lambda: ((inputs(),), {"scale": torch.tensor(2.0)}), (3, 2, 1)),
+        (lambda: ((inputs(),), {"scale": inputs(1)}), (3, 2, 1)),
+        (lambda: ((), {}), (1, 0, 0)),
+        (lambda: ((), {"scale": 2.0}), (1, 0, 0)),
+        (lambda: ((inputs(1),), {}), (1, 0, 0)),
+    ],
+    ids=["keyword", "keywords", "0-dim", "one row", "nothing", "number", "one sample"],
+)
+def test_arguments_of_every_kind(arguments: Any, sizes: tuple[int, ...]) -> None:
+    def use(net: nn.Module) -> Any:
+        args, kwargs = arguments()
+        y = net(*args, **kwargs)
+        y.square().sum().backward()
+        return y.detach()
+
+    assert compare(Affine, use).last_sizes == sizes
+
+
+def test_an_input_without_dimensions_goes_to_the_root_alone() -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.weight * x
+
+    def use(net: nn.Module) -> Any:
+        x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+        y = net(x)
+        y.sum().backward()
+        return y.detach(), x.grad
+
+    assert compare(Scale, use).last_sizes == (1, 0, 0)
+
+
+def test_scalars_of_the_replicas_come_stacked() -> None:
+    """As in nn.DataParallel: one for each replica that had samples, and in the graph."""
+
+    class Loss(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum()
+
+    net = Loss(4, 1).double()
+    one = copy.deepcopy(net)
+    with engine_of(net, (4, 2, 0)) as engine, engine.spreading():
+        losses = net(inputs())
+        losses.sum().backward()
+    expected = torch.stack([one(inputs()[:4]), one(inputs()[4:])])
+    expected.sum().backward()
+    assert_equal_trees(losses.detach(), expected.detach(), "losses", **EXACT)
+    assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
+
+
+# Hooks
+
+
+def test_hooks_of_the_module_see_whole_batches_and_those_inside_shards() -> None:
+    net = perceptron().double()
+    seen: dict[str, list[int]] = {"before": [], "after": [], "backward": [], "inside": []}
+    net.register_forward_pre_hook(lambda m, args: seen["before"].append(len(args[0])))
+    net.register_forward_hook(lambda m, args, y: seen["after"].append(len(y)))
+    net.register_full_backward_hook(lambda m, gi, go: seen["backward"].append(len(go[0])))
+    net[1].register_forward_hook(lambda m, args, y: seen["inside"].append(len(y)))
+    with engine_of(net, executor="inorder") as engine, engine.spreading():
+        net(inputs().requires_grad_()).sum().backward()
+    assert seen == {"before": [6], "after": [6], "backward": [6], "inside": [3, 2, 1]}
+
+
+def test_hooks_of_the_module_may_replace_arguments_and_outputs() -> None:
+    def use(net: nn.Module) -> Any:
+        net.register_forward_pre_hook(lambda m, args: (2 * args[0],))
+        net.register_forward_hook(lambda m, args, y: y.cumsum(0))
+        net[0].register_forward_hook(lambda m, args, y: y * 3)
+        y = net(inputs())
+        y.square().sum().backward()
+        return y.detach()
+
+    compare(perceptron, use)
+
+
+# What a forward may do
+
+
+def test_a_module_may_call_itself() -> None:
+    class Recursive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, depth: int = 3) -> Tensor:
+            return self(torch.tanh(self.layer(x)), depth - 1) if depth else x
+
+    def use(net: nn.Module) -> Any:
+        y = net(inputs())
+        y.square().sum().backward()
+        return y.detach()
+
+    compare(Recursive, use)
+
+
+def test_autograd_works_inside_of_forward() -> None:
+    class Energy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = perceptron()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            return force
+
+    def use(net: nn.Module) -> Any:
+        force = net(inputs())
+        force.square().sum().backward()
+        return force.detach()
+
+    compare(Energy, use)
+
+
+def test_parameters_may_be_replaced_and_layers_added_between_calls() -> None:
+    def use(net: nn.Module) -> Any:
+        found = []
+        for i in range(3):
+            y = net(inputs())
+            y.square().sum().backward()
+            update(net)
+            device = net[0].weight.device
+            if i == 0:
+                net[0].weight = nn.Parameter(torch.ones_like(net[0].weight))
+            if i == 1:
+                net.append(nn.Linear(3, 2).to(device, torch.float64))
+                with torch.no_grad():
+                    [p.fill_(0.5) for p in net[3].parameters()]
+            found.append(y.detach())
+        return found
+
+    compare(perceptron, use)
+
+
+def test_functional_calls_use_the_given_weights_and_give_them_gradients() -> None:
+    def use(net: nn.Module) -> Any:
+        inner = {name: p - 0.1 for name, p in net.named_parameters()}
+        y = torch.func.functional_call(net, inner, (inputs(),))
+        y.square().sum().backward()
+        net(inputs()).sum().backward()
+        return y.detach()
+
+    compare(perceptron, use)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_forward_mode_derivatives_go_through_a_spread_call() -> None:
+    import torch.autograd.forward_ad as forward_ad
+
+    def use(net: nn.Module) -> Any:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(net(forward_ad.make_dual(inputs(), inputs(seed=2))))[1]
+
+    compare(perceptron, use)
+
+
+SHARED_VERSION = pytest.mark.xfail(
+    reason="shards of one tensor on one device share its version counter, or are views of a split"
+)
+BOTH = pytest.mark.parametrize(
+    "on", [pytest.param("cpu", marks=SHARED_VERSION), "sim"], indirect=True
+)
+
+
+class Writing(nn.Linear):
+    """Normalises its input in place, as some data sets ask for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.sub_(0.5).mul_(2))
+
+
+@BOTH
+def test_writing_to_an_input_does_not_change_the_numbers() -> None:
+    def use(net: nn.Module) -> Any:
+        outputs = []
+        for _ in range(3):
+            y = net(inputs())
+            y.square().sum().backward()
+            outputs.append(y.detach())
+        return outputs
+
+    compare(lambda: Writing(4, 2), use, executor="inorder")
+
+
+@BOTH
+def test_writing_to_an_input_that_has_a_graph_does_not_change_the_numbers() -> None:
+    def use(net: nn.Module) -> Any:
+        x = inputs().requires_grad_()
+        net(x * 3).square().sum().backward()
+        return x.grad
+
+    compare(lambda: Writing(4, 2), use)
+
+
+# Buffers
+
+
+def norms() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh())
+
+
+def shard_by_shard(one: nn.Module, x: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, list[Any]]:
+    """What one device computes for the shards, each with the buffers as they were before."""
+    before = copy.deepcopy(dict(one.named_buffers()))
+    outputs, after = [], []
+    for part in x.split([size for size in sizes if size]):
+        for name, buffer in one.named_buffers():
+            buffer.data.copy_(before[name])
+        outputs.append(one(part))
+        after.append(copy.deepcopy(dict(one.named_buffers())))
+    return torch.cat(outputs), after
+
+
+@pytest.mark.parametrize("buffers", ["first", "mean"])
+@pytest.mark.parametrize("sizes", [(5, 3, 2), (0, 6, 4)])
+@pytest.mark.parametrize("backward", [True, False])
+def test_running_statistics_are_those_of_the_first_or_the_mean(
+    buffers: str, sizes: tuple[int, ...], backward: bool
+) -> None:
+    torch.manual_seed(0)
+    net = norms().double()
+    one = copy.deepcopy(net)
+    active = [size for size in sizes if size]
+    with engine_of(net, sizes, buffers=buffers) as engine, engine.spreading():
+        for step in range(3):
+            x = inputs(10, seed=step)
+            expected, after = shard_by_shard(one, x, sizes)
+            for name, buffer in one.named_buffers():
+                mean = sum(b[name] * n for b, n in zip(after, active, strict=True)) / 10
+                is_mean = buffers == "mean" and buffer.is_floating_point()
+                buffer.data.copy_(mean if is_mean else after[0][name])
+            with torch.set_grad_enabled(backward):
+                y = net(x)
+            if backward:
+                y.square().sum().backward()
+                expected.square().sum().backward()
+            assert_equal_trees(y.detach(), expected.detach(), "outputs", **EXACT)
+            assert_equal_trees(dict(net.state_dict()), dict(one.state_dict()), "state", **EXACT)
+            assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
+            update(net), update(one)
+
+
+def test_evaluation_after_training_uses_the_statistics_of_training() -> None:
+    def use(net: nn.Module) -> Any:
+        outputs = []
+        for seed in range(3):
+            with torch.no_grad():  # on all devices alike: in eval mode, then a change of it
+                outputs.append(net.eval()(inputs(seed=seed)))
+                net[1].running_mean += 1
+                outputs.append(net(inputs(seed=seed)))
+            net(inputs(seed=seed)).square().sum().backward()
+            update(net)
+            outputs.append(net(inputs(seed=seed)).detach())
+        return outputs
+
+    compare(norms, use)
+
+
+def test_evaluation_on_idle_roots_uses_the_statistics_of_training() -> None:
+    torch.manual_seed(0)
+    net = norms().double()
+    with engine_of(net, (0, 6, 4)) as engine, engine.spreading():
+        net(inputs(10)).square().sum().backward()
+        update(net)
+        net(inputs(10)).square().sum().backward()
+        y = net.eval()(inputs(10))
+    one = norms().double()
+    one.load_state_dict(net.state_dict())
+    assert_equal_trees(y.detach(), one.eval()(inputs(10)).detach(), "outputs", **EXACT)
+
+
+def test_two_calls_before_one_backward_with_running_statistics() -> None:
+    torch.manual_seed(0)
+    net = norms().double()
+    one = copy.deepcopy(net)
+    sizes = (5, 3, 2)
+    with engine_of(net, sizes, buffers="mean") as engine, engine.spreading():
+        (net(inputs(10, seed=1)) * net(inputs(10, seed=2))).sum().backward()
+    a, b = (shard_by_shard(one, inputs(10, seed=seed), sizes)[0] for seed in (1, 2))
+    (a * b).sum().backward()
+    assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
+    assert net[1].num_batches_tracked == 2
+
+
+# Submodules
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = perceptron(), nn.Linear(3, 2)
+        self.same = self.encoder
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+def test_named_submodules_are_spread_too_and_inside_of_a_spread_call_only_once() -> None:
+    def use(net: nn.Module) -> Any:
+        seen.clear()
+        y = net.head(net.encoder(inputs()) * 2) + net(inputs())
+        y.square().sum().backward()
+        return y.detach()
+
+    seen: list[int] = []
+
+    def make() -> nn.Module:
+        net = Pair()
+        net.encoder[1].register_forward_hook(lambda m, args, y: seen.append(len(y)))
+        return net
+
+    compare(make, use, parallel_modules=["encoder", "head", "encoder"], executor="inorder")
+    assert seen == [3, 2, 1, 3, 2, 1]
+
+
+def test_spreading_leaves_no_trace_on_submodules_named_twice() -> None:
+    net = Pair().double()
+    with engine_of(net, parallel_modules=["encoder", "encoder"]) as engine:
+        with engine.spreading():
+            net.encoder(inputs())
+        assert "forward" not in net.encoder.__dict__ and "forward" not in net.__dict__
+
+
+def test_a_submodule_copied_inside_of_a_step_is_not_spread() -> None:
+    """To average weights, say."""
+
+    def use(net: nn.Module) -> Any:
+        y = net.encoder(inputs())
+        average = copy.deepcopy(net.encoder)
+        y.square().sum().backward()
+        update(net)
+        return average(inputs().to(average[0].weight.device)).detach(), net.encoder(
+            inputs()
+        ).detach()
+
+    compare(Pair, use, parallel_modules=["encoder"])
+
+
+def test_unknown_submodules_are_refused_with_a_suggestion() -> None:
+    with pytest.raises(ValueError, match=r"submodules of Pair, such as \['encoder'.*got 'encodr'"):
+        ForwardParallel(
+            Pair(),
+            [CPU] * 2,
+            output_device=CPU,
+            split=lambda n: (n, 0),
+            parallel_modules=["encodr"],
+        )
+
+
+# Devices
+
+
+@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@pytest.mark.parametrize("place", ["cpu", "sim:1", "sim:5"])
+def test_inputs_may_be_anywhere_and_get_their_gradients_there(place: str) -> None:
+    net = perceptron().double()
+    one = copy.deepcopy(net)
+    output_device = torch.device("sim", 6)
+    with engine_of(net, output_device=output_device) as engine, engine.spreading():
+        x = inputs().to(place).requires_grad_()
+        y = net(x)
+        y.square().sum().backward()
+    expected = inputs().requires_grad_()
+    one(expected).square().sum().backward()
+    assert y.device == output_device and x.grad.device == torch.device(place)
+    assert_equal_trees(x.grad, expected.grad, "gradient", **EXACT)
+    assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
+    assert {p.grad.device for p in net.parameters()} == {devices_of(1)[0]}
+
+
+def test_dim_1_is_cut_and_joined() -> None:
+    def use(net: nn.Module) -> Any:
+        x = inputs(5, 6).unsqueeze(2).repeat(1, 1, 4).requires_grad_()  # (time, batch, features)
+        y, state = net(x)
+        (y.exp().mean() + state.square().sum()).backward()
+        return y.detach(), state.detach(), x.grad
+
+    compare(lambda: nn.GRU(4, 3), use, dim=1)

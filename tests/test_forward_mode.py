@@ -1,0 +1,432 @@
+"""Forward mode in the Trainer: whole-batch losses and manual optimisation, as on one device."""
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from oracle import (
+    Classifier,
+    Run,
+    assert_equal_trees,
+    assert_same,
+    devices_of,
+    loader,
+    run,
+    trainer,
+)
+from spreading import said
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dp import DataParallelStrategy
+
+pytestmark = pytest.mark.usefixtures("on")
+
+
+def contrastive(z: Tensor, y: Tensor) -> Tensor:
+    """Every sample against all others of the batch."""
+    z = F.normalize(z, dim=1)
+    logits = z @ z.T / 0.5
+    others = 1 - torch.eye(len(z)).to(z)
+    same = (y[:, None] == y).to(z) * others
+    log_p = logits - (logits.exp() * others).sum(1, keepdim=True).add(1e-3).log()
+    return -(log_p * same).sum() / (same.sum() + 1)
+
+
+def triplet(z: Tensor, y: Tensor) -> Tensor:
+    """The farthest of the same class and the nearest of another one, in the whole batch."""
+    distance = (z[:, None] - z).square().sum(2)
+    same = y[:, None] == y
+    far = (distance * same).amax(1)
+    near = (distance + 1e3 * same).amin(1)
+    return F.relu(far - near + 1).mean()
+
+
+def dice(z: Tensor, y: Tensor) -> Tensor:
+    """Sums over the batch in numerator and denominator."""
+    p, truth = z.softmax(1), F.one_hot(y, 3).to(z)
+    return (1 - 2 * (p * truth).sum(0) / (p.sum(0) + truth.sum(0) + 1)).mean()
+
+
+LOSSES = {"contrastive": contrastive, "triplet": triplet, "dice": dice}
+
+
+def accuracy() -> torchmetrics.Metric:
+    return torchmetrics.Accuracy(task="multiclass", num_classes=3)
+
+
+class WholeBatch(Classifier):
+    """Losses over the whole batch; logs, metrics and lists in the step and inside of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.acc = nn.ModuleDict({stage: accuracy() for stage in ("fit", "other")})
+        self.error = nn.ModuleDict(
+            {stage: torchmetrics.MeanSquaredError() for stage in ("fit", "other")}
+        )
+        self.batches: list[Tensor] = []
+        self.shards: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.net(x)
+        self.log("inside/mean", z.mean())
+        stage = "fit" if self.training else "other"
+        self.error[stage](z.sum(1), x.sum(1))
+        self.log(f"{stage}/error", self.error[stage], on_epoch=True)
+        self.shards.append(z.detach())
+        return z
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        z = self(x)
+        losses = {name: loss(z, y) for name, loss in LOSSES.items()}
+        self.log_dict({f"loss/{name}": loss for name, loss in losses.items()})
+        stage = "fit" if self.training else "other"
+        self.acc[stage](z, y)
+        self.log(f"{stage}/acc", self.acc[stage])
+        self.batches.append(z.detach())
+        return sum(losses.values())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        z = self.net(batch[0])
+        return {"z": z, "normal": z / z.square().sum().sqrt(), "names": list("abc")}
+
+    def on_validation_epoch_end(self) -> None:
+        z, same = torch.cat(self.batches), torch.cat(self.shards)
+        assert torch.equal(z, same)
+        self.log(
+            "val/positions", z.double().mean(1) @ torch.linspace(0, 1, len(z)).to(z.device).double()
+        )
+        self.batches.clear()
+        self.shards.clear()
+
+
+def forward_mode(**options: Any) -> dict[str, Any]:
+    return {"mode": "forward", **options}
+
+
+@cache
+def oracle_of(kind: type[Classifier], n: int = 53) -> Run:
+    torch.set_default_dtype(torch.float64)
+    return run(kind, 1, data=lambda: loader(n), max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (2, {}),
+        (3, {"weights": [0, 1, 2]}),
+        (4, {"executor": "threads"}),
+        (7, {"executor": "inorder"}),
+        (3, {"output_device": "cpu", "split": "chunk", "parallel_modules": ["net"]}),
+        (3, {"output_device": 1, "parallel_modules": ["net"]}),
+    ],
+    ids=str,
+)
+def test_losses_over_the_whole_batch_are_exact(devices: int, options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    actual = run(WholeBatch, devices, strategy=forward_mode(**options), max_epochs=2)
+    assert_same(actual, oracle_of(WholeBatch))
+
+
+@pytest.mark.parametrize("n", [51, 1])
+def test_a_last_batch_of_one_sample(n: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    data = lambda: loader(n)  # noqa: E731
+    actual = run(WholeBatch, 3, strategy=forward_mode(), data=data, max_epochs=2)
+    assert_same(actual, oracle_of(WholeBatch, n))
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"accumulate_grad_batches": 2}, 1e-10),
+        ({"gradient_clip_val": 0.01}, 1e-10),
+        ({"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}, 1e-10),
+        ({"precision": "64-true"}, 1e-10),
+        ({"precision": "bf16-mixed"}, 5e-2),
+    ],
+    ids=str,
+)
+def test_options_of_the_trainer(options: dict[str, Any], tolerance: float, on: str) -> None:
+    if "precision" not in options:
+        torch.set_default_dtype(torch.float64)
+    actual = run(WholeBatch, 3, strategy=forward_mode(), max_epochs=1, **options)
+    assert_same(actual, run(WholeBatch, 1, max_epochs=1, **options), atol=tolerance, rtol=tolerance)
+
+
+def test_autocast_is_the_same_inside_of_forward() -> None:
+    seen: set[Any] = set()
+
+    class Watching(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.net(x)
+            seen.add(z.dtype)
+            return z
+
+        def loss(self, batch: Any) -> Tensor:
+            return dice(self(batch[0]).float(), batch[1])
+
+    strategy = DataParallelStrategy(mode="forward", executor="threads")
+    job = trainer(3, strategy, precision="bf16-mixed", max_epochs=1)
+    job.fit(Watching(), loader(), loader())
+    assert seen == {torch.bfloat16}
+
+
+def test_closures_of_lbfgs() -> None:
+    class Closure(WholeBatch):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
+
+    torch.set_default_dtype(torch.float64)
+    options = {"max_epochs": 1}
+    actual = run(Closure, 3, strategy=forward_mode(), **options)
+    assert_same(actual, run(Closure, 1, **options), atol=1e-8)
+
+
+# Manual optimisation
+
+
+class Adversarial(Classifier):
+    """Two networks, two optimizers; samples of the batch stand for noise."""
+
+    clips = False
+    penalty = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        del self.net
+        self.generator = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 10))
+        self.discriminator = nn.Sequential(nn.Linear(10, 8), nn.Tanh(), nn.Linear(8, 1, bias=False))
+        self.unused = nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.generator, self.discriminator)
+        return [torch.optim.Adam(part.parameters(), lr=0.01) for part in parts]
+
+    def criticise(self, real: Tensor, fake: Tensor) -> Tensor:
+        loss = self.discriminator(fake).mean() - self.discriminator(real).mean()
+        if self.penalty:
+            between = (0.3 * real + 0.7 * fake).requires_grad_()
+            score = self.discriminator(between).sum()
+            (slope,) = torch.autograd.grad(score, between, create_graph=True)
+            loss = loss + self.penalty * (slope.norm(dim=1) - 1).square().mean()
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        real, noise = batch[0], batch[0].flip(0) + 1
+        for_generator, for_discriminator = self.optimizers()
+        self.toggle_optimizer(for_discriminator)
+        loss = self.criticise(real, self.generator(noise).detach())
+        for_discriminator.zero_grad()
+        self.manual_backward(loss)
+        for_discriminator.step()
+        if self.clips:
+            for p in self.discriminator.parameters():
+                p.data.clamp_(-0.05, 0.05)
+        self.untoggle_optimizer(for_discriminator)
+        self.toggle_optimizer(for_generator)
+        cheat = -self.discriminator(self.generator(noise)).mean()
+        for_generator.zero_grad()
+        self.manual_backward(cheat)
+        assert all(p.grad is None for p in self.unused.parameters())
+        for_generator.step()
+        self.untoggle_optimizer(for_generator)
+        self.log_dict({"critic": loss, "cheat": cheat}, on_step=True, on_epoch=True)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val/critic", self.discriminator(self.generator(batch[0])).std())
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("test/critic", self.discriminator(batch[0]).std(correction=0))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.generator(batch[0])
+
+
+class Clipping(Adversarial):
+    clips = True
+
+
+class Penalised(Adversarial):
+    penalty = 10.0
+
+
+@pytest.mark.parametrize("kind", [Adversarial, Clipping, Penalised])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_two_optimizers_in_manual_optimisation(kind: type[Adversarial], devices: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    options = forward_mode(parallel_modules=["generator", "discriminator"])
+    actual = run(kind, devices, strategy=options, max_epochs=2)
+    assert_same(actual, oracle_of(kind))
+
+
+# Places
+
+
+class Places(Classifier):
+    """Writes down where things are."""
+
+    def __init__(self, saw: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self.saw = saw
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.saw("inside", (x.device, self.device))
+        return self.net(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        self.saw("batch", batch[0].device)
+        self.saw("self", self.device)
+        z = self(batch[0])
+        self.saw("outputs", z.device)
+        loss = dice(z, batch[1].to(z.device))
+        self.saw("loss", loss.device)
+        return loss
+
+
+@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@pytest.mark.parametrize("output_device", [None, "cpu", 1, "sim:7"])
+@pytest.mark.parametrize("move_batch", [True, False])
+def test_everything_outside_of_forward_is_on_the_output_device(
+    output_device: Any, move_batch: bool
+) -> None:
+    here = torch.device("sim", 0) if output_device is None else output_device
+    here = torch.device("sim", here) if isinstance(here, int) else torch.device(here)
+    options = forward_mode(output_device=output_device, move_batch=move_batch, executor="inorder")
+    seen: dict[str, set[Any]] = {}
+    module = Places(lambda name, place: seen.setdefault(name, set()).add(place))
+    job = trainer(3, DataParallelStrategy(**options), max_epochs=1)
+    job.fit(module, loader(), loader())
+    assert seen["batch"] == {here if move_batch else torch.device("cpu")}
+    assert seen["self"] == seen["outputs"] == seen["loss"] == {here}
+    assert seen["inside"] == {(device, device) for device in devices_of(3)}
+
+
+def test_transfer_hooks_see_the_whole_batch_once() -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Hooked(WholeBatch):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            calls.append(("before", len(batch[0])))
+            return batch
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            calls.append(("after", len(batch[0])))
+            return [batch[0] * 2, batch[1]]
+
+    torch.set_default_dtype(torch.float64)
+    job = trainer(2, DataParallelStrategy(mode="forward"), max_epochs=1, limit_val_batches=0)
+    job.fit(Hooked(), loader(), loader())
+    assert calls == [(name, n) for n in (25, 25, 3) for name in ("before", "after")]
+    few = {"max_epochs": 1}
+    assert_same(run(Hooked, 3, strategy=forward_mode(), **few), run(Hooked, 1, **few))
+
+
+# Buffers, copies, failures
+
+
+def test_batch_norm_in_eval_mode_is_that_of_the_root() -> None:
+    class Normalised(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.norm(x))
+
+        def loss(self, batch: Any) -> Tensor:
+            return dice(self(batch[0]), batch[1])
+
+        def on_train_epoch_start(self) -> None:
+            self.norm.eval()
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.norm.running_mean += 0.1
+            self.norm.running_var.data.mul_(1.5)
+
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(Normalised, 3, strategy=forward_mode()), run(Normalised, 1))
+
+
+def test_an_error_in_replica_2_arrives_once_and_leaves_nothing_behind() -> None:
+    class Failing(WholeBatch):
+        armed = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.armed and len(x) == 8 and self.training:
+                raise LookupError("nothing there")
+            return super().forward(x)
+
+    module = Failing()
+    job = trainer(3, DataParallelStrategy(mode="forward", weights=[9, 8, 8]), max_epochs=1)
+    with pytest.raises(LookupError, match="nothing there") as caught:
+        job.fit(module, loader(), loader())
+    assert said(caught.value).count("in replica") == 1
+    assert not {"forward", "log"} & set(module.__dict__)
+    assert not [t for t in threading.enumerate() if t.name.startswith("dp-")]
+    module.armed = False
+    module.train()
+    module.batches.clear()
+    module.shards.clear()
+    job.fit(module, loader(), loader())
+    assert job.current_epoch == 1
+
+
+def test_the_module_has_no_forward_of_its_own_between_steps() -> None:
+    from lightning.pytorch import Callback
+
+    class Watching(Callback):
+        def look(self, job: Any, module: Any, *args: Any) -> None:
+            assert "forward" not in module.__dict__ and "log" not in module.__dict__
+
+        on_train_batch_start = on_train_batch_end = on_before_optimizer_step = look
+        on_validation_batch_start = on_validation_batch_end = on_train_epoch_end = look
+
+    torch.set_default_dtype(torch.float64)
+    job = trainer(3, DataParallelStrategy(mode="forward"), callbacks=[Watching()], max_epochs=2)
+    module = WholeBatch()
+    job.fit(module, loader(), loader())
+    assert "forward" not in module.__dict__
+
+
+def test_parameters_used_in_the_step_itself_count_with_those_inside() -> None:
+    """A regulariser, a temperature, a layer that the step calls: all on the root."""
+
+    class Mixed(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def loss(self, batch: Any) -> Tensor:
+            z = self(batch[0]) * self.scale + self.net[0](batch[0]).mean()
+            return contrastive(z, batch[1]) + 0.1 * self.net[2].weight.square().sum()
+
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(Mixed, 3, strategy=forward_mode()), run(Mixed, 1))
+
+
+def test_predictions_come_in_order_on_the_output_device() -> None:
+    class Predicting(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0]).softmax(0)  # over the whole batch
+
+    torch.set_default_dtype(torch.float64)
+    results = []
+    for devices in (1, 4):
+        torch.manual_seed(0)
+        strategy = DataParallelStrategy(mode="forward", output_device="cpu")
+        results.append(trainer(devices, strategy).predict(Predicting(), loader()))
+    assert_equal_trees(results[1], results[0], "predictions", atol=1e-10, rtol=0)
+    assert {p.device.type for p in results[1]} == {"cpu"}

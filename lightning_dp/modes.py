@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -40,6 +41,10 @@ class Mode(ABC):
     @abstractmethod
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """What the loop gets for a batch as the DataLoader yielded it."""
+
+    def during_backward(self) -> AbstractContextManager[None]:
+        """What surrounds Lightning's own backward of a step's loss."""
+        return nullcontext()
 
     @abstractmethod
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
@@ -135,6 +140,12 @@ class ForwardMode(Mode):
         """Calls it once, on this thread."""
         with self.engine.spreading(), self._self_device(self.engine.output_device):
             return getattr(self._module, method)(batch, *args)
+
+    @contextlib.contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Checkpoints call the module again, and must find the calls spread as they were."""
+        with self.engine.spreading(), self._self_device(self.engine.output_device):
+            yield
 
     @contextlib.contextmanager
     def _around(

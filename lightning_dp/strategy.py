@@ -252,6 +252,12 @@ class DataParallelStrategy(OneProcessStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         return self._step("predict_step", super().predict_step, args, kwargs)
 
+    @override
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        mode = self._mode
+        with contextlib.nullcontext() if mode is None else mode.during_backward():
+            return super().backward(*args, **kwargs)
+
     @contextlib.contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:

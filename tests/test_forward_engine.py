@@ -372,23 +372,6 @@ def test_weights_written_while_others_are_trained_are_seen_after_training() -> N
     compare(perceptron, use)
 
 
-# A replica in the root's memory has no copy to go stale.
-STALE = pytest.mark.parametrize(
-    "on",
-    [
-        "cpu",
-        pytest.param(
-            "sim",
-            marks=pytest.mark.xfail(
-                reason="copies of weights that look unchanged and are not trained are kept"
-            ),
-        ),
-    ],
-    indirect=True,
-)
-
-
-@STALE
 def test_frozen_weights_written_without_a_trace_are_seen_by_the_next_call() -> None:
     """As teachers are averaged: `teacher.data.mul_(m).add_((1 - m) * student.data)`."""
 
@@ -401,7 +384,6 @@ def test_frozen_weights_written_without_a_trace_are_seen_by_the_next_call() -> N
     compare(perceptron, use)
 
 
-@STALE
 def test_weights_swapped_without_a_trace_between_evaluations_are_seen() -> None:
     def use(net: nn.Module) -> Any:
         net.eval()
@@ -411,7 +393,7 @@ def test_weights_swapped_without_a_trace_between_evaluations_are_seen() -> None:
                 p.data.copy_(p.data * 2)
             return net(inputs())
 
-    compare(perceptron, use)
+    compare(perceptron, use, always_copies=True)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from oracle import (
 from spreading import said
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import DataParallelStrategy
 
@@ -430,3 +431,22 @@ def test_predictions_come_in_order_on_the_output_device() -> None:
         results.append(trainer(devices, strategy).predict(Predicting(), loader()))
     assert_equal_trees(results[1], results[0], "predictions", atol=1e-10, rtol=0)
     assert {p.device.type for p in results[1]} == {"cpu"}
+
+
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # accelerators recompute on many threads
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_whole_call(reentrant: bool) -> None:
+    class Recomputing(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            z = checkpoint(self, x.requires_grad_(), use_reentrant=reentrant)
+            return contrastive(z, y)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch[0])
+
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(Recomputing, 3, strategy=forward_mode()), run(Recomputing, 1))

@@ -131,7 +131,9 @@ class DataParallel(nn.Module, Generic[Module]):
             return to_device(self.module(*args, **options), self.output_device)
         if self._engine is None:
             split = split_policy(*self._split)
-            self._engine = ForwardParallel(self.module, self.devices, split=split, **self._options)
+            self._engine = ForwardParallel(
+                self.module, self.devices, split=split, always_copies=True, **self._options
+            )
             weakref.finalize(self, self._engine.close)
         with self._engine.spreading():
             return self.module(*inputs, **kwargs)

@@ -31,6 +31,9 @@ class ForwardParallel(Engine):
         devices: the replicas' devices, root first; an entry may repeat.
         parallel_modules: names of submodules whose calls are spread too, when the call does not
             come from a call that is spread already.
+        always_copies: whether calls in evaluation, too, copy the weights that can be trained, even
+            if they look unchanged. Who does not leave it to `resync` when weights may have been
+            written through `.data` needs it.
         options: those of `Engine`.
 
     Raises:
@@ -53,12 +56,14 @@ class ForwardParallel(Engine):
         devices: Sequence[torch.device],
         *,
         parallel_modules: Sequence[str] = (),
+        always_copies: bool = False,
         **options: Any,
     ) -> None:
         check_parallel_modules(module, parallel_modules)
         super().__init__(module, devices, scalars="stack", **options)
         self._paths = list(dict.fromkeys(["", *parallel_modules]))
         self._own_forwards: dict[str, Any] | None = None
+        self._always_copies = always_copies
         self._mode = (False, False)
 
     @contextlib.contextmanager
@@ -100,7 +105,7 @@ class ForwardParallel(Engine):
 
     def _parameter_copies(self) -> ParameterCopies:
         # Code outside of the replicas may write weights between two calls, through `.data` too.
-        return "trained" if any(self._mode) else "changed"
+        return "trained" if self._always_copies or any(self._mode) else "changed"
 
     def spread(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Does `call` where replicas call the module's own forward, and follow its attributes."""

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from lightning_dp.parallel.split import Sizes
@@ -62,7 +63,11 @@ class _Tensors:
         if leaf.is_nested or leaf.layout is not torch.strided:
             raise CannotCut("of strided layout (or sparse COO without gradient)")
         # Pieces of `split` are views of several outputs, on which in-place ops raise.
-        return [leaf.narrow(dim, start, stop - start) for start, stop in _ranges(sizes)]
+        pieces = [leaf.narrow(dim, start, stop - start) for start, stop in _ranges(sizes)]
+        # Views share a version counter: one replica that writes to its piece would seem to have
+        # written to what the others have saved for their backward.
+        has_derivatives = leaf.requires_grad or forward_ad._current_level >= 0
+        return pieces if has_derivatives else [piece.data for piece in pieces]
 
     def join(self, leaves: Sequence[Tensor], dim: int) -> Tensor:
         return torch.cat(list(leaves), dim)

@@ -40,19 +40,20 @@ class Replica:
         self.module: nn.Module = twins[id(source.root)]
         self.submodules: list[nn.Module] = [twins[id(m)] for m in source.modules]
 
-    def refresh(self, state: RootState, parameters: str, buffers: bool) -> None:
+    def refresh(self, state: RootState, parameters: str, buffers: bool, silent: set[int]) -> None:
         """Follows the root, whose state is `state`.
 
         Args:
             state: the root's; without versions of the buffers, all buffers count as changed.
             parameters: which are copied, see `Replicas.refresh`.
             buffers: whether to copy buffers that changed.
+            silent: positions of parameters to copy although they look unchanged.
         """
         for body, version in zip(self._bodies, self._source.attribute_versions, strict=True):
             if body.version != version or body.has_strays():
                 body.refresh()
                 body.version = version
-        self._refresh_parameters(state, parameters)
+        self._refresh_parameters(state, parameters, silent)
         if buffers or parameters == "all":
             self._refresh_buffers(state, everything=parameters == "all")
         self._seen = state
@@ -91,18 +92,19 @@ class Replica:
         twins.update({id(m): rules.copy_leaf(m, k, device) for m in source.leaves})
         return twins
 
-    def _refresh_parameters(self, state: RootState, policy: str) -> None:
+    def _refresh_parameters(self, state: RootState, policy: str, silent: set[int]) -> None:
         roots = self._source.parameters
         if state.requires_grad != self._seen.requires_grad:
             for root, twin in zip(roots, self.parameters, strict=True):
                 twin.requires_grad_(root.requires_grad)
         noticed = self._changed_parameters(state)
-        if noticed or policy != "changed":
+        if noticed or silent or policy != "changed":
             _update(
                 [
                     (root, twin, i in noticed)
                     for i, (root, twin) in enumerate(zip(roots, self.parameters, strict=True))
                     if i in noticed
+                    or i in silent
                     or policy == "all"
                     or (policy == "trained" and root.requires_grad)
                 ]

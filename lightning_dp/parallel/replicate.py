@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, entries
 from lightning_dp.parallel.reduce import reduce_gradients
 from lightning_dp.parallel.replica import Replica
+from lightning_dp.parallel.silent_writes import SilentWrites
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
@@ -80,7 +81,8 @@ class Replicas:
             active: the replicas to refresh; None for all.
             parameters: which parameters are copied. `"changed"`: those that look changed. Writing
                 through `.data` leaves no trace, so `"trained"` copies those that are trained too,
-                and `"all"` copies everything, buffers included.
+                and `"all"` copies everything, buffers included. Those that are not trained are
+                watched, see `SilentWrites`.
             buffers: which buffers are copied. `"changed"`: those that look changed. `"all"`: batch
                 norm writes to its buffers and leaves no trace. `"read"`: all, but none if a
                 forward writes to them without reading them, as batch norm does in training.
@@ -102,8 +104,9 @@ class Replicas:
                     buffer_versions=buffers == "changed",
                 )
                 copied = buffers != "read" or self._layout.reads_buffers()
+                silent = set() if self._silent is None else self._silent.look()
                 for k in others:
-                    self._others[k - 1].refresh(state, parameters, copied)
+                    self._others[k - 1].refresh(state, parameters, copied, silent)
 
     def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
         """Makes the replicas compute with functions of the root's parameters, until told otherwise.
@@ -123,6 +126,9 @@ class Replicas:
         with torch.inference_mode(False), torch.no_grad():
             self._layout = Layout(self._root, self._rules)
             self._signature = self._layout.signature()
+            self._silent: SilentWrites | None = None
+            if any(device != self._devices[0] for device in self._devices):
+                self._silent = SilentWrites(self._layout.parameters)
             self._rules.on_build(self._layout.leaves)
             self._others = [
                 Replica(self._layout, k, device, self._rules)

@@ -1,0 +1,73 @@
+"""Parameters that change without a trace: through `.data`, while nobody trains them.
+
+Teachers and momentum encoders are often averaged that way. Versions do not show it, and copying
+every frozen weight in every step would cost what freezing is to save. So their norms are watched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+LOOKS = 16
+"""So many looks in a row at first; from then on every so manieth step looks."""
+
+
+class SilentWrites:
+    """Watches the parameters that are not trained; what was once written to is always copied.
+
+    A look reads the weights once on their own device, and waits for it.
+
+    Args:
+        parameters: the root's.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.found: set[int] = set()
+        """Positions of the parameters that were written to without a trace."""
+        self._parameters = parameters
+        self._steps = 0
+        self._norms = self._read()
+
+    def look(self) -> set[int]:
+        """Compares with the last look, if it is time to."""
+        self._steps += 1
+        if self._steps <= LOOKS or self._steps % LOOKS == 0:
+            before, self._norms = self._norms, self._read()
+            new = {i for i in self._norms if i in before and self._is_silent(i, before[i])}
+            new -= self.found
+            self.found |= new
+            if new and self._steps > LOOKS:
+                self._warn(new)
+        return self.found
+
+    def _is_silent(self, i: int, before: tuple[int, float]) -> bool:
+        version, norm = self._norms[i]
+        return version == before[0] and norm != before[1]
+
+    def _read(self) -> dict[int, tuple[int, float]]:
+        """Version and norm of every parameter that is not trained."""
+        frozen = {
+            i: parameter.data
+            for i, parameter in enumerate(self._parameters)
+            if not parameter.requires_grad and parameter.is_floating_point()
+        }
+        if not frozen:
+            return {}
+        norms: Sequence[Tensor] = torch._foreach_norm(list(frozen.values()))
+        values = torch.stack([norm.double() for norm in norms]).tolist()
+        versions = [self._parameters[i]._version for i in frozen]
+        return dict(zip(frozen, zip(versions, values, strict=True), strict=True))
+
+    def _warn(self, new: set[int]) -> None:
+        shapes = [tuple(self._parameters[i].shape) for i in sorted(new)[:3]]
+        warnings.warn(
+            f"{len(new)} parameters that are not trained (of shapes {shapes}) were written to "
+            f"through .data, which leaves no trace: in up to {LOOKS - 1} steps replicas on other "
+            "devices have used their older values. From now on they are always copied. Write to "
+            "them under torch.no_grad() instead, such as p.copy_(...), and every step is right.",
+            stacklevel=2,
+        )

@@ -1,13 +1,15 @@
 """Splitting is arithmetic: laws for every number of samples and devices."""
 
 import math
+import random
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dp.parallel.split import chunk, even, split_policy, weighted
+from lightning_dp.parallel.split import by_cost, chunk, even, minimax, split_policy, weighted
 
 counts = st.integers(0, 500)
 ks = st.integers(1, 12)
@@ -42,6 +44,76 @@ def test_weighted_sizes_are_their_quotas_rounded(n: int, shares: list[float]) ->
 @given(counts, ks)
 def test_equal_weights_are_the_even_split(n: int, k: int) -> None:
     assert weighted(n, [0.1] * k) == even(n, k)
+
+
+times = st.floats(0, 1e3, allow_subnormal=False)
+devices = st.lists(st.tuples(times, times, st.none() | st.integers(0, 5)), min_size=1, max_size=4)
+
+
+def slowest(sizes: tuple[int, ...], fixed: list[float], per_sample: list[float]) -> float:
+    """When the last device ends that has samples."""
+    ends = [f + p * n for n, f, p in zip(sizes, fixed, per_sample, strict=True) if n]
+    return max(ends, default=0.0)
+
+
+@given(st.integers(0, 7), devices)
+def test_minimax_is_as_good_as_the_best_of_all_splits(
+    n: int, described: list[tuple[float, float, int | None]]
+) -> None:
+    fixed, per_sample, caps = map(list, zip(*described, strict=True))
+    limits = [n if cap is None else min(n, cap) for cap in caps]
+    every = [s for s in product(*(range(limit + 1) for limit in limits)) if sum(s) == n]
+    if not every:
+        with pytest.raises(ValueError, match=rf"caps: expected room for {n} samples, got .* room"):
+            minimax(n, fixed, per_sample, caps)
+        return
+    sizes = minimax(n, fixed, per_sample, caps)
+    assert sizes in every
+    best = min(slowest(split, fixed, per_sample) for split in every)
+    assert slowest(sizes, fixed, per_sample) == best
+
+
+@given(counts, ks)
+def test_minimax_of_equal_devices_is_the_even_split(n: int, k: int) -> None:
+    assert minimax(n, [0.5] * k, [0.1] * k) == even(n, k)
+
+
+costs = st.lists(st.floats(0, 1e4), max_size=40)
+
+
+@given(costs, ks)
+def test_by_cost_gives_every_sample_to_one_device(of: list[float], k: int) -> None:
+    parts = by_cost(of, k)
+    assert len(parts) == k
+    assert sorted(i for part in parts for i in part) == list(range(len(of)))
+    assert all(part == sorted(part) for part in parts)
+
+
+@given(costs.filter(any), st.integers(1, 6))
+def test_no_device_ends_later_than_a_fair_share_and_one_sample(of: list[float], k: int) -> None:
+    loads = [sum(of[i] for i in part) for part in by_cost(of, k)]
+    assert max(loads) <= (sum(of) / k + max(of) * (1 - 1 / k)) * (1 + 1e-9)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
+def test_by_cost_gives_faster_devices_more(speeds: list[float]) -> None:
+    loads = [len(part) for part in by_cost([1.0] * 60, len(speeds), speeds)]
+    for load, speed in zip(loads, speeds, strict=True):
+        assert abs(load - 60 * speed / sum(speeds)) <= len(speeds)
+
+
+def test_by_cost_balances_sequences_of_unequal_length() -> None:
+    """Lognormal lengths, 64 sequences on 4 devices, against what chunk gives them."""
+    worst, chunked = [], []
+    for seed in range(20):
+        draw = random.Random(seed)
+        lengths = [draw.lognormvariate(4, 0.6) for _ in range(64)]
+        loads = [sum(lengths[i] for i in part) for part in by_cost(lengths, 4)]
+        chunks = [sum(lengths[i : i + 16]) for i in range(0, 64, 16)]
+        worst.append(max(loads) / (sum(loads) / 4))
+        chunked.append(max(chunks) / (sum(chunks) / 4))
+    assert max(worst) <= 1.02
+    assert sum(chunked) / len(chunked) > 1.15
 
 
 @pytest.mark.parametrize(

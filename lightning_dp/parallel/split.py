@@ -5,6 +5,7 @@ Every function returns one size per device; the sizes sum to the batch size, and
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -67,6 +68,87 @@ def weighted(n: int, weights: Sequence[float]) -> Sizes:
     for i in by_remainder[: n - sum(sizes)]:
         sizes[i] += 1
     return tuple(sizes)
+
+
+def minimax(
+    n: int,
+    fixed: Sequence[float],
+    per_sample: Sequence[float],
+    caps: Sequence[int | None] | None = None,
+) -> Sizes:
+    """The sizes that make the slowest device as fast as possible.
+
+    A device with m samples takes `fixed + per_sample * m`, and nothing if m is 0. The largest of
+    these times is minimised, exactly: every next sample goes where it ends first. Times of a
+    device only grow with its samples, so the n earliest ends of all devices together are an
+    optimal split, and no other has an earlier last end. Of equal ends the earlier device wins.
+
+    Args:
+        n: the batch size, in samples.
+        fixed: of each device, the time that a step takes however few the samples.
+        per_sample: of each device, the time that each sample adds, at least 0.
+        caps: of each device, the most samples it can take; None for no limit.
+
+    Raises:
+        ValueError: the caps leave room for fewer than n samples.
+
+    Example:
+        >>> minimax(64, [0, 0, 0, 0], [1, 1, 1, 4])
+        (20, 20, 20, 4)
+        >>> minimax(10, [0, 100], [1, 1]), minimax(10, [0, 0], [1, 1], caps=[2, None])
+        ((10, 0), (2, 8))
+    """
+    limits = [n if cap is None else min(n, cap) for cap in caps or [None] * len(fixed)]
+    if sum(limits) < n:
+        raise ValueError(
+            f"caps: expected room for {n} samples, got {list(limits)}, which is room for "
+            f"{sum(limits)}. Make the batch smaller."
+        )
+    sizes = [0] * len(limits)
+    ends = [(fixed[i] + per_sample[i], i) for i, limit in enumerate(limits) if limit > 0]
+    heapq.heapify(ends)
+    for _ in range(n):
+        _, i = ends[0]
+        sizes[i] += 1
+        if sizes[i] < limits[i]:
+            heapq.heapreplace(ends, (fixed[i] + per_sample[i] * (sizes[i] + 1), i))
+        else:
+            heapq.heappop(ends)
+    return tuple(sizes)
+
+
+def by_cost(
+    costs: Sequence[float], k: int, speeds: Sequence[float] | None = None
+) -> list[list[int]]:
+    """Shares out samples of unequal cost: which samples each device gets.
+
+    The costliest sample comes first, and each goes to the device that would finish it first
+    (longest processing time first: at equal speeds at most 4/3 - 1/(3k) of the best possible,
+    Graham 1969). Of devices that finish at the same time, one with fewer samples wins.
+
+    Args:
+        costs: of each sample, in any unit, at least 0.
+        k: the number of devices.
+        speeds: of each device, costs per time, more than 0; None for equal speeds.
+
+    Returns:
+        For each device the positions of its samples, in ascending order.
+
+    Example:
+        >>> by_cost([9, 1, 1, 1, 8, 4], 2)
+        [[0, 1, 2, 3], [4, 5]]
+        >>> by_cost([6, 6, 6], 2, speeds=[2, 1])
+        [[0, 2], [1]]
+    """
+    rates = [1.0] * k if speeds is None else list(speeds)
+    loads = [0.0] * k
+    parts: list[list[int]] = [[] for _ in range(k)]
+    for sample in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        finishes = [((loads[j] + costs[sample]) / rates[j], len(parts[j]), j) for j in range(k)]
+        j = min(finishes)[2]
+        loads[j] += costs[sample]
+        parts[j].append(sample)
+    return [sorted(part) for part in parts]
 
 
 _POLICIES: dict[str, Callable[[int, int], Sizes]] = {"even": even, "chunk": chunk}

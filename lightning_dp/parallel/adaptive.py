@@ -1,0 +1,171 @@
+"""Adaptive splitting: what a sample costs on every device, learnt from the times of steps.
+
+No tensor and no device in here: sizes and seconds in, sizes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_dp.parallel.split import Sizes, even, minimax
+
+REST = 0.06
+"""Spread of the devices' times, (slowest - fastest) / slowest, below which nothing moves."""
+
+NUDGE = 0.15
+"""Spread up to which one sample moves; above, the split is solved anew."""
+
+COOLDOWN = 2
+"""Steps after a change until the next decision. Noise only adds time: the shorter one counts."""
+
+WARM_UP = 1
+"""First steps that do not count: they build caches."""
+
+PROBE_EVERY = 50
+"""Steps after which devices without samples get one, to see whether they are still as slow."""
+
+
+class DeviceTime:
+    """The times of one device's steps, as a line: seconds = fixed + per_sample * samples."""
+
+    MEMORY = 8
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float]] = []
+        self._surprises = 0
+
+    def add(self, samples: int, seconds: float) -> None:
+        """Notes a step. Two in a row that contradict the line mean that the device has changed."""
+        expected = self.seconds(samples)
+        is_surprise = expected is not None and abs(seconds - expected) > NUDGE * expected
+        self._surprises = self._surprises + 1 if is_surprise else 0
+        self.steps = [*self.steps[1 - self.MEMORY :], (samples, seconds)]
+        if self._surprises >= COOLDOWN:
+            self.steps, self._surprises = self.steps[-COOLDOWN:], 0
+
+    def line(self) -> tuple[float, float] | None:
+        """`(fixed, per_sample)`; None before the first step.
+
+        Through the smallest and the largest size, if they are far enough apart for their
+        difference to be more than noise; else in proportion to the samples.
+        """
+        if not self.steps:
+            return None
+        low, high = min(n for n, _ in self.steps), max(n for n, _ in self.steps)
+        if high - low >= max(2, high // 4):
+            slope = (self._shortest(high) - self._shortest(low)) / (high - low)
+            fixed = self._shortest(low) - slope * low
+            if slope > 0 and fixed >= 0:
+                return fixed, slope
+        latest = self.steps[-1][0]
+        return 0.0, self._shortest(latest) / latest
+
+    def seconds(self, samples: int) -> float | None:
+        """What a step with so many samples takes."""
+        line = self.line()
+        return None if line is None else line[0] + line[1] * samples
+
+    def _shortest(self, samples: int) -> float:
+        """Of the latest steps with so many samples."""
+        times = [seconds for n, seconds in self.steps if n == samples]
+        return min(times[-COOLDOWN:])
+
+
+class Adaptive:
+    """A split that follows the devices' speeds, so that all end at the same time.
+
+    It begins even. Every few steps it looks at how far apart the devices end: below 6 % it rests,
+    up to 15 % it moves one sample from the slowest to the fastest, above it solves `minimax` for
+    what it has learnt of each device.
+
+    Args:
+        k: the number of devices.
+
+    Example:
+        >>> split = Adaptive(2)
+        >>> for _ in range(8):
+        ...     sizes = split(12)
+        ...     split.learn(sizes, [sizes[0] * 0.1, sizes[1] * 0.2])
+        >>> split(12)
+        (8, 4)
+    """
+
+    def __init__(self, k: int) -> None:
+        self._devices = [DeviceTime() for _ in range(k)]
+        self._lines: list[tuple[float, float]] | None = None
+        self._moved: dict[int, Sizes] = {}
+        self._rest = WARM_UP + COOLDOWN
+        self._steps = 0
+
+    def __call__(self, n: int) -> Sizes:
+        """The sizes for a batch of n samples."""
+        sizes = self._moved.get(n) or self._solved(n)
+        is_probe = self._steps % PROBE_EVERY == PROBE_EVERY - 1
+        return _with_probes(sizes) if is_probe and 0 in sizes else sizes
+
+    def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """Takes in a step: what each device had, and how long it took."""
+        self._steps += 1
+        self._rest -= 1
+        if self._steps <= WARM_UP:
+            return
+        for device, samples, spent in zip(self._devices, sizes, seconds, strict=True):
+            if samples and spent > 0:
+                device.add(samples, spent)
+        if self._rest <= 0 and all(device.steps for device in self._devices):
+            self._decide(tuple(sizes))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learnt, in plain numbers."""
+        return {
+            "steps": [list(map(list, device.steps)) for device in self._devices],
+            "lines": None if self._lines is None else list(map(list, self._lines)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another left off; with another number of devices it begins anew."""
+        if len(state["steps"]) != len(self._devices):
+            return
+        for device, steps in zip(self._devices, state["steps"], strict=True):
+            device.steps = [(int(n), float(seconds)) for n, seconds in steps]
+        lines = state["lines"]
+        self._lines = None if lines is None else [(float(a), float(b)) for a, b in lines]
+
+    def _solved(self, n: int) -> Sizes:
+        if self._lines is None:
+            return even(n, len(self._devices))
+        fixed, per_sample = zip(*self._lines, strict=True)
+        return minimax(n, fixed, per_sample)
+
+    def _decide(self, sizes: Sizes) -> None:
+        """Rests, moves one sample or solves anew, by the times of a batch of these sizes."""
+        ends = {k: self._end(k, size) for k, size in enumerate(sizes) if size}
+        slowest, fastest = max(ends, key=ends.__getitem__), min(ends, key=ends.__getitem__)
+        spread = (ends[slowest] - ends[fastest]) / ends[slowest]
+        if spread < REST:
+            return
+        if spread <= NUDGE:
+            moved = list(sizes)
+            moved[slowest] -= 1
+            moved[fastest] += 1
+            if self._end(fastest, moved[fastest]) < ends[slowest]:
+                self._moved[sum(sizes)] = tuple(moved)
+        else:
+            self._lines = [device.line() or (0.0, 0.0) for device in self._devices]
+            self._moved.clear()
+        self._rest = COOLDOWN
+
+    def _end(self, k: int, samples: int) -> float:
+        return self._devices[k].seconds(samples) or 0.0
+
+
+def _with_probes(sizes: Sizes) -> Sizes:
+    """One sample for each idle device, from those that have most."""
+    probing = list(sizes)
+    for k, size in enumerate(sizes):
+        most = max(range(len(sizes)), key=probing.__getitem__)
+        if size == 0 and probing[most] > 1:
+            probing[most] -= 1
+            probing[k] = 1
+    return tuple(probing)

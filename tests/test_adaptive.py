@@ -1,0 +1,110 @@
+"""Adaptive splitting finds the best split, follows drift, and rests where all is well."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from lightning_dp.parallel.adaptive import Adaptive
+from lightning_dp.parallel.split import Sizes, even, minimax
+
+Speeds = list[tuple[float, float]]
+"""Of each device `(fixed, per_sample)`, in seconds."""
+
+
+def seconds(sizes: Sizes, speeds: Speeds, noise: Callable[[], float] = lambda: 0.0) -> list[float]:
+    return [
+        (fixed + per_sample * n) * (1 + noise()) if n else 0.0
+        for n, (fixed, per_sample) in zip(sizes, speeds, strict=True)
+    ]
+
+
+def run(split: Adaptive, n: int, speeds: Speeds, steps: int, **kwargs: Callable[[], float]) -> None:
+    for _ in range(steps):
+        sizes = split(n)
+        split.learn(sizes, seconds(sizes, speeds, **kwargs))
+
+
+def excess(split: Adaptive, n: int, speeds: Speeds) -> float:
+    """How much longer a step takes than with the best of all splits, relative to that."""
+    best = minimax(n, *map(list, zip(*speeds, strict=True)))
+    return max(seconds(split(n), speeds)) / max(seconds(best, speeds)) - 1
+
+
+SLOW_LAST = [(0.0, 0.01)] * 3 + [(0.0, 0.04)]
+DEVICES = {
+    "one at a quarter": SLOW_LAST,
+    "fixed costs": [(0.05, 0.01)] * 3 + [(0.2, 0.04)],
+    "all different": [(0.01, 0.01), (0.05, 0.02), (0.02, 0.03), (0.1, 0.005)],
+    "two": [(0.0, 0.01), (0.03, 0.02)],
+    "ten times": [(0.0, 0.001), (0.0, 0.01)],
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_from_a_cold_start_it_is_near_the_best_split_within_10_steps(name: str) -> None:
+    split = Adaptive(len(DEVICES[name]))
+    run(split, 64, DEVICES[name], 10)
+    assert excess(split, 64, DEVICES[name]) <= 0.05
+
+
+def test_it_stays_there() -> None:
+    split = Adaptive(4)
+    run(split, 64, SLOW_LAST, 10)
+    for _ in range(200):
+        run(split, 64, SLOW_LAST, 1)
+        assert excess(split, 64, SLOW_LAST) <= 0.05
+
+
+@pytest.mark.parametrize("factor", [1.5, 4.0, 0.3])
+def test_it_recovers_within_20_steps_after_a_device_has_changed(factor: float) -> None:
+    split, speeds = Adaptive(4), list(SLOW_LAST)
+    run(split, 64, speeds, 30)
+    fixed, per_sample = speeds[1]
+    speeds[1] = (fixed * factor, per_sample * factor)
+    run(split, 64, speeds, 20)
+    assert excess(split, 64, speeds) <= 0.05
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_equal_devices_stay_within_one_sample_of_even(noise: float) -> None:
+    draw = random.Random(0)
+    split = Adaptive(4)
+    for _ in range(300):
+        sizes = split(64)
+        assert all(abs(a - b) <= 1 for a, b in zip(sizes, even(64, 4), strict=True))
+        times = seconds(sizes, [(0.02, 0.01)] * 4, noise=lambda: draw.uniform(0, noise))
+        split.learn(sizes, times)
+
+
+def test_one_odd_step_moves_nothing_much() -> None:
+    split = Adaptive(2)
+    run(split, 20, [(0.0, 0.01)] * 2, 10)
+    split.learn((10, 10), [0.1, 1.0])
+    run(split, 20, [(0.0, 0.01)] * 2, 5)
+    assert split(20) == (10, 10)
+
+
+def test_batches_of_other_sizes_are_split_by_what_is_known() -> None:
+    split = Adaptive(4)
+    run(split, 64, SLOW_LAST, 10)
+    assert sum(split(7)) == 7 and excess(split, 7, SLOW_LAST) == 0
+    assert split(0) == (0, 0, 0, 0)
+
+
+def test_a_device_that_became_fast_again_is_found() -> None:
+    speeds = [(0.0, 0.001), (0.5, 0.1)]
+    split = Adaptive(2)
+    run(split, 8, speeds, 20)
+    assert split(8) == (8, 0)
+    run(split, 8, [(0.0, 0.001)] * 2, 200)
+    assert max(split(8)) <= 5
+
+
+def test_what_was_learnt_is_saved_and_restored() -> None:
+    split = Adaptive(4)
+    run(split, 64, SLOW_LAST, 12)
+    other = Adaptive(4)
+    other.load_state_dict(split.state_dict())
+    assert excess(other, 64, SLOW_LAST) <= 0.05
+    Adaptive(2).load_state_dict(split.state_dict())  # of other devices: nothing is taken

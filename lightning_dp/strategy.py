@@ -21,9 +21,12 @@ from lightning_dp.parallel.apply import check_executor
 from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
 from lightning_dp.parallel.join import Override, check_overrides
 from lightning_dp.parallel.loss import LOSS_REDUCTIONS
+from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
 from lightning_dp.parallel.reduce import check_buffers
 from lightning_dp.parallel.shards import DeviceUsage
-from lightning_dp.parallel.split import check_split, split_policy
+from lightning_dp.parallel.split import LearningSplit
+
+_CHECKPOINT_KEY = "lightning_dp"
 
 _CONTEXTS = {
     "training_step": "train_step_context",
@@ -58,7 +61,10 @@ class DataParallelStrategy(OneProcessStrategy):
             CPU, a replica's index).
         split: how samples are shared out. `"even"`: sizes differ by at most one, larger ones
             first, and with fewer samples than devices some are idle. `"chunk"`: the sizes of
-            `torch.chunk`, as in `torch.nn.DataParallel`.
+            `torch.chunk`, as in `torch.nn.DataParallel`. `"adaptive"`: begins even, learns from
+            the times of the steps how fast every device is, and lets all end at the same time;
+            what it has learnt is saved in checkpoints. Or a function `(batch_size, devices) ->
+            sizes`.
         weights: fixed shares, one number of at least 0 per device: `[1, 3, 3, 3]`. Only their
             ratios matter; 0 leaves a device idle. None for equal shares.
         dim: the dimension along which batches are cut and outputs joined.
@@ -96,7 +102,7 @@ class DataParallelStrategy(OneProcessStrategy):
         mode: Literal["step", "forward"] = "step",
         devices: Sequence[int | str | torch.device] | None = None,
         output_device: int | str | torch.device | None = None,
-        split: str = "even",
+        split: str | OwnSplit = "even",
         weights: Sequence[float] | None = None,
         dim: int = 0,
         gather_overrides: Mapping[str, Override] | None = None,
@@ -155,7 +161,7 @@ class DataParallelStrategy(OneProcessStrategy):
         """Takes the devices, ours or the Trainer's, and checks what depends on them."""
         self._parallel_devices = parallel_devices
         if parallel_devices:
-            self._policy = split_policy(self._split, self._weights, len(parallel_devices))
+            self._policy = split_policy(self._split, self._weights, parallel_devices)
             self._resolved_output = resolve_output_device(self._output_device, parallel_devices)
 
     @property
@@ -210,6 +216,23 @@ class DataParallelStrategy(OneProcessStrategy):
             self._mode = ForwardMode(module, devices, **options, **self._forward_options)
         if trainer.state.fn == TrainerFn.FITTING:
             self._usage = self._mode.engine.usage
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Adds what a split has learnt."""
+        if isinstance(self._policy, LearningSplit):
+            checkpoint[_CHECKPOINT_KEY] = {"split": self._policy.state_dict()}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        own = checkpoint.get(_CHECKPOINT_KEY, {})
+        if "split" in own and isinstance(self._policy, LearningSplit):
+            self._policy.load_state_dict(own["split"])
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:

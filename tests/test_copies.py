@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.policies import split_policy
 from lightning_dp.parallel.replicate import Replicas
-from lightning_dp.parallel.split import split_policy
 from lightning_dp.parallel.step import StepParallel
 
 LAYERS = 20
@@ -65,7 +65,7 @@ def test_a_refresh_copies_only_what_changed_and_in_few_copies(devices: list[torc
 def test_gradients_cross_in_few_copies(devices: list[torch.device]) -> None:
     net = Deep().to(devices[0])
     engine = StepParallel(
-        net, devices, output_device=devices[0], split=split_policy("even", None, 3)
+        net, devices, output_device=devices[0], split=split_policy("even", None, devices)
     )
     loss = engine.train("training_step", engine.scatter(torch.randn(9, 8)))
     torch.sim.reset_copy_stats()
@@ -90,7 +90,7 @@ def test_no_device_holds_another_replicas_activations(devices: list[torch.device
     """In step mode memory stays balanced: the root holds one shard's activations, as all do."""
     net = Deep().to(devices[0])
     engine = StepParallel(
-        net, devices, output_device=devices[0], split=split_policy("even", None, 3)
+        net, devices, output_device=devices[0], split=split_policy("even", None, devices)
     )
     engine.train("training_step", engine.scatter(torch.randn(3000, 8))).backward()
     engine.close()

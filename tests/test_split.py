@@ -2,14 +2,17 @@
 
 import math
 import random
+from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dp.parallel.split import by_cost, chunk, even, minimax, split_policy, weighted
+from lightning_dp.parallel.policies import split_policy
+from lightning_dp.parallel.split import by_cost, chunk, even, minimax, weighted
 
 counts = st.integers(0, 500)
 ks = st.integers(1, 12)
@@ -147,4 +150,17 @@ def test_impossible_splits_are_refused(
     split: str, shares: list[float] | None, k: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        split_policy(split, shares, k)
+        split_policy(split, shares, ["cpu"] * k)
+
+
+def test_a_function_of_ones_own_gets_the_batch_size_and_the_devices() -> None:
+    def all_on_the_last(n: int, devices: Sequence[str]) -> list[int]:
+        return [0] * (len(devices) - 1) + [n]
+
+    assert split_policy(all_on_the_last, None, ["a", "b", "c"])(7) == (0, 0, 7)
+
+
+@pytest.mark.parametrize("answer", [(3, 3), (7,), (8, -1), (3.5, 3.5), None, (True, 6)])
+def test_its_impossible_answers_are_refused(answer: Any) -> None:
+    with pytest.raises(ValueError, match=r"split: expected 2 integers .* with sum 7, from .*got"):
+        split_policy(lambda n, devices: answer, None, ["a", "b"])(7)

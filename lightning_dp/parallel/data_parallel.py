@@ -23,7 +23,8 @@ from lightning_dp.parallel.reduce import Buffers
 from lightning_dp.parallel.replicate import BufferCopies, ParameterCopies, Replicas
 from lightning_dp.parallel.scatter import BatchSizeError, batch_size, cut
 from lightning_dp.parallel.shards import DeviceUsage, Shards
-from lightning_dp.parallel.split import Sizes, SplitPolicy
+from lightning_dp.parallel.split import LearningSplit, Sizes, SplitPolicy
+from lightning_dp.parallel.timing import StepTimer
 from lightning_dp.parallel.transfer import to_device
 
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
@@ -81,6 +82,7 @@ class Engine:
         self.usage = [DeviceUsage(device) for device in devices]
         for device in devices:
             reset_peak_memory(device)
+        self._timer = StepTimer(devices)
         self._executor = Executor(devices, executor)
         self._split = split
         self._dim = dim
@@ -117,6 +119,7 @@ class Engine:
         A module may cut itself, by a method `split_batch(batch, sizes)` that returns one shard
         for each of the sizes. Where leaves disagree on the batch size, the first one then counts.
         """
+        self._learn()
         n = self._batch_size(batch)
         if not n:
             return self.whole(batch, transfer)
@@ -156,6 +159,8 @@ class Engine:
     ) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
+        if training:
+            self._timer.start()
         with self._around(self.replicas, name, shards, constants):
             calls = [(k, partial(call, modules[k], shards.parts[k])) for k in shards.active]
             outputs, seconds = self._run(name, name, calls, shards)
@@ -163,7 +168,7 @@ class Engine:
             self.backward.after_forward(shards)
             for k, spent in zip(shards.active, seconds, strict=True):
                 self.usage[k].samples += shards.sizes[k]
-                self.usage[k].busy_seconds += spent
+                self._spent(k, spent)
         return outputs
 
     def gather(
@@ -191,6 +196,16 @@ class Engine:
         self._executor.close()
         for usage in self.usage:
             usage.peak_bytes = peak_memory(usage.device)
+
+    def _spent(self, k: int, seconds: float) -> None:
+        self.usage[k].busy_seconds += seconds
+        self._timer.add(k, seconds)
+
+    def _learn(self) -> None:
+        """Tells a split that learns how long the latest training step took on each device."""
+        seconds = self._timer.take()
+        if seconds is not None and isinstance(self._split, LearningSplit):
+            self._split.learn(self.last_sizes, seconds)
 
     def _parameter_copies(self) -> ParameterCopies:
         return "changed"

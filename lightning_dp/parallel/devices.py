@@ -121,6 +121,12 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
+def busy_clock(device: torch.device) -> float:
+    """Seconds that a device has worked so far, where it counts them itself; 0 elsewhere."""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    return float(module.busy_seconds(device)) if hasattr(module, "busy_seconds") else 0.0
+
+
 @contextlib.contextmanager
 def current_device(device: torch.device, stream: torch.Stream | None = None) -> Iterator[None]:
     """Makes `device`, and on it `stream`, the calling thread's current ones for a while."""

@@ -21,8 +21,8 @@ from lightning_dp.parallel.devices import (
 )
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.join import Override, check_overrides
+from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
 from lightning_dp.parallel.reduce import Buffers, check_buffers
-from lightning_dp.parallel.split import check_split, split_policy
 from lightning_dp.parallel.transfer import to_device
 
 _PREFIX = "module."
@@ -83,7 +83,7 @@ class DataParallel(nn.Module, Generic[Module]):
         device_ids: Sequence[DeviceLike] | None = None,
         output_device: DeviceLike | None = None,
         dim: int = 0,
-        split: str = "even",
+        split: str | OwnSplit = "even",
         *,
         weights: Sequence[float] | None = None,
         buffers: Buffers = "first",
@@ -105,6 +105,8 @@ class DataParallel(nn.Module, Generic[Module]):
         self.dim = dim
         self._options: dict[str, Any] = {
             "output_device": self.output_device,
+        split_policy(split, weights, self.devices)  # a wrong number of weights is told now
+        self._split = (split, weights, self.devices)  # the policy itself cannot be pickled
             "dim": dim,
             "buffers": buffers,
             "executor": executor,

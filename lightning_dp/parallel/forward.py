@@ -103,6 +103,13 @@ class ForwardParallel(Engine):
         self.replicas.connect(shards.active, self.backward.settle)
         return modules
 
+    def apply(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """As every apply; a learning split learns from the times of the forward alone."""
+        outputs = super().apply(*args, **kwargs)
+        if kwargs["training"]:
+            self._timer.stop()
+        return outputs
+
     def _parameter_copies(self) -> ParameterCopies:
         # Code outside of the replicas may write weights between two calls, through `.data` too.
         return "trained" if self._always_copies or any(self._mode) else "changed"

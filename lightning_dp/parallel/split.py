@@ -9,12 +9,28 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 Sizes: TypeAlias = tuple[int, ...]
 SplitPolicy: TypeAlias = Callable[[int], Sizes]
 """Batch size in, sizes out."""
+
+
+@runtime_checkable
+class LearningSplit(Protocol):
+    """A split that learns from the steps."""
+
+    def __call__(self, n: int) -> Sizes:
+        """The sizes for a batch of n samples."""
+
+    def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+        """Takes in a training step: each device's samples, and how long it worked on them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learnt, in plain numbers."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another left off."""
 
 
 def even(n: int, k: int) -> Sizes:
@@ -149,66 +165,3 @@ def by_cost(
         loads[j] += costs[sample]
         parts[j].append(sample)
     return [sorted(part) for part in parts]
-
-
-_POLICIES: dict[str, Callable[[int, int], Sizes]] = {"even": even, "chunk": chunk}
-
-
-def check_split(split: str, weights: Sequence[float] | None) -> None:
-    """Checks what can be checked before the number of devices is known.
-
-    Raises:
-        ValueError: unknown `split`; `weights` together with another split than `"even"`, or
-            negative, not finite or all zero.
-    """
-    if split not in _POLICIES:
-        raise ValueError(
-            f"split: expected one of {sorted(_POLICIES)}, got {split!r}. "
-            "Use 'even', or weights=[...] for fixed shares."
-        )
-    if weights is None:
-        return
-    if split != "even":
-        raise ValueError(
-            f"weights: expected None with split={split!r}, got {list(weights)}. "
-            "Leave out one of the two: weights are a split of their own."
-        )
-    wrong = [w for w in weights if not _is_weight(w)]
-    if wrong or not any(weights):
-        raise ValueError(
-            f"weights: expected finite numbers of at least 0, not all 0, got {list(weights)}. "
-            "Give each device its share, such as [1, 3, 3, 3]."
-        )
-
-
-def split_policy(split: str, weights: Sequence[float] | None, k: int) -> SplitPolicy:
-    """The function that splits every batch over `k` devices.
-
-    Args:
-        split: `"even"` or `"chunk"`.
-        weights: fixed shares, one per device, or None.
-        k: the number of devices.
-
-    Raises:
-        ValueError: as `check_split`, or the number of weights is not `k`.
-
-    Example:
-        >>> split_policy("even", [1, 2, 3], 3)(12)
-        (2, 4, 6)
-    """
-    check_split(split, weights)
-    if weights is None:
-        return lru_cache(maxsize=64)(lambda n: _POLICIES[split](n, k))
-    shares = tuple(weights)
-    if len(shares) != k:
-        raise ValueError(
-            f"weights: expected {k} numbers, one per device, got {len(shares)}: {list(shares)}. "
-            "Give every device a weight (0 leaves it idle)."
-        )
-    return lru_cache(maxsize=64)(lambda n: weighted(n, shares))
-
-
-def _is_weight(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value >= 0

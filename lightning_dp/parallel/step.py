@@ -123,7 +123,7 @@ class StepParallel(Engine):
         shards: Shards,
     ) -> Tensor:
         if not self._on_cpu:
-            return with_callbacks(joint, self.backward.before, self.backward.after)
+            return with_callbacks(joint, self.backward.before, self._after_backward)
         graphs = [g for g in zip(replicas, losses, weights, strict=True) if g[2] != 0]
 
         def backward_each(gradient: Tensor, keep_graph: bool) -> None:
@@ -135,10 +135,14 @@ class StepParallel(Engine):
             self.backward.before()
             _, seconds = self._run(method, "backward", calls, shards)
             for (k, _), spent in zip(calls, seconds, strict=True):
-                self.usage[k].busy_seconds += spent
-            self.backward.after()
+                self._spent(k, spent)
+            self._after_backward()
 
         return with_separate_backward(joint, backward_each)
+
+    def _after_backward(self) -> None:
+        self._timer.stop()
+        self.backward.after()
 
 
 def _step(method: str, args: tuple[Any, ...], module: nn.Module, shard: Any) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "DeviceProperties",
     "Event",
     "Stream",
+    "busy_seconds",
     "copy_stats",
     "current_device",
     "current_stream",
@@ -320,6 +321,14 @@ def get_speed(device: DeviceLike = None) -> tuple[float, float]:
     """Return seconds per op and per element of ``device``, as set by ``set_speed``."""
     seconds_per_op, seconds_per_element = _extension.speed(_index(device))
     return seconds_per_op, seconds_per_element
+
+
+def busy_seconds(device: DeviceLike = None) -> float:
+    """Return the simulated clock of ``device``: what its ops have taken by ``set_speed`` so far.
+
+    Without a speed it stands still. Differences of it are exact, unlike the time on a wall.
+    """
+    return float(_extension.busy_seconds(_index(device)))
 
 
 # --- random numbers ---

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.split import split_policy
+from lightning_dp.parallel.policies import split_policy
 from lightning_dp.parallel.step import StepParallel
 
 CPU = torch.device("cpu")
@@ -144,10 +144,9 @@ def main() -> None:
     batch = torch.randn(2 * k, 3, 8, 8)
     replicas = [module, *(copy.deepcopy(module) for _ in range(k - 1))]
     shards = list(batch.chunk(k))
+    split = split_policy("even", None, [CPU] * k)
     engines = {
-        how: StepParallel(
-            module, [CPU] * k, output_device=CPU, split=split_policy("even", None, k), executor=how
-        )
+        how: StepParallel(module, [CPU] * k, output_device=CPU, split=split, executor=how)
         for how in ("inorder", "threads", "auto")
     }
     times: dict[str, list[float]] = {name: [] for name in ("bare", "own", "rebuild", *engines)}

@@ -23,6 +23,7 @@ struct Clock {
   double seconds_per_op = 0;
   double seconds_per_element = 0;
   double debt = 0;
+  double busy = 0;
 };
 
 Clock* const g_clocks = new Clock[128];
@@ -70,6 +71,13 @@ std::pair<double, double> speed(c10::DeviceIndex index) {
   return {clock.seconds_per_op, clock.seconds_per_element};
 }
 
+double busy_seconds(c10::DeviceIndex index) {
+  auto& clock = g_clocks[full_device({kSim, index}).index()];
+  WithoutGil without_gil;
+  std::lock_guard<std::mutex> lock(clock.mutex);
+  return clock.busy;
+}
+
 void charge(c10::DeviceIndex index, int64_t elements) {
   auto& clock = g_clocks[index];
   if (!clock.runs.load(std::memory_order_relaxed)) {
@@ -77,7 +85,9 @@ void charge(c10::DeviceIndex index, int64_t elements) {
   }
   WithoutGil without_gil;  // before the lock: its holder may sleep
   std::lock_guard<std::mutex> lock(clock.mutex);
-  clock.debt += clock.seconds_per_op + clock.seconds_per_element * static_cast<double>(elements);
+  const double seconds = clock.seconds_per_op + clock.seconds_per_element * static_cast<double>(elements);
+  clock.debt += seconds;
+  clock.busy += seconds;
   if (clock.debt >= kShortestSleep) {
     sleep_off(clock);
   }

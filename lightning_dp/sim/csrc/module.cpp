@@ -64,6 +64,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", &sim::reset_peak);
   m.def("speed", &sim::speed);
   m.def("set_speed", &sim::set_speed);
+  m.def("busy_seconds", &sim::busy_seconds);
   m.def("default_generator", [](c10::DeviceIndex index) {
     return py::reinterpret_steal<py::object>(THPGenerator_Wrap(sim::default_generator(index)));
   });

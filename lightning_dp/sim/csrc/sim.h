@@ -72,6 +72,8 @@ bool is_pinned(const void* data);
 
 void set_speed(c10::DeviceIndex index, double seconds_per_op, double seconds_per_element);
 std::pair<double, double> speed(c10::DeviceIndex index);
+// All that ops on the device have been charged so far: exact, unlike the time that was slept for it.
+double busy_seconds(c10::DeviceIndex index);
 // Adds one op with this many output elements to what the device owes; waits once the debt is long enough to be slept
 // off accurately.
 void charge(c10::DeviceIndex index, int64_t elements);

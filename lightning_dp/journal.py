@@ -24,6 +24,7 @@ from lightning_dp.module_state import ModuleState, StateMemory
 from lightning_dp.parallel.layout import ReplicaRules
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.shards import Shards
+from lightning_dp.parallel.split import Order, batch_order
 
 Call: TypeAlias = LogCall | MetricCall
 
@@ -111,13 +112,14 @@ class Journals(ReplicaRules):
             root.__dict__.update(own_log)
 
     def _replay(self, hook: str, shards: Shards) -> None:
-        sizes = shards.active_sizes
-        for row in _aligned([self._journals[k].calls for k in shards.active], sizes):
+        sizes, order = shards.active_sizes, shards.active_order
+        for row in _aligned([self._journals[k].calls for k in shards.active], sizes, order):
             present = [sizes[i] for i in row]
+            positions = None if order is None else [order[i] for i in row]
             metric_calls = [call for call in row.values() if isinstance(call, MetricCall)]
             log_calls = [call for call in row.values() if isinstance(call, LogCall)]
             if metric_calls:
-                metrics.replay(metric_calls, present)
+                metrics.replay(metric_calls, present, positions)
             else:
                 self._check_complete(log_calls[0].name, list(row), shards)
                 self._log(hook, log_calls, present)
@@ -140,15 +142,18 @@ class Journals(ReplicaRules):
             )
 
 
-def _aligned(journals: Sequence[Sequence[Call]], sizes: Sequence[int]) -> list[dict[int, Call]]:
+def _aligned(
+    journals: Sequence[Sequence[Call]], sizes: Sequence[int], positions: Order | None
+) -> list[dict[int, Call]]:
     """The replicas' calls side by side: the n-th call with a key stands beside the other n-th ones.
 
     The order is that of the first replica; calls that it did not make come last. Calls that were
-    made sample by sample stand alone, shard after shard.
+    made sample by sample stand alone, in the order of the batch.
 
     Args:
         journals: the calls of every replica that worked.
         sizes: the samples of these replicas.
+        positions: those of their samples in the batch; None for shard order.
     """
     rows: dict[tuple[object, ...], list[dict[int, Call]]] = {}
     order: list[tuple[tuple[object, ...], int]] = []
@@ -161,7 +166,7 @@ def _aligned(journals: Sequence[Sequence[Call]], sizes: Sequence[int]) -> list[d
                 own.append({})
             own[counts[call.key]][k] = call
             counts[call.key] += 1
-    alone = {key: _one_by_one(own, sizes) for key, own in rows.items()}
+    alone = {key: _one_by_one(own, sizes, positions) for key, own in rows.items()}
     aligned: list[dict[int, Call]] = []
     for key, n in order:
         single = alone[key]
@@ -169,9 +174,14 @@ def _aligned(journals: Sequence[Sequence[Call]], sizes: Sequence[int]) -> list[d
     return aligned
 
 
-def _one_by_one(rows: list[dict[int, Call]], sizes: Sequence[int]) -> list[dict[int, Call]] | None:
-    """The calls shard after shard, if they are calls of a metric made sample by sample."""
+def _one_by_one(
+    rows: list[dict[int, Call]], sizes: Sequence[int], positions: Order | None
+) -> list[dict[int, Call]] | None:
+    """The calls sample after sample, if they are calls of a metric made sample by sample."""
     calls = [[call for call in row.values() if isinstance(call, MetricCall)] for row in rows]
     if not all(calls) or not metrics.is_per_sample(calls, sizes):
         return None
-    return [{k: row[k]} for k in range(len(sizes)) for row in rows if k in row]
+    alone = [{k: row[k]} for k in range(len(sizes)) for row in rows if k in row]
+    is_in_order = positions is None or len(alone) != sum(sizes)
+    places = None if is_in_order else batch_order(positions or ())
+    return alone if places is None else [alone[i] for i in places]

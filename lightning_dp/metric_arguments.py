@@ -12,6 +12,7 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.gather import weighted_mean
+from lightning_dp.parallel.split import Order, batch_order
 from lightning_dp.parallel.transfer import to_device
 
 AnyMetric: TypeAlias = Metric | MetricCollection
@@ -41,10 +42,13 @@ class MetricCall:
 
 
 def join_arguments(
-    calls: Sequence[MetricCall], sizes: Sequence[int], device: torch.device
+    calls: Sequence[MetricCall],
+    sizes: Sequence[int],
+    device: torch.device,
+    order: Order | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments one device would have passed; None where they cannot be told."""
-    join = _Join(tuple(sizes), device, _averages_numbers(calls[0]))
+    join = _Join(tuple(sizes), device, _averages_numbers(calls[0]), order)
     try:
         args = join.node([call.args for call in calls])
         kwargs = join.node([call.kwargs for call in calls])
@@ -71,9 +75,14 @@ class _Join:
     """Joins metric arguments; the nodes of one position are all of one kind, or cannot be."""
 
     def __init__(
-        self, sizes: tuple[int, ...], device: torch.device, averages_numbers: bool
+        self,
+        sizes: tuple[int, ...],
+        device: torch.device,
+        averages_numbers: bool,
+        order: Order | None,
     ) -> None:
         self._sizes = sizes
+        self._places = None if order is None else batch_order(order)
         self._device = device
         self._averages_numbers = averages_numbers
         self.is_of_samples = averages_numbers
@@ -89,7 +98,8 @@ class _Join:
             return self._tensors([node.to(self._device) for node in nodes])
         if isinstance(first, list) and tuple(map(len, nodes)) == self._sizes:
             self.is_of_samples = True
-            return [to_device(item, self._device) for node in nodes for item in node]
+            items = [to_device(item, self._device) for node in nodes for item in node]
+            return items if self._places is None else [items[i] for i in self._places]
         if tree.children(first) is not None:
             return self._children(nodes)
         return self._plain(nodes)
@@ -110,7 +120,10 @@ class _Join:
         if not self._has_rows([t.size(0) for t in tensors]):
             raise _CannotJoin
         self.is_of_samples = True
-        return torch.cat(tensors)
+        joined = torch.cat(tensors)
+        if self._places is None or len(joined) != len(self._places):
+            return joined
+        return joined[torch.tensor(self._places, device=joined.device)]
 
     def _has_rows(self, lengths: list[int]) -> bool:
         """Whether these lengths count samples, or tokens of samples, and not classes, say."""

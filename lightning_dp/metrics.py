@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dp.metric_arguments import AnyMetric, MetricCall, MetricMethod, join_arguments
 from lightning_dp.parallel import tree
+from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.transfer import to_device
 
 _SHADOWED = ("forward", "update", "compute", "reset")
@@ -30,19 +31,20 @@ def is_metric(module: nn.Module) -> bool:
     return isinstance(module, Metric | MetricCollection)
 
 
-def replay(calls: Sequence[MetricCall], sizes: Sequence[int]) -> None:
+def replay(calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None = None) -> None:
     """Makes one call of all replicas on the module's own metric.
 
     Args:
         calls: the same call of each replica that made it, in shard order.
         sizes: samples of these replicas.
+        order: the positions of their samples in the batch; None for shard order.
     """
     metric, method = calls[0].metric, calls[0].method
     if method == "reset":
         metric.reset()
         return
     device = _device(metric)
-    joined = join_arguments(calls, sizes, device)
+    joined = join_arguments(calls, sizes, device, order)
     if joined is None:
         _call_in_order(calls, device)
     else:

@@ -14,6 +14,7 @@ from lightning_dp.parallel import tree
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.shards import Shards
+from lightning_dp.parallel.split import Order, batch_order
 from lightning_dp.parallel.transfer import to_device
 
 Path: TypeAlias = tuple[Any, ...]
@@ -67,7 +68,7 @@ class ModuleState:
         memory: StateMemory,
     ) -> None:
         self._memory = memory
-        self._join = _Join(output_device, args, shards.active_sizes, memory)
+        self._join = _Join(output_device, args, shards, memory)
         modules = replicas.submodules
         self._modules = [
             _ModuleAttributes(root, j, [modules[k][j] for k in shards.active])
@@ -167,12 +168,13 @@ class _Join:
         self,
         output_device: torch.device,
         args: tuple[Any, ...],
-        sizes: list[int],
+        shards: Shards,
         memory: StateMemory,
     ) -> None:
         self._output_device = output_device
         self._args = args
-        self._sizes = sizes
+        self._sizes = shards.active_sizes
+        self._order = shards.active_order
         self._memory = memory
 
     def merge(self, path: Path, before: Any, after: list[Any], root: Any) -> None:
@@ -187,7 +189,7 @@ class _Join:
                     self.merge((*path, i), item, [other[i] for other in after], root[i])
             tails = [other[len(before) :] for other in after]
             if any(tails):
-                root[len(before) :] = self._appended(path, tails, self._sizes)
+                root[len(before) :] = self._appended(path, tails, self._sizes, self._order)
 
     def _merge_dicts(
         self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
@@ -199,22 +201,28 @@ class _Join:
             present = [i for i, other in enumerate(after) if key in other]
             values = [after[i][key] for i in present]
             sizes = [self._sizes[i] for i in present]
+            order = None if self._order is None else [self._order[i] for i in present]
             if all(type(value) is list for value in values):
-                root[key] = self._appended((*path, key), values, sizes)
+                root[key] = self._appended((*path, key), values, sizes, order)
             else:
-                root[key] = gather(values, self._output_device, sizes=sizes, constants=self._args)
+                root[key] = self._gathered(values, sizes, order)
 
-    def _appended(self, path: Path, tails: list[list[Any]], sizes: list[int]) -> list[Any]:
+    def _gathered(self, values: list[Any], sizes: list[int], order: Order | None) -> Any:
+        device, args = self._output_device, self._args
+        return gather(values, device, sizes=sizes, constants=args, order=order)
+
+    def _appended(
+        self, path: Path, tails: list[list[Any]], sizes: list[int], order: Order | None
+    ) -> list[Any]:
         counts = [len(tail) for tail in tails]
         known = self._memory.per_sample
         if max(sizes) > 1:
             known[path] = counts == sizes or len(set(counts)) > 1
         if known.get(path, len(set(counts)) > 1 or _are_labels(tails)):
-            return [to_device(item, self._output_device) for tail in tails for item in tail]
-        return [
-            gather(list(items), self._output_device, sizes=sizes, constants=self._args)
-            for items in zip(*tails, strict=True)
-        ]
+            appended = [to_device(item, self._output_device) for tail in tails for item in tail]
+            places = None if order is None or counts != sizes else batch_order(order)
+            return appended if places is None else [appended[i] for i in places]
+        return [self._gathered(list(items), sizes, order) for items in zip(*tails, strict=True)]
 
 
 def _are_labels(tails: Sequence[list[Any]]) -> bool:

@@ -63,10 +63,15 @@ class DataParallelStrategy(OneProcessStrategy):
             first, and with fewer samples than devices some are idle. `"chunk"`: the sizes of
             `torch.chunk`, as in `torch.nn.DataParallel`. `"adaptive"`: begins even, learns from
             the times of the steps how fast every device is, and lets all end at the same time;
-            what it has learnt is saved in checkpoints. Or a function `(batch_size, devices) ->
+            what it has learnt is saved in checkpoints. `"cost"`: samples of unequal cost (sequence
+            length, nodes) go where there is least to do; nobody sees the other order. Costs are
+            told by the module's method `sample_cost(batch)`, which returns a 1-D tensor, or by
+            an entry of the batch, see `sample_cost`. Or a function `(batch_size, devices) ->
             sizes`.
         weights: fixed shares, one number of at least 0 per device: `[1, 3, 3, 3]`. Only their
             ratios matter; 0 leaves a device idle. None for equal shares.
+        sample_cost: with `split="cost"`, the entry of the batch that holds the samples' costs, such
+            as `"lengths"` or `"text.lengths"`; None to ask the module.
         dim: the dimension along which batches are cut and outputs joined.
         gather_overrides: how outputs under certain keys are gathered, in place of what `gather`
             does with their type: `{"count": "first", "aux.losses": "stack"}`, with "mean", "sum",
@@ -104,6 +109,7 @@ class DataParallelStrategy(OneProcessStrategy):
         output_device: int | str | torch.device | None = None,
         split: str | OwnSplit = "even",
         weights: Sequence[float] | None = None,
+        sample_cost: str | None = None,
         dim: int = 0,
         gather_overrides: Mapping[str, Override] | None = None,
         parallel_modules: Sequence[str] = (),
@@ -129,6 +135,7 @@ class DataParallelStrategy(OneProcessStrategy):
         self._split = split
         self._engine_options: dict[str, Any] = {
             "dim": dim,
+            "cost_key": sample_cost,
             "overrides": gather_overrides,
             "buffers": buffers,
             "executor": executor,

@@ -15,6 +15,7 @@ from torch import nn
 
 from lightning_dp.parallel.apply import Executor, ExecutorName, Task
 from lightning_dp.parallel.backward import Backward
+from lightning_dp.parallel.cost import sample_costs
 from lightning_dp.parallel.devices import peak_memory, reset_peak_memory
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.join import Override, Scalars
@@ -23,7 +24,7 @@ from lightning_dp.parallel.reduce import Buffers
 from lightning_dp.parallel.replicate import BufferCopies, ParameterCopies, Replicas
 from lightning_dp.parallel.scatter import BatchSizeError, batch_size, cut
 from lightning_dp.parallel.shards import DeviceUsage, Shards
-from lightning_dp.parallel.split import LearningSplit, Sizes, SplitPolicy
+from lightning_dp.parallel.split import CostSplit, LearningSplit, Order, Sizes, SplitPolicy
 from lightning_dp.parallel.timing import StepTimer
 from lightning_dp.parallel.transfer import to_device
 
@@ -45,6 +46,8 @@ class Engine:
         output_device: where gathered outputs end up.
         split: how many samples each device gets.
         dim: the dimension along which batches are cut and outputs joined.
+        cost_key: for a split by cost the entry of the batch that holds the costs; None to ask the
+            module's method `sample_cost(batch)`.
         buffers: which buffers (running statistics, say) the root keeps after a training step:
             those of the `"first"` replica, or the `"mean"` of all, weighted by shard size.
         executor: how the replicas run, see `Executor`.
@@ -66,6 +69,7 @@ class Engine:
         output_device: torch.device,
         split: SplitPolicy,
         dim: int = 0,
+        cost_key: str | None = None,
         buffers: Buffers = "first",
         executor: ExecutorName = "auto",
         scalars: Scalars = "merge",
@@ -86,6 +90,7 @@ class Engine:
         self._executor = Executor(devices, executor)
         self._split = split
         self._dim = dim
+        self._cost_key = cost_key
         self._scalars: Scalars = scalars
         self._overrides = overrides
         self._around = around
@@ -111,7 +116,7 @@ class Engine:
         """
         modules = self.replicate(shards, training=training)
         outputs = self.apply(name, call, modules, shards, training=training, constants=constants)
-        return self.gather(outputs, shards.active_sizes, constants)
+        return self.gather(outputs, shards.active_sizes, constants, shards.active_order)
 
     def scatter(self, batch: Any, transfer: Transfer = to_device) -> Shards:
         """Decides the sizes, once for the batch; cuts it and moves each shard to its device.
@@ -123,12 +128,11 @@ class Engine:
         n = self._batch_size(batch)
         if not n:
             return self.whole(batch, transfer)
-        sizes = self._split(n)
-        parts = [
-            transfer(part, device) if size else None
-            for part, size, device in zip(self._cut(batch, sizes), sizes, self.devices, strict=True)
-        ]
-        return Shards(sizes, parts)
+        order = self._order(batch, n)
+        sizes = self._split(n) if order is None else tuple(map(len, order))
+        cut_parts = zip(self._cut(batch, sizes, order), sizes, self.devices, strict=True)
+        parts = [transfer(part, device) if size else None for part, size, device in cut_parts]
+        return Shards(sizes, parts, order=order)
 
     def whole(self, batch: Any, transfer: Transfer = to_device) -> Shards:
         """A batch in which there is nothing to cut goes to the root alone."""
@@ -172,7 +176,11 @@ class Engine:
         return outputs
 
     def gather(
-        self, outputs: Sequence[Any], sizes: Sequence[int], constants: tuple[Any, ...] = ()
+        self,
+        outputs: Sequence[Any],
+        sizes: Sequence[int],
+        constants: tuple[Any, ...] = (),
+        order: Order | None = None,
     ) -> Any:
         """What one device would have returned for the whole batch, on the output device."""
         return gather(
@@ -183,6 +191,7 @@ class Engine:
             scalars=self._scalars,
             overrides=self._overrides,
             constants=constants,
+            order=order,
         )
 
     def resync(self) -> None:
@@ -218,10 +227,16 @@ class Engine:
                 raise
             return error.sizes[0]
 
-    def _cut(self, batch: Any, sizes: Sizes) -> list[Any]:
+    def _order(self, batch: Any, n: int) -> Order | None:
+        """Which samples each device gets, where they are not simply the next ones."""
+        if not isinstance(self._split, CostSplit):
+            return None
+        return self._split.order(sample_costs(self.module, batch, n, self._cost_key))
+
+    def _cut(self, batch: Any, sizes: Sizes, order: Order | None) -> list[Any]:
         own = getattr(self.module, "split_batch", None)
         if own is None:
-            return cut(batch, sizes, self._dim)
+            return cut(batch, sizes, self._dim, order)
         parts = list(own(batch, sizes))
         if len(parts) != len(sizes):
             raise ValueError(

@@ -26,7 +26,7 @@ from lightning_dp.parallel.join import (
 )
 from lightning_dp.parallel.leaves import is_array, kind_of, move
 from lightning_dp.parallel.reading import BatchSizeError, read
-from lightning_dp.parallel.split import Sizes
+from lightning_dp.parallel.split import Order, Sizes
 from lightning_dp.parallel.transfer import to_device_together
 
 __all__ = ["GatherError", "Override", "Scalars", "check_overrides", "gather", "weighted_mean"]
@@ -43,6 +43,7 @@ def gather(
     scalars: Scalars = "merge",
     overrides: Mapping[str, Override] | None = None,
     constants: Sequence[Any] = (),
+    order: Order | None = None,
 ) -> Any:
     """Joins the replicas' outputs, in shard order, on the output device.
 
@@ -89,6 +90,9 @@ def gather(
             in it.
         constants: integers that are no counts even if they happen to equal a shard's size: what
             every replica was called with, such as the index of the batch.
+        order: for each of these outputs the positions of its samples in the batch, if the batch
+            was cut in another order than its own; what has one row or item per sample is brought
+            into the batch's order.
 
     Raises:
         GatherError: the outputs have different structures, or do not allow an override.
@@ -112,7 +116,7 @@ def gather(
             "Give the size of every shard of which there is an output."
         )
     moved = to_device_together(outputs, device)
-    rules = Join(sizes, dim, scalars, device, tuple(constants))
+    rules = Join(sizes, dim, scalars, device, tuple(constants), order)
     return _Gather(rules, dict(overrides or {})).node(moved, ())
 
 
@@ -129,8 +133,7 @@ class _Gather:
 
     def of(self, present: list[int]) -> _Gather:
         """The same for some of the replicas."""
-        sizes = tuple(self.sizes[i] for i in present)
-        return _Gather(dataclasses.replace(self.rules, sizes=sizes), self.overrides)
+        return _Gather(self.rules.of(present), self.overrides)
 
     def node(self, nodes: list[Any], path: tree.Path, override: Override | None = None) -> Any:
         present = [i for i, node in enumerate(nodes) if node is not None]
@@ -158,12 +161,15 @@ class _Gather:
         kind = kind_of(leaves[0])
         if kind is not None and all(kind_of(leaf) is kind for leaf in leaves):
             # Joining makes new tensors, such as a batch of graphs has: they may be on the CPU.
-            return move(kind.join(leaves, self.rules.dim), self.rules.device)
+            joined = move(kind.join(leaves, self.rules.dim), self.rules.device)
+            lengths = [kind.size(leaf, self.rules.dim) or 0 for leaf in leaves]
+            return self.rules.in_order(joined, lengths, self.rules.dim)
         return join_plain(leaves, self.rules)
 
     def _lists(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
         if override == "cat" or self._are_columns(nodes):
-            return type(nodes[0])([item for node in nodes for item in node])
+            joined = type(nodes[0])([item for node in nodes for item in node])
+            return self.rules.in_order(joined, [len(node) for node in nodes], 0)
         return self._containers(nodes, path, override)
 
     def _are_columns(self, nodes: list[Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel import tree
-from lightning_dp.parallel.leaves import TENSORS, is_array, kind_of, move
-from lightning_dp.parallel.split import Sizes
+from lightning_dp.parallel.leaves import TENSORS, is_array, kind_of, move, pick
+from lightning_dp.parallel.split import Order, Sizes, batch_order
 
 Scalars: TypeAlias = Literal["merge", "stack"]
 Override: TypeAlias = Literal["mean", "sum", "stack", "cat", "first", "list"]
@@ -32,6 +32,7 @@ class Join:
         scalars: what happens to 0-dim tensors.
         device: where tensors that are made of numbers go.
         constants: integers that are no counts.
+        order: of each replica, the positions of its samples in the batch; None for shard order.
     """
 
     sizes: Sizes
@@ -39,6 +40,23 @@ class Join:
     scalars: Scalars
     device: torch.device
     constants: tuple[Any, ...]
+    order: Order | None = None
+
+    def of(self, present: Sequence[int]) -> Join:
+        """The same for some of the replicas."""
+        sizes = tuple(self.sizes[i] for i in present)
+        order = None if self.order is None else [self.order[i] for i in present]
+        return replace(self, sizes=sizes, order=order)
+
+    def in_order(self, joined: Any, lengths: Sequence[int], dim: int) -> Any:
+        """Brings joined shards of these lengths into the batch's order, if they are of samples."""
+        is_of_samples = self.order is not None and tuple(lengths) == self.sizes
+        places = batch_order(self.order or ()) if is_of_samples else None
+        if places is None:
+            return joined
+        if tree.is_list(joined):
+            return type(joined)([joined[i] for i in places])
+        return pick(joined, places, dim)
 
 
 def check_scalars(scalars: str) -> None:
@@ -162,7 +180,9 @@ def _join_rows(leaves: list[Any], rules: Join, cat: Callable[[Sequence[Any], int
     if rules.dim % max(first.ndim, 1) not in dims and all(map(partial(tree.equal, first), leaves)):
         return first
     dim = rules.dim if rules.dim in dims or len(dims) != 1 else dims[0]
-    return cat(leaves, dim) if _fit(leaves, dim) else leaves
+    if not _fit(leaves, dim):
+        return leaves
+    return rules.in_order(cat(leaves, dim), [leaf.shape[dim] for leaf in leaves], dim)
 
 
 def _concatenate(leaves: list[Any], rules: Join, name: str) -> Any:

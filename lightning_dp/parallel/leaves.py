@@ -216,6 +216,28 @@ def move(leaf: Any, device: torch.device) -> Any:
     return _copy_to(leaf, device) if is_movable(leaf) else leaf
 
 
+def pick(leaf: Any, samples: Sequence[int], dim: int) -> Any:
+    """Some samples of a leaf that has any, in the order in which they are named.
+
+    Raises:
+        CannotCut: the leaf's kind cannot be put together from single samples.
+
+    Example:
+        >>> pick(torch.tensor([10, 11, 12]), [2, 0], 0)
+        tensor([12, 10])
+    """
+    kind = kind_of(leaf)
+    if kind is None:
+        raise CannotCut("with samples in it")
+    if kind is TENSORS and leaf.layout is torch.strided and not leaf.is_nested:
+        return leaf.index_select(dim, torch.tensor(samples, device=leaf.device))
+    singles = kind.cut(leaf, (1,) * (kind.size(leaf, dim) or 0), dim)
+    picked = kind.join([singles[i] for i in samples], dim)
+    if isinstance(picked, list):
+        raise CannotCut("of a class with a method cat, to be put in another order")
+    return picked
+
+
 def _kind_by_abilities(node: Any) -> Kind | None:
     if all(hasattr(node, name) for name in ("to_data_list", "from_data_list", "num_graphs")):
         return _GRAPHS

@@ -8,14 +8,14 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from lightning_dp.parallel.adaptive import Adaptive
-from lightning_dp.parallel.split import Sizes, SplitPolicy, chunk, even, weighted
+from lightning_dp.parallel.split import CostSplit, Sizes, SplitPolicy, chunk, even, weighted
 
 OwnSplit: TypeAlias = Callable[[int, Sequence[Any]], Sequence[int]]
 """`(batch_size, devices) -> sizes`, one size per device."""
 
 _FIXED: dict[str, Callable[[int, int], Sizes]] = {"even": even, "chunk": chunk}
 _LEARNING: dict[str, Callable[[int], SplitPolicy]] = {"adaptive": Adaptive}
-SPLITS = (*_FIXED, *_LEARNING)
+SPLITS = (*_FIXED, *_LEARNING, "cost")
 
 
 def check_split(split: str | OwnSplit, weights: Sequence[float] | None) -> None:
@@ -68,6 +68,8 @@ def split_policy(
     k = len(devices)
     if callable(split):
         return _Own(split, devices)
+    if split == "cost":
+        return CostSplit(k)
     if split in _LEARNING:
         return _LEARNING[split](k)
     if weights is None:

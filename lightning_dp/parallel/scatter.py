@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
-from lightning_dp.parallel.leaves import CannotCut, Kind, kind_of
+from lightning_dp.parallel.leaves import CannotCut, Kind, kind_of, pick
 from lightning_dp.parallel.reading import WAY_OUT, BatchSizeError, Reading, holds_samples, read
-from lightning_dp.parallel.split import Sizes, even
+from lightning_dp.parallel.split import Order, Sizes, even
 from lightning_dp.parallel.transfer import to_device
 
 __all__ = ["BatchSizeError", "batch_size", "cut", "scatter"]
@@ -100,13 +102,14 @@ def scatter(
     ]
 
 
-def cut(batch: Any, sizes: Sizes, dim: int = 0) -> list[Any]:
+def cut(batch: Any, sizes: Sizes, dim: int = 0, order: Order | None = None) -> list[Any]:
     """Cuts a batch into one shard per size, without moving anything; None where the size is 0.
 
     Args:
         batch: as for `scatter`; one without a batch size goes to every shard whole.
         sizes: samples per shard, summing to the batch size.
         dim: the dimension to cut.
+        order: the positions of each shard's samples in the batch; None for the batch's own order.
 
     Raises:
         BatchSizeError: as `scatter`.
@@ -118,10 +121,17 @@ def cut(batch: Any, sizes: Sizes, dim: int = 0) -> list[Any]:
         [[tensor([0, 1]), ['a', 'b']], None, [tensor([2]), ['c']]]
     """
     n, reading = read(batch, dim)
-    return _cut_as(batch, n, reading, tuple(sizes), dim)
+    return _cut_as(batch, n, reading, tuple(sizes), dim, order)
 
 
-def _cut_as(batch: Any, n: int | None, reading: Reading, sizes: Sizes, dim: int) -> list[Any]:
+def _cut_as(
+    batch: Any,
+    n: int | None,
+    reading: Reading,
+    sizes: Sizes,
+    dim: int,
+    order: Order | None = None,
+) -> list[Any]:
     wrong = [size for size in sizes if size < 0]
     if wrong or (n is not None and n != sum(sizes)):
         raise BatchSizeError(
@@ -129,15 +139,17 @@ def _cut_as(batch: Any, n: int | None, reading: Reading, sizes: Sizes, dim: int)
             f"sum {sum(sizes)}. Let them sum to {n}."
         )
     active = tuple(size for size in sizes if size)
-    shards = iter(_Cut(active, reading, dim).node(batch, ()))
+    positions = None if order is None else [part for part in order if part]
+    shards = iter(_Cut(active, reading, dim, positions).node(batch, ()))
     return [next(shards) if size else None for size in sizes]
 
 
 class _Cut:
     """Cuts the nodes of one batch by the same sizes, none of which is 0."""
 
-    def __init__(self, sizes: Sizes, reading: Reading, dim: int) -> None:
+    def __init__(self, sizes: Sizes, reading: Reading, dim: int, order: Order | None) -> None:
         self.sizes = sizes
+        self.order = order
         self.reading = reading
         self.dim = dim
         self.n = sum(sizes)
@@ -165,15 +177,24 @@ class _Cut:
         if kind.size(leaf, self.dim) != self.n:
             return [leaf] * len(self.sizes)
         try:
+            if self.order is not None:
+                return [pick(leaf, positions, self.dim) for positions in self.order]
             return kind.cut(leaf, self.sizes, self.dim)
         except CannotCut as error:
-            kind_name = f"{leaf.layout}{', nested' * leaf.is_nested}"
+            got = type(leaf).__qualname__
+            if isinstance(leaf, Tensor):
+                got = f"layout {leaf.layout}{', nested' * leaf.is_nested}"
             raise TypeError(
-                f"Expected a tensor {error}, got {tree.name(path)} of layout {kind_name}. "
-                f"Make it a strided tensor in the collate function. {WAY_OUT}"
+                f"Expected a leaf {error}, got {tree.name(path)} of {got}. "
+                f"Change it in the collate function. {WAY_OUT}"
             ) from None
 
     def _list(self, node: Sequence[Any]) -> list[Any]:
+        if self.order is not None:
+            return [
+                type(node)([node[i] for i in positions])  # type: ignore[call-arg]
+                for positions in self.order
+            ]
         ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
         return [
             type(node)(node[end - size : end])  # type: ignore[call-arg]  # a list or a tuple

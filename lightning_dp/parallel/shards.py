@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_dp.parallel.split import Sizes
+from lightning_dp.parallel.split import Order, Sizes
 
 
 @dataclass
@@ -37,11 +37,13 @@ class Shards:
         sizes: samples per device; zeros allowed.
         parts: one shard per device; None where the size is 0.
         whole: whether nothing was cut: the root has the batch as it is.
+        order: the positions of each shard's samples in the batch; None for the batch's own order.
     """
 
     sizes: Sizes
     parts: list[Any] = field(repr=False)
     whole: bool = False
+    order: Order | None = field(default=None, repr=False)
 
     @property
     def active(self) -> list[int]:
@@ -53,7 +55,15 @@ class Shards:
         """The sizes of the shards of the active replicas."""
         return [size for size in self.sizes if size > 0]
 
+    @property
+    def active_order(self) -> Order | None:
+        """The positions of the samples of the active replicas, if they are not in order."""
+        return None if self.order is None else [self.order[k] for k in self.active]
+
     def samples(self, k: int) -> str:
         """Which samples replica k has, for people."""
+        if self.order is not None:
+            some = ", ".join(map(str, self.order[k][:8])) + ", ..." * (self.sizes[k] > 8)
+            return f"samples {some} of {sum(self.sizes)}"
         start = sum(self.sizes[:k])
         return f"samples {start} to {start + self.sizes[k] - 1} of {sum(self.sizes)}"

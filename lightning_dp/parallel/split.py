@@ -12,6 +12,9 @@ from fractions import Fraction
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 Sizes: TypeAlias = tuple[int, ...]
+Order: TypeAlias = Sequence[Sequence[int]]
+"""For each shard the positions of its samples in the batch."""
+
 SplitPolicy: TypeAlias = Callable[[int], Sizes]
 """Batch size in, sizes out."""
 
@@ -131,6 +134,38 @@ def minimax(
         else:
             heapq.heappop(ends)
     return tuple(sizes)
+
+
+class CostSplit:
+    """A split by what the samples cost; without costs it is even.
+
+    Args:
+        k: the number of devices.
+    """
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+
+    def __call__(self, n: int) -> Sizes:
+        """The sizes for n samples of equal cost."""
+        return even(n, self._k)
+
+    def order(self, costs: Sequence[float]) -> Order:
+        """For each device the positions of its samples."""
+        return by_cost(costs, self._k)
+
+
+def batch_order(order: Order) -> list[int] | None:
+    """Where in the joined shards the samples of the batch are; None if that is its own order.
+
+    Example:
+        >>> batch_order([[1, 3], [0, 2]]), batch_order([[0], [5, 7]])
+        ([2, 0, 3, 1], None)
+    """
+    positions = [position for part in order for position in part]
+    if positions == sorted(positions):
+        return None
+    return sorted(range(len(positions)), key=positions.__getitem__)
 
 
 def by_cost(

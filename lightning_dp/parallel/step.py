@@ -109,7 +109,8 @@ class StepParallel(Engine):
             joint = self._with_backward(method, joint, kept, losses, weights, shards)
         if steps[0].extras is None:
             return joint
-        joined = self.gather([step.extras for step in steps], sizes, constants)
+        order = None if shards.order is None else [shards.order[k] for k in kept]
+        joined = self.gather([step.extras for step in steps], sizes, constants, order)
         count = {} if counts is None else {"num_items": sum(counts)}
         return {"loss": joint, **joined, **count}
 

@@ -1,0 +1,153 @@
+"""Samples of unequal cost go where there is least to do, and nobody sees another order."""
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import Classifier, assert_same, devices_of, run
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_dp.parallel.gather import gather
+from lightning_dp.parallel.scatter import cut
+from lightning_dp.parallel.split import CostSplit
+from lightning_dp.parallel.step import StepParallel
+
+pytestmark = pytest.mark.usefixtures("on")
+
+SEQUENCES = 53
+
+
+def sequences() -> list[dict[str, Any]]:
+    """Sequences of lognormal length, each with a name, a label and a score."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randn(SEQUENCES, generator=draw).exp().mul(4).ceil().clamp(max=30).long()
+    return [
+        {
+            "name": f"sequence {i}",
+            "x": torch.randn(int(length), 10, generator=draw, dtype=torch.double),
+            "y": i % 3,
+        }
+        for i, length in enumerate(lengths)
+    ]
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    lengths = [len(sample["x"]) for sample in samples]
+    return {
+        "name": [sample["name"] for sample in samples],
+        "x": nn.utils.rnn.pad_sequence([sample["x"] for sample in samples], batch_first=True),
+        "y": torch.tensor([sample["y"] for sample in samples]),
+        "lengths": torch.tensor(lengths),
+    }
+
+
+def data() -> DataLoader[Any]:
+    return DataLoader(sequences(), batch_size=25, collate_fn=collate)  # type: ignore[arg-type]
+
+
+class Reader(Classifier):
+    """Classifies the mean of a sequence; collects, measures and returns in the batch's order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = MulticlassAccuracy(3)
+        self.scores = CatMetric()
+        self.seen: list[Any] = []
+        self.names: list[str] = []
+
+    def sample_cost(self, batch: Any) -> Tensor:
+        costs: Tensor = batch["lengths"]
+        return costs
+
+    def logits(self, batch: Any) -> Tensor:
+        z: Tensor = self.net(batch["x"]).sum(1) / batch["lengths"][:, None]
+        return z
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        z = self.logits(batch)
+        self.accuracy(z, batch["y"])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.seen.append(z.detach())
+        self.names.extend(batch["name"])
+        return {"loss": F.cross_entropy(z, batch["y"]), "z": z.detach(), "name": batch["name"]}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        z = self.logits(batch)
+        self.scores.update(z[:, 0])
+        self.log("loss", F.cross_entropy(z, batch["y"]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"z": self.logits(batch), "name": batch["name"], "first": batch["x"][:, 0]}
+
+
+def make() -> Reader:
+    return Reader().double()
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric CatMetric")
+@pytest.mark.parametrize("cost", [None, "lengths"])
+def test_everything_is_as_on_one_device_in_the_order_of_the_batch(cost: str | None) -> None:
+    options = {"split": "cost", "sample_cost": cost}
+    expected = run(make, 1, data=data, precision="64-true")
+    result = run(make, 3, strategy=options, data=data, precision="64-true")
+    assert_same(result, expected)
+    assert result.module.names == expected.module.names
+    for seen, wanted in zip(result.module.seen, expected.module.seen, strict=True):
+        torch.testing.assert_close(seen.cpu(), wanted, atol=1e-10, rtol=0)
+
+
+def test_loads_are_balanced() -> None:
+    devices = devices_of(4)
+    engine = StepParallel(
+        make().to(devices[0]), devices, output_device=devices[0], split=CostSplit(4)
+    )
+    batch = collate([sequences()[i % SEQUENCES] for i in range(64)])
+    loads = [float(part["lengths"].sum()) for part in engine.scatter(batch).parts]
+    engine.close()
+    assert max(loads) / (sum(loads) / 4) <= 1.02
+
+
+def test_cutting_in_any_order_and_gathering_gives_the_batch() -> None:
+    lengths = [3, 1, 4, 1, 5]
+    batch = {
+        "x": torch.arange(10.0).view(5, 2),
+        "names": list("abcde"),
+        "boxes": [torch.full((n, 4), float(n)) for n in lengths],
+        "packed": pack_sequence([torch.arange(float(n)) for n in lengths], enforce_sorted=False),
+        "scale": 2.5,
+    }
+    order = [[1, 4], [], [0, 2, 3]]
+    shards = [shard for shard in cut(batch, (2, 0, 3), order=order) if shard is not None]
+    assert shards[0]["names"] == ["b", "e"] and shards[1]["x"].tolist() == [[0, 1], [4, 5], [6, 7]]
+    result = gather(shards, "cpu", sizes=[2, 3], order=[order[0], order[2]])
+    assert result["names"] == batch["names"] and result["scale"] == 2.5
+    assert torch.equal(result["x"], batch["x"])
+    assert [len(box) for box in result["boxes"]] == lengths
+    assert isinstance(result["packed"], PackedSequence)
+    assert torch.equal(result["packed"].data, batch["packed"].data)
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        ("size", r"sample_cost='size': expected an entry 'size' in the batch, got \['lengths', "),
+        ("x", r"sample_cost='x': expected 25 finite numbers .* got Tensor of shape \(25, "),
+        ("name", r"sample_cost='name': expected 25 finite numbers .* got list: "),
+    ],
+)
+def test_costs_that_are_none_are_refused(cost: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(make, 2, strategy={"split": "cost", "sample_cost": cost}, data=data)
+
+
+def test_without_any_costs_the_way_out_is_named() -> None:
+    with pytest.raises(ValueError, match=r"expected a method sample_cost\(batch\) on Classifier"):
+        run(Classifier, 2, strategy={"split": "cost"})

@@ -105,15 +105,13 @@ class DataParallel(nn.Module, Generic[Module]):
         self.dim = dim
         self._options: dict[str, Any] = {
             "output_device": self.output_device,
-        split_policy(split, weights, self.devices)  # a wrong number of weights is told now
-        self._split = (split, weights, self.devices)  # the policy itself cannot be pickled
             "dim": dim,
             "buffers": buffers,
             "executor": executor,
             "overrides": gather_overrides,
         }
-        split_policy(split, weights, len(self.devices))  # a wrong number of weights is told now
-        self._split = (split, weights, len(self.devices))  # the policy itself cannot be pickled
+        split_policy(split, weights, self.devices)  # a wrong number of weights is told now
+        self._split = (split, weights, self.devices)  # the policy itself cannot be pickled
         self._engine: ForwardParallel | None = None
         self._identity = id(self)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]

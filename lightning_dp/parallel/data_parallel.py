@@ -86,7 +86,8 @@ class Engine:
         self.usage = [DeviceUsage(device) for device in devices]
         for device in devices:
             reset_peak_memory(device)
-        self._timer = StepTimer(devices)
+        self._learning = split if isinstance(split, LearningSplit) else None
+        self._timer = None if self._learning is None else StepTimer(devices)
         self._executor = Executor(devices, executor)
         self._split = split
         self._dim = dim
@@ -163,7 +164,7 @@ class Engine:
     ) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
-        if training:
+        if training and self._timer is not None:
             self._timer.start()
         with self._around(self.replicas, name, shards, constants):
             calls = [(k, partial(call, modules[k], shards.parts[k])) for k in shards.active]
@@ -208,13 +209,18 @@ class Engine:
 
     def _spent(self, k: int, seconds: float) -> None:
         self.usage[k].busy_seconds += seconds
-        self._timer.add(k, seconds)
+        if self._timer is not None:
+            self._timer.add(k, seconds)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.stop()
 
     def _learn(self) -> None:
         """Tells a split that learns how long the latest training step took on each device."""
-        seconds = self._timer.take()
-        if seconds is not None and isinstance(self._split, LearningSplit):
-            self._split.learn(self.last_sizes, seconds)
+        seconds = None if self._timer is None else self._timer.take()
+        if seconds is not None and self._learning is not None:
+            self._learning.learn(self.last_sizes, seconds)
 
     def _parameter_copies(self) -> ParameterCopies:
         return "changed"

@@ -152,10 +152,14 @@ class RootState:
         layout: the root's.
         versions: whether to look at the parameters' versions, for replicas that own copies.
         buffer_versions: whether to look at the buffers'; without them, nothing is known of them.
+        buffers: whether to look at the buffers at all; else the state has none.
     """
 
-    def __init__(self, layout: Layout, *, versions: bool, buffer_versions: bool) -> None:
-        parameters, self.buffers = layout.parameters, layout.buffers()
+    def __init__(
+        self, layout: Layout, *, versions: bool, buffer_versions: bool, buffers: bool = True
+    ) -> None:
+        parameters = layout.parameters
+        self.buffers = layout.buffers() if buffers else []
         self.pointers = list(map(Tensor.data_ptr, parameters))
         self.versions = [p._version for p in parameters] if versions else []
         self.requires_grad = list(map(_REQUIRES_GRAD, parameters))

@@ -28,6 +28,7 @@ class Replica:
         """Whether the parameters' memory is the root's, so that there is nothing to copy."""
         self._device = device
         self._seen = RootState(source, versions=not self.shares_memory, buffer_versions=True)
+        self._seen_buffers = self._seen
         self.parameters = [_leaf_parameter(p, device) for p in source.parameters]
         self.buffer_tables: list[dict[str, Tensor | None]] = [{} for _ in source.buffer_tables]
         self._replace_buffers(self._seen)
@@ -46,7 +47,7 @@ class Replica:
         Args:
             state: the root's; without versions of the buffers, all buffers count as changed.
             parameters: which are copied, see `Replicas.refresh`.
-            buffers: whether to copy buffers that changed.
+            buffers: whether to look for buffers that changed, and copy them.
             silent: positions of parameters to copy although they look unchanged.
         """
         for body, version in zip(self._bodies, self._source.attribute_versions, strict=True):
@@ -54,8 +55,9 @@ class Replica:
                 body.refresh()
                 body.version = version
         self._refresh_parameters(state, parameters, silent)
-        if buffers or parameters == "all":
+        if buffers:
             self._refresh_buffers(state, everything=parameters == "all")
+            self._seen_buffers = state
         self._seen = state
 
     def connect(self, after_backward: Callable[[], None]) -> None:
@@ -123,12 +125,12 @@ class Replica:
     def _refresh_buffers(self, state: RootState, everything: bool) -> None:
         own = list(map(id, entries(self.buffer_tables)))
         # Assigning to a buffer, here or there, puts another tensor in its place.
-        if state.buffer_ids != self._seen.buffer_ids or own != self._own_buffer_ids:
+        if state.buffer_ids != self._seen_buffers.buffer_ids or own != self._own_buffer_ids:
             self._replace_buffers(state)
         elif (
             everything
             or state.buffer_versions is None
-            or state.buffer_versions != self._seen.buffer_versions
+            or state.buffer_versions != self._seen_buffers.buffer_versions
         ):
             for dtype, flat in self._flat_buffers.items():
                 flat.copy_(state.packed_buffers[dtype], non_blocking=True)

@@ -98,12 +98,13 @@ class Replicas:
                 self._build()
             elif others:
                 self._layout.look_at_attributes()
+                copied = parameters == "all" or buffers != "read" or self._layout.reads_buffers()
                 state = RootState(
                     self._layout,
                     versions=not all(replica.shares_memory for replica in self._others),
                     buffer_versions=buffers == "changed",
+                    buffers=copied,
                 )
-                copied = buffers != "read" or self._layout.reads_buffers()
                 silent = set() if self._silent is None else self._silent.look()
                 for k in others:
                     self._others[k - 1].refresh(state, parameters, copied, silent)

@@ -167,6 +167,25 @@ class ForwardMode(Mode):
             self._module._device = before
 
 
+def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
+    """Refuses options of forward mode that cannot be, or that step mode would ignore."""
+    if isinstance(parallel_modules, str):
+        raise ValueError(
+            f"parallel_modules: expected a list of names, got {parallel_modules!r}. "
+            f"Write [{parallel_modules!r}]."
+        )
+    if mode == "step" and (parallel_modules or not move_batch):
+        key, value = (
+            ("parallel_modules", list(parallel_modules))
+            if parallel_modules
+            else ("move_batch", move_batch)
+        )
+        raise ValueError(
+            f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
+            "which it has a meaning."
+        )
+
+
 def check_supported(layer_sync: Any) -> None:
     """Refuses what neither mode can do, with the way out."""
     if layer_sync is not None:

@@ -15,7 +15,14 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_dp.modes import MODES, ForwardMode, Mode, StepMode, check_supported
+from lightning_dp.modes import (
+    MODES,
+    ForwardMode,
+    Mode,
+    StepMode,
+    check_mode_options,
+    check_supported,
+)
 from lightning_dp.one_process import OneProcessStrategy
 from lightning_dp.parallel.apply import check_executor
 from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
@@ -128,7 +135,7 @@ class DataParallelStrategy(OneProcessStrategy):
         check_executor(executor)
         check_buffers(buffers)
         _check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
-        _check_mode_options(mode, parallel_modules, move_batch)
+        check_mode_options(mode, parallel_modules, move_batch)
         self._mode_name = mode
         self._output_device = output_device
         self._weights = weights
@@ -349,24 +356,6 @@ class DataParallelStrategy(OneProcessStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Data parallelism in one process"
             )
-
-
-def _check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
-    if isinstance(parallel_modules, str):
-        raise ValueError(
-            f"parallel_modules: expected a list of names, got {parallel_modules!r}. "
-            f"Write [{parallel_modules!r}]."
-        )
-    if mode == "step" and (parallel_modules or not move_batch):
-        key, value = (
-            ("parallel_modules", list(parallel_modules))
-            if parallel_modules
-            else ("move_batch", move_batch)
-        )
-        raise ValueError(
-            f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
-            "which it has a meaning."
-        )
 
 
 def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:

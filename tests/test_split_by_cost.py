@@ -151,3 +151,12 @@ def test_costs_that_are_none_are_refused(cost: str, message: str) -> None:
 def test_without_any_costs_the_way_out_is_named() -> None:
     with pytest.raises(ValueError, match=r"expected a method sample_cost\(batch\) on Classifier"):
         run(Classifier, 2, strategy={"split": "cost"})
+
+
+def test_a_module_that_cuts_batches_itself_cannot_be_split_by_cost() -> None:
+    class Cutting(Reader):
+        def split_batch(self, batch: Any, sizes: Any) -> list[Any]:
+            return cut(batch, sizes)
+
+    with pytest.raises(ValueError, match=r"expected a module without split_batch, got .*Cutting"):
+        run(lambda: Cutting().double(), 2, strategy={"split": "cost"}, data=data)

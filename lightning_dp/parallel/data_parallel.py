@@ -237,6 +237,12 @@ class Engine:
         """Which samples each device gets, where they are not simply the next ones."""
         if not isinstance(self._split, CostSplit):
             return None
+        if hasattr(self.module, "split_batch"):
+            raise ValueError(
+                f"split='cost': expected a module without split_batch, got "
+                f"{type(self.module).__qualname__}, which has one: it is told sizes, but not which "
+                "samples go where. Leave out one of the two."
+            )
         return self._split.order(sample_costs(self.module, batch, n, self._cost_key))
 
     def _cut(self, batch: Any, sizes: Sizes, order: Order | None) -> list[Any]:

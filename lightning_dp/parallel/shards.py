@@ -16,9 +16,10 @@ class DeviceUsage:
 
     Attributes:
         device: the device.
-        samples: training samples it was given.
-        busy_seconds: time spent in its forward and backward, as its worker saw it. Accelerators
-            compute asynchronously: there it is the time that issuing the forward took.
+        samples: training samples it was given; in forward mode the rows of all spread calls.
+        busy_seconds: time spent in its forward and backward, as its worker saw it; in forward
+            mode in its forward. Accelerators compute asynchronously: there it is the time that
+            issuing the forward took.
         peak_bytes: the most memory that was in use on the device; 0 where devices do not count
             it, as the CPU.
     """

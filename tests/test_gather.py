@@ -204,6 +204,15 @@ def test_an_override_replaces_the_rule(
     assert result["other"] == other, "another path"
 
 
+def test_an_output_itself_and_entries_of_a_tuple_can_be_overridden() -> None:
+    losses = [torch.tensor(1.0), torch.tensor(4.0)]
+    mean = gathered(losses, [2, 1], scalars="stack", overrides={"": "mean"})
+    assert mean.tolist() == pytest.approx(2.0)
+    pairs = [(loss, loss) for loss in losses]
+    first, second = gathered(pairs, [2, 1], scalars="stack", overrides={"0": "mean"})
+    assert first.tolist() == pytest.approx(2.0) and second.tolist() == [1.0, 4.0]
+
+
 def test_an_override_holds_for_all_that_is_in_a_container() -> None:
     outputs = [Sample({"a": 1.0, "b": [torch.tensor(2.0)]}, 3.0) for _ in range(2)]
     result = gathered(outputs, [2, 1], overrides={"image": "sum", "b": "stack"})

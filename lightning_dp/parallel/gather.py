@@ -84,7 +84,8 @@ def gather(
             per replica, as `torch.nn.DataParallel` gives (also of one replica). Python's numbers
             are merged in either case.
         overrides: how to join what has a certain key or field name, at any depth, or lies at a
-            dotted path such as `"aux.count"`, in the place of the table: `"mean"` (weighted by
+            dotted path such as `"aux.count"` (`""` is the output itself, `"0"` the first of a
+            tuple), in the place of the table: `"mean"` (weighted by
             shard size), `"sum"`, `"stack"` (along a new first dim), `"cat"`, `"first"` (the first
             replica's) or `"list"` (one per replica). For a container it holds for all that is
             in it.
@@ -212,8 +213,10 @@ class _Gather:
         return self.of(present).node(values, (*path, key), override)
 
     def _override(self, path: tree.Path) -> Override | None:
-        if not self.overrides or not path:
+        if not self.overrides:
             return None
+        if not path:
+            return self.overrides.get("")
         keys = [k.name if isinstance(k, tree.Attribute) else str(k) for k in path]
         return self.overrides.get(".".join(keys)) or self.overrides.get(keys[-1])
 

@@ -138,13 +138,18 @@ def batches(n: int) -> st.SearchStrategy[Any]:
         leaves | whole,
         lambda inner: (
             st.dictionaries(st.sampled_from("abc"), inner, min_size=1)
-            | st.tuples(inner, inner)
+            | st.tuples(inner, inner).filter(_is_no_name_tuple)
             | st.builds(Pair, inner, inner)
             | st.builds(Sample, inner, inner)
             | st.builds(lambda x: OrderedDict(x=x), inner)
         ),
         max_leaves=5,
     ).map(lambda rest: {"x": torch.arange(n), "rest": rest})
+
+
+def _is_no_name_tuple(pair: tuple[Any, Any]) -> bool:
+    """Whether it cannot be taken for the names of two samples, which shards of two would have."""
+    return not all(isinstance(entry, str) for entry in pair)
 
 
 def devices_in(node: Any) -> set[torch.device]:

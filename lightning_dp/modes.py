@@ -186,6 +186,17 @@ def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: b
         )
 
 
+def check_cut(split: Any, sample_cost: str | None, dim: int) -> None:
+    """Refuses options of the cut that are no such, or that the split would ignore."""
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise ValueError(f"dim: expected an integer, got {dim!r}. Batches are cut along dim 0.")
+    if sample_cost is not None and split != "cost":
+        raise ValueError(
+            f"sample_cost: expected None with split={split!r}, got {sample_cost!r}. "
+            'Use split="cost", or leave it out.'
+        )
+
+
 def check_supported(layer_sync: Any) -> None:
     """Refuses what neither mode can do, with the way out."""
     if layer_sync is not None:

@@ -20,6 +20,7 @@ from lightning_dp.modes import (
     ForwardMode,
     Mode,
     StepMode,
+    check_cut,
     check_mode_options,
     check_supported,
 )
@@ -131,6 +132,7 @@ class DataParallelStrategy(OneProcessStrategy):
     ) -> None:
         _check_choice("mode", mode, MODES)
         check_split(split, weights)
+        check_cut(split, sample_cost, dim)
         check_overrides(gather_overrides)
         check_executor(executor)
         check_buffers(buffers)

@@ -77,6 +77,21 @@ def test_equal_devices_stay_within_one_sample_of_even(noise: float) -> None:
         split.learn(sizes, times)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("per_sample", [0.0, 0.0001])
+def test_where_times_are_noise_it_stays_even(seed: int, per_sample: float) -> None:
+    """Steps whose time is Python's, and not the samples', on a busy machine."""
+    draw = random.Random(seed)
+    split, steps = Adaptive(4), 400
+    uneven = 0
+    for _ in range(steps):
+        sizes = split(64)
+        uneven += max(sizes) - min(sizes) > 2
+        times = seconds(sizes, [(0.01, per_sample)] * 4, noise=lambda: draw.expovariate(2))
+        split.learn(sizes, times)
+    assert uneven / steps <= 0.1
+
+
 def test_one_odd_step_moves_nothing_much() -> None:
     split = Adaptive(2)
     run(split, 20, [(0.0, 0.01)] * 2, 10)

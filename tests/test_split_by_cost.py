@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.scatter import cut
 from lightning_dp.parallel.split import CostSplit
@@ -160,3 +161,18 @@ def test_a_module_that_cuts_batches_itself_cannot_be_split_by_cost() -> None:
 
     with pytest.raises(ValueError, match=r"expected a module without split_batch, got .*Cutting"):
         run(lambda: Cutting().double(), 2, strategy={"split": "cost"}, data=data)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"sample_cost": "lengths"},
+            "sample_cost: expected None with split='even'",
+        ),
+        ({"dim": "0"}, "dim: expected an integer, got '0'"),
+    ],
+)
+def test_options_of_the_cut_that_cannot_be_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataParallelStrategy(**options)

@@ -5,6 +5,7 @@ No tensor and no device in here: sizes and seconds in, sizes out.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,12 @@ NUDGE = 0.15
 
 COOLDOWN = 2
 """Steps after a change until the next decision. Noise only adds time: the shorter one counts."""
+
+SIGNAL = 3
+"""How many times the noise a spread has to be, to be taken for a difference of the devices."""
+
+PATIENCE = 20
+"""Steps of an uneven split, all of more noise than `REST`, after which it is even again."""
 
 WARM_UP = 1
 """First steps that do not count: they build caches."""
@@ -33,16 +40,21 @@ class DeviceTime:
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, float]] = []
-        self._surprises = 0
+        self.is_in_doubt = False
+        """Whether the latest step contradicts the line: the next one will tell."""
 
     def add(self, samples: int, seconds: float) -> None:
-        """Notes a step. Two in a row that contradict the line mean that the device has changed."""
+        """Notes a step.
+
+        One that contradicts the line, and a next one that agrees with it, mean that the device
+        has changed: what was before is forgotten.
+        """
         expected = self.seconds(samples)
-        is_surprise = expected is not None and abs(seconds - expected) > NUDGE * expected
-        self._surprises = self._surprises + 1 if is_surprise else 0
+        was_in_doubt, latest = self.is_in_doubt, self.steps[-1:]
+        self.is_in_doubt = expected is not None and _differ(seconds, expected)
         self.steps = [*self.steps[1 - self.MEMORY :], (samples, seconds)]
-        if self._surprises >= COOLDOWN:
-            self.steps, self._surprises = self.steps[-COOLDOWN:], 0
+        if was_in_doubt and not any(_differ(seconds / samples, s / n) for n, s in latest):
+            self.steps, self.is_in_doubt = self.steps[-2:], False
 
     def line(self) -> tuple[float, float] | None:
         """`(fixed, per_sample)`; None before the first step.
@@ -66,10 +78,19 @@ class DeviceTime:
         line = self.line()
         return None if line is None else line[0] + line[1] * samples
 
+    def noise(self, samples: int) -> float:
+        """How far times of one size scatter above their shortest, relative to it."""
+        times = [seconds for n, seconds in self.steps if n == samples]
+        return statistics.median(times) / min(times) - 1 if times else 0.0
+
     def _shortest(self, samples: int) -> float:
         """Of the latest steps with so many samples."""
         times = [seconds for n, seconds in self.steps if n == samples]
         return min(times[-COOLDOWN:])
+
+
+def _differ(seconds: float, expected: float) -> bool:
+    return abs(seconds - expected) > NUDGE * expected
 
 
 class Adaptive:
@@ -77,7 +98,8 @@ class Adaptive:
 
     It begins even. Every few steps it looks at how far apart the devices end: below 6 % it rests,
     up to 15 % it moves one sample from the slowest to the fastest, above it solves `minimax` for
-    what it has learnt of each device.
+    what it has learnt of each device. Differences that could be noise, since the times of one
+    device differ as much among each other, move nothing.
 
     Args:
         k: the number of devices.
@@ -97,6 +119,8 @@ class Adaptive:
         self._moved: dict[int, Sizes] = {}
         self._rest = WARM_UP + COOLDOWN
         self._steps = 0
+        self._noise = 0.0
+        self._doubts = 0
 
     def __call__(self, n: int) -> Sizes:
         """The sizes for a batch of n samples."""
@@ -113,7 +137,9 @@ class Adaptive:
         for device, samples, spent in zip(self._devices, sizes, seconds, strict=True):
             if samples and spent > 0:
                 device.add(samples, spent)
-        if self._rest <= 0 and all(device.steps for device in self._devices):
+        self._doubt()
+        is_known = all(device.steps and not device.is_in_doubt for device in self._devices)
+        if self._rest <= 0 and is_known:
             self._decide(tuple(sizes))
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,8 +169,11 @@ class Adaptive:
         ends = {k: self._end(k, size) for k, size in enumerate(sizes) if size}
         slowest, fastest = max(ends, key=ends.__getitem__), min(ends, key=ends.__getitem__)
         spread = (ends[slowest] - ends[fastest]) / ends[slowest]
-        if spread < REST:
+        # A few steps may agree by chance: noise that has been seen is forgotten slowly.
+        self._noise = max(0.95 * self._noise, *(self._devices[k].noise(sizes[k]) for k in ends))
+        if spread < max(REST, SIGNAL * self._noise):
             return
+        self._doubts = 0
         if spread <= NUDGE:
             moved = list(sizes)
             moved[slowest] -= 1
@@ -155,6 +184,14 @@ class Adaptive:
             self._lines = [device.line() or (0.0, 0.0) for device in self._devices]
             self._moved.clear()
         self._rest = COOLDOWN
+
+    def _doubt(self) -> None:
+        """Goes back to even if for long nothing but noise has spoken for another split."""
+        is_even = self._lines is None and not self._moved
+        self._doubts = 0 if is_even or self._noise < REST else self._doubts + 1
+        if self._doubts >= PATIENCE:
+            self._lines, self._doubts = None, 0
+            self._moved.clear()
 
     def _end(self, k: int, samples: int) -> float:
         return self._devices[k].seconds(samples) or 0.0

@@ -47,7 +47,7 @@ def sample_costs(module: nn.Module, batch: Any, n: int, key: str | None = None) 
         shape = "" if costs is None else f" of shape {tuple(costs.shape)}"
         raise CostError(
             f"{source}: expected {n} finite numbers of at least 0, one per sample, got "
-            f"{type(found).__qualname__}{shape}: {found!r:.100}. Return a 1-D tensor."
+            f"{type(found).__qualname__}{shape}: {found!r:.60}. Give one number per sample."
         )
     return [float(cost) for cost in costs]
 
@@ -66,7 +66,8 @@ def _entry(batch: Any, key: str) -> Any:
         if part not in entries:
             raise CostError(
                 f"sample_cost={key!r}: expected an entry {part!r} in the batch, got "
-                f"{sorted(entries) or type(node).__qualname__}. Correct the key."
+                f"{sorted(entries) or type(node).__qualname__}. Correct the key (in forward mode "
+                "the batch is the arguments of the call, by position or name)."
             )
         node = entries[part]
     return node

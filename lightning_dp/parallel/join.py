@@ -78,7 +78,7 @@ def check_overrides(overrides: Mapping[str, str] | None) -> None:
     for key, override in (overrides or {}).items():
         if override not in get_args(Override):
             raise ValueError(
-                f"overrides[{key!r}]: expected one of {sorted(get_args(Override))}, "
+                f"gather overrides, {key!r}: expected one of {sorted(get_args(Override))}, "
                 f"got {override!r}. Correct it, or leave it out for gather's own rule."
             )
 

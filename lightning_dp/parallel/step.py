@@ -87,7 +87,7 @@ class StepParallel(Engine):
         if shards.whole and batch_size(batch, self._dim) is None:
             warnings.warn(
                 "The batch has no tensor and no list that could be cut: it runs on the root "
-                "device alone. Yield tensors whose first dimension counts the samples.",
+                f"device alone. Yield tensors whose dim {self._dim} counts the samples.",
                 stacklevel=2,
             )
         return shards

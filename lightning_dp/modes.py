@@ -32,11 +32,28 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 class Mode(ABC):
     """How a strategy with several devices treats batches and steps.
 
+    Args:
+        module: the user's module, on the root device.
+        devices: the replicas' devices, root first.
+        transfer: moves a batch, or a shard of it.
+        output_device: where loss, logs and gathered outputs end up.
+
     Attributes:
         engine: what runs the replicas.
     """
 
     engine: Engine
+
+    def __init__(
+        self,
+        module: LightningModule,
+        devices: Sequence[torch.device],
+        transfer: Transfer,
+        output_device: torch.device,
+    ) -> None:
+        self._module = module
+        self._transfer = transfer
+        self._journals = Journals(module, devices, output_device)
 
     @abstractmethod
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
@@ -55,11 +72,11 @@ class StepMode(Mode):
     """The step runs in every replica on its shard.
 
     Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first.
+        module: see `Mode`.
+        devices: see `Mode`.
         transfer: moves a shard to its device.
-        loss_reduction: see `StepParallel`.
-        options: of the engine.
+        output_device: see `Mode`.
+        options: of the engine, see `StepParallel`.
     """
 
     def __init__(
@@ -68,14 +85,15 @@ class StepMode(Mode):
         devices: Sequence[torch.device],
         *,
         transfer: Transfer,
+        output_device: torch.device,
         **options: Any,
     ) -> None:
         _check_step_mode(module)
-        journals = Journals(module, devices, options["output_device"])
+        super().__init__(module, devices, transfer, output_device)
+        options |= {"rules": self._journals, "around": self._journals.around}
         self.engine: StepParallel = StepParallel(
-            module, devices, rules=journals, around=journals.around, **options
+            module, devices, output_device=output_device, **options
         )
-        self._transfer = transfer
         self._batch: Any = None
         self._shards: Shards | None = None
         self._dataloader_idx = 0
@@ -103,11 +121,12 @@ class ForwardMode(Mode):
     """The step runs once, with the whole batch; the module's calls are spread over the replicas.
 
     Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first.
+        module: see `Mode`.
+        devices: see `Mode`.
         transfer: moves a batch to the output device.
+        output_device: see `Mode`.
         move_batch: whether it does; else the batch stays where the DataLoader left it.
-        options: of the engine.
+        options: of the engine, see `ForwardParallel`.
     """
 
     def __init__(
@@ -116,19 +135,19 @@ class ForwardMode(Mode):
         devices: Sequence[torch.device],
         *,
         transfer: Transfer,
+        output_device: torch.device,
         move_batch: bool,
         **options: Any,
     ) -> None:
-        self._journals = Journals(module, devices, options["output_device"])
+        super().__init__(module, devices, transfer, output_device)
+        options |= {"rules": self._journals, "around": self._around}
         self.engine: ForwardParallel = ForwardParallel(
-            module, devices, rules=self._journals, around=self._around, **options
+            module, devices, output_device=output_device, **options
         )
-        self._module = module
-        self._transfer = transfer
         self._move_batch = move_batch
         for submodule in module.modules():
             if metrics.is_metric(submodule):
-                submodule.to(self.engine.output_device)  # where the step's tensors are
+                submodule.to(output_device)  # where the step's tensors are
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Brings the batch to the output device, where the step's own computations are."""
@@ -183,17 +202,6 @@ def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: b
         raise ValueError(
             f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
             "which it has a meaning."
-        )
-
-
-def check_cut(split: Any, sample_cost: str | None, dim: int) -> None:
-    """Refuses options of the cut that are no such, or that the split would ignore."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
-        raise ValueError(f"dim: expected an integer, got {dim!r}. Batches are cut along dim 0.")
-    if sample_cost is not None and split != "cost":
-        raise ValueError(
-            f"sample_cost: expected None with split={split!r}, got {sample_cost!r}. "
-            'Use split="cost", or leave it out.'
         )
 
 

@@ -20,17 +20,17 @@ from lightning_dp.modes import (
     ForwardMode,
     Mode,
     StepMode,
-    check_cut,
     check_mode_options,
     check_supported,
 )
 from lightning_dp.one_process import OneProcessStrategy
-from lightning_dp.parallel.apply import check_executor
+from lightning_dp.parallel.apply import EXECUTORS
+from lightning_dp.parallel.checks import check_choice, check_dim
 from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
 from lightning_dp.parallel.join import Override, check_overrides
 from lightning_dp.parallel.loss import LOSS_REDUCTIONS
 from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
-from lightning_dp.parallel.reduce import check_buffers
+from lightning_dp.parallel.reduce import BUFFERS
 from lightning_dp.parallel.shards import DeviceUsage
 from lightning_dp.parallel.split import LearningSplit
 
@@ -130,13 +130,13 @@ class DataParallelStrategy(OneProcessStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        _check_choice("mode", mode, MODES)
-        check_split(split, weights)
-        check_cut(split, sample_cost, dim)
+        check_choice("mode", mode, MODES)
+        check_split(split, weights, sample_cost)
+        check_dim(dim)
         check_overrides(gather_overrides)
-        check_executor(executor)
-        check_buffers(buffers)
-        _check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
+        check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
+        check_choice("buffers", buffers, BUFFERS)
+        check_choice("executor", executor, EXECUTORS)
         check_mode_options(mode, parallel_modules, move_batch)
         self._mode_name = mode
         self._output_device = output_device
@@ -358,8 +358,3 @@ class DataParallelStrategy(OneProcessStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Data parallelism in one process"
             )
-
-
-def _check_choice(key: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{key}: expected one of {list(choices)}, got {value!r}.")

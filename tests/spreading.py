@@ -11,6 +11,7 @@ import torch
 from oracle import assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
 
+from lightning_dp import DataParallel
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.split import weighted
 
@@ -45,6 +46,20 @@ def engine_of(
         yield engine
     finally:
         engine.close()
+
+
+@contextmanager
+def wrapping() -> Iterator[Callable[..., DataParallel[Any]]]:
+    """Wraps modules for K devices, as `wrap(module, k, **options)`; the wrappers are closed."""
+    wrappers = []
+
+    def wrap(module: nn.Module, k: int, **options: Any) -> DataParallel[Any]:
+        wrappers.append(DataParallel(module.to(devices_of(1)[0]), devices_of(k), **options))
+        return wrappers[-1]
+
+    yield wrap
+    for wrapper in wrappers:
+        wrapper.close()
 
 
 def compare(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_equal_trees, devices_of, gradients
-from spreading import EXACT, inputs, perceptron, said
+from spreading import EXACT, inputs, perceptron, said, wrapping
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel
@@ -26,17 +26,8 @@ pytestmark = pytest.mark.usefixtures("on")
 @pytest.fixture
 def wrap(on: str) -> Iterator[Callable[..., DataParallel[Any]]]:
     """Wraps a module for K devices; outputs on the CPU, where the tests' own tensors are."""
-    wrappers = []
-
-    def make(module: nn.Module, k: int = 3, **options: Any) -> DataParallel[Any]:
-        options = {"output_device": "cpu", **options}
-        wrapper = DataParallel(module.to(devices_of(1)[0]), devices_of(k), **options)
-        wrappers.append(wrapper)
-        return wrapper
-
-    yield make
-    for wrapper in wrappers:
-        wrapper.close()
+    with wrapping() as make:
+        yield lambda module, k=3, **options: make(module, k, **{"output_device": "cpu", **options})
 
 
 def pair(make: Callable[[], nn.Module] = perceptron) -> tuple[nn.Module, nn.Module]:

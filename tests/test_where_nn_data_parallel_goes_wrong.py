@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_equal_trees, devices_of, gradients
-from spreading import EXACT, inputs
+from spreading import EXACT, inputs, wrapping
 from torch import Tensor, nn
 
 import lightning_dp.parallel.devices
@@ -30,17 +30,11 @@ class Calls(nn.Linear):
 
 @pytest.fixture
 def wrap(on: str) -> Iterator[Callable[..., DataParallel[Any]]]:
-    wrappers = []
-
-    def make(call: Any, k: int = 2, **options: Any) -> DataParallel[Any]:
-        net = call if isinstance(call, nn.Module) else Calls(call)
-        wrapper = DataParallel(net.to(devices_of(1)[0]), devices_of(k), **options)
-        wrappers.append(wrapper)
-        return wrapper
-
-    yield make
-    for wrapper in wrappers:
-        wrapper.close()
+    """Wraps a module, or a function that calls a layer."""
+    with wrapping() as make:
+        yield lambda call, k=2, **options: make(
+            call if isinstance(call, nn.Module) else Calls(call), k, **options
+        )
 
 
 def test_8_and_3_rows_together_are_an_error_that_names_both(wrap: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.thread_state import ThreadState
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
@@ -67,7 +68,7 @@ class Executor:
     """
 
     def __init__(self, devices: Sequence[torch.device], how: ExecutorName = "auto") -> None:
-        check_executor(how)
+        check_choice("executor", how, EXECUTORS)
         self._devices = list(devices)
         self._how = how
         self._workers: list[_Worker] = []
@@ -229,12 +230,6 @@ class _Trial:
         """Adds to the time of the present piece of work."""
         if self._seconds[self.threads]:
             self._seconds[self.threads][-1] += seconds
-
-
-def check_executor(how: str) -> None:
-    """Raises a ValueError unless `how` names an executor."""
-    if how not in EXECUTORS:
-        raise ValueError(f"executor: expected one of {list(EXECUTORS)}, got {how!r}.")
 
 
 def _is_checkpointing() -> bool:

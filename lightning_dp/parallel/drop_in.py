@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_dp.parallel.apply import ExecutorName, check_executor
+from lightning_dp.parallel.apply import EXECUTORS, ExecutorName
+from lightning_dp.parallel.checks import check_choice, check_dim
 from lightning_dp.parallel.devices import (
     DeviceLike,
     all_devices,
@@ -22,7 +23,7 @@ from lightning_dp.parallel.devices import (
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.join import Override, check_overrides
 from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
-from lightning_dp.parallel.reduce import Buffers, check_buffers
+from lightning_dp.parallel.reduce import BUFFERS, Buffers
 from lightning_dp.parallel.transfer import to_device
 
 _PREFIX = "module."
@@ -50,7 +51,9 @@ class DataParallel(nn.Module, Generic[Module]):
             device outside of `device_ids`; None for the first device.
         dim: the dimension along which arguments are cut and outputs joined.
         split: `"even"`: sizes differ by at most one; `"chunk"`: those of `torch.chunk`, as in
-            `torch.nn.DataParallel`.
+            `torch.nn.DataParallel`; `"adaptive"`: learnt from the times of calls in training;
+            `"cost"`: by what the module's method `sample_cost(arguments)` says; or a function
+            `(batch_size, devices) -> sizes`.
         weights: fixed shares, one number per device; None for equal ones.
         buffers: which buffers stay after a call in training: those of the `"first"` replica, or
             the `"mean"` of all.
@@ -92,8 +95,9 @@ class DataParallel(nn.Module, Generic[Module]):
     ) -> None:
         _check_module(module)
         check_split(split, weights)
-        check_buffers(buffers)
-        check_executor(executor)
+        check_dim(dim)
+        check_choice("buffers", buffers, BUFFERS)
+        check_choice("executor", executor, EXECUTORS)
         check_overrides(gather_overrides)
         super().__init__()
         self.module = module

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel import tree
+from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
 from lightning_dp.parallel.join import (
     GatherError,
@@ -17,7 +18,6 @@ from lightning_dp.parallel.join import (
     Override,
     Scalars,
     check_overrides,
-    check_scalars,
     join_arrays,
     join_as,
     join_plain,
@@ -107,7 +107,7 @@ def gather(
         >>> gather([first, second], "cpu", scalars="stack", overrides={"loss": "list"})
         {'y': tensor([1, 2, 3]), 'loss': [1.0, 4.0], 'count': tensor([2, 1])}
     """
-    check_scalars(scalars)
+    check_choice("scalars", scalars, get_args(Scalars))
     check_overrides(overrides)
     device = output_device if output_device == _CPU else resolve_devices([output_device])[0]
     sizes = _own_sizes(outputs, dim) if sizes is None else tuple(sizes)

@@ -59,15 +59,6 @@ class Join:
         return pick(joined, places, dim)
 
 
-def check_scalars(scalars: str) -> None:
-    """Raises a ValueError unless `scalars` is one of `Scalars`."""
-    if scalars not in get_args(Scalars):
-        raise ValueError(
-            f"scalars: expected one of {sorted(get_args(Scalars))}, got {scalars!r}. "
-            "Use 'merge' for means and sums, 'stack' for one value per replica."
-        )
-
-
 def check_overrides(overrides: Mapping[str, str] | None) -> None:
     """Raises a ValueError unless `overrides` maps keys to `Override`."""
     if overrides is not None and not isinstance(overrides, Mapping):

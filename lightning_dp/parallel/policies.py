@@ -18,17 +18,24 @@ _LEARNING: dict[str, Callable[[int], SplitPolicy]] = {"adaptive": Adaptive}
 SPLITS = (*_FIXED, *_LEARNING, "cost")
 
 
-def check_split(split: str | OwnSplit, weights: Sequence[float] | None) -> None:
+def check_split(
+    split: str | OwnSplit, weights: Sequence[float] | None, sample_cost: str | None = None
+) -> None:
     """Checks what can be checked before the devices are known.
 
     Raises:
-        ValueError: unknown `split`; `weights` together with another split than `"even"`, or
-            negative, not finite or all zero.
+        ValueError: unknown `split`; `sample_cost` with another split than `"cost"`; `weights`
+            together with another split than `"even"`, or negative, not finite or all zero.
     """
     if not callable(split) and split not in SPLITS:
         raise ValueError(
             f"split: expected one of {sorted(SPLITS)} or a function (batch_size, devices) -> "
             f"sizes, got {split!r}. Use 'even', or weights=[...] for fixed shares."
+        )
+    if sample_cost is not None and split != "cost":
+        raise ValueError(
+            f"sample_cost: expected None with split={split!r}, got {sample_cost!r}. "
+            "Use split='cost', or leave it out."
         )
     if weights is None:
         return

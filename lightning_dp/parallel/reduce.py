@@ -20,12 +20,6 @@ BUFFERS: tuple[Buffers, ...] = ("first", "mean")
 _GRAD = attrgetter("grad")
 
 
-def check_buffers(buffers: str) -> None:
-    """Raises a ValueError unless `buffers` names a policy."""
-    if buffers not in BUFFERS:
-        raise ValueError(f"buffers: expected one of {list(BUFFERS)}, got {buffers!r}.")
-
-
 def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
     """Adds the replicas' gradients to the root's and clears theirs.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -190,15 +191,11 @@ class _Cut:
             ) from None
 
     def _list(self, node: Sequence[Any]) -> list[Any]:
-        if self.order is not None:
-            return [
-                type(node)([node[i] for i in positions])  # type: ignore[call-arg]
-                for positions in self.order
-            ]
-        ends = [sum(self.sizes[: i + 1]) for i in range(len(self.sizes))]
+        ends = list(accumulate(self.sizes))
+        consecutive = [range(end - n, end) for end, n in zip(ends, self.sizes, strict=True)]
         return [
-            type(node)(node[end - size : end])  # type: ignore[call-arg]  # a list or a tuple
-            for end, size in zip(ends, self.sizes, strict=True)
+            type(node)([node[i] for i in positions])  # type: ignore[call-arg]  # a list or a tuple
+            for positions in self.order or consecutive
         ]
 
 

@@ -151,7 +151,8 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     clone = _independent(node)
     for key, value in entries.items():  # some mappings refuse update()
         clone[key] = value
-    vars(clone).update(attributes) if attributes else None
+    if attributes:
+        vars(clone).update(attributes)
     return clone
 
 
@@ -168,7 +169,8 @@ def _independent(node: MutableMapping[Any, Any]) -> Any:
 def _twin(node: Any) -> Any:
     """A shallow copy of a dataclass, also of a frozen one with slots."""
     clone = object.__new__(type(node))
-    clone.__dict__.update(node.__dict__) if hasattr(node, "__dict__") else None
+    if hasattr(node, "__dict__"):
+        clone.__dict__.update(node.__dict__)
     slots = [slot for cls in type(node).__mro__ for slot in _slots(cls) if hasattr(node, slot)]
     for slot in slots:
         object.__setattr__(clone, slot, getattr(node, slot))

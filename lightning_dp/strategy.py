@@ -28,11 +28,11 @@ from lightning_dp.parallel.apply import EXECUTORS
 from lightning_dp.parallel.checks import check_choice, check_dim
 from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
 from lightning_dp.parallel.join import Override, check_overrides
+from lightning_dp.parallel.learning import LearningSplit, StepUsage
 from lightning_dp.parallel.loss import LOSS_REDUCTIONS
 from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
 from lightning_dp.parallel.reduce import BUFFERS
 from lightning_dp.parallel.shards import DeviceUsage
-from lightning_dp.parallel.split import LearningSplit
 
 _CHECKPOINT_KEY = "lightning_dp"
 
@@ -204,6 +204,20 @@ class DataParallelStrategy(OneProcessStrategy):
     def usage(self) -> list[DeviceUsage]:
         """What every device did in the training steps of the latest fit."""
         return self._usage
+
+    def watch(self) -> None:
+        """Measures every training step of this fit from now on, for `latest_usage`."""
+        if self._mode is not None:
+            self._mode.engine.watch()
+
+    @property
+    def latest_usage(self) -> StepUsage | None:
+        """What the devices did in the latest training step that they are through with.
+
+        None before the first one, with one device, and if nothing is watched: see `watch`. On
+        GPUs, which compute asynchronously, it may be a step before the latest.
+        """
+        return None if self._mode is None else self._mode.engine.latest_usage
 
     # Setting up and tearing down
 

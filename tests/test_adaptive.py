@@ -6,23 +6,26 @@ from collections.abc import Callable
 import pytest
 
 from lightning_dp.parallel.adaptive import Adaptive
+from lightning_dp.parallel.learning import StepUsage
 from lightning_dp.parallel.split import Sizes, even, minimax
 
 Speeds = list[tuple[float, float]]
 """Of each device `(fixed, per_sample)`, in seconds."""
 
 
-def seconds(sizes: Sizes, speeds: Speeds, noise: Callable[[], float] = lambda: 0.0) -> list[float]:
-    return [
+def seconds(
+    sizes: Sizes, speeds: Speeds, noise: Callable[[], float] = lambda: 0.0
+) -> tuple[float, ...]:
+    return tuple(
         (fixed + per_sample * n) * (1 + noise()) if n else 0.0
         for n, (fixed, per_sample) in zip(sizes, speeds, strict=True)
-    ]
+    )
 
 
 def run(split: Adaptive, n: int, speeds: Speeds, steps: int, **kwargs: Callable[[], float]) -> None:
     for _ in range(steps):
         sizes = split(n)
-        split.learn(sizes, seconds(sizes, speeds, **kwargs))
+        split.learn(StepUsage(sizes, seconds(sizes, speeds, **kwargs)))
 
 
 def excess(split: Adaptive, n: int, speeds: Speeds) -> float:
@@ -74,7 +77,7 @@ def test_equal_devices_stay_within_one_sample_of_even(noise: float) -> None:
         sizes = split(64)
         assert all(abs(a - b) <= 1 for a, b in zip(sizes, even(64, 4), strict=True))
         times = seconds(sizes, [(0.02, 0.01)] * 4, noise=lambda: draw.uniform(0, noise))
-        split.learn(sizes, times)
+        split.learn(StepUsage(sizes, times))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -88,14 +91,14 @@ def test_where_times_are_noise_it_stays_even(seed: int, per_sample: float) -> No
         sizes = split(64)
         uneven += max(sizes) - min(sizes) > 2
         times = seconds(sizes, [(0.01, per_sample)] * 4, noise=lambda: draw.expovariate(2))
-        split.learn(sizes, times)
+        split.learn(StepUsage(sizes, times))
     assert uneven / steps <= 0.1
 
 
 def test_one_odd_step_moves_nothing_much() -> None:
     split = Adaptive(2)
     run(split, 20, [(0.0, 0.01)] * 2, 10)
-    split.learn((10, 10), [0.1, 1.0])
+    split.learn(StepUsage((10, 10), (0.1, 1.0)))
     run(split, 20, [(0.0, 0.01)] * 2, 5)
     assert split(20) == (10, 10)
 
@@ -123,3 +126,14 @@ def test_what_was_learnt_is_saved_and_restored() -> None:
     other.load_state_dict(split.state_dict())
     assert excess(other, 64, SLOW_LAST) <= 0.05
     Adaptive(2).load_state_dict(split.state_dict())  # of other devices: nothing is taken
+
+
+def test_caps_are_kept_and_the_others_share_the_rest() -> None:
+    split = Adaptive(4)
+    caps = [None, 8, None, None]
+    for _ in range(20):
+        sizes = split(64, caps)
+        assert sizes[1] <= 8 and sum(sizes) == 64
+        split.learn(StepUsage(sizes, seconds(sizes, SLOW_LAST)))
+    best = minimax(64, *map(list, zip(*SLOW_LAST, strict=True)), caps=caps)
+    assert max(seconds(split(64, caps), SLOW_LAST)) <= 1.05 * max(seconds(best, SLOW_LAST))

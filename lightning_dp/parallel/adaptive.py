@@ -5,11 +5,13 @@ No tensor and no device in here: sizes and seconds in, sizes out.
 
 from __future__ import annotations
 
+import math
+import operator
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
-from lightning_dp.parallel.split import Sizes, even, minimax
+from lightning_dp.parallel.learning import Caps, StepUsage
+from lightning_dp.parallel.split import Sizes, minimax
 
 REST = 0.06
 """Spread of the devices' times, (slowest - fastest) / slowest, below which nothing moves."""
@@ -107,14 +109,16 @@ class Adaptive:
     Example:
         >>> split = Adaptive(2)
         >>> for _ in range(8):
-        ...     sizes = split(12)
-        ...     split.learn(sizes, [sizes[0] * 0.1, sizes[1] * 0.2])
+        ...     a, b = split(12)
+        ...     split.learn(StepUsage((a, b), (a * 0.1, b * 0.2)))
         >>> split(12)
         (8, 4)
     """
 
     def __init__(self, k: int) -> None:
+        self._k = k
         self._devices = [DeviceTime() for _ in range(k)]
+        self._caps: list[float] = [math.inf] * k
         self._lines: list[tuple[float, float]] | None = None
         self._moved: dict[int, Sizes] = {}
         self._rest = WARM_UP + COOLDOWN
@@ -122,25 +126,30 @@ class Adaptive:
         self._noise = 0.0
         self._doubts = 0
 
-    def __call__(self, n: int) -> Sizes:
-        """The sizes for a batch of n samples."""
-        sizes = self._moved.get(n) or self._solved(n)
+    def __call__(self, n: int, caps: Caps | None = None) -> Sizes:
+        """The sizes for a batch of n samples, none above its cap."""
+        self._caps = [math.inf if cap is None else cap for cap in caps or [None] * self._k]
+        sizes = self._moved.get(n)
+        if sizes is None or any(map(operator.gt, sizes, self._caps)):
+            sizes = self._solved(n, caps)
         is_probe = self._steps % PROBE_EVERY == PROBE_EVERY - 1
         return _with_probes(sizes) if is_probe and 0 in sizes else sizes
 
-    def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
+    def learn(self, step: StepUsage) -> None:
         """Takes in a step: what each device had, and how long it took."""
         self._steps += 1
         self._rest -= 1
         if self._steps <= WARM_UP:
             return
-        for device, samples, spent in zip(self._devices, sizes, seconds, strict=True):
+        for device, samples, spent in zip(
+            self._devices, step.sizes, step.busy_seconds, strict=True
+        ):
             if samples and spent > 0:
                 device.add(samples, spent)
         self._doubt()
         is_known = all(device.steps and not device.is_in_doubt for device in self._devices)
         if self._rest <= 0 and is_known:
-            self._decide(tuple(sizes))
+            self._decide(step.sizes)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learnt, in plain numbers."""
@@ -158,16 +167,19 @@ class Adaptive:
         lines = state["lines"]
         self._lines = None if lines is None else [(float(a), float(b)) for a, b in lines]
 
-    def _solved(self, n: int) -> Sizes:
-        if self._lines is None:
-            return even(n, len(self._devices))
-        fixed, per_sample = zip(*self._lines, strict=True)
-        return minimax(n, fixed, per_sample)
+    def _solved(self, n: int, caps: Caps | None) -> Sizes:
+        lines = self._lines or [(0.0, 1.0)] * self._k
+        fixed, per_sample = zip(*lines, strict=True)
+        return minimax(n, fixed, per_sample, caps)
 
     def _decide(self, sizes: Sizes) -> None:
         """Rests, moves one sample or solves anew, by the times of a batch of these sizes."""
         ends = {k: self._end(k, size) for k, size in enumerate(sizes) if size}
-        slowest, fastest = max(ends, key=ends.__getitem__), min(ends, key=ends.__getitem__)
+        slowest = max(ends, key=ends.__getitem__)
+        # Nothing can move to a device that is at its cap.
+        fastest = min(
+            (k for k in ends if sizes[k] < self._caps[k]), key=ends.__getitem__, default=slowest
+        )
         spread = (ends[slowest] - ends[fastest]) / ends[slowest]
         # A few steps may agree by chance: noise that has been seen is forgotten slowly.
         self._noise = max(0.95 * self._noise, *(self._devices[k].noise(sizes[k]) for k in ends))

@@ -16,16 +16,16 @@ from torch import nn
 from lightning_dp.parallel.apply import Executor, ExecutorName, Task
 from lightning_dp.parallel.backward import Backward
 from lightning_dp.parallel.cost import sample_costs
-from lightning_dp.parallel.devices import peak_memory, reset_peak_memory
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.join import Override, Scalars
 from lightning_dp.parallel.layout import ReplicaRules
+from lightning_dp.parallel.learning import LearningSplit, StepUsage
+from lightning_dp.parallel.meter import PeakMemory, StepMeter
 from lightning_dp.parallel.reduce import Buffers
 from lightning_dp.parallel.replicate import BufferCopies, ParameterCopies, Replicas
 from lightning_dp.parallel.scatter import BatchSizeError, batch_size, cut
 from lightning_dp.parallel.shards import DeviceUsage, Shards
-from lightning_dp.parallel.split import CostSplit, LearningSplit, Order, Sizes, SplitPolicy
-from lightning_dp.parallel.timing import StepTimer
+from lightning_dp.parallel.split import CostSplit, Order, Sizes, SplitPolicy
 from lightning_dp.parallel.transfer import to_device
 
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
@@ -84,10 +84,12 @@ class Engine:
         self.backward = Backward(self.replicas, buffers)
         self.last_sizes: Sizes = ()
         self.usage = [DeviceUsage(device) for device in devices]
-        for device in devices:
-            reset_peak_memory(device)
+        self._memory = PeakMemory(devices)
+        self._meter: StepMeter | None = None
         self._learning = split if isinstance(split, LearningSplit) else None
-        self._timer = None if self._learning is None else StepTimer(devices)
+        self._learnt: StepUsage | None = None
+        if self._learning is not None:
+            self.watch()
         self._executor = Executor(devices, executor)
         self._split = split
         self._dim = dim
@@ -164,8 +166,8 @@ class Engine:
     ) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
-        if training and self._timer is not None:
-            self._timer.start()
+        if training and self._meter is not None:
+            self._meter.start(shards.sizes)
         with self._around(self.replicas, name, shards, constants):
             calls = [(k, partial(call, modules[k], shards.parts[k])) for k in shards.active]
             outputs, seconds = self._run(name, name, calls, shards)
@@ -200,27 +202,37 @@ class Engine:
         self.backward.settle()
         self._stale = True
 
+    def watch(self) -> None:
+        """Measures every training step from now on, for `latest_usage`."""
+        self._meter = self._meter or StepMeter(self.devices, self._memory)
+
+    @property
+    def latest_usage(self) -> StepUsage | None:
+        """The latest training step that the devices are through with; None if none is watched."""
+        return None if self._meter is None else self._meter.latest()
+
     def close(self) -> None:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
         self.backward.settle()
         self._executor.close()
-        for usage in self.usage:
-            usage.peak_bytes = peak_memory(usage.device)
+        for usage, peak in zip(self.usage, self._memory.overall(), strict=True):
+            usage.peak_bytes = peak
 
     def _spent(self, k: int, seconds: float) -> None:
         self.usage[k].busy_seconds += seconds
-        if self._timer is not None:
-            self._timer.add(k, seconds)
+        if self._meter is not None:
+            self._meter.add(k, seconds)
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.stop()
+    def _stop_meter(self) -> None:
+        if self._meter is not None:
+            self._meter.stop()
 
     def _learn(self) -> None:
-        """Tells a split that learns how long the latest training step took on each device."""
-        seconds = None if self._timer is None else self._timer.take()
-        if seconds is not None and self._learning is not None:
-            self._learning.learn(self.last_sizes, seconds)
+        """Tells a split that learns what the latest training step took on each device."""
+        usage = self.latest_usage
+        if self._learning is not None and usage is not None and usage is not self._learnt:
+            self._learnt = usage
+            self._learning.learn(usage)
 
     def _parameter_copies(self) -> ParameterCopies:
         return "changed"

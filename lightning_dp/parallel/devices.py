@@ -115,6 +115,21 @@ def peak_memory(device: torch.device) -> int:
     return int(module.max_memory_allocated(device)) if hasattr(module, _PEAK) else 0
 
 
+def allocated_memory(device: torch.device) -> int:
+    """The bytes in use on a device now; 0 if none counts."""
+    if device.type == "cpu":
+        return 0
+    module: Any = torch.get_device_module(device)
+    return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else 0
+
+
+def memory_capacity(device: torch.device) -> int:
+    """The bytes that this process can have on a device: what is free and what it has already."""
+    module: Any = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return int(free + module.memory_reserved(device))
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Starts a new peak where devices count their memory."""
     if device.type != "cpu" and hasattr(torch.get_device_module(device), _PEAK):

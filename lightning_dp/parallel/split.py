@@ -9,7 +9,7 @@ import heapq
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 Sizes: TypeAlias = tuple[int, ...]
 Order: TypeAlias = Sequence[Sequence[int]]
@@ -17,23 +17,6 @@ Order: TypeAlias = Sequence[Sequence[int]]
 
 SplitPolicy: TypeAlias = Callable[[int], Sizes]
 """Batch size in, sizes out."""
-
-
-@runtime_checkable
-class LearningSplit(Protocol):
-    """A split that learns from the steps."""
-
-    def __call__(self, n: int) -> Sizes:
-        """The sizes for a batch of n samples."""
-
-    def learn(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Takes in a training step: each device's samples, and how long it worked on them."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has been learnt, in plain numbers."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another left off."""
 
 
 def even(n: int, k: int) -> Sizes:

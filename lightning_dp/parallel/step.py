@@ -142,7 +142,7 @@ class StepParallel(Engine):
         return with_separate_backward(joint, backward_each)
 
     def _after_backward(self) -> None:
-        self._stop_timer()
+        self._stop_meter()
         self.backward.after()
 
 

@@ -1,0 +1,159 @@
+"""The meter: what each device does in a training step, by the best means that it has."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_dp.parallel.devices import (
+    allocated_memory,
+    busy_clock,
+    current_stream,
+    peak_memory,
+    reset_peak_memory,
+)
+from lightning_dp.parallel.learning import StepUsage
+from lightning_dp.parallel.split import Sizes
+
+_UNREAD = 16
+"""Steps that may wait for a GPU to be through with them; older ones are dropped."""
+
+
+class PeakMemory:
+    """The most bytes in use on each device: since the last restart, and since ever.
+
+    Args:
+        devices: the replicas' devices; an entry may repeat.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = list(devices)
+        self._before = [0] * len(self._devices)
+        self._reset()
+
+    def restart(self) -> None:
+        """A new window begins."""
+        self._before = self.overall()
+        self._reset()
+
+    def window(self) -> list[int]:
+        """Per replica the peak of its device since the last restart; 0 where none counts."""
+        return [peak_memory(device) for device in self._devices]
+
+    def overall(self) -> list[int]:
+        """Per replica the peak of its device since this was made."""
+        return list(map(max, self._before, self.window()))
+
+    def _reset(self) -> None:
+        for device in set(self._devices):
+            reset_peak_memory(device)
+
+
+class StepMeter:
+    """Measures the replicas' work from `start` to `stop`, and the memory until it is read.
+
+    A device that counts its own work (simulated ones with a speed) is believed. GPUs compute
+    asynchronously: events at both ends tell when each is through with its work. Elsewhere it is
+    the time that the workers spent in the replica's calls.
+
+    Args:
+        devices: the replicas' devices, root first; an entry may repeat.
+        memory: where their peaks are read; every step restarts it.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], memory: PeakMemory) -> None:
+        self._devices = list(devices)
+        # Replicas on one device share its clock, which then cannot tell them apart.
+        self._have_clocks = len(set(devices)) == len(self._devices)
+        self._memory = memory
+        self._running: _Step | None = None
+        self._stopped: deque[_Step] = deque(maxlen=_UNREAD)
+        self._latest: StepUsage | None = None
+
+    def start(self, sizes: Sizes) -> None:
+        """A step begins with so many samples on each device."""
+        self._end_of_memory()
+        self._memory.restart()
+        self._running = _Step(self._devices, sizes, self._have_clocks)
+
+    def add(self, k: int, seconds: float) -> None:
+        """A worker spent so many seconds in calls of replica k."""
+        if self._running is not None:
+            self._running.spent[k] += seconds
+
+    def stop(self) -> None:
+        """The step's work has been handed to the devices."""
+        step, self._running = self._running, None
+        if step is not None:
+            step.stop()
+            self._stopped.append(step)
+
+    def latest(self) -> StepUsage | None:
+        """The latest step that all devices are through with; None before the first one."""
+        self._end_of_memory()
+        while self._stopped and self._stopped[0].is_over():
+            self._latest = self._stopped.popleft().usage()
+        return self._latest
+
+    def _end_of_memory(self) -> None:
+        """What is in use from now on is no longer the stopped step's."""
+        if self._stopped and not self._stopped[-1].peak_bytes:
+            self._stopped[-1].peak_bytes = self._memory.window()
+
+
+class _Step:
+    """One step while it is measured."""
+
+    def __init__(self, devices: list[torch.device], sizes: Sizes, have_clocks: bool) -> None:
+        self.spent = [0.0] * len(devices)
+        self.peak_bytes: list[int] = []
+        self._sizes = sizes
+        self._start_bytes = [allocated_memory(device) for device in devices]
+        self._devices = devices if have_clocks else []
+        self._clocks = [busy_clock(device) for device in self._devices]
+        is_cuda = have_clocks and all(device.type == "cuda" for device in devices)
+        self._spans = [_Span(device) for device in devices] if is_cuda else []
+        self._began = time.perf_counter()
+        self._wall = 0.0
+        self._counted: list[float] = []
+
+    def stop(self) -> None:
+        self._wall = time.perf_counter() - self._began
+        for span in self._spans:
+            span.end()
+        pairs = zip(self._devices, self._clocks, strict=True)
+        self._counted = [busy_clock(device) - before for device, before in pairs]
+
+    def is_over(self) -> bool:
+        return all(span.is_over() for span in self._spans)
+
+    def usage(self) -> StepUsage:
+        busy, total = self.spent, max(self._wall, *self.spent)
+        if self._spans or any(self._counted):
+            busy = [span.seconds() for span in self._spans] or self._counted
+            total = max(busy)
+        peaks, before = tuple(self.peak_bytes), tuple(self._start_bytes)
+        return StepUsage(self._sizes, tuple(busy), total, peaks, before)
+
+
+class _Span:
+    """The time between two points of a GPU's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = current_stream(device)
+        self._first: Any = torch.Event(device, enable_timing=True)
+        self._last: Any = torch.Event(device, enable_timing=True)
+        self._first.record(self._stream)
+
+    def end(self) -> None:
+        self._last.record(self._stream)
+
+    def is_over(self) -> bool:
+        return bool(self._last.query())
+
+    def seconds(self) -> float:
+        return float(self._first.elapsed_time(self._last)) / 1e3

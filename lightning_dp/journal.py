@@ -85,19 +85,35 @@ class Journals(ReplicaRules):
 
     @contextlib.contextmanager
     def around(
-        self, replicas: Replicas, hook: str, shards: Shards, args: tuple[Any, ...]
+        self,
+        replicas: Replicas,
+        hook: str,
+        shards: Shards,
+        args: tuple[Any, ...],
+        is_rerun: bool = False,
     ) -> Iterator[None]:
-        """Records while the replicas run; if all went well, replays."""
+        """Records while the replicas run; if all went well, replays.
+
+        A rerun has done so before. It, and a step that did not fit and will run again, leave the
+        module as it was.
+        """
         for journal in self._journals:
             journal.calls.clear()
         state = ModuleState(replicas, shards, self._output_device, args, self._memory)
         try:
             with self._root_records(replicas.modules[0]):
                 yield
-            state.settle()
+            if is_rerun:
+                state.undo()
+            else:
+                state.settle()
+        except torch.OutOfMemoryError:
+            state.undo()
+            raise
         finally:
             state.release()
-        self._replay(hook, shards)
+        if not is_rerun:
+            self._replay(hook, shards)
 
     @contextlib.contextmanager
     def _root_records(self, root: nn.Module) -> Iterator[None]:

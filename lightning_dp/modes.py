@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -16,7 +17,8 @@ from lightning_dp import metrics
 from lightning_dp.journal import Journals
 from lightning_dp.parallel.data_parallel import Engine
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.loss import loss_of
+from lightning_dp.parallel.plan import Plan
 from lightning_dp.parallel.shards import Shards
 from lightning_dp.parallel.step import StepParallel
 
@@ -63,6 +65,17 @@ class Mode(ABC):
         """What surrounds Lightning's own backward of a step's loss."""
         return nullcontext()
 
+    def recover_backward(
+        self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Ends a backward that ran out of memory, or raises the error.
+
+        Args:
+            error: what the backward raised.
+            context: makes what surrounds a training step.
+        """
+        raise error
+
     @abstractmethod
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs a step for the whole batch, and returns what one device would have returned."""
@@ -97,6 +110,7 @@ class StepMode(Mode):
         self._batch: Any = None
         self._shards: Shards | None = None
         self._dataloader_idx = 0
+        self._latest: tuple[str, tuple[Any, ...]] = ("", ())
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Leaves the batch where it is: the step cuts it first and then moves each shard.
@@ -107,11 +121,53 @@ class StepMode(Mode):
         return batch
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
-        """Runs it on all replicas; an optimizer's closure may come for the same batch again."""
-        if self._shards is None or batch is not self._batch:
-            self._batch, self._shards = batch, self.engine.scatter(batch, self._to_device)
-        run = self.engine.train if method == "training_step" else self.engine.evaluate
-        return run(method, self._shards, *args)
+        """Runs it on all replicas; where it does not fit, again with fewer samples there."""
+        training = method == "training_step"
+        run = self.engine.train if training else self.engine.evaluate
+        self._latest = (method, args)
+
+        def attempt() -> Any:
+            # An optimizer's closure may come for the same batch again.
+            shards, self._shards = self._shards if batch is self._batch else None, None
+            if shards is None:
+                shards = self.engine.scatter(batch, self._to_device, training=training)
+            output = run(method, shards, *args)
+            self._batch, self._shards = batch, shards
+            return output
+
+        trial = partial(self._try_part, batch, training)
+        return self.engine.fitting(method, attempt, trial, training=training)
+
+    def recover_backward(
+        self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Does the step and its backward again, with fewer samples where memory ran out.
+
+        What the step has logged and left on the module was right, and stays.
+        """
+        gradient = self.engine.interrupted()
+        if gradient is None:
+            raise error
+        (method, args), batch, self._shards = self._latest, self._batch, None
+
+        def attempt() -> None:
+            shards = self.engine.scatter(batch, self._to_device)
+            with context(), self.engine.rerunning():
+                loss = loss_of(self.engine.train(method, shards, *args))
+            if loss is not None:
+                loss.backward(gradient)  # type: ignore[no-untyped-call]
+
+        trial = partial(self._try_part, batch, True)
+        self.engine.fitting(f"{method}'s backward", attempt, trial, training=True, failure=error)
+
+    def _try_part(self, batch: Any, training: bool, plan: Plan) -> None:
+        method, args = self._latest
+        shards = self.engine.scatter(batch, self._to_device, training=training, plan=plan)
+        if training:
+            self.engine.train_apart(method, shards, *args)
+        else:
+            with self.engine.rerunning():
+                self.engine.evaluate(method, shards, *args)
 
     def _to_device(self, shard: Any, device: torch.device) -> Any:
         return self._transfer(shard, device, self._dataloader_idx)
@@ -167,12 +223,9 @@ class ForwardMode(Mode):
             yield
 
     @contextlib.contextmanager
-    def _around(
-        self, replicas: Replicas, hook: str, shards: Shards, args: tuple[Any, ...]
-    ) -> Iterator[None]:
+    def _around(self, *step: Any) -> Iterator[None]:
         """What replicas log and measure inside of a spread call is joined as in a step."""
-        journals = self._journals.around(replicas, hook, shards, args)
-        with journals, self._self_device(self.engine.devices[0]):
+        with self._journals.around(*step), self._self_device(self.engine.devices[0]):
             yield
 
     @contextlib.contextmanager

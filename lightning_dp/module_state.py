@@ -84,6 +84,11 @@ class ModuleState:
             for name in module.differing():
                 self._warn(module, name)
 
+    def undo(self) -> None:
+        """Gives the module what it had before the step."""
+        for module in self._modules:
+            module.undo()
+
     def release(self) -> None:
         """Lets the replicas share the module's containers again, also after an error."""
         for module in self._modules:
@@ -148,6 +153,13 @@ class _ModuleAttributes:
             for name in rebound
             if any(not tree.equal(replica.get(name), first[name]) for replica in self._replicas)
         ]
+
+    def undo(self) -> None:
+        for name in self.root.keys() - self._bound.keys() - _OF_TORCH:
+            del self.root[name]
+        self.root.update(self._bound)
+        for name, items in self._items.items():
+            _refill(self.root[name], items)
 
     def release(self) -> None:
         for replica in self._others():
@@ -228,6 +240,25 @@ class _Join:
 def _are_labels(tails: Sequence[list[Any]]) -> bool:
     """Integers and strings of shards of one sample: each belongs to its sample."""
     return all(isinstance(item, int | str) for tail in tails for item in tail)
+
+
+def _refill(container: Any, items: Any) -> None:
+    """Gives a container, and those in it, the items back that it had when these were copied."""
+    if container is items:
+        return
+    keys = list(items) if isinstance(items, dict) else range(len(items))
+    kept = {key: items[key] for key in keys}
+    for key, item in kept.items():
+        here = key in container if isinstance(container, dict) else key < len(container)
+        now = container[key] if here else None
+        if isinstance(item, list | dict) and type(now) is type(item):
+            _refill(now, item)
+            kept[key] = now
+    if isinstance(container, dict):
+        container.clear()
+        container.update(kept)
+    else:
+        container[:] = kept.values()
 
 
 def _copied(node: Any) -> Any:

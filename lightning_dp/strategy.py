@@ -69,13 +69,15 @@ class DataParallelStrategy(OneProcessStrategy):
             CPU, a replica's index).
         split: how samples are shared out. `"even"`: sizes differ by at most one, larger ones
             first, and with fewer samples than devices some are idle. `"chunk"`: the sizes of
-            `torch.chunk`, as in `torch.nn.DataParallel`. `"adaptive"`: begins even, learns from
-            the times of the steps how fast every device is, and lets all end at the same time;
-            what it has learnt is saved in checkpoints. `"cost"`: samples of unequal cost (sequence
-            length, nodes) go where there is least to do; nobody sees the other order. Costs are
-            told by the module's method `sample_cost(batch)`, which returns a 1-D tensor, or by
-            an entry of the batch, see `sample_cost`. Or a function `(batch_size, devices) ->
-            sizes`.
+            `torch.chunk`, as in `torch.nn.DataParallel`. `"memory"`: learns from the peaks of the
+            first steps, and leaves equally much memory free on every device. `"adaptive"`: begins
+            even, learns from the times of the steps how fast every device is, and lets all end at
+            the same time; what a split has learnt is saved in checkpoints. `"cost"`: samples of
+            unequal cost (sequence length, nodes) go where there is least to do; nobody sees the
+            other order. Costs are told by the module's method `sample_cost(batch)`, which returns
+            a 1-D tensor, or by an entry of the batch, see `sample_cost`. Or a function
+            `(batch_size, devices) -> sizes`. Where memory runs out, every split gives the device
+            fewer samples, and the step runs again.
         weights: fixed shares, one number of at least 0 per device: `[1, 3, 3, 3]`. Only their
             ratios matter; 0 leaves a device idle. None for equal shares.
         sample_cost: with `split="cost"`, the entry of the batch that holds the samples' costs, such
@@ -308,8 +310,21 @@ class DataParallelStrategy(OneProcessStrategy):
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         mode = self._mode
-        with contextlib.nullcontext() if mode is None else mode.during_backward():
+        if mode is None:
             return super().backward(*args, **kwargs)
+        with mode.during_backward():
+            try:
+                return super().backward(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                mode.recover_backward(error, self.precision_plugin.train_step_context)
+        return self._end_backward(*args)
+
+    def _end_backward(self, closure_loss: torch.Tensor, *_: Any) -> torch.Tensor:
+        """What Lightning would have done after a backward that did not end at once."""
+        module = cast(LightningModule, self.lightning_module)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     @contextlib.contextmanager
     @override

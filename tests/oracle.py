@@ -61,20 +61,20 @@ def samples(n: int = SAMPLES, seed: int = 0) -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 3, (n,), generator=generator))
 
 
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
 def loader(n: int = SAMPLES, batch_size: int = BATCH, **kwargs: Any) -> DataLoader[Any]:
     return DataLoader(samples(n), batch_size=batch_size, **kwargs)
 
 
 def trainer(devices: int = 1, strategy: Any = "dp_custom", **kwargs: Any) -> Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "log_every_n_steps": 1,
-        "max_epochs": EPOCHS,
-    }
-    options = {**quiet, **kwargs}
+    options: dict[str, Any] = {**QUIET, "log_every_n_steps": 1, "max_epochs": EPOCHS, **kwargs}
     accelerator = "cpu" if devices == 1 else ON
     return Trainer(strategy=strategy, accelerator=accelerator, devices=devices, **options)
 

@@ -89,7 +89,7 @@ def test_one_backward_through_all_graphs_gives_the_same(
     batch = torch.randn(7, 4, dtype=torch.float64)
     module, oracle = Regression(mean_loss), Regression(mean_loss)
     with engine_of(module, (3, 3, 1)) as engine:
-        monkeypatch.setattr(engine, "_on_cpu", not joint)
+        monkeypatch.setattr(engine, "on_cpu", not joint)
         (engine.train("training_step", engine.scatter(batch)) / 2).backward()
     (oracle.training_step(batch) / 2).backward()
     assert_same_gradients(module, oracle)
@@ -205,7 +205,7 @@ def test_gradient_hooks_of_parameters_see_the_sum_once(
     batches = torch.randn(3, 5, 4, dtype=torch.float64)
     (module, seen), (oracle, expected) = with_hooks(), with_hooks()
     with engine_of(module, (2, 2, 1)) as engine:
-        monkeypatch.setattr(engine, "_on_cpu", on_cpu)
+        monkeypatch.setattr(engine, "on_cpu", on_cpu)
         for i, batch in enumerate(batches):
             engine.backward.accumulating = i == 1
             engine.train("training_step", engine.scatter(batch)).backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lightning_dp.parallel.gradient_hooks import GradientHooks
-from lightning_dp.parallel.reduce import Buffers, reduce_buffers, reduce_gradients
+from lightning_dp.parallel.reduce import Buffers, EarlierGradients, reduce_buffers, reduce_gradients
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.shards import Shards
 
@@ -28,6 +28,7 @@ class Backward:
         self._buffers: Buffers = buffers
         self._unsettled: Shards | None = None
         self._hooks: GradientHooks | None = None
+        self._earlier: EarlierGradients | None = None
 
     def after_forward(self, shards: Shards) -> None:
         """Notes whose buffers are to be settled, after the backward or before the next step.
@@ -39,22 +40,46 @@ class Backward:
         if not torch.is_grad_enabled():
             self._settle_buffers()
 
-    def before(self) -> None:
-        """Takes the hooks of the root's parameters off, which are to see sums."""
+    def before(self, *, can_fail: bool = False) -> None:
+        """Takes the hooks of the root's parameters off, which are to see sums.
+
+        Args:
+            can_fail: whether the backward may run out of memory, to be undone and done again.
+        """
         self._hooks = GradientHooks(self._replicas.parameters)
+        self._earlier = EarlierGradients(self._replicas.parameters) if can_fail else None
 
     def after(self) -> None:
         """Reduces the gradients, unless they accumulate."""
-        hooks, self._hooks = self._hooks, None
         self._settle_buffers()
-        if hooks is not None:
-            hooks.call()
+        if self._hooks is not None:
+            self._hooks.call()
+        if self._earlier is not None:
+            # By themselves first: apart from the earlier ones, they can still be undone.
+            self._reduce()
+            self._earlier.add()
+        if self._earlier is None or self._earlier.any_on_replicas:
+            self._reduce()
+        self._hooks = self._earlier = None
+
+    def _reduce(self) -> None:
         if not self.accumulating:
             reduce_gradients(self._replicas.parameters)
 
     def settle(self) -> None:
         """Does what a step left open whose backward did not come or did not end."""
         self._settle_buffers()
+        self._put_back()
+
+    def undo(self) -> None:
+        """Takes back what a step has left that is to be run again."""
+        self._unsettled = None
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if self._earlier is not None:
+            self._earlier.put_back()
+            self._earlier = None
         if self._hooks is not None:
             self._hooks.put_back()
             self._hooks = None

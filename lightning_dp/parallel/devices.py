@@ -123,11 +123,43 @@ def allocated_memory(device: torch.device) -> int:
     return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else 0
 
 
+def out_of_memory_count(device: torch.device) -> int:
+    """How often a device has run out of memory so far; 0 if none counts."""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    return int(module.memory_stats(device).get("num_ooms", 0)) if _counts_memory(module) else 0
+
+
+def memory_text(device: torch.device) -> str:
+    """What a device has in use and can have, for people."""
+    mib = 2**20
+    used, total = allocated_memory(device) / mib, memory_capacity(device) / mib
+    return f"{device} {used:.1f} of {total:.1f} MiB in use"
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives memory that is kept for later back to a device."""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    if hasattr(module, "empty_cache"):
+        with current_device(device):
+            module.empty_cache()
+
+
 def memory_capacity(device: torch.device) -> int:
-    """The bytes that this process can have on a device: what is free and what it has already."""
-    module: Any = torch.get_device_module(device)
+    """The bytes that this process can have on a device, with what it has; 0 if none counts."""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    if not _counts_memory(module):
+        return 0
     free, _ = module.mem_get_info(device)
     return int(free + module.memory_reserved(device))
+
+
+def counts_memory(device: torch.device) -> bool:
+    """Whether a device tells what is in use on it, and how much it has."""
+    return device.type != "cpu" and _counts_memory(torch.get_device_module(device))
+
+
+def _counts_memory(module: Any) -> bool:
+    return all(hasattr(module, name) for name in (_PEAK, "memory_stats", "mem_get_info"))
 
 
 def reset_peak_memory(device: torch.device) -> None:

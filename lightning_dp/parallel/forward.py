@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.data_parallel import Engine
+from lightning_dp.parallel.plan import Plan
 from lightning_dp.parallel.replicate import ParameterCopies
 from lightning_dp.parallel.shards import Shards
 from lightning_dp.parallel.transfer import to_device
@@ -86,12 +87,25 @@ class ForwardParallel(Engine):
             rest = {name: value for name, value in shard.items() if isinstance(name, str)}
             return module.get_submodule(path).forward(*map(shard.get, range(len(args))), **rest)
 
-        shards = self.scatter({**dict(enumerate(args)), **kwargs})
-        if shards.whole:
-            self.last_sizes = shards.sizes
-            return to_device(forward(self.module, shards.parts[0]), self.output_device)
+        name = f"{path}.forward".lstrip(".")
+        arguments: dict[int | str, Any] = dict(enumerate(args))
+        arguments.update(kwargs.items())
         training = any(module.training for module in self.replicas.submodules[0])
-        return self.run(f"{path}.forward".lstrip("."), forward, shards, training=training)
+
+        def attempt(plan: Plan | None = None) -> Any:
+            shards = self.scatter(arguments, training=training, plan=plan)
+            if shards.whole:
+                self.last_sizes = shards.sizes
+                return to_device(forward(self.module, shards.parts[0]), self.output_device)
+            outputs = self.run(name, forward, shards, training=training)
+            self.worked(training=training)
+            return outputs
+
+        def trial(plan: Plan) -> None:
+            with self.rerunning():
+                attempt(plan)
+
+        return self.fitting(name, attempt, trial, training=training)
 
     def replicate(self, shards: Shards, *, training: bool = False) -> list[nn.Module]:
         """The replicas, up to date, and inside the root's graph."""

@@ -63,6 +63,12 @@ class StepOutput:
         return cls(loss, count, {k: v for k, v in output.items() if k not in cls._KEYS})
 
 
+def loss_of(output: Any) -> Tensor | None:
+    """The joint loss in what a training step returned."""
+    loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
 def num_items(steps: Sequence[StepOutput]) -> list[float] | None:
     """The replicas' item counts, or None where the losses are means over samples.
 
@@ -129,19 +135,11 @@ def with_separate_backward(joint: Tensor, backward_each: BackwardEach) -> Tensor
     """A loss of the same value whose backward calls `backward_each` instead of walking a graph.
 
     On the CPU one backward through all graphs would run on one thread; this way every replica
-    runs its own in its worker.
+    runs its own in its worker. And nobody but `backward_each` holds the replicas' graphs: they can
+    be let go in the middle, when memory runs out.
     """
     leaf = joint.detach().requires_grad_()
     return _SeparateBackward.apply(leaf, backward_each)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def with_callbacks(joint: Tensor, before: Callable[[], None], after: Callable[[], None]) -> Tensor:
-    """The same loss; the backward that goes through it starts with `before` and ends with `after`.
-
-    Accelerators have one autograd thread per device, so one backward through all graphs runs in
-    parallel, and no node of it may wait for another. `after` runs after the last node.
-    """
-    return _Callbacks.apply(joint, before, after)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _refuse_graph_of_backward() -> None:
@@ -165,19 +163,3 @@ class _SeparateBackward(torch.autograd.Function):
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.backward_each(gradient, keep_graph)
         return None, None
-
-
-class _Callbacks(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, joint: Tensor, before: Callable[[], None], after: Callable[[], None]
-    ) -> Tensor:
-        ctx.before, ctx.after = before, after  # type: ignore[attr-defined]
-        return joint.view_as(joint)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _refuse_graph_of_backward()
-        ctx.before()
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.after)
-        return gradient, None, None

@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
+import torch
+
 from lightning_dp.parallel.adaptive import Adaptive
+from lightning_dp.parallel.devices import counts_memory, memory_capacity
+from lightning_dp.parallel.memory import Memory
 from lightning_dp.parallel.split import CostSplit, Sizes, SplitPolicy, chunk, even, weighted
 
 OwnSplit: TypeAlias = Callable[[int, Sequence[Any]], Sequence[int]]
 """`(batch_size, devices) -> sizes`, one size per device."""
 
 _FIXED: dict[str, Callable[[int, int], Sizes]] = {"even": even, "chunk": chunk}
-_LEARNING: dict[str, Callable[[int], SplitPolicy]] = {"adaptive": Adaptive}
-SPLITS = (*_FIXED, *_LEARNING, "cost")
+SPLITS = (*_FIXED, "memory", "adaptive", "cost")
 
 
 def check_split(
@@ -53,7 +56,7 @@ def check_split(
 
 
 def split_policy(
-    split: str | OwnSplit, weights: Sequence[float] | None, devices: Sequence[Any]
+    split: str | OwnSplit, weights: Sequence[float] | None, devices: Sequence[torch.device]
 ) -> SplitPolicy:
     """The function that splits every batch over the devices.
 
@@ -63,12 +66,14 @@ def split_policy(
         devices: the devices, root first.
 
     Raises:
-        ValueError: as `check_split`, or the number of weights is not that of the devices.
+        ValueError: as `check_split`, the number of weights is not that of the devices, or a split
+            by memory has devices that do not count theirs.
 
     Example:
-        >>> split_policy("even", [1, 2, 3], ["cpu"] * 3)(12)
+        >>> cpu = torch.device("cpu")
+        >>> split_policy("even", [1, 2, 3], [cpu] * 3)(12)
         (2, 4, 6)
-        >>> split_policy(lambda n, devices: (n - 1, 1), None, ["cuda:0", "cuda:1"])(12)
+        >>> split_policy(lambda n, devices: (n - 1, 1), None, [cpu] * 2)(12)
         (11, 1)
     """
     check_split(split, weights)
@@ -77,8 +82,10 @@ def split_policy(
         return _Own(split, devices)
     if split == "cost":
         return CostSplit(k)
-    if split in _LEARNING:
-        return _LEARNING[split](k)
+    if split == "adaptive":
+        return Adaptive(k)
+    if split == "memory":
+        return _by_memory(devices)
     if weights is None:
         return lru_cache(maxsize=64)(lambda n: _FIXED[split](n, k))
     shares = tuple(weights)
@@ -88,6 +95,19 @@ def split_policy(
             "Give every device a weight (0 leaves it idle)."
         )
     return lru_cache(maxsize=64)(lambda n: weighted(n, shares))
+
+
+def _by_memory(devices: Sequence[torch.device]) -> Memory:
+    """Replicas that are all on the CPU share its memory, and stay even."""
+    on_cpu = all(device.type == "cpu" for device in devices)
+    unknown = [] if on_cpu else [str(d) for d in devices if not counts_memory(d)]
+    if unknown:
+        raise ValueError(
+            "split='memory': expected devices that count their memory, such as GPUs, got "
+            f"{', '.join(unknown)} among them. Use weights=[...] for fixed shares."
+        )
+    places = [devices.index(device) for device in devices]
+    return Memory(places, lambda: [memory_capacity(device) for device in devices])
 
 
 class _Own:

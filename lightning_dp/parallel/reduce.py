@@ -44,6 +44,42 @@ def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
             parameter.grad = total
 
 
+class EarlierGradients:
+    """The gradients of earlier backwards, kept apart while another one runs.
+
+    If that one does not end, its half-done work can be taken away from theirs.
+
+    Args:
+        parameters: the parameters of each replica; their gradients are None from now on.
+
+    Attributes:
+        any_on_replicas: whether any replica but the root had gradients.
+    """
+
+    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._parameters = list(chain.from_iterable(parameters))
+        self.any_on_replicas = any(p.grad is not None for p in chain.from_iterable(parameters[1:]))
+        self._kept = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        for parameter, _ in self._kept:
+            parameter.grad = None
+
+    def add(self) -> None:
+        """Adds the new gradients to the earlier ones, in place, as accumulation does."""
+        pairs = [(p, earlier, p.grad) for p, earlier in self._kept]
+        for parameter, earlier, _ in pairs:
+            parameter.grad = earlier
+        both = [(earlier, new) for _, earlier, new in pairs if new is not None]
+        if both:
+            torch._foreach_add_([earlier for earlier, _ in both], [new for _, new in both])
+
+    def put_back(self) -> None:
+        """Only the earlier gradients remain."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        for parameter, earlier in self._kept:
+            parameter.grad = earlier
+
+
 @torch.no_grad()
 def reduce_buffers(
     root: Sequence[Tensor | None],

@@ -133,9 +133,10 @@ class CostSplit:
         """The sizes for n samples of equal cost."""
         return even(n, self._k)
 
-    def order(self, costs: Sequence[float]) -> Order:
-        """For each device the positions of its samples."""
-        return by_cost(costs, self._k)
+    def order(self, costs: Sequence[float], caps: Sequence[float] | None = None) -> Order | None:
+        """For each device the positions of its samples; None if the caps leave no room."""
+        parts = by_cost(costs, self._k, caps=caps)
+        return parts if sum(map(len, parts)) == len(costs) else None
 
 
 def batch_order(order: Order) -> list[int] | None:
@@ -152,7 +153,10 @@ def batch_order(order: Order) -> list[int] | None:
 
 
 def by_cost(
-    costs: Sequence[float], k: int, speeds: Sequence[float] | None = None
+    costs: Sequence[float],
+    k: int,
+    speeds: Sequence[float] | None = None,
+    caps: Sequence[float] | None = None,
 ) -> list[list[int]]:
     """Shares out samples of unequal cost: which samples each device gets.
 
@@ -164,9 +168,11 @@ def by_cost(
         costs: of each sample, in any unit, at least 0.
         k: the number of devices.
         speeds: of each device, costs per time, more than 0; None for equal speeds.
+        caps: of each device, the largest sum of costs that it can take; None for no limits.
 
     Returns:
-        For each device the positions of its samples, in ascending order.
+        For each device the positions of its samples, in ascending order. Samples for which no cap
+        leaves room are nowhere.
 
     Example:
         >>> by_cost([9, 1, 1, 1, 8, 4], 2)
@@ -178,7 +184,13 @@ def by_cost(
     loads = [0.0] * k
     parts: list[list[int]] = [[] for _ in range(k)]
     for sample in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        finishes = [((loads[j] + costs[sample]) / rates[j], len(parts[j]), j) for j in range(k)]
+        finishes = [
+            ((loads[j] + costs[sample]) / rates[j], len(parts[j]), j)
+            for j in range(k)
+            if caps is None or loads[j] + costs[sample] <= caps[j]
+        ]
+        if not finishes:
+            continue
         j = min(finishes)[2]
         loads[j] += costs[sample]
         parts[j].append(sample)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,18 @@ from lightning_dp.parallel.loss import (
     LossReduction,
     StepOutput,
     join_losses,
+    loss_of,
     loss_weights,
     num_items,
-    with_callbacks,
     with_separate_backward,
 )
+from lightning_dp.parallel.reduce import EarlierGradients
 from lightning_dp.parallel.scatter import batch_size
 from lightning_dp.parallel.shards import Shards
 from lightning_dp.parallel.transfer import to_device
+
+Graph: TypeAlias = tuple[int, Tensor, float]
+"""A replica, its loss with its graph, and the weight of that in the joint loss."""
 
 
 class StepParallel(Engine):
@@ -60,11 +64,13 @@ class StepParallel(Engine):
     ) -> None:
         super().__init__(module, devices, **options)
         self._loss_reduction: LossReduction = loss_reduction
-        self._on_cpu = all(device.type == "cpu" for device in devices)
+        self._interrupted: Tensor | None = None
 
     def evaluate(self, method: str, shards: Shards, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
-        return self.run(method, partial(_step, method, args), shards, constants=args)
+        output = self.run(method, partial(_step, method, args), shards, constants=args)
+        self.worked(training=False)
+        return output
 
     def train(self, method: str, shards: Shards, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and joins the losses that it returns.
@@ -76,14 +82,31 @@ class StepParallel(Engine):
             As the method does: the joint loss, whose backward fills the root's `.grad`; a dict
             with it and the other entries gathered; or None if no replica returned a loss.
         """
+        self._interrupted = None
         modules = self.replicate(shards, training=True)
         step = partial(_step, method, args)
         outputs = self.apply(method, step, modules, shards, training=True, constants=args)
         return self._join(method, outputs, shards, args)
 
-    def scatter(self, batch: Any, transfer: Transfer = to_device) -> Shards:
+    def train_apart(self, method: str, shards: Shards, *args: Any) -> None:
+        """Trains on shards, forward and backward, and leaves no trace of it but in buffers."""
+        earlier = EarlierGradients(self.replicas.parameters)
+        try:
+            with self.rerunning():
+                loss = loss_of(self.train(method, shards, *args))
+            if loss is not None and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            earlier.put_back()
+
+    def interrupted(self) -> Tensor | None:
+        """The gradient of the joint loss, if its backward began and has not ended; once."""
+        gradient, self._interrupted = self._interrupted, None
+        return gradient
+
+    def scatter(self, batch: Any, transfer: Transfer = to_device, **options: Any) -> Shards:
         """As every scatter; a batch in which there is nothing to cut is warned about."""
-        shards = super().scatter(batch, transfer)
+        shards = super().scatter(batch, transfer, **options)
         if shards.whole and batch_size(batch, self._dim) is None:
             warnings.warn(
                 "The batch has no tensor and no list that could be cut: it runs on the root "
@@ -103,7 +126,7 @@ class StepParallel(Engine):
         counts = num_items(steps)
         weights = loss_weights(sizes, self._loss_reduction, counts)
         losses = [step.loss for step in steps]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._on_cpu):
+        with torch.no_grad():  # the joint loss has a backward of its own
             joint = join_losses(losses, weights, self.output_device)
         if any(loss.requires_grad for loss in losses):
             joint = self._with_backward(method, joint, kept, losses, weights, shards)
@@ -123,27 +146,48 @@ class StepParallel(Engine):
         weights: list[float],
         shards: Shards,
     ) -> Tensor:
-        if not self._on_cpu:
-            return with_callbacks(joint, self.backward.before, self._after_backward)
-        graphs = [g for g in zip(replicas, losses, weights, strict=True) if g[2] != 0]
+        graphs = [
+            graph
+            for graph in zip(replicas, losses, weights, strict=True)
+            if graph[2] != 0 and graph[1].requires_grad
+        ]
 
         def backward_each(gradient: Tensor, keep_graph: bool) -> None:
-            calls = [
-                (k, partial(loss.backward, gradient * weight, retain_graph=keep_graph))
-                for k, loss, weight in graphs
-                if loss.requires_grad
-            ]
-            self.backward.before()
-            _, seconds = self._run(method, "backward", calls, shards)
-            for (k, _), spent in zip(calls, seconds, strict=True):
-                self._spent(k, spent)
-            self._after_backward()
+            self._interrupted = gradient
+            self.backward.before(can_fail=not self.on_cpu)
+            try:
+                if self.on_cpu:
+                    self._backward_in_workers(method, graphs, gradient, keep_graph, shards)
+                else:
+                    _backward_at_once(graphs, gradient, keep_graph)
+                self._stop_meter()
+                self.backward.after()
+            except torch.OutOfMemoryError:
+                graphs.clear()  # what they hold is needed to do the step again
+                raise
+            self._interrupted = None
+            self.worked(training=True)
 
         return with_separate_backward(joint, backward_each)
 
-    def _after_backward(self) -> None:
-        self._stop_meter()
-        self.backward.after()
+    def _backward_in_workers(
+        self, method: str, graphs: list[Graph], gradient: Tensor, keep_graph: bool, shards: Shards
+    ) -> None:
+        """On the CPU: a backward for each replica, as on the calling thread they would queue."""
+        calls = [
+            (k, partial(loss.backward, gradient * weight, retain_graph=keep_graph))
+            for k, loss, weight in graphs
+        ]
+        _, seconds = self._run(method, "backward", calls, shards)
+        for (k, _), spent in zip(calls, seconds, strict=True):
+            self._spent(k, spent)
+
+
+def _backward_at_once(graphs: list[Graph], gradient: Tensor, keep_graph: bool) -> None:
+    """On accelerators, which have an autograd thread each: one backward runs on all of them."""
+    losses = [loss for _, loss, _ in graphs]
+    gradients = [(gradient * weight).to(loss) for _, loss, weight in graphs]
+    torch.autograd.backward(losses, gradients, retain_graph=keep_graph)
 
 
 def _step(method: str, args: tuple[Any, ...], module: nn.Module, shard: Any) -> Any:

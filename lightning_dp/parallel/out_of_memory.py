@@ -1,0 +1,155 @@
+"""Out of memory: a step that does not fit runs again, with fewer samples where it did not."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from lightning_dp.parallel.devices import empty_cache, memory_text, out_of_memory_count
+from lightning_dp.parallel.plan import Plan, Planner
+from lightning_dp.parallel.split import Sizes
+
+T = TypeVar("T")
+
+log = logging.getLogger("lightning_dp")
+
+
+class Recovery:
+    """Runs steps, and runs them again where a device ran out of memory.
+
+    The device's cap is lowered, its samples go to the others. If no split has room for the batch,
+    parts of the batch are tried until the largest batch that fits is known, for the error.
+
+    Args:
+        devices: the replicas' devices.
+        planner: decides which samples go where.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], planner: Planner) -> None:
+        self._devices = list(devices)
+        self._planner = planner
+        self._counts = self._count()
+
+    def run(
+        self,
+        name: str,
+        attempt: Callable[[], T],
+        trial: Callable[[Plan], object],
+        undo: Callable[[], None],
+        *,
+        training: bool,
+        failure: torch.OutOfMemoryError | None = None,
+    ) -> T:
+        """Makes attempts until one fits.
+
+        Args:
+            name: of the step, for the log and for errors.
+            attempt: asks the planner for a split and does the whole step.
+            trial: does the step with a part of the batch.
+            undo: takes back what a half-done step or a trial has left on the module.
+            training: whether the step trains.
+            failure: what an attempt that was made already has raised.
+
+        Raises:
+            torch.OutOfMemoryError: no split fits; the message says the largest batch that does.
+                Or the memory was not used up by a replica.
+        """
+        events: list[str] = []
+        while True:
+            try:
+                if failure is not None:
+                    raise failure
+                result = attempt()
+            except torch.OutOfMemoryError as error:
+                failure = None
+                batch = self._planner.latest.sizes
+                text = self._note(error, events, training)
+            else:
+                self._report(name, events)
+                return result
+            self._clean_up(undo)
+            if not self._planner.has_room(sum(batch), training=training):
+                self._try_parts(sum(batch), trial, undo, training)
+                self._check_room(name, sum(batch), text, training)
+
+    def _note(self, error: torch.OutOfMemoryError, events: list[str], training: bool) -> str:
+        """Lowers the caps of the devices that failed; raises the error if it is none of these."""
+        failed = self._failed()
+        if not failed:
+            raise error
+        sizes = self._planner.latest.sizes
+        events.append(
+            ", ".join(f"{self._devices[k]} with {sizes[k]} of {sum(sizes)} samples" for k in failed)
+        )
+        self._planner.failed(failed, training=training)
+        _forget(error)
+        return str(error)
+
+    def _try_parts(
+        self, n: int, trial: Callable[[Plan], object], undo: Callable[[], None], training: bool
+    ) -> None:
+        """Finds out what fits."""
+        while (plan := self._planner.trial(n, training=training)) is not None:
+            try:
+                trial(plan)
+            except torch.OutOfMemoryError as error:
+                self._note(error, [], training)
+            else:
+                self._planner.worked(training=training)
+            self._clean_up(undo)
+
+    def _check_room(self, name: str, n: int, text: str, training: bool) -> None:
+        fits = self._planner.fits(training=training)
+        if sum(fits) < n:
+            raise torch.OutOfMemoryError(self._no_split_fits(name, n, fits, text))
+
+    def _no_split_fits(self, name: str, n: int, fits: Sizes, text: str) -> str:
+        shares = ", ".join(f"{d} {size}" for d, size in zip(self._devices, fits, strict=True))
+        return (
+            f"{name}: expected a batch of at most {sum(fits)} samples, the largest that fits "
+            f"({shares}), got {n}. Make the batch smaller, with accumulate_grad_batches to keep "
+            f"the effective size, or use more or larger devices. The last device said: {text}"
+        )
+
+    def _report(self, name: str, events: list[str]) -> None:
+        if events:
+            log.warning(
+                "%s: out of memory on %s. The step was run again with the sizes %s; these devices "
+                "get less from now on. Memory now: %s.",
+                name,
+                "; then on ".join(events),
+                self._planner.latest.sizes,
+                ", ".join(map(memory_text, dict.fromkeys(self._devices))),
+            )
+
+    def _failed(self) -> list[int]:
+        """The replicas with samples on the devices that have run out since the last look."""
+        before, self._counts = self._counts, self._count()
+        sizes = self._planner.latest.sizes
+        return [
+            k
+            for k, device in enumerate(self._devices)
+            if self._counts[device] > before[device] and sizes[k]
+        ]
+
+    def _count(self) -> dict[torch.device, int]:
+        return {device: out_of_memory_count(device) for device in self._devices}
+
+    def _clean_up(self, undo: Callable[[], None]) -> None:
+        undo()
+        gc.collect()
+        for device in dict.fromkeys(self._devices):
+            empty_cache(device)
+
+
+def _forget(error: BaseException | None) -> None:
+    """Lets go of the half-done work that an error's frames hold."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__context__

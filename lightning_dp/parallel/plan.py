@@ -1,0 +1,129 @@
+"""The planner: which samples of a batch go where. As the policy says, within what fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_dp.parallel.caps import MARGIN, Capacity
+from lightning_dp.parallel.cost import sample_costs
+from lightning_dp.parallel.learning import LearningSplit, StepUsage
+from lightning_dp.parallel.split import CostSplit, Order, Sizes, SplitPolicy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which samples go where.
+
+    Attributes:
+        sizes: samples per device.
+        order: the positions of each device's samples in the batch; None for the batch's own order.
+        loads: what each device's samples cost, where they are split by cost.
+    """
+
+    sizes: Sizes
+    order: Order | None = None
+    loads: tuple[float, ...] = field(default=(), repr=False)
+
+
+class Planner:
+    """Decides for every batch, once, which samples each device gets.
+
+    Args:
+        module: asked for the costs of samples, if the split is by cost.
+        k: the number of devices.
+        policy: what decides as long as everything fits.
+        cost_key: the entry of the batch that holds the costs; None to ask the module.
+
+    Attributes:
+        latest: the latest plan.
+    """
+
+    def __init__(
+        self, module: nn.Module, k: int, policy: SplitPolicy, cost_key: str | None
+    ) -> None:
+        self.latest = Plan((0,) * k)
+        self._module = module
+        self._policy = policy
+        self._cost_key = cost_key
+        # Evaluation keeps no graphs, and more fits.
+        self._capacity = {training: Capacity(k) for training in (True, False)}
+        self._load_caps = {training: [math.inf] * k for training in (True, False)}
+        self._learnt: StepUsage | None = None
+
+    @property
+    def learns(self) -> bool:
+        """Whether the policy wants to see the steps."""
+        return isinstance(self._policy, LearningSplit)
+
+    def plan(self, batch: Any, n: int, *, training: bool) -> Plan:
+        """Decides for a batch of n samples."""
+        self.latest = self._by_cost(batch, n, training) or Plan(self._sizes(n, training))
+        return self.latest
+
+    def trial(self, n: int, *, training: bool) -> Plan | None:
+        """A part of a batch of n samples that tells more about what fits; None if all is known."""
+        sizes = self._capacity[training].trial(n)
+        if sizes is None:
+            return None
+        self.latest = Plan(sizes)
+        return self.latest
+
+    def nothing(self) -> None:
+        """A batch in which there is nothing to cut, and so nothing to decide."""
+        self.latest = Plan((0,) * len(self.latest.sizes))
+
+    def learn(self, step: StepUsage | None) -> None:
+        """Shows a training step to a policy that learns, once."""
+        if isinstance(self._policy, LearningSplit) and step is not None:
+            # Steps of equal times are equal, and still two steps.
+            if step is not self._learnt:
+                self._policy.learn(step)
+            self._learnt = step
+
+    def worked(self, *, training: bool) -> None:
+        """The latest plan's step was done."""
+        self._capacity[training].worked(self.latest.sizes)
+
+    def failed(self, devices: Sequence[int], *, training: bool) -> None:
+        """In the latest plan's step these devices ran out of memory: they get less from now on."""
+        if not self.latest.loads:
+            self._capacity[training].failed(self.latest.sizes, devices)
+            return
+        for k in devices:
+            self._load_caps[training][k] = self.latest.loads[k] * (1 - 1 / MARGIN)
+
+    def has_room(self, n: int, *, training: bool) -> bool:
+        """Whether there may be a split of n samples that fits."""
+        return self._capacity[training].has_room(n)
+
+    def fits(self, *, training: bool) -> Sizes:
+        """The most samples that each device is known to take."""
+        return self._capacity[training].fits
+
+    def _sizes(self, n: int, training: bool) -> Sizes:
+        capacity = self._capacity[training]
+        if isinstance(self._policy, LearningSplit):
+            return self._policy(n, capacity.caps)
+        return capacity.within(self._policy(n))
+
+    def _by_cost(self, batch: Any, n: int, training: bool) -> Plan | None:
+        """None where the split is not by cost, or no longer can be: then by number."""
+        if not isinstance(self._policy, CostSplit):
+            return None
+        if hasattr(self._module, "split_batch"):
+            raise ValueError(
+                f"split='cost': expected a module without split_batch, got "
+                f"{type(self._module).__qualname__}, which has one: it is told sizes, but not "
+                "which samples go where. Leave out one of the two."
+            )
+        costs = sample_costs(self._module, batch, n, self._cost_key)
+        order = self._policy.order(costs, self._load_caps[training])
+        if order is None:
+            return None
+        loads = tuple(sum(costs[i] for i in part) for part in order)
+        return Plan(tuple(map(len, order)), order, loads)

@@ -196,7 +196,9 @@ class ForwardMode(Mode):
         **options: Any,
     ) -> None:
         super().__init__(module, devices, transfer, output_device)
-        options |= {"rules": self._journals, "around": self._around}
+        # The mode itself would be a cycle, which keeps replicas alive until it is found.
+        around = partial(_around_forward, self._journals, module, devices[0])
+        options |= {"rules": self._journals, "around": around}
         self.engine: ForwardParallel = ForwardParallel(
             module, devices, output_device=output_device, **options
         )
@@ -213,30 +215,34 @@ class ForwardMode(Mode):
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
-        with self.engine.spreading(), self._self_device(self.engine.output_device):
+        with self.engine.spreading(), _self_device(self._module, self.engine.output_device):
             return getattr(self._module, method)(batch, *args)
 
     @contextlib.contextmanager
     def during_backward(self) -> Iterator[None]:
         """Checkpoints call the module again, and must find the calls spread as they were."""
-        with self.engine.spreading(), self._self_device(self.engine.output_device):
+        with self.engine.spreading(), _self_device(self._module, self.engine.output_device):
             yield
 
-    @contextlib.contextmanager
-    def _around(self, *step: Any) -> Iterator[None]:
-        """What replicas log and measure inside of a spread call is joined as in a step."""
-        with self._journals.around(*step), self._self_device(self.engine.devices[0]):
-            yield
 
-    @contextlib.contextmanager
-    def _self_device(self, device: torch.device) -> Iterator[None]:
-        """`self.device` is where the running code's tensors are."""
-        before = self._module._device
-        self._module._device = device
-        try:
-            yield
-        finally:
-            self._module._device = before
+@contextlib.contextmanager
+def _around_forward(
+    journals: Journals, module: LightningModule, device: torch.device, *step: Any
+) -> Iterator[None]:
+    """What replicas log and measure inside of a spread call is joined as in a step."""
+    with journals.around(*step), _self_device(module, device):
+        yield
+
+
+@contextlib.contextmanager
+def _self_device(module: LightningModule, device: torch.device) -> Iterator[None]:
+    """`self.device` is where the running code's tensors are."""
+    before = module._device
+    module._device = device
+    try:
+        yield
+    finally:
+        module._device = before
 
 
 def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:

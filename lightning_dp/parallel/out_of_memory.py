@@ -93,12 +93,15 @@ class Recovery:
     def _try_parts(
         self, n: int, trial: Callable[[Plan], object], undo: Callable[[], None], training: bool
     ) -> None:
-        """Finds out what fits."""
+        """Finds out what fits, unless the module refuses parts (batch norm, one sample)."""
         while (plan := self._planner.trial(n, training=training)) is not None:
             try:
                 trial(plan)
             except torch.OutOfMemoryError as error:
                 self._note(error, [], training)
+            except Exception as error:
+                log.info("Looking for the largest batch that fits ended: %s", error)
+                break
             else:
                 self._planner.worked(training=training)
             self._clean_up(undo)
@@ -112,7 +115,7 @@ class Recovery:
         shares = ", ".join(f"{d} {size}" for d, size in zip(self._devices, fits, strict=True))
         return (
             f"{name}: expected a batch of at most {sum(fits)} samples, the largest that fits "
-            f"({shares}), got {n}. Make the batch smaller, with accumulate_grad_batches to keep "
+            f"now ({shares}), got {n}. Make the batch smaller, with accumulate_grad_batches to keep "
             f"the effective size, or use more or larger devices. The last device said: {text}"
         )
 

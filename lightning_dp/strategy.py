@@ -210,7 +210,7 @@ class DataParallelStrategy(OneProcessStrategy):
     def watch(self) -> None:
         """Measures every training step of this fit from now on, for `latest_usage`."""
         if self._mode is not None:
-            self._mode.engine.watch()
+            self._mode.engine.meter.watch()
 
     @property
     def latest_usage(self) -> StepUsage | None:
@@ -219,7 +219,7 @@ class DataParallelStrategy(OneProcessStrategy):
         None before the first one, with one device, and if nothing is watched: see `watch`. On
         GPUs, which compute asynchronously, it may be a step before the latest.
         """
-        return None if self._mode is None else self._mode.engine.latest_usage
+        return None if self._mode is None else self._mode.engine.meter.latest
 
     # Setting up and tearing down
 
@@ -247,7 +247,7 @@ class DataParallelStrategy(OneProcessStrategy):
         else:
             self._mode = ForwardMode(module, devices, **options, **self._forward_options)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._usage = self._mode.engine.usage
+            self._usage = self._mode.engine.meter.usage
 
     @override
     def save_checkpoint(

@@ -327,7 +327,7 @@ def test_usage_counts_samples_and_time_of_training_only() -> None:
     with engine_of(module, (3, 0, 1)) as engine:
         shards = engine.scatter(torch.randn(4, 4).double())
         engine.evaluate("training_step", shards)
-        assert [u.samples for u in engine.usage] == [0, 0, 0]
+        assert [u.samples for u in engine.meter.usage] == [0, 0, 0]
         engine.train("training_step", shards).backward()
-    assert [u.samples for u in engine.usage] == [3, 0, 1]
-    assert engine.usage[0].busy_seconds > 0 and engine.usage[1].busy_seconds == 0
+    assert [u.samples for u in engine.meter.usage] == [3, 0, 1]
+    assert engine.meter.usage[0].busy_seconds > 0 and engine.meter.usage[1].busy_seconds == 0

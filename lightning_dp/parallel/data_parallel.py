@@ -19,14 +19,13 @@ from lightning_dp.parallel.backward import Backward
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.join import Override, Scalars
 from lightning_dp.parallel.layout import ReplicaRules
-from lightning_dp.parallel.learning import StepUsage
-from lightning_dp.parallel.meter import PeakMemory, StepMeter
+from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.out_of_memory import Recovery
 from lightning_dp.parallel.plan import Plan, Planner
 from lightning_dp.parallel.reduce import Buffers
 from lightning_dp.parallel.replicate import BufferCopies, ParameterCopies, Replicas
-from lightning_dp.parallel.scatter import BatchSizeError, batch_size, cut
-from lightning_dp.parallel.shards import DeviceUsage, Shards
+from lightning_dp.parallel.scatter import batch_size_for, cut_for
+from lightning_dp.parallel.shards import Shards
 from lightning_dp.parallel.snapshot import Snapshot
 from lightning_dp.parallel.split import Order, Sizes, SplitPolicy
 from lightning_dp.parallel.transfer import to_device
@@ -67,6 +66,7 @@ class Engine:
 
     Attributes:
         on_cpu: whether all replicas are on the CPU.
+        meter: what the devices do in training.
         last_sizes: samples per device in the latest apply.
     """
 
@@ -93,15 +93,12 @@ class Engine:
         self.backward = Backward(self.replicas, buffers)
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.last_sizes: Sizes = ()
-        self.usage = [DeviceUsage(device) for device in devices]
-        self._memory = PeakMemory(devices)
-        self._meter: StepMeter | None = None
+        self.meter = Meter(devices)
         self._planner = Planner(module, len(devices), split, cost_key)
         if self._planner.learns:
-            self.watch()
+            self.meter.watch()
         self._recovery = Recovery(devices, self._planner)
         self._snapshot = None if self.on_cpu else Snapshot()
-        self._counted: Sizes = ()
         self._is_rerun = False
         self._executor = Executor(devices, executor)
         self._dim = dim
@@ -151,14 +148,16 @@ class Engine:
             training: whether the batch is trained on.
             plan: sizes that were decided already; samples beyond their sum are left out.
         """
-        self._planner.learn(self.latest_usage)
+        self._planner.learn(self.meter.latest)
         self._forget_step()
-        n = self._batch_size(batch)
+        n = batch_size_for(self.module, batch, self._dim)
         if not n:
             return self.whole(batch, transfer)
         plan = plan or self._planner.plan(batch, n, training=training)
-        parts = self._cut(batch, n, plan)
-        cut_parts = zip(parts, plan.sizes, self.devices, strict=True)
+        left_out = n - sum(plan.sizes)
+        sizes = (*plan.sizes, left_out) if left_out else plan.sizes
+        parts = cut_for(self.module, batch, sizes, self._dim, plan.order)
+        cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order)
 
@@ -195,17 +194,16 @@ class Engine:
     ) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
-        if training and self._meter is not None:
-            self._meter.start(shards.sizes)
+        if training:
+            self.meter.start(shards.sizes)
         with self._around(self.replicas, name, shards, constants, self._is_rerun):
             calls = [(k, partial(call, modules[k], shards.parts[k])) for k in shards.active]
             outputs, seconds = self._run(name, name, calls, shards)
         if training:
             self.backward.after_forward(shards)
-            self._counted = shards.sizes
+            self.meter.count(shards.sizes)
             for k, spent in zip(shards.active, seconds, strict=True):
-                self.usage[k].samples += shards.sizes[k]
-                self._spent(k, spent)
+                self.meter.add(k, spent)
         return outputs
 
     def gather(
@@ -231,15 +229,6 @@ class Engine:
         """Makes the next step copy everything to the replicas, changed or not."""
         self.backward.settle()
         self._stale = set(range(len(self.devices)))
-
-    def watch(self) -> None:
-        """Measures every training step from now on, for `latest_usage`."""
-        self._meter = self._meter or StepMeter(self.devices, self._memory)
-
-    @property
-    def latest_usage(self) -> StepUsage | None:
-        """The latest training step that the devices are through with; None if none is watched."""
-        return None if self._meter is None else self._meter.latest()
 
     def fitting(
         self,
@@ -281,58 +270,23 @@ class Engine:
         self.backward.undo()
         if self._snapshot is not None:
             self._snapshot.restore()
-        for usage, size in zip(self.usage, self._counted, strict=False):
-            usage.samples -= size
+        self.meter.uncount()
         self._forget_step()
 
     def close(self) -> None:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
         self.backward.settle()
         self._executor.close()
-        for usage, peak in zip(self.usage, self._memory.overall(), strict=True):
-            usage.peak_bytes = peak
+        self.meter.read_peaks()
 
     def _forget_step(self) -> None:
         """From here on there is nothing to undo."""
-        self._counted = ()
+        self.meter.keep()
         if self._snapshot is not None:
             self._snapshot.drop()
 
-    def _spent(self, k: int, seconds: float) -> None:
-        self.usage[k].busy_seconds += seconds
-        if self._meter is not None:
-            self._meter.add(k, seconds)
-
-    def _stop_meter(self) -> None:
-        if self._meter is not None:
-            self._meter.stop()
-
     def _parameter_copies(self) -> ParameterCopies:
         return "changed"
-
-    def _batch_size(self, batch: Any) -> int | None:
-        try:
-            return batch_size(batch, self._dim)
-        except BatchSizeError as error:
-            if not error.sizes or not hasattr(self.module, "split_batch"):
-                raise
-            return error.sizes[0]
-
-    def _cut(self, batch: Any, n: int, plan: Plan) -> list[Any]:
-        """The parts of the batch, one per device."""
-        own = getattr(self.module, "split_batch", None)
-        left_out = n - sum(plan.sizes)
-        sizes = (*plan.sizes, left_out) if left_out else plan.sizes
-        if own is None:
-            return cut(batch, sizes, self._dim, plan.order)[: len(plan.sizes)]
-        parts = list(own(batch, sizes))
-        if len(parts) != len(sizes):
-            raise ValueError(
-                f"{type(self.module).__qualname__}.split_batch: expected one shard for each of "
-                f"the sizes {sizes}, got {len(parts)} shards. Return a list as long as sizes; "
-                "where a size is 0, the entry is not used."
-            )
-        return parts[: len(plan.sizes)]
 
     def _run(
         self,

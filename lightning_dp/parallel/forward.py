@@ -121,7 +121,7 @@ class ForwardParallel(Engine):
         """As every apply; a learning split learns from the times of the forward alone."""
         outputs = super().apply(*args, **kwargs)
         if kwargs["training"]:
-            self._stop_meter()
+            self.meter.stop()
         return outputs
 
     def _parameter_copies(self) -> ParameterCopies:

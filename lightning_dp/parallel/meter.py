@@ -17,6 +17,7 @@ from lightning_dp.parallel.devices import (
     reset_peak_memory,
 )
 from lightning_dp.parallel.learning import StepUsage
+from lightning_dp.parallel.shards import DeviceUsage
 from lightning_dp.parallel.split import Sizes
 
 _UNREAD = 16
@@ -51,6 +52,70 @@ class PeakMemory:
     def _reset(self) -> None:
         for device in set(self._devices):
             reset_peak_memory(device)
+
+
+class Meter:
+    """What the devices have done since the engine was made, and if asked for, in every step.
+
+    Args:
+        devices: the replicas' devices, root first; an entry may repeat.
+
+    Attributes:
+        usage: the totals of every device.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.usage = [DeviceUsage(device) for device in devices]
+        self._devices = list(devices)
+        self._memory = PeakMemory(devices)
+        self._steps: StepMeter | None = None
+        self._counted: Sizes = ()
+
+    def watch(self) -> None:
+        """Measures every training step from now on."""
+        self._steps = self._steps or StepMeter(self._devices, self._memory)
+
+    @property
+    def latest(self) -> StepUsage | None:
+        """The latest training step that the devices are through with; None if none is watched."""
+        return None if self._steps is None else self._steps.latest()
+
+    def start(self, sizes: Sizes) -> None:
+        """A training step begins."""
+        if self._steps is not None:
+            self._steps.start(sizes)
+
+    def count(self, sizes: Sizes) -> None:
+        """The training step's forward is done."""
+        self._counted = sizes
+        for usage, size in zip(self.usage, sizes, strict=True):
+            usage.samples += size
+
+    def uncount(self) -> None:
+        """The step whose forward was done last will run again."""
+        for usage, size in zip(self.usage, self._counted, strict=False):
+            usage.samples -= size
+        self.keep()
+
+    def keep(self) -> None:
+        """What was counted stays."""
+        self._counted = ()
+
+    def add(self, k: int, seconds: float) -> None:
+        """A worker spent so many seconds in calls of replica k."""
+        self.usage[k].busy_seconds += seconds
+        if self._steps is not None:
+            self._steps.add(k, seconds)
+
+    def stop(self) -> None:
+        """The step's work has been handed to the devices."""
+        if self._steps is not None:
+            self._steps.stop()
+
+    def read_peaks(self) -> None:
+        """Brings the totals' peaks of memory up to date."""
+        for usage, peak in zip(self.usage, self._memory.overall(), strict=True):
+            usage.peak_bytes = peak
 
 
 class StepMeter:

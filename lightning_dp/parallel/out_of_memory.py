@@ -114,9 +114,9 @@ class Recovery:
     def _no_split_fits(self, name: str, n: int, fits: Sizes, text: str) -> str:
         shares = ", ".join(f"{d} {size}" for d, size in zip(self._devices, fits, strict=True))
         return (
-            f"{name}: expected a batch of at most {sum(fits)} samples, the largest that fits "
-            f"now ({shares}), got {n}. Make the batch smaller, with accumulate_grad_batches to keep "
-            f"the effective size, or use more or larger devices. The last device said: {text}"
+            f"{name}: expected a batch of at most {sum(fits)} samples, the largest that fits now "
+            f"({shares}), got {n}. Make the batch smaller (accumulate_grad_batches keeps the "
+            f"effective size), or use more or larger devices. The last device said: {text}"
         )
 
     def _report(self, name: str, events: list[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
@@ -15,7 +15,7 @@ from lightning_dp.parallel.reading import WAY_OUT, BatchSizeError, Reading, hold
 from lightning_dp.parallel.split import Order, Sizes, even
 from lightning_dp.parallel.transfer import to_device
 
-__all__ = ["BatchSizeError", "batch_size", "cut", "scatter"]
+__all__ = ["BatchSizeError", "batch_size", "batch_size_for", "cut", "cut_for", "scatter"]
 
 
 def batch_size(batch: Any, dim: int = 0) -> int | None:
@@ -209,3 +209,34 @@ def _replicated(leaf: Any, path: tree.Path) -> Any:
             f"Turn it into one of those in the collate function. {WAY_OUT}"
         )
     return leaf
+
+
+def batch_size_for(module: nn.Module, batch: Any, dim: int = 0) -> int | None:
+    """The batch size; where leaves disagree and the module cuts itself, the first one counts."""
+    try:
+        return batch_size(batch, dim)
+    except BatchSizeError as error:
+        if not error.sizes or not hasattr(module, "split_batch"):
+            raise
+        return error.sizes[0]
+
+
+def cut_for(
+    module: nn.Module, batch: Any, sizes: Sizes, dim: int = 0, order: Order | None = None
+) -> list[Any]:
+    """Cuts a batch as the module does it, by a method `split_batch(batch, sizes)`, or as `cut`.
+
+    Raises:
+        ValueError: the module returned another number of shards.
+    """
+    own = getattr(module, "split_batch", None)
+    if own is None:
+        return cut(batch, sizes, dim, order)
+    parts = list(own(batch, sizes))
+    if len(parts) != len(sizes):
+        raise ValueError(
+            f"{type(module).__qualname__}.split_batch: expected one shard for each of "
+            f"the sizes {sizes}, got {len(parts)} shards. Return a list as long as sizes; "
+            "where a size is 0, the entry is not used."
+        )
+    return parts

@@ -160,7 +160,7 @@ class StepParallel(Engine):
                     self._backward_in_workers(method, graphs, gradient, keep_graph, shards)
                 else:
                     _backward_at_once(graphs, gradient, keep_graph)
-                self._stop_meter()
+                self.meter.stop()
                 self.backward.after()
             except torch.OutOfMemoryError:
                 graphs.clear()  # what they hold is needed to do the step again
@@ -180,7 +180,7 @@ class StepParallel(Engine):
         ]
         _, seconds = self._run(method, "backward", calls, shards)
         for (k, _), spent in zip(calls, seconds, strict=True):
-            self._spent(k, spent)
+            self.meter.add(k, spent)
 
 
 def _backward_at_once(graphs: list[Graph], gradient: Tensor, keep_graph: bool) -> None:

@@ -108,9 +108,9 @@ def freeing_seconds(replicas: Sequence[TinyResNet50], shards: Sequence[Tensor]) 
 
 def own_seconds(engine: StepParallel, batch: Tensor, module: nn.Module) -> float:
     """Seconds of an in-order step outside of the modules' forward and backward."""
-    before = sum(usage.busy_seconds for usage in engine.usage)
+    before = sum(usage.busy_seconds for usage in engine.meter.usage)
     total = seconds_of(lambda: engine_step(engine, batch), [module])
-    return total - (sum(usage.busy_seconds for usage in engine.usage) - before)
+    return total - (sum(usage.busy_seconds for usage in engine.meter.usage) - before)
 
 
 def rebuild_seconds(module: nn.Module, k: int, steps: int) -> float:

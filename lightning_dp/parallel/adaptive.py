@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import statistics
+from functools import lru_cache
 from typing import Any
 
 from lightning_dp.parallel.learning import Caps, StepUsage
@@ -33,6 +34,9 @@ WARM_UP = 1
 
 PROBE_EVERY = 50
 """Steps after which devices without samples get one, to see whether they are still as slow."""
+
+
+_solve = lru_cache(maxsize=64)(minimax)  # most steps pose the same problem
 
 
 class DeviceTime:
@@ -170,7 +174,7 @@ class Adaptive:
     def _solved(self, n: int, caps: Caps | None) -> Sizes:
         lines = self._lines or [(0.0, 1.0)] * self._k
         fixed, per_sample = zip(*lines, strict=True)
-        return minimax(n, fixed, per_sample, caps)
+        return _solve(n, fixed, per_sample, None if caps is None else tuple(caps))
 
     def _decide(self, sizes: Sizes) -> None:
         """Rests, moves one sample or solves anew, by the times of a batch of these sizes."""

@@ -221,6 +221,18 @@ class DataParallelStrategy(OneProcessStrategy):
         """
         return None if self._mode is None else self._mode.engine.meter.latest
 
+    def measured_steps(self, *, wait: bool = False) -> list[StepUsage]:
+        """Takes the training steps measured since the last call, in order, each of them once.
+
+        Empty with one device, after the fit, and if nothing is watched: see `watch`. In forward
+        mode each spread call of the module is a step.
+
+        Args:
+            wait: whether to wait for GPUs to be through with all steps; else those that they are
+                still at are in a later call.
+        """
+        return [] if self._mode is None else self._mode.engine.measured_steps(wait=wait)
+
     # Setting up and tearing down
 
     @override

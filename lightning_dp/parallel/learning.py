@@ -20,7 +20,8 @@ class StepUsage:
         sizes: its samples; 0 where it had none.
         busy_seconds: how long its device worked: by the device's own clock where it has one
             (simulated devices with a speed, events on GPUs), else as its worker saw it.
-        step_seconds: how long the step took, from its start until the last device was done.
+        step_seconds: how long the step took until the last device was done, as far as
+            `busy_seconds` covers it.
         peak_bytes: the most bytes in use on its device during the step; 0 where none counts.
         start_bytes: the bytes in use on its device when the step began; 0 where none counts.
     """

@@ -23,6 +23,9 @@ from lightning_dp.parallel.split import Sizes
 _UNREAD = 16
 """Steps that may wait for a GPU to be through with them; older ones are dropped."""
 
+_UNTAKEN = 1024
+"""Measured steps that are kept until somebody takes them; older ones are dropped."""
+
 
 class PeakMemory:
     """The most bytes in use on each device: since the last restart, and since ever.
@@ -138,6 +141,7 @@ class StepMeter:
         self._running: _Step | None = None
         self._stopped: deque[_Step] = deque(maxlen=_UNREAD)
         self._latest: StepUsage | None = None
+        self._untaken: deque[StepUsage] = deque(maxlen=_UNTAKEN)
 
     def start(self, sizes: Sizes) -> None:
         """A step begins with so many samples on each device."""
@@ -162,7 +166,20 @@ class StepMeter:
         self._end_of_memory()
         while self._stopped and self._stopped[0].is_over():
             self._latest = self._stopped.popleft().usage()
+            self._untaken.append(self._latest)
         return self._latest
+
+    def take(self, *, wait: bool = False) -> list[StepUsage]:
+        """The steps that all devices are through with, in order, each of them once.
+
+        Args:
+            wait: whether to wait until the devices are through with all steps.
+        """
+        for step in self._stopped if wait else ():
+            step.wait()
+        self.latest()
+        taken, self._untaken = list(self._untaken), deque(maxlen=_UNTAKEN)
+        return taken
 
     def _end_of_memory(self) -> None:
         """What is in use from now on is no longer the stopped step's."""
@@ -180,6 +197,7 @@ class _Step:
         self._start_bytes = [allocated_memory(device) for device in devices]
         self._devices = devices if have_clocks else []
         self._clocks = [busy_clock(device) for device in self._devices]
+        self._on_cpu = all(device.type == "cpu" for device in devices)
         is_cuda = have_clocks and all(device.type == "cuda" for device in devices)
         self._spans = [_Span(device) for device in devices] if is_cuda else []
         self._began = time.perf_counter()
@@ -196,11 +214,16 @@ class _Step:
     def is_over(self) -> bool:
         return all(span.is_over() for span in self._spans)
 
+    def wait(self) -> None:
+        for span in self._spans:
+            span.wait()
+
     def usage(self) -> StepUsage:
-        busy, total = self.spent, max(self._wall, *self.spent)
+        busy = self.spent
         if self._spans or any(self._counted):
             busy = [span.seconds() for span in self._spans] or self._counted
-            total = max(busy)
+        # Only on the CPU do the workers see all of a step: elsewhere its backward is not theirs.
+        total = max(self._wall, *busy) if self._on_cpu else max(busy)
         peaks, before = tuple(self.peak_bytes), tuple(self._start_bytes)
         return StepUsage(self._sizes, tuple(busy), total, peaks, before)
 
@@ -219,6 +242,9 @@ class _Span:
 
     def is_over(self) -> bool:
         return bool(self._last.query())
+
+    def wait(self) -> None:
+        self._last.synchronize()
 
     def seconds(self) -> float:
         return float(self._first.elapsed_time(self._last)) / 1e3

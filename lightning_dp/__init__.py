@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_dp.monitor import DataParallelMonitor
 from lightning_dp.parallel.drop_in import DataParallel
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.primitives import parallel_apply, replicate
@@ -15,6 +16,7 @@ from lightning_dp.strategy import DataParallelStrategy
 
 __all__ = [
     "DataParallel",
+    "DataParallelMonitor",
     "DataParallelStrategy",
     "gather",
     "parallel_apply",

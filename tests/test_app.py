@@ -6,6 +6,7 @@ import itertools
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +81,8 @@ def test_run_folder_holds_config_checkpoints_and_metrics(
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows if row["val/acc"]] == ["0", "1"]
+    samples = [row["dp/cpu/replica_1/samples"] for row in rows]
+    assert [cell for cell in samples if cell] == ["48.0"] * 3, "every tenth step of 30"
 
     metrics = read_json(folder / "metrics.json")
     assert metrics["test/acc"] == result.metrics["test/acc"] > 0.5
@@ -87,11 +90,53 @@ def test_run_folder_holds_config_checkpoints_and_metrics(
     assert metrics["samples_per_device"] == [1440, 1440], "720 per epoch"
     assert len(metrics["busy_seconds_per_device"]) == 2
     assert all(seconds > 0 for seconds in metrics["busy_seconds_per_device"])
+    assert len(metrics["waiting_seconds_per_device"]) == 2
+    assert metrics["test_samples_per_device"] == [90, 90]
+    assert (folder / "devices.png").read_bytes().startswith(b"\x89PNG")
 
     printed = capsys.readouterr().out
     assert f"test/acc {metrics['test/acc']:.4f}" in printed
     assert "50.0%" in printed
-    assert str(folder) in printed
+    assert "waiting" in printed
+    assert str(folder / "devices.png") in printed
+    assert f"run folder: {folder}" in printed
+
+
+FEW = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "test=false", "logger=none")
+
+
+def test_without_matplotlib_one_line_says_what_to_install(
+    configure: Configure,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    run_in_process(train, configure(*ON_CPU, *FEW, "trainer.devices=2"))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "pip install" in line]
+    assert line.startswith("no devices.png: ")
+    assert line.endswith("python -m pip install matplotlib")
+    assert not (tmp_path / "run" / "devices.png").exists()
+    assert (tmp_path / "run" / "metrics.json").is_file()
+
+
+def test_devices_can_become_unequal(configure: Configure, tmp_path: Path) -> None:
+    on_sim = ("trainer=sim", "trainer.devices=2", "callbacks=slow_device")
+    speeds = ("callbacks.slow_device.factors=[1,3]", "callbacks.slow_device.from_step=1")
+    run_in_process(train, configure(*FEW, *on_sim, *speeds))
+    metrics = read_json(tmp_path / "run" / "metrics.json")
+    fast, slow = metrics["busy_seconds_per_device"]
+    assert slow == pytest.approx(2 * fast, rel=0.05), "a step like the other, and one of thrice"
+    assert metrics["waiting_seconds_per_device"][0] == pytest.approx(fast, rel=0.1)
+    assert [torch.sim.get_speed(device) for device in range(2)] == [(0, 0)] * 2
+
+
+@pytest.mark.parametrize("devices", [*ON_CPU, "trainer=sim"])
+def test_speeds_are_for_as_many_simulated_devices(devices: str, configure: Configure) -> None:
+    cfg = configure(*FEW, devices, "callbacks=slow_device", "callbacks.slow_device.factors=[1,4]")
+    with pytest.raises(ValueError, match=r"factors: expected .*, got \[1, 4\] for .*\. Use "):
+        train(cfg)
 
 
 def test_weights_become_shares(configure: Configure, tmp_path: Path) -> None:
@@ -106,21 +151,28 @@ def test_single_is_one_device_whatever_trainer_devices_says(
     configure: Configure, tmp_path: Path
 ) -> None:
     overrides = ("strategy=single", "trainer.devices=3", "trainer.limit_train_batches=2")
-    few = ("trainer.max_epochs=1", "test=false", "logger=none", "callbacks=none")
+    few = ("trainer.max_epochs=1", "test=false", "logger=none")
     run_in_process(train, configure(*ON_CPU, *overrides, *few))
     metrics = read_json(tmp_path / "run" / "metrics.json")
     assert metrics["devices"] == ["cpu"]
     assert "samples_per_device" not in metrics, "nobody measured them"
+    assert not (tmp_path / "run" / "devices.png").exists()
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").trainer.devices == 1
 
 
-def test_checkpoint_is_evaluated_and_resumed(configure: Configure, tmp_path: Path) -> None:
+def test_checkpoint_is_evaluated_and_resumed(
+    configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     common = (*ON_CPU, "trainer.devices=2")
     trained = run_in_process(train, configure(*common, "trainer.max_epochs=1"))
     checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
 
     cfg = configure(*common, f"ckpt_path={checkpoint}", name="eval", folder="eval")
+    capsys.readouterr()
     tested = run_in_process(evaluate, cfg)
+    assert tested.tested == (90, 90)
+    printed = capsys.readouterr().out
+    assert "test samples" in printed and printed.count("50.0%") == 2
     assert tested.metrics["test/acc"] == trained.metrics["test/acc"]
     assert read_json(tmp_path / "eval" / "metrics.json")["test/acc"] == tested.metrics["test/acc"]
 
@@ -136,6 +188,8 @@ def test_training_can_be_left_out(configure: Configure, tmp_path: Path) -> None:
     result = run_in_process(train, configure(*ON_CPU, "train=false", "trainer.devices=2"))
     assert set(result.metrics) == {"test/acc", "test/loss"}
     assert not result.usage
+    assert sum(result.tested) == 180
+    assert not (tmp_path / "run" / "devices.png").exists()
 
 
 # --- the configuration ----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig
 
+from lightning_dp.app.callbacks import SamplesTested
 from lightning_dp.app.devices import check_devices
 
 log = logging.getLogger(__name__)
@@ -49,9 +50,8 @@ def build(cfg: DictConfig) -> Job:
     """Builds trainer, data and model; the trainer first, as most mistakes are about devices."""
     if cfg.trainer.get("accelerator") == "sim":
         importlib.import_module("lightning_dp.sim")  # makes Lightning know the accelerator
-    trainer = instantiate(
-        cfg.trainer, callbacks=_list_of(cfg.get("callbacks")), logger=_list_of(cfg.get("logger"))
-    )
+    callbacks = [*_list_of(cfg.get("callbacks")), SamplesTested()]
+    trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=_list_of(cfg.get("logger")))
     data = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
     return Job(trainer, model, data)

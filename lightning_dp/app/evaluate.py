@@ -38,7 +38,11 @@ def evaluate(cfg: DictConfig) -> report.Report:
         # A test needs none of the training's callbacks.
         warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
         job.trainer.test(job.model, datamodule=job.data, ckpt_path=cfg.ckpt_path, verbose=False)
-    result = report.Report(report.metrics_of(job.trainer), report.device_names(job.trainer))
+    result = report.Report(
+        report.metrics_of(job.trainer),
+        report.device_names(job.trainer),
+        tested=report.tested_of(job.trainer),
+    )
     if job.trainer.is_global_zero:
         report.write_metrics(result, folder)
         report.show(result, folder)

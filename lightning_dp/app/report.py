@@ -1,15 +1,22 @@
-"""What remains of a run: the resolved configuration, ``metrics.json`` and a table on the screen."""
+"""What remains of a run: its configuration, ``metrics.json``, a picture of the devices, a table."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
+
+from lightning_dp.app.callbacks import SamplesTested
+from lightning_dp.monitor import DataParallelMonitor
+
+PICTURE = "devices.png"
+
+C = TypeVar("C", bound=Callback)
 
 
 @dataclass(frozen=True)
@@ -21,12 +28,15 @@ class DeviceUsage:
         samples: training samples it worked on.
         busy_seconds: seconds it worked on them.
         peak_bytes: the most memory in use on it; 0 where devices do not count it.
+        waiting_seconds: seconds it had nothing to do during training steps; None where nobody
+            measured it.
     """
 
     device: str
     samples: int
     busy_seconds: float
     peak_bytes: int = 0
+    waiting_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -38,11 +48,14 @@ class Report:
         devices: the names of the devices that took part, in order.
         usage: each device's part in the training; empty if there was none, or if the strategy does
             not measure it.
+        tested: the test samples that each device worked on; empty if there was no test, or if the
+            strategy does not share them out.
     """
 
     metrics: Mapping[str, float]
     devices: tuple[str, ...]
     usage: tuple[DeviceUsage, ...] = ()
+    tested: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the content of ``metrics.json``; what was not measured is left out."""
@@ -52,17 +65,38 @@ class Report:
             content["busy_seconds_per_device"] = [
                 round(part.busy_seconds, 4) for part in self.usage
             ]
+        waiting = [part.waiting_seconds for part in self.usage if part.waiting_seconds is not None]
+        if waiting:
+            content["waiting_seconds_per_device"] = [round(seconds, 4) for seconds in waiting]
         if any(part.peak_bytes for part in self.usage):
             content["peak_bytes_per_device"] = [part.peak_bytes for part in self.usage]
+        if self.tested:
+            content["test_samples_per_device"] = list(self.tested)
         return content
 
 
 def usage_of(trainer: Trainer) -> tuple[DeviceUsage, ...]:
-    """Returns each device's part in the training so far; only lightning_dp's strategy knows it."""
-    return tuple(
+    """Returns each device's part in the training so far; only lightning_dp's strategy knows it.
+
+    Times are the monitor's, if there is one: it knows what a device did while others worked.
+    """
+    usage = tuple(
         DeviceUsage(str(part.device), part.samples, part.busy_seconds, part.peak_bytes)
         for part in getattr(trainer.strategy, "usage", ())
     )
+    monitor = _first(trainer, DataParallelMonitor)
+    if monitor is None or not monitor.total.steps:
+        return usage
+    times = zip(usage, monitor.total.busy_seconds, monitor.total.waiting_seconds, strict=True)
+    return tuple(
+        replace(part, busy_seconds=busy, waiting_seconds=waiting) for part, busy, waiting in times
+    )
+
+
+def tested_of(trainer: Trainer) -> tuple[int, ...]:
+    """Returns the samples that each device worked on in the latest test."""
+    samples = _first(trainer, SamplesTested)
+    return () if samples is None else samples.per_device
 
 
 def device_names(trainer: Trainer) -> tuple[str, ...]:
@@ -89,12 +123,34 @@ def write_metrics(report: Report, folder: Path) -> None:
     (folder / "metrics.json").write_text(text + "\n", encoding="utf-8")
 
 
-def show(report: Report, folder: Path) -> None:
-    """Prints the test's metrics, each device's part in the training, and the run folder."""
+def draw_devices(trainer: Trainer, folder: Path) -> str | None:
+    """Writes ``devices.png``, if a training on several devices was watched.
+
+    Returns:
+        What to tell the user about it.
+    """
+    monitor = _first(trainer, DataParallelMonitor)
+    if monitor is None or not monitor.total.steps:
+        return None
+    try:
+        return f"devices: {monitor.plot(folder / PICTURE)}"
+    except ModuleNotFoundError as error:
+        return f"no {PICTURE}: {error}"
+
+
+def show(report: Report, folder: Path, picture: str | None = None) -> None:
+    """Prints the test's metrics, each device's part, and where the results are."""
     console = Console()
     console.print(_metrics_line(report))
-    console.print(_devices_table(report))
-    console.print("run folder:", str(folder), highlight=False, soft_wrap=True)
+    if report.usage:
+        console.print(_training_table(report.usage))
+    elif report.tested:
+        console.print(_test_table(report))
+    else:
+        console.print("devices:", ", ".join(report.devices), highlight=False)
+    for line in (picture, f"run folder: {folder}"):
+        if line is not None:
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _metrics_line(report: Report) -> str:
@@ -103,20 +159,47 @@ def _metrics_line(report: Report) -> str:
     return "   ".join(figures) or "no metrics were logged"
 
 
-def _devices_table(report: Report) -> Table:
+def _training_table(usage: Sequence[DeviceUsage]) -> Table:
+    columns = {
+        "training samples": [f"{part.samples:,}" for part in usage],
+        "share": _shares([part.samples for part in usage]),
+        "busy": [f"{part.busy_seconds:.1f} s" for part in usage],
+        "waiting": [_seconds(part.waiting_seconds) for part in usage],
+        "peak memory": [
+            f"{part.peak_bytes / 2**20:.1f} MiB" if part.peak_bytes else "" for part in usage
+        ],
+    }
+    return _table([part.device for part in usage], columns)
+
+
+def _test_table(report: Report) -> Table:
+    samples = [f"{n:,}" for n in report.tested]
+    columns = {"test samples": samples, "share": _shares(report.tested)}
+    return _table(report.devices, columns)
+
+
+def _table(devices: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
+    """A row per device; columns in which nothing stands are left out."""
+    shown = {heading: cells for heading, cells in columns.items() if any(cells)}
     table = Table("device")
-    if not report.usage:
-        for name in report.devices:
-            table.add_row(name)
-        return table
-    counts_memory = any(part.peak_bytes for part in report.usage)
-    headings = ["training samples", "share", "busy", *(["peak memory"] if counts_memory else [])]
-    for heading in headings:
+    for heading in shown:
         table.add_column(heading, justify="right")
-    total = sum(part.samples for part in report.usage)
-    for part in report.usage:
-        share = part.samples / total if total else 0.0
-        busy = f"{part.busy_seconds:.1f} s"
-        peak = [f"{part.peak_bytes / 2**20:.1f} MiB"] if counts_memory else []
-        table.add_row(part.device, f"{part.samples:,}", f"{share:.1%}", busy, *peak)
+    for device, *cells in zip(devices, *shown.values(), strict=True):
+        table.add_row(device, *cells)
     return table
+
+
+def _shares(samples: Sequence[int]) -> list[str]:
+    total = sum(samples)
+    return [f"{n / total if total else 0.0:.1%}" for n in samples]
+
+
+def _seconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.1f} s"
+
+
+def _first(trainer: Trainer, kind: type[C]) -> C | None:
+    """Returns the trainer's first callback of a kind."""
+    # Lightning sets the attribute from outside the class, where type checkers do not see it.
+    callbacks: list[Callback] = getattr(trainer, "callbacks", [])
+    return next((callback for callback in callbacks if isinstance(callback, kind)), None)

@@ -37,7 +37,8 @@ def train(cfg: DictConfig) -> report.Report:
     result = _run(cfg, job)
     if job.trainer.is_global_zero:
         report.write_metrics(result, folder)
-        report.show(result, folder)
+        picture = report.draw_devices(job.trainer, folder)
+        report.show(result, folder, picture)
     return result
 
 
@@ -54,7 +55,8 @@ def _run(cfg: DictConfig, job: Job) -> report.Report:
         ckpt_path = _best_checkpoint(trainer) if cfg.train else cfg.ckpt_path
         trainer.test(job.model, datamodule=job.data, ckpt_path=ckpt_path, verbose=False)
         metrics |= report.metrics_of(trainer)
-    return report.Report(metrics, report.device_names(trainer), usage)
+    tested = report.tested_of(trainer)
+    return report.Report(metrics, report.device_names(trainer), usage, tested)
 
 
 def _best_checkpoint(trainer: Trainer) -> str | None:

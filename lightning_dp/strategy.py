@@ -231,7 +231,7 @@ class DataParallelStrategy(OneProcessStrategy):
             wait: whether to wait for GPUs to be through with all steps; else those that they are
                 still at are in a later call.
         """
-        return [] if self._mode is None else self._mode.engine.measured_steps(wait=wait)
+        return [] if self._mode is None else self._mode.engine.meter.take(wait=wait)
 
     # Setting up and tearing down
 

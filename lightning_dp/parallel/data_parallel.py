@@ -273,10 +273,6 @@ class Engine:
         self.meter.uncount()
         self._forget_step()
 
-    def measured_steps(self, *, wait: bool = False) -> list[StepUsage]:
-        """Takes the training steps measured since the last call; see `StepMeter.take`."""
-        return [] if self._meter is None else self._meter.take(wait=wait)
-
     def close(self) -> None:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
         self.backward.settle()

@@ -83,6 +83,10 @@ class Meter:
         """The latest training step that the devices are through with; None if none is watched."""
         return None if self._steps is None else self._steps.latest()
 
+    def take(self, *, wait: bool = False) -> list[StepUsage]:
+        """The steps measured since the last call; see `StepMeter.take`."""
+        return [] if self._steps is None else self._steps.take(wait=wait)
+
     def start(self, sizes: Sizes) -> None:
         """A training step begins."""
         if self._steps is not None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
 
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy
+else:
+    # The packages `lightning` and `pytorch_lightning` have the same classes twice: which
+    # ParallelStrategy comes next is for the class to say that mixes this one in.
+    ParallelStrategy = object
 
-class OneProcessStrategy(ParallelStrategy, ABC):
+
+class OneProcessMixin(ParallelStrategy):
     """Every rank is 0, also under a launcher that set the variables of several processes.
 
-    Collectives between processes have nothing to do: values pass through.
+    Collectives between processes have nothing to do: values pass through. To be mixed into the
+    `ParallelStrategy` of either package.
     """
 
     @property

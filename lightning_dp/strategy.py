@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
@@ -23,7 +23,7 @@ from lightning_dp.modes import (
     check_mode_options,
     check_supported,
 )
-from lightning_dp.one_process import OneProcessStrategy
+from lightning_dp.one_process import OneProcessMixin
 from lightning_dp.parallel.apply import EXECUTORS
 from lightning_dp.parallel.checks import check_choice, check_dim
 from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
@@ -45,7 +45,7 @@ _CONTEXTS = {
 """What of the precision plugin surrounds each step."""
 
 
-class DataParallelStrategy(OneProcessStrategy):
+class DataParallelMixin(OneProcessMixin):
     """One process, several devices, and the same numbers as on one device.
 
     Every batch is split over the devices. Each step runs on all of them at once, on replicas of
@@ -110,6 +110,8 @@ class DataParallelStrategy(OneProcessStrategy):
     """
 
     strategy_name = "dp_custom"
+    package: ClassVar[str]
+    """The package whose Trainer it is for."""
 
     def __init__(
         self,
@@ -392,10 +394,24 @@ class DataParallelStrategy(OneProcessStrategy):
             self._mode.engine.close()
         self._mode = None
 
+    def __repr__(self) -> str:
+        """What Lightning shows when it refuses a strategy, that of the other package perhaps."""
+        name, other = type(self).__qualname__, "lightning"
+        twin = "lightning_dp.DataParallelStrategy"
+        if self.package == other:
+            other, twin = "pytorch_lightning", "lightning_dp.pytorch_lightning.DataParallelStrategy"
+        return f"<{name} for a Trainer of {self.package}; one of {other} takes {twin}>"
+
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         if cls.strategy_name not in strategy_registry:
             strategy_registry.register(
                 cls.strategy_name, cls, description="Data parallelism in one process"
             )
+
+
+class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # noqa: D101
+    __doc__ = DataParallelMixin.__doc__
+
+    package = "lightning"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Trainer
@@ -26,6 +26,10 @@ class SimAccelerator(Accelerator):
     ``precision="bf16-mixed"``.
     """
 
+    # Classes, which the package pytorch_lightning has a second time.
+    _single_device: ClassVar[type[Any]] = SingleDeviceStrategy
+    _mixed_precision: ClassVar[type[Any]] = MixedPrecision
+
     def setup_device(self, device: torch.device) -> None:
         """Make ``device`` the current one."""
         if device.type == "sim":
@@ -34,13 +38,13 @@ class SimAccelerator(Accelerator):
     def setup(self, trainer: Trainer) -> None:
         """Put right what Lightning chose for an unknown accelerator, before the model moves."""
         strategy, precision = trainer.strategy, trainer.precision_plugin
-        if isinstance(strategy, SingleDeviceStrategy) and strategy.root_device.type == "cpu":
+        if isinstance(strategy, self._single_device) and strategy.root_device.type == "cpu":
             # Lightning keeps the devices it was asked for, and that strategy's device, in private
             # attributes only.
             strategy._root_device = torch.device(
                 trainer._accelerator_connector._parallel_devices[0]
             )
-        if isinstance(precision, MixedPrecision) and precision.device == "cuda":
+        if isinstance(precision, self._mixed_precision) and precision.device == "cuda":
             precision.device = "sim"
             if precision.scaler is not None:
                 precision.scaler = torch.amp.GradScaler("sim")
@@ -124,9 +128,9 @@ def _checked_ids(ids: list[int] | None, devices: object) -> list[int]:
     return ids
 
 
-def register() -> None:
+def register(
+    cls: type[SimAccelerator] = SimAccelerator, registry: Any = AcceleratorRegistry
+) -> None:
     """Register ``sim`` with Lightning, once."""
-    if SimAccelerator.name() not in AcceleratorRegistry:
-        AcceleratorRegistry.register(
-            SimAccelerator.name(), SimAccelerator, description="Simulated devices in host memory"
-        )
+    if cls.name() not in registry:
+        registry.register(cls.name(), cls, description="Simulated devices in host memory")

@@ -1,0 +1,27 @@
+"""The same strategy for the separate package `pytorch_lightning`.
+
+`lightning` and `pytorch_lightning` are two copies of the same code; neither takes objects of the
+other. `import lightning_dp.pytorch_lightning` makes the second one know the strategy too:
+
+    import pytorch_lightning as pl
+    import lightning_dp.pytorch_lightning
+
+    pl.Trainer(strategy="dp_custom", devices=4)
+    pl.Trainer(strategy=lightning_dp.pytorch_lightning.DataParallelStrategy(mode="forward"))
+"""
+
+from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
+
+from lightning_dp.strategy import DataParallelMixin
+
+__all__ = ["DataParallelStrategy"]
+
+
+# To type checkers the mixin's base is lightning's ParallelStrategy; at run time it has none.
+class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # type: ignore[misc]  # noqa: D101
+    __doc__ = DataParallelMixin.__doc__
+
+    package = "pytorch_lightning"
+
+
+DataParallelStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,175 @@
+"""The package `pytorch_lightning`: the same strategy, held to the same oracle."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import oracle
+import pytest
+import pytorch_lightning as pl
+import torch
+from other_package import for_pytorch_lightning
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.strategies import StrategyRegistry
+
+import lightning_dp
+import lightning_dp.pytorch_lightning
+from lightning_dp.pytorch_lightning import DataParallelStrategy
+from lightning_dp.strategy import DataParallelMixin
+
+pl_oracle = for_pytorch_lightning("oracle")
+same_numbers = for_pytorch_lightning("test_same_numbers")
+forward_mode = for_pytorch_lightning("test_forward_mode")
+
+Everything = same_numbers.Everything
+MODELS = {**same_numbers.MODELS, "whole batch": forward_mode.WholeBatch}
+
+
+@pytest.fixture
+def on(on: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if on == "sim":
+        importlib.import_module("lightning_dp.sim.pytorch_lightning")  # registers the accelerator
+    monkeypatch.setattr(pl_oracle, "ON", on)
+    return on
+
+
+@cache
+def one_device(name: str) -> Any:
+    torch.set_default_dtype(torch.float64)
+    return pl_oracle.run(MODELS[name], 1)
+
+
+def test_everything_here_is_of_the_other_package() -> None:
+    assert issubclass(Everything, pl.LightningModule)
+    assert not issubclass(Everything, lightning.pytorch.LightningModule)
+    assert type(pl_oracle.trainer(2)) is pl.Trainer
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("name", same_numbers.MODELS)
+def test_several_devices_equal_one(name: str, executor: str, on: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    several = pl_oracle.run(MODELS[name], 3, strategy={"executor": executor})
+    oracle.assert_same(several, one_device(name))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"mode": "forward", "parallel_modules": ["net"]},
+        {"mode": "forward", "parallel_modules": ["net"], "output_device": 1},
+    ],
+    ids=str,
+)
+def test_forward_mode_equals_one_device(strategy: dict[str, Any], on: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    several = pl_oracle.run(MODELS["whole batch"], 3, strategy=strategy)
+    oracle.assert_same(several, one_device("whole batch"))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"weights": [0, 1, 2]},
+        {"split": "chunk", "output_device": "cpu"},
+        {"split": "adaptive"},
+        {"buffers": "mean", "devices": 5},
+    ],
+    ids=str,
+)
+def test_options_of_the_engine_do_not_change_the_numbers(strategy: dict[str, Any], on: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    if "devices" in strategy:
+        strategy = {**strategy, "devices": list(map(str, pl_oracle.devices_of(5)))}
+    several = pl_oracle.run(Everything, 3, strategy=strategy)
+    oracle.assert_same(several, one_device("everything"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        {"precision": "64-true"},
+        {"deterministic": True, "inference_mode": False},
+    ],
+    ids=str,
+)
+def test_options_of_the_trainer_work_as_on_one_device(options: dict[str, Any], on: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    runs = [pl_oracle.run(Everything, devices, **options) for devices in (3, 1)]
+    oracle.assert_same(*runs)
+
+
+def test_both_packages_give_the_same_numbers(on: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    ours = oracle.run(oracle.Classifier, 3)
+    oracle.assert_same(pl_oracle.run(pl_oracle.Classifier, 3), ours)
+
+
+def test_a_checkpoint_of_one_package_goes_on_in_the_other(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+
+    def fit(kind: Any, epochs: int, checkpoint: Path | None = None) -> Any:
+        torch.manual_seed(0)
+        module, job = kind.Classifier(), kind.trainer(3, max_epochs=epochs)
+        job.fit(module, kind.loader(), kind.loader(), ckpt_path=checkpoint)
+        job.save_checkpoint(tmp_path / "last.ckpt")
+        return module
+
+    expected = fit(oracle, 4)
+    for before, after in ((pl_oracle, oracle), (oracle, pl_oracle)):
+        fit(before, 2)
+        resumed = fit(after, 4, tmp_path / "last.ckpt")
+        oracle.assert_equal_trees(
+            resumed.state_dict(), expected.state_dict(), "resumed", atol=1e-10, rtol=0
+        )
+
+
+def test_the_name_is_registered_with_the_right_class() -> None:
+    assert StrategyRegistry["dp_custom"]["strategy"] is DataParallelStrategy
+    DataParallelStrategy.register_strategies(StrategyRegistry)
+    strategies = type(pl_oracle.trainer(2).strategy), type(oracle.trainer(2).strategy)
+    assert strategies == (DataParallelStrategy, lightning_dp.DataParallelStrategy)
+    assert all(issubclass(cls, DataParallelMixin) for cls in strategies)
+
+
+def test_the_other_packages_strategy_is_refused_and_the_right_one_named() -> None:
+    with pytest.raises(ValueError, match=r"takes lightning_dp\.pytorch_lightning\.Data"):
+        pl.Trainer(strategy=lightning_dp.DataParallelStrategy())
+    with pytest.raises(ValueError, match=r"takes lightning_dp\.Data"):
+        lightning.pytorch.Trainer(strategy=DataParallelStrategy())
+
+
+def test_lightning_refuses_the_other_packages_module_before_it_asks_the_strategy() -> None:
+    for trainer, module in (
+        (oracle.trainer(2), pl_oracle.Classifier()),
+        (pl_oracle.trainer(2), oracle.Classifier()),
+    ):
+        with pytest.raises(TypeError, match="must be a `LightningModule`"):
+            trainer.fit(module, oracle.loader())
+
+
+def test_the_import_alone_makes_the_name_known() -> None:
+    code = (
+        "import pytorch_lightning as pl\nimport lightning_dp.pytorch_lightning\n"
+        "trainer = pl.Trainer(strategy='dp_custom', accelerator='cpu', devices=4, barebones=True)\n"
+        "assert trainer.num_devices == 4 and trainer.world_size == 1"
+    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    root = Path(__file__).parents[1]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_callbacks_see_it_as_they_see_every_strategy(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, monitor="val/loss")
+    job = pl_oracle.trainer(3, callbacks=[saving], enable_checkpointing=True)
+    job.fit(pl_oracle.Classifier(), pl_oracle.loader(), pl_oracle.loader())
+    loaded = pl_oracle.Classifier.load_from_checkpoint(saving.best_model_path)
+    assert job.validate(loaded, pl_oracle.loader(), verbose=False)

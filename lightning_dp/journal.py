@@ -48,6 +48,9 @@ class Journals(ReplicaRules):
         module: the user's module.
         devices: the replicas' devices, root first.
         output_device: where logged values end up.
+
+    Attributes:
+        replays: whether what the replicas say reaches the module.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Journals(ReplicaRules):
         self._logs = LogMerger()
         self._metrics: list[nn.Module] = []
         self._memory = StateMemory()
+        self.replays = True
 
     def on_build(self, leaves: list[nn.Module]) -> None:
         """Remembers the module's own metrics, which record during a step."""
@@ -128,6 +132,8 @@ class Journals(ReplicaRules):
             root.__dict__.update(own_log)
 
     def _replay(self, hook: str, shards: Shards) -> None:
+        if not self.replays:
+            return
         sizes, order = shards.active_sizes, shards.active_order
         for row in _aligned([self._journals[k].calls for k in shards.active], sizes, order):
             present = [sizes[i] for i in row]

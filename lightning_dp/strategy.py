@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -15,6 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_dp.first_step import FirstStep, check_first_step
 from lightning_dp.modes import (
     MODES,
     ForwardMode,
@@ -33,6 +35,7 @@ from lightning_dp.parallel.loss import LOSS_REDUCTIONS
 from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
 from lightning_dp.parallel.reduce import BUFFERS
 from lightning_dp.parallel.shards import DeviceUsage
+from lightning_dp.parallel.split import CostSplit
 
 _CHECKPOINT_KEY = "lightning_dp"
 
@@ -99,6 +102,11 @@ class DataParallelMixin(OneProcessMixin):
             weighted by shard size.
         executor: how replicas run: in worker `"threads"`, `"inorder"` on the main thread (for a
             debugger), or `"auto"`, which measures both in the first steps and keeps the faster.
+        check_first_step: whether the first training batch is also run on the root alone, to compare
+            loss and gradient. If they differ by more than rounding, a warning says which of the
+            usual causes it is (a loss that is no mean over samples, batch norm, dropout, something
+            random), and what to choose. Leaves no trace; takes a second set of replicas while it
+            lasts. The result is `first_step`.
         accelerator: as for every Lightning strategy; the Trainer sets it.
         cluster_environment: as for every Lightning strategy; the Trainer sets it.
         checkpoint_io: as for every Lightning strategy.
@@ -129,6 +137,7 @@ class DataParallelMixin(OneProcessMixin):
         loss_reduction: Literal["mean", "sum"] = "mean",
         buffers: Literal["first", "mean"] = "first",
         executor: Literal["auto", "threads", "inorder"] = "auto",
+        check_first_step: bool = False,
         accelerator: Accelerator | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -158,6 +167,8 @@ class DataParallelMixin(OneProcessMixin):
             "parallel_modules": parallel_modules,
             "move_batch": move_batch,
         }
+        self._check_first_step = check_first_step
+        self._first_step: FirstStep | None = None
         self._mode: Mode | None = None
         self._last_sizes: tuple[int, ...] = ()
         self._usage: list[DeviceUsage] = []
@@ -205,23 +216,19 @@ class DataParallelMixin(OneProcessMixin):
         return self._last_sizes
 
     @property
+    def first_step(self) -> FirstStep | None:
+        """What `check_first_step` has found in the latest fit; None if it has not looked yet."""
+        return self._first_step
+
+    @property
     def usage(self) -> list[DeviceUsage]:
         """What every device did in the training steps of the latest fit."""
         return self._usage
 
     def watch(self) -> None:
-        """Measures every training step of this fit from now on, for `latest_usage`."""
+        """Measures every training step of this fit from now on, for `measured_steps`."""
         if self._mode is not None:
             self._mode.engine.meter.watch()
-
-    @property
-    def latest_usage(self) -> StepUsage | None:
-        """What the devices did in the latest training step that they are through with.
-
-        None before the first one, with one device, and if nothing is watched: see `watch`. On
-        GPUs, which compute asynchronously, it may be a step before the latest.
-        """
-        return None if self._mode is None else self._mode.engine.meter.latest
 
     def measured_steps(self, *, wait: bool = False) -> list[StepUsage]:
         """Takes the training steps measured since the last call, in order, each of them once.
@@ -243,25 +250,31 @@ class DataParallelMixin(OneProcessMixin):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        module = cast(LightningModule, self.lightning_module)
         devices = cast(list[torch.device], self.parallel_devices)
         if len(devices) > 1:
             check_supported(self._layer_sync)
         super().setup(trainer)
         if len(devices) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
+        self._mode = self._new_mode()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._usage = self._mode.engine.meter.usage
+            self._first_step = None
+
+    def _new_mode(self, **others: Any) -> Mode:
+        """Makes the mode that the options ask for, but for some others."""
+        module = cast(LightningModule, self.lightning_module)
+        devices = cast(list[torch.device], self.parallel_devices)
         options = {
             "transfer": super().batch_to_device,
             "output_device": self.output_device,
             "split": self._policy,
             **self._engine_options,
+            **others,
         }
         if self._mode_name == "step":
-            self._mode = StepMode(module, devices, **options, **self._step_options)
-        else:
-            self._mode = ForwardMode(module, devices, **options, **self._forward_options)
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._usage = self._mode.engine.meter.usage
+            return StepMode(module, devices, **options, **self._step_options)
+        return ForwardMode(module, devices, **options, **self._forward_options)
 
     @override
     def save_checkpoint(
@@ -380,10 +393,30 @@ class DataParallelMixin(OneProcessMixin):
         batch, *rest = (*args, *kwargs.values())
         if method != "training_step" and rest[:1] in ([], [0]):
             self._mode.engine.resync()
+        if method == "training_step" and self._check_first_step and self._first_step is None:
+            self._compare_first_step(self._mode, batch, tuple(rest))
         with getattr(self.precision_plugin, _CONTEXTS[method])():
             output = self._mode.step(method, batch, tuple(rest))
         self._last_sizes = self._mode.engine.last_sizes
         return output
+
+    def _compare_first_step(self, mode: Mode, batch: Any, args: tuple[Any, ...]) -> None:
+        # A split that learns would learn from the check's steps.
+        policy = self._policy
+        split = policy if isinstance(policy, CostSplit) else lambda n: policy(n)
+        with mode.engine.meter.unmeasured():
+            self._first_step = check_first_step(
+                cast(LightningModule, self.lightning_module),
+                batch,
+                args,
+                make_mode=partial(self._new_mode, split=split, executor="inorder"),
+                loss_reduction=self._step_options["loss_reduction"],
+                transfer=super().batch_to_device,
+                precision=self.precision_plugin,
+                devices=[*mode.engine.devices, mode.engine.output_device],
+            )
+        mode.engine.resync()
+        self._first_step.tell()
 
     def _resync(self) -> None:
         if self._mode is not None:

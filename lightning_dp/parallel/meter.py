@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ class PeakMemory:
     def restart(self) -> None:
         """A new window begins."""
         self._before = self.overall()
+        self._reset()
+
+    def forget(self) -> None:
+        """What was in use since the last restart does not count."""
         self._reset()
 
     def window(self) -> list[int]:
@@ -118,6 +123,15 @@ class Meter:
         """The step's work has been handed to the devices."""
         if self._steps is not None:
             self._steps.stop()
+
+    @contextlib.contextmanager
+    def unmeasured(self) -> Iterator[None]:
+        """What happens meanwhile does not count into the devices' peaks of memory."""
+        self._memory.restart()
+        try:
+            yield
+        finally:
+            self._memory.forget()
 
     def read_peaks(self) -> None:
         """Brings the totals' peaks of memory up to date."""

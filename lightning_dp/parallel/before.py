@@ -1,0 +1,240 @@
+"""What a module was before: everything that running it may change, to be put back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Restore = Callable[[], None]
+
+_FRAMEWORKS = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
+_TRACKERS = {
+    "aim",
+    "clearml",
+    "comet_ml",
+    "mlflow",
+    "neptune",
+    "tensorboard",
+    "tensorboardX",
+    "wandb",
+}
+_BASES = {"abc", "collections", "dataclasses", "typing", "typing_extensions"}
+_LEFT_ALONE = (set(sys.stdlib_module_names) - _BASES) | _FRAMEWORKS | _TRACKERS
+"""Packages whose objects are not looked into, unless they are modules or containers."""
+
+
+class Before:
+    """A module at one moment, with all that hangs on it, and the random numbers to come.
+
+    That is the values of parameters, buffers and other tensors and arrays, gradients, the items of
+    lists, dicts, sets and deques, the attributes of modules and of the user's own objects, wherever
+    they are found from the module on; and the states of Python's, NumPy's and torch's random
+    generators, of all devices named and of those that hang on the module.
+
+    Values are kept on the CPU: it takes no memory of the devices.
+
+    Args:
+        module: the module; gradients are None and hooks of parameters off until `end`.
+        devices: whose random generators count.
+    """
+
+    def __init__(self, module: nn.Module, devices: Iterable[torch.device]) -> None:
+        self._generators = _process_generators(devices)
+        self._own_generators: list[Any] = []
+        self._objects = self._walk(module)
+        self._parameters = [_Gradient(parameter) for parameter in module.parameters()]
+
+    def restore(self) -> None:
+        """Puts everything back; gradients are None."""
+        for restore in (*self._objects, *self._generators):
+            restore()
+        for parameter in self._parameters:
+            parameter.drop()
+
+    def end(self) -> None:
+        """Puts everything back, gradients and hooks of parameters too."""
+        self.restore()
+        for parameter in self._parameters:
+            parameter.put_back()
+
+    def reseed(self, seed: int) -> None:
+        """Lets all these generators give other numbers, until the next `restore`."""
+        random.seed(seed)
+        torch.manual_seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
+        for generator in self._own_generators:
+            _reseed(generator, seed)
+
+    def _walk(self, root: nn.Module) -> list[Restore]:
+        restores: list[Restore] = []
+        seen: dict[int, Any] = {}  # the objects too: an id is unique among living ones
+        waiting: list[Any] = [root]
+        while waiting:
+            node = waiting.pop()
+            if id(node) in seen:
+                continue
+            seen[id(node)] = node
+            restore, children = _look_at(node)
+            waiting.extend(children)
+            if restore is not None:
+                restores.append(restore)
+            if restore is not None and _is_generator(node):
+                self._own_generators.append(node)
+        return restores
+
+
+class _Gradient:
+    """The gradient and the hooks of a parameter, taken off."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._before = parameter.grad
+        self._hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+        if any(self._hooks):
+            # None would not take them off: autograd goes on with the table it was last given.
+            parameter._backward_hooks = OrderedDict()
+            parameter._post_accumulate_grad_hooks = OrderedDict()
+        self.drop()
+
+    def drop(self) -> None:
+        self._parameter.grad = None
+
+    def put_back(self) -> None:
+        self._parameter.grad = self._before
+        if any(self._hooks):
+            on_gradient, on_parameter = self._hooks
+            self._parameter._backward_hooks = on_gradient
+            self._parameter._post_accumulate_grad_hooks = on_parameter
+
+
+def _look_at(node: Any) -> tuple[Restore | None, Iterable[Any]]:
+    """How to put an object back, and what hangs on it."""
+    if isinstance(node, Tensor):
+        return _tensor(node), ()
+    if isinstance(node, torch.Generator):
+        return _state(node.get_state(), node.set_state), ()
+    if isinstance(node, random.Random):
+        return _state(node.getstate(), node.setstate), ()
+    if isinstance(node, dict):
+        return _dict(node), [*node.values(), *_attributes(node)]
+    if isinstance(node, list | deque | set):
+        return _items(node), [*node, *_attributes(node)]
+    if isinstance(node, tuple | frozenset):
+        return None, node
+    if isinstance(node, nn.Module) or _is_users(node):
+        return None, [vars(node)]
+    return _of_numpy(node), ()
+
+
+def _is_users(node: Any) -> bool:
+    """Whether an object may have state of the user's own: no class, function, Trainer or lock."""
+    if isinstance(node, SimpleNamespace):
+        return True
+    packages = {cls.__module__.split(".")[0] for cls in type(node).__mro__[:-1]}
+    return hasattr(node, "__dict__") and not isinstance(node, type) and not packages & _LEFT_ALONE
+
+
+def _attributes(node: Any) -> list[Any]:
+    """The attributes of a container of a class of its own."""
+    return [vars(node)] if hasattr(node, "__dict__") else []
+
+
+def _tensor(tensor: Tensor) -> Restore | None:
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
+        return None
+    memory, needs_grad = tensor.detach(), tensor.requires_grad
+    values = memory.to("cpu", copy=True)
+
+    def restore() -> None:
+        if tensor.data_ptr() != memory.data_ptr() or tensor.shape != memory.shape:
+            tensor.data = memory.data
+        if not torch.equal(memory.cpu(), values):
+            memory.data.copy_(values)  # without a trace in the version, too
+        if tensor.is_leaf and tensor.requires_grad != needs_grad:
+            tensor.requires_grad_(needs_grad)
+
+    return restore
+
+
+def _dict(node: dict[Any, Any]) -> Restore:
+    before = list(node.items())
+
+    def restore() -> None:
+        now = [part for item in node.items() for part in item]
+        if list(map(id, now)) != [id(part) for item in before for part in item]:
+            node.clear()
+            for key, value in before:
+                node[key] = value
+
+    return restore
+
+
+def _items(node: Any) -> Restore:
+    before = list(node)
+
+    def restore() -> None:
+        if list(map(id, node)) != list(map(id, before)):
+            node.clear()
+            node.update(before) if isinstance(node, set) else node.extend(before)
+
+    return restore
+
+
+def _state(before: Any, put_back: Callable[[Any], Any]) -> Restore:
+    return lambda: put_back(before)
+
+
+def _of_numpy(node: Any) -> Restore | None:
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(node, numpy.ndarray) and node.flags.writeable:
+        before = node.copy()
+        return lambda: numpy.copyto(node, before)
+    if isinstance(node, numpy.random.Generator):
+        bits = node.bit_generator
+        return _state(bits.state, lambda state: setattr(bits, "state", state))
+    if isinstance(node, numpy.random.RandomState):
+        return _state(node.get_state(), node.set_state)
+    return None
+
+
+def _is_generator(node: Any) -> bool:
+    return any(hasattr(node, name) for name in ("manual_seed", "seed", "bit_generator"))
+
+
+def _reseed(generator: Any, seed: int) -> None:
+    """Of torch, Python or NumPy."""
+    if hasattr(generator, "bit_generator"):
+        bits = generator.bit_generator
+        bits.state = type(bits)(seed).state
+    else:
+        getattr(generator, "manual_seed", generator.seed)(seed)
+
+
+def _process_generators(devices: Iterable[torch.device]) -> list[Restore]:
+    restores = [
+        _state(random.getstate(), random.setstate),
+        _state(torch.get_rng_state(), torch.set_rng_state),
+    ]
+    if "numpy" in sys.modules:
+        generators = sys.modules["numpy"].random
+        restores.append(_state(generators.get_state(), generators.set_state))
+    for device in {device for device in devices if device.type != "cpu"}:
+        restores.append(_of_device(device))
+    return restores
+
+
+def _of_device(device: torch.device) -> Restore:
+    module = torch.get_device_module(device)
+    if device.type == "mps":  # one device, which takes no name
+        return _state(module.get_rng_state(), module.set_rng_state)
+    return _state(module.get_rng_state(device), lambda state: module.set_rng_state(state, device))

@@ -1,0 +1,168 @@
+"""What a module was before is put back, wherever code that ran it has left something."""
+
+import random
+import threading
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from types import SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.before import Before
+
+T = TypeVar("T")
+
+
+class Queue(Generic[T]):
+    def __init__(self) -> None:
+        self.items: list[T] = []
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.tensor = torch.arange(4.0)
+        self.array = np.arange(4.0)
+        self.list: list[Any] = [1, [2]]
+        self.deque: deque[Any] = deque([1, 2], maxlen=2)
+        self.set = {1, 2}
+        self.count = Counter("abca")
+        self.ordered = OrderedDict(a=1, b=2)
+        self.default: Any = defaultdict(list, a=[1])
+        self.user_dict: Any = UserDict(a=[1])
+        self.space = SimpleNamespace(x=1)
+        self.queue: Queue[int] = Queue()
+        self.pair = ([1], {"a": [2]})
+        self.own = torch.Generator().manual_seed(3)
+        self.own_numpy = np.random.default_rng(3)
+        self.own_python = random.Random(3)
+        self.lock = threading.Lock()
+        self.weight_again = self.layer.weight
+
+
+def state(module: Holder) -> str:
+    generators = module.own.get_state().sum(), module.own_numpy.bit_generator.state
+    more = module.queue.items, module.own_python.getstate(), module.norm.training
+    values = {name: t for name, t in module.state_dict().items()}
+    return str((vars(module), values, vars(module.space), generators, more))
+
+
+def everything(module: Any) -> None:
+    module.layer.weight.data.add_(1)
+    module.layer.bias.data = torch.ones(2)
+    module.layer.bias.requires_grad_(False)
+    module.norm.running_mean += 1
+    module.norm.num_batches_tracked = torch.tensor(9)
+    module.norm.eval()
+    module.tensor[1:].mul_(5)
+    module.array[0] = 7
+    module.list[1].append(3)
+    module.list.insert(0, "new")
+    module.deque.extend([3, 4, 5])
+    module.set.add(3)
+    module.count.update("a")
+    module.ordered.move_to_end("a")
+    module.default["b"].append(1)
+    module.user_dict["a"].append(2)
+    module.user_dict["c"] = 3
+    module.space.x = 2
+    module.queue.items.append(4)
+    module.pair[0].append(1)
+    module.pair[1]["a"].clear()
+    torch.rand(3, generator=module.own)
+    module.own_numpy.random()
+    module.own_python.random()
+    module.new = 1
+    module.register_buffer("late", torch.ones(1))
+    module.add_module("later", nn.Linear(1, 1))
+    module.layer.register_forward_hook(lambda *_: None)
+    del module.weight_again
+
+
+def random_numbers() -> tuple[float, float, Tensor]:
+    return random.random(), float(np.random.rand()), torch.rand(2)
+
+
+def test_everything_is_put_back() -> None:
+    module = Holder()
+    weight = module.layer.weight
+    weight.grad = torch.ones_like(weight)
+    weight.register_hook(lambda gradient: gradient * 2)
+    pictured = state(module), weight.grad, dict(weight._backward_hooks)
+    memory = weight.data_ptr(), module.layer.bias.data_ptr()
+    before = Before(module, [torch.device("cpu")])
+    assert weight.grad is None and not weight._backward_hooks
+    numbers = []
+    for _ in range(2):
+        numbers.append(str(random_numbers()))
+        everything(module)
+        module.layer(torch.ones(1, 2)).sum().backward()
+        before.restore()
+        assert weight.grad is None
+    before.end()
+    assert numbers[0] == numbers[1] == str(random_numbers())
+    assert (state(module), weight.grad, dict(weight._backward_hooks)) == pictured
+    assert (weight.data_ptr(), module.layer.bias.data_ptr()) == memory
+    assert not module.layer._forward_hooks
+
+
+def test_objects_stay_the_same_objects() -> None:
+    module = Holder()
+    before = Before(module, [])
+    objects = {name: id(value) for name, value in vars(module).items()}
+    inner = id(module.list[1]), id(module.queue.items), id(module.norm.running_mean)
+    everything(module)
+    before.end()
+    assert {name: id(value) for name, value in vars(module).items()} == objects
+    assert (id(module.list[1]), id(module.queue.items), id(module.norm.running_mean)) == inner
+
+
+def test_other_random_numbers_come_from_every_generator_until_they_are_put_back() -> None:
+    module = Holder()
+
+    def draw() -> list[float]:
+        own = torch.rand(1, generator=module.own).item(), module.own_numpy.random()
+        return [*own, module.own_python.random(), *map(float, (random.random(), np.random.rand()))]
+
+    before = Before(module, [])
+    first = draw()
+    before.restore()
+    before.reseed(1)
+    assert all(a != b for a, b in zip(first, draw(), strict=True))
+    before.restore()
+    assert draw() == first
+    before.end()
+
+
+def test_objects_of_frameworks_are_left_alone() -> None:
+    class Trained(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.optimizer = torch.optim.SGD(self.layer.parameters(), 0.1)
+            self.thread = threading.Thread()
+
+    module = Trained()
+    before = Before(module, [])
+    module.optimizer.param_groups[0]["lr"] = 0.2
+    before.end()
+    assert module.optimizer.param_groups[0]["lr"] == 0.2
+
+
+@pytest.mark.usefixtures("on")
+def test_values_are_kept_off_the_devices(on: str) -> None:
+    device = torch.device("sim", 1) if on == "sim" else torch.device("cpu")
+    module = nn.Linear(200, 200).to(device)
+    held = torch.sim.memory_allocated(1) if on == "sim" else 0
+    before = Before(module, [device])
+    assert held == (torch.sim.memory_allocated(1) if on == "sim" else 0)
+    numbers = torch.rand(2, device=device)
+    module.weight.data.zero_()
+    before.end()
+    assert torch.equal(torch.rand(2, device=device).cpu(), numbers.cpu())
+    assert module.weight.abs().sum() > 0

@@ -1,0 +1,318 @@
+"""Conformance: many kinds of models x options, each against one device in the same precision.
+
+`python -m pytest tests/test_conformance.py -v` prints the table, `-m "slow or not slow"` all of it.
+By default every family is tried without options on CPU replicas and on simulated devices, and the
+i-th option on every fifth family from the i-th on, by turns on the two kinds of devices: each option
+meets three or four families, each family five or six options. The rest of the product is marked
+slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from families import FAMILIES, Family
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BackboneFinetuning
+from lightning.pytorch.plugins.precision import MixedPrecision
+from oracle import assert_equal_trees, devices_of
+from torch import Tensor
+
+from lightning_dp import DataParallelStrategy
+
+EVERY = 5
+KINDS = ("cpu", "sim")
+
+
+# What an option changes in a module
+
+
+class Steadily:
+    """Gradient descent: an adaptive optimizer turns rounding of small gradients into full steps."""
+
+    def configure_optimizers(self: Any) -> Any:
+        return torch.optim.SGD(self.trained(), self.lr, momentum=0.9)
+
+
+class SteadilyInTurns(Steadily):
+    """The same for an adversarial family."""
+
+    def configure_optimizers(self: Any) -> Any:
+        parts = (self.head, self.backbone)
+        return [torch.optim.SGD(part.parameters(), self.lr, momentum=0.9) for part in parts]
+
+
+class WithClosures:
+    def configure_optimizers(self: Any) -> Any:
+        return torch.optim.LBFGS(self.trained(), lr=0.1, max_iter=3)
+
+
+class TwoOptimizers:
+    """Manual optimisation: one optimizer for the backbone and one for everything else, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        optimizers = self.optimizers()
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            self.toggle_optimizer(optimizer)
+            output = self.step("train", batch)
+            optimizer.zero_grad()
+            self.manual_backward(output if isinstance(output, Tensor) else output["loss"])
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self: Any) -> Any:
+        backbone = {id(p) for p in self.backbone.parameters()}
+        parts = [[p for p in self.trained() if (id(p) in backbone) is own] for own in (True, False)]
+        return [torch.optim.AdamW(part, self.lr) for part in parts if part]
+
+
+class ScheduledBySteps:
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.AdamW(self.trained(), self.lr)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=8)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class ScheduledByEpochs:
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.AdamW(self.trained(), self.lr)
+        halves = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
+        watching = {"scheduler": plateau, "monitor": "val/loss", "interval": "epoch"}
+        return [optimizer], [{"scheduler": halves, "interval": "epoch"}, watching]
+
+
+class Finetuned:
+    """The backbone is frozen until the second epoch."""
+
+    def configure_callbacks(self) -> Any:
+        return [BackboneFinetuning(unfreeze_backbone_at_epoch=1)]
+
+
+class MadeLate:
+    """All parameters come in `configure_model`."""
+
+    def prepare(self) -> None:
+        pass
+
+    def configure_model(self: Any) -> None:
+        if not hasattr(self, "head"):
+            super().prepare()
+
+
+# Options
+
+
+@dataclass
+class Option:
+    """One way to train.
+
+    Attributes:
+        trainer: arguments of the Trainer, on both sides.
+        strategy: arguments of the strategy, which one device has no use for.
+        mixin: what it changes in the module.
+        precision: "double" to be exact, or a precision of the Trainer.
+        manual: whether it makes sense for modules with manual optimisation.
+        devices: how many.
+    """
+
+    trainer: dict[str, Any] = field(default_factory=dict)
+    strategy: Callable[[], dict[str, Any]] = dict
+    mixin: type | None = None
+    precision: str = "double"
+    manual: bool = True
+    devices: int = 3
+
+
+def strategy(**options: Any) -> Option:
+    return Option(strategy=lambda: options)
+
+
+OPTIONS: dict[str, Option] = {
+    "plain": Option(),
+    # Precision
+    "16-mixed": Option(precision="16-mixed"),
+    "bf16-mixed": Option(precision="bf16-mixed"),
+    "16-true": Option(precision="16-true"),
+    "bf16-true": Option(precision="bf16-true"),
+    "32-true": Option(precision="32-true"),
+    "64-true": Option(precision="64-true", devices=2),
+    # Optimisation
+    "accumulation": Option({"accumulate_grad_batches": 2}, manual=False),
+    "clip-norm": Option({"gradient_clip_val": 0.1}, manual=False, devices=2),
+    "clip-value": Option(
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, manual=False
+    ),
+    "lbfgs": Option(mixin=WithClosures, manual=False, devices=2),
+    "two-optimizers": Option(
+        strategy=lambda: {"mode": "forward"}, mixin=TwoOptimizers, manual=False
+    ),
+    "schedule-step": Option(mixin=ScheduledBySteps, manual=False, devices=4),
+    "schedule-epoch": Option(mixin=ScheduledByEpochs, manual=False),
+    "finetuning": Option(mixin=Finetuned, manual=False),
+    "configure-model": Option(mixin=MadeLate, devices=2),
+    # Splits
+    "split-chunk": strategy(split="chunk"),
+    "split-adaptive": strategy(split="adaptive"),
+    "split-cost": strategy(split="cost"),
+    "split-own": strategy(split=lambda n, devices: (0, n - n // 3, n // 3)),
+    "weights": strategy(weights=[1, 3, 2]),
+    # Places and ways
+    "forward": strategy(mode="forward"),
+    "output-cpu": strategy(output_device="cpu"),
+    "output-1": strategy(output_device=1),
+    "buffers-mean": strategy(buffers="mean"),
+    "threads": strategy(executor="threads"),
+    "inorder": Option(strategy=lambda: {"executor": "inorder"}, devices=4),
+    "repeated": Option(strategy=lambda: {"devices": [str(d) for d in devices_of(2) for _ in "ab"]}),
+}
+
+# Running
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far two runs may be from each other that add up the same samples in another order.
+
+    Attributes:
+        values: of everything, relative to 1 + its size.
+        training: of all parameters together, relative to how far training has moved them. A loss
+            with wrong weights, or gradients of a wrong scale, would be an error of order 1.
+    """
+
+    values: float
+    training: float
+
+
+DOUBLE = Rounding(1e-10, 1e-9)  # a gradient that is 0 but for rounding makes Adam step 1e-11 wide
+SINGLE, HALF, BRAIN = (torch.finfo(d).eps for d in (torch.float32, torch.float16, torch.bfloat16))
+ROUNDING = {
+    "double": DOUBLE,
+    "64-true": DOUBLE,
+    # Six steps of momentum add up the rounding of six gradients, where a parameter of size 1 that
+    # moves by 0.01 in all is itself rounded to eps in each.
+    "32-true": Rounding(8 * SINGLE, 64 * SINGLE),
+    "16-true": Rounding(8 * HALF, 8 * HALF),
+    "bf16-true": Rounding(8 * BRAIN, 8 * BRAIN),
+    # Parameters and sums of gradients are float32 here: of a step only products are rounded.
+    "16-mixed": Rounding(8 * HALF, 2 * HALF),
+    "bf16-mixed": Rounding(8 * BRAIN, 2 * BRAIN),
+}
+
+
+@dataclass
+class Record:
+    """All that a job leaves behind."""
+
+    start: dict[str, Tensor]
+    checkpoint: dict[str, Any]
+    callback_metrics: dict[str, Tensor]
+    logged_metrics: dict[str, Tensor]
+    tested: Any
+    predictions: Any
+
+    def compared(self) -> dict[str, Any]:
+        kept = ("checkpoint", "callback_metrics", "logged_metrics", "tested", "predictions")
+        return {name: getattr(self, name) for name in kept}
+
+
+def kind_of(name: str, option: Option) -> type[Family]:
+    """The family's class as the option changes it."""
+    family = FAMILIES[name]
+    mixins = [option.mixin] if option.mixin else []
+    if ROUNDING[option.precision] is not DOUBLE:
+        mixins.append(SteadilyInTurns if name == "adversarial" else Steadily)
+    return type(family.__name__, (*mixins, family), {})
+
+
+def trainer_of(devices: int, where: str, option: Option, **options: Any) -> Trainer:
+    precision: dict[str, Any] = {"precision": option.precision}
+    if option.precision == "16-mixed":  # by its name Lightning has it on GPUs only
+        scaler = torch.amp.GradScaler(where, init_scale=1024.0)
+        precision = {"plugins": [MixedPrecision("16-mixed", where, scaler)]}
+    elif option.precision == "double":
+        precision = {}
+    options |= {"accelerator": where, "max_epochs": 2, **precision, **option.trainer}
+    return oracle.trainer(devices, **options)
+
+
+def record(job: Trainer, module: Family) -> Record:
+    """Fits, saves, tests and predicts."""
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    data = module.loader()
+    job.fit(module, data, data)
+    with TemporaryDirectory() as folder:
+        job.save_checkpoint(path := Path(folder) / "saved.ckpt")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint.pop("lightning_dp", None)  # what an adaptive split has learnt
+    metrics = (dict(job.callback_metrics), dict(job.logged_metrics))
+    tested = job.test(module, data, verbose=False)
+    return Record(start, checkpoint, *metrics, tested, job.predict(module, data))
+
+
+@cache
+def one_device(name: str, key: str, where: str) -> Record:
+    option = OPTIONS[key]
+    return record(trainer_of(1, where, option, strategy="auto"), kind_of(name, option)())
+
+
+def expected(name: str, key: str) -> Record:
+    """What one device leaves behind, to which the strategy's own options are nothing."""
+    option = OPTIONS[key]
+    same = (option.trainer, option.mixin, option.precision)
+    first = next(k for k, o in OPTIONS.items() if (o.trainer, o.mixin, o.precision) == same)
+    # What autocast casts depends on the device; in full precision the CPU speaks for all.
+    return one_device(name, first, oracle.ON if "mixed" in option.precision else "cpu")
+
+
+def several_devices(name: str, key: str) -> Record:
+    option = OPTIONS[key]
+    module = kind_of(name, option)()
+    mode = {"mode": module.mode} if module.mode == "forward" else {}
+    strategy = DataParallelStrategy(**{**option.strategy(), **mode})
+    return record(trainer_of(option.devices, oracle.ON, option, strategy=strategy), module)
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor], names: list[str]) -> float:
+    return sum((a[n].cpu().double() - b[n].cpu().double()).square().sum() for n in names) ** 0.5
+
+
+def cases() -> list[Any]:
+    """The whole product; all but the cases named above are slow."""
+    found = []
+    for (i, option), (j, family), on in product(enumerate(OPTIONS), enumerate(FAMILIES), KINDS):
+        if OPTIONS[option].manual or family != "adversarial":
+            quick = i == 0 or ((j - i) % EVERY == 0 and on == KINDS[j % 2])
+            found.append(pytest.param(family, option, on, marks=() if quick else pytest.mark.slow))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # asked for by `flags`
+@pytest.mark.parametrize(("family", "option", "on"), cases(), indirect=["on"])
+def test_as_one_device(family: str, option: str, on: str) -> None:
+    precision = OPTIONS[option].precision
+    rounding = ROUNDING[precision]
+    torch.set_default_dtype(torch.float64 if precision == "double" else torch.float32)
+    with torch.backends.mkldnn.flags(
+        enabled=family != "recurrent"
+    ):  # it has no LSTM under autocast
+        one, several = expected(family, option), several_devices(family, option)
+    values = {"atol": rounding.values, "rtol": rounding.values}
+    assert_equal_trees(several.compared(), one.compared(), "run", **values)
+    after = one.checkpoint["state_dict"]
+    names = [name for name, value in one.start.items() if value.is_floating_point()]
+    moved = distance(after, one.start, names)
+    assert distance(several.checkpoint["state_dict"], after, names) <= rounding.training * moved

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.gather import gather
@@ -49,7 +49,8 @@ class ModuleState:
     them.
 
     Attributes bound anew keep the value of the first replica that worked; if the values differ,
-    a warning names the attribute, once.
+    a warning names the attribute, once. Where they are tensors (the state of a recurrent network,
+    a mask that is made once), every replica goes on from its own.
 
     Args:
         replicas: the replicas; looked at are the attributes of all modules that are not torch's.
@@ -68,6 +69,8 @@ class ModuleState:
         memory: StateMemory,
     ) -> None:
         self._memory = memory
+        self._replicas = replicas
+        self._active = shards.active
         self._join = _Join(output_device, args, shards, memory)
         modules = replicas.submodules
         self._modules = [
@@ -81,8 +84,11 @@ class ModuleState:
         for module in self._modules:
             for name, before, after in module.containers():
                 self._join.merge((module.number, name), before, after, module.root[name])
-            for name in module.differing():
-                self._warn(module, name)
+            for name, differs in module.rebound():
+                for k in self._active if module.holds_tensors(name) else ():
+                    self._replicas.keep(k, module.number, name)
+                if differs:
+                    self._warn(module, name)
 
     def undo(self) -> None:
         """Gives the module what it had before the step."""
@@ -100,8 +106,9 @@ class ModuleState:
             self._memory.warned.add(key)
             warnings.warn(
                 f"A step binds {module.type_name}.{name} to different values on different "
-                "replicas; the first replica's is kept. That is all right for values that only "
-                "the step itself reads. To collect over the batch, append to a list on self, log "
+                "replicas; self keeps the first replica's, and with tensors every replica goes on "
+                "from its own. That is all right for values that only the step itself reads, such "
+                "as a recurrent state. To collect over the batch, append to a list on self, log "
                 "the value or update a metric.",
                 stacklevel=2,
             )
@@ -134,8 +141,8 @@ class _ModuleAttributes:
             if self.root.get(name) is self._bound[name]
         ]
 
-    def differing(self) -> list[str]:
-        """Attributes that the step bound anew, where the replicas do not agree."""
+    def rebound(self) -> list[tuple[str, bool]]:
+        """Attributes that the step bound anew, and whether the replicas disagree on them."""
         first = self._replicas[0]
         rebound = [
             name
@@ -148,10 +155,10 @@ class _ModuleAttributes:
         if first is not self.root:
             rebound = [name for name in rebound if self._is_own(name, first)]
             self.root.update({name: first[name] for name in rebound})
+        others = self._replicas[1:]
         return [
-            name
+            (name, any(not _agree(first[name], replica.get(name)) for replica in others))
             for name in rebound
-            if any(not tree.equal(replica.get(name), first[name]) for replica in self._replicas)
         ]
 
     def undo(self) -> None:
@@ -160,6 +167,13 @@ class _ModuleAttributes:
         self.root.update(self._bound)
         for name, items in self._items.items():
             _refill(self.root[name], items)
+
+    def holds_tensors(self, name: str) -> bool:
+        """Whether every replica that worked has tensors there, on its own device."""
+        return all(
+            name in replica and any(isinstance(leaf, Tensor) for leaf in tree.leaves(replica[name]))
+            for replica in self._replicas
+        )
 
     def release(self) -> None:
         for replica in self._others():
@@ -235,6 +249,15 @@ class _Join:
             places = None if order is None or counts != sizes else batch_order(order)
             return appended if places is None else [appended[i] for i in places]
         return [self._gathered(list(items), sizes, order) for items in zip(*tails, strict=True)]
+
+
+def _agree(a: Any, b: Any) -> bool:
+    """Whether two replicas have bound equal values, each on its device."""
+    pairs = list(zip(tree.leaves(a), tree.leaves(b), strict=False))
+    return len(tree.leaves(b)) == len(pairs) == len(tree.leaves(a)) and all(
+        tree.equal(x, y.to(x.device) if isinstance(x, Tensor) and isinstance(y, Tensor) else y)
+        for x, y in pairs
+    )
 
 
 def _are_labels(tails: Sequence[list[Any]]) -> bool:

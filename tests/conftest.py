@@ -23,6 +23,12 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield kind
 
 
+@pytest.fixture
+def one_thread() -> None:
+    """One thread per operation: small models gain nothing by more, and a busy machine is slow."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def no_thread_is_left_behind() -> Iterator[None]:
     before = set(threading.enumerate())

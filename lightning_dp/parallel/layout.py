@@ -164,7 +164,7 @@ class RootState:
         self.versions = [p._version for p in parameters] if versions else []
         self.requires_grad = list(map(_REQUIRES_GRAD, parameters))
         self.buffer_ids = list(map(id, self.buffers))
-        self.buffer_versions = [_version(b) for b in self.buffers] if buffer_versions else None
+        self.buffer_versions = [version_of(b) for b in self.buffers] if buffer_versions else None
 
     @cached_property
     def packed_buffers(self) -> dict[torch.dtype, Tensor]:
@@ -189,8 +189,8 @@ def by_dtype(buffers: list[Tensor | None]) -> dict[torch.dtype, list[Tensor]]:
     return groups
 
 
-def _version(buffer: Tensor | None) -> float:
-    """Equal to what it was as long as the buffer is unchanged.
+def version_of(buffer: Tensor | None) -> float:
+    """Equal to what it was as long as the tensor is unchanged.
 
     Inference tensors do not count their changes; NaN is never equal to itself.
     """

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.broadcast import broadcast
-from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, by_dtype, entries
+from lightning_dp.parallel.layout import (
+    Layout,
+    ReplicaRules,
+    RootState,
+    by_dtype,
+    entries,
+    version_of,
+)
 from lightning_dp.parallel.transfer import copy_coalesced
 
 
@@ -34,8 +41,9 @@ class Replica:
         self._replace_buffers(self._seen)
         self._connected: list[Tensor] = []
         self._twins = twins = self._make_twins(k, device, rules)
+        place = next((p.device for p in source.parameters), device)
         self._bodies = [
-            _Body(module, twins, buffers, rules.own_attributes(module, k, device))
+            _Body(module, twins, buffers, rules.own_attributes(module, k, device), place, device)
             for module, buffers in zip(source.modules, self.buffer_tables, strict=True)
         ]
         self.module: nn.Module = twins[id(source.root)]
@@ -51,7 +59,7 @@ class Replica:
             silent: positions of parameters to copy although they look unchanged.
         """
         for body, version in zip(self._bodies, self._source.attribute_versions, strict=True):
-            if body.version != version or body.has_strays():
+            if body.version != version or body.is_stale():
                 body.refresh()
                 body.version = version
         self._refresh_parameters(state, parameters, silent)
@@ -59,6 +67,10 @@ class Replica:
             self._refresh_buffers(state, everything=parameters == "all")
             self._seen_buffers = state
         self._seen = state
+
+    def keep(self, position: int, name: str) -> None:
+        """Lets a submodule keep the attribute that it has now, until the root's is bound anew."""
+        self._bodies[position].keep(name)
 
     def connect(self, after_backward: Callable[[], None]) -> None:
         """Computes with functions of the root's parameters; without gradients, with its own."""
@@ -163,9 +175,13 @@ class _Body:
 
     __slots__ = (
         "_attributes",
+        "_copies",
+        "_device",
+        "_kept",
         "_original",
         "_own",
         "_size",
+        "_source",
         "_translated",
         "_twins",
         "version",
@@ -177,10 +193,14 @@ class _Body:
         twins: dict[int, Any],
         buffers: dict[str, Tensor | None],
         own: dict[str, Any],
+        source: torch.device,
+        device: torch.device,
     ) -> None:
         self._original = original.__dict__
         self._attributes = twins[id(original)].__dict__
         self._twins = twins
+        self._source = source
+        self._device = device
         self._own = {
             "_parameters": _translate(dict(original._parameters), twins),
             "_modules": _translate(dict(original._modules), twins),
@@ -192,6 +212,8 @@ class _Body:
             for name, value in original.__dict__.items()
             if name not in self._own and (twin := _translate(value, twins)) is not value
         }
+        self._kept: dict[str, tuple[Any, Any]] = {}
+        self._copies: list[tuple[Tensor, float]] = []
         self._size = -1
         self.version = -1
         self.refresh()
@@ -204,9 +226,19 @@ class _Body:
             for name, (value, twin) in self._translated.items():
                 current = attributes.get(name)
                 attributes[name] = twin if current is value else _translate(current, self._twins)
+        for name, (value, kept) in list(self._kept.items()):
+            if self._original.get(name) is value:
+                attributes[name] = kept
+            else:
+                del self._kept[name]
+        self._copy_tensors()
         attributes.update(self._own)
-        if self.has_strays():
+        if len(attributes) != self._size:
             self._drop_strays()
+
+    def keep(self, name: str) -> None:
+        """Keeps an attribute until the original's is bound anew."""
+        self._kept[name] = (self._original.get(name), self._attributes[name])
 
     def bind(self, twins: dict[int, Any]) -> None:
         """Puts other twins in the place of parameters, also where attributes refer to them."""
@@ -218,9 +250,26 @@ class _Body:
             if name in self._original:
                 self._attributes[name] = _translate(self._original[name], twins)
 
-    def has_strays(self) -> bool:
-        """Whether there are other attributes than there were, set or removed by a step."""
-        return len(self._attributes) != self._size
+    def is_stale(self) -> bool:
+        """Whether a step set or removed attributes, or a tensor was written to that we copied."""
+        return len(self._attributes) != self._size or (
+            bool(self._copies) and any(version_of(value) != seen for value, seen in self._copies)
+        )
+
+    def _copy_tensors(self) -> None:
+        """Tensors that are neither parameters nor buffers have to be where their replica is.
+
+        Those on the CPU stay there, as they do where a module is moved. Those with a graph stay
+        too, since a copy would cut it.
+        """
+        self._copies = []
+        if self._device == self._source or self._source.type == "cpu":
+            return
+        for name, value in self._attributes.items():
+            is_there = isinstance(value, Tensor) and value.device == self._source
+            if is_there and not value.requires_grad:
+                self._attributes[name] = value.to(self._device)
+                self._copies.append((value, version_of(value)))
 
     def _drop_strays(self) -> None:
         for name in self._attributes.keys() - self._original.keys() - self._own.keys():

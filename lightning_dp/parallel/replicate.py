@@ -109,6 +109,17 @@ class Replicas:
                 for k in others:
                     self._others[k - 1].refresh(state, parameters, copied, silent)
 
+    def keep(self, k: int, position: int, name: str) -> None:
+        """Lets replica k keep an attribute that it has bound, until the root's is bound anew.
+
+        Args:
+            k: the replica; the root needs no leave.
+            position: of the submodule in `submodules`.
+            name: of the attribute.
+        """
+        if k > 0:
+            self._others[k - 1].keep(position, name)
+
     def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
         """Makes the replicas compute with functions of the root's parameters, until told otherwise.
 

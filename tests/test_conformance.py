@@ -2,14 +2,14 @@
 
 `python -m pytest tests/test_conformance.py -v` prints the table, `-m "slow or not slow"` all of it.
 By default every family is tried without options on CPU replicas and on simulated devices, and the
-i-th option on every fifth family from the i-th on, by turns on the two kinds of devices: each option
-meets three or four families, each family five or six options. The rest of the product is marked
-slow.
+i-th option on every fifth family from the i-th on, by turns on the two kinds of devices: so an
+option meets three or four families, and a family five or six options. The rest of the product is
+marked slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -28,6 +28,8 @@ from oracle import assert_equal_trees, devices_of
 from torch import Tensor
 
 from lightning_dp import DataParallelStrategy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 EVERY = 5
 KINDS = ("cpu", "sim")
@@ -301,6 +303,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # asked for by `flags`
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist within another")
 @pytest.mark.parametrize(("family", "option", "on"), cases(), indirect=["on"])
 def test_as_one_device(family: str, option: str, on: str) -> None:
     precision = OPTIONS[option].precision

@@ -1,0 +1,360 @@
+"""Callbacks do what they do with one device; what they change in a module reaches its replicas."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch import callbacks as lightning_callbacks
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    BatchSizeFinder,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    ModelSummary,
+    RichModelSummary,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+)
+from lightning.pytorch.loggers import Logger
+from oracle import Classifier, assert_equal_trees, assert_same, loader, run
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+pytestmark = [
+    pytest.mark.usefixtures("on", "one_thread"),
+    pytest.mark.filterwarnings("ignore:Found 1 module.* in eval mode at the start of training"),
+]
+
+EXACT = {"atol": 1e-10, "rtol": 0.0}
+
+
+class Memory(Logger):
+    """Keeps what is logged."""
+
+    name = "memory"
+    version = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, Any]]] = []
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self.logged.append((step, metrics))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Normalised(Classifier):
+    """With batch norm in evaluation mode, so that there are buffers that hooks may swap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.eval()
+        return self.net(self.drop(self.norm(x)))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class Scheduled(Normalised):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)
+        return [optimizer], [schedule]
+
+
+def counts(mode: str) -> list[tuple[int, dict[str, Any]]]:
+    """The numbers of devices to compare and their options, on devices of the same kind.
+
+    With one device, too, random numbers drawn on it and Lightning's pruning differ between kinds.
+    """
+    options = {"accelerator": oracle.ON}
+    return [(3, {"strategy": {"mode": mode}, **options}), (1, options)]
+
+
+def averaging() -> list[Callback]:
+    """Exponential averages of weights and buffers, updated after every other step."""
+
+    class Average(lightning_callbacks.WeightAveraging):
+        def __init__(self) -> None:
+            average = torch.optim.swa_utils.get_ema_avg_fn(0.8)
+            super().__init__(use_buffers=True, avg_fn=average)
+
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            return step_idx is not None and step_idx % 2 == 0
+
+    return [Average()]
+
+
+CALLBACKS: dict[str, Callable[[], list[Callback]]] = {
+    "stops": lambda: [EarlyStopping("val/loss", patience=0, min_delta=0.02)],
+    "averages at the end": lambda: [StochasticWeightAveraging(0.03, swa_epoch_start=1)],
+    "averages": averaging,
+    "accumulates": lambda: [GradientAccumulationScheduler({0: 1, 1: 3})],
+    "watches rates": lambda: [LearningRateMonitor("step", log_momentum=True)],
+    "prunes": lambda: [ModelPruning("l1_unstructured", amount=0.3)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Swapping scheduler")
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_training_and_the_callbacks_state_are_those_of_one_device(name: str, mode: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    results, logs, states = [], [], []
+    for devices, options in counts(mode):
+        logger, callbacks = Memory(), CALLBACKS[name]()
+        job = run(Scheduled, devices, callbacks=callbacks, logger=logger, **options)
+        results.append(job)
+        logs.append(logger.logged)
+        states.append([callback.state_dict() for callback in callbacks])
+    assert_same(*results)
+    assert_equal_trees(*logs, "logged", **EXACT)
+    assert_equal_trees(*states, "callbacks", **EXACT)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_checkpoints_are_the_same_files_with_the_same_contents(
+    devices: int, tmp_path: Path
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for k in (devices, 1):
+        folder = tmp_path / str(k)
+        best = ModelCheckpoint(
+            folder, "{epoch}-{step}", monitor="val/loss", save_top_k=2, save_last=True
+        )
+        often = ModelCheckpoint(folder / "often", every_n_train_steps=2, save_top_k=-1)
+        run(Normalised, k, callbacks=[best, often], enable_checkpointing=True)
+        paths = sorted(path.relative_to(folder) for path in folder.rglob("*.ckpt"))
+        saved = {path: torch.load(folder / path, map_location="cpu") for path in paths}
+        for checkpoint in saved.values():
+            del checkpoint["callbacks"]  # they name their folder
+        found.append((saved, best.best_model_score, Path(best.best_model_path).name))
+    assert len(found[1][0]) == 2 + 1 + 4
+    assert_equal_trees(*found, "checkpoints", **EXACT)
+
+
+def test_device_stats_are_logged_for_the_same_times(on: str) -> None:
+    if on == "cpu":
+        pytest.importorskip("psutil")
+    keys = []
+    for devices in (3, 1):
+        logger = Memory()
+        options = {"accelerator": on, "logger": logger, "max_epochs": 1}
+        job = oracle.trainer(devices, callbacks=[DeviceStatsMonitor()], **options)
+        job.fit(Normalised(), loader(), loader())
+        keys.append([(step, sorted(metrics)) for step, metrics in logger.logged])
+    steps = [names for _, names in keys[0] if "on_train_batch_start" in names[0]]
+    assert keys[0] == keys[1] and len(steps) == 3
+
+
+@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+def test_predictions_are_written_with_their_indices(interval: Any) -> None:
+    class Writer(BasePredictionWriter):
+        def __init__(self) -> None:
+            super().__init__(interval)
+            self.written: list[Any] = []
+
+        def write_on_batch_end(self, job: Any, module: Any, *what: Any) -> None:
+            prediction, indices, batch, batch_idx, _ = what
+            self.written.append((prediction, indices, [x.cpu() for x in batch], batch_idx))
+
+        def write_on_epoch_end(
+            self, job: Any, module: Any, predictions: Any, batch_indices: Any
+        ) -> None:
+            self.written.append((predictions, batch_indices))
+
+    torch.set_default_dtype(torch.float64)
+    written = []
+    for devices in (3, 1):
+        writer = Writer()
+        torch.manual_seed(0)
+        job = oracle.trainer(devices, callbacks=[writer])
+        job.predict(Normalised(), loader(), return_predictions=False)
+        written.append(writer.written)
+    assert_equal_trees(*written, "written", **EXACT)
+    assert len(written[0]) == {"batch": 3, "epoch": 1, "batch_and_epoch": 4}[interval]
+
+
+def test_the_learning_rate_finder_finds_the_same_rate(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for devices in (3, 1):
+        torch.manual_seed(0)
+        finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+        module, data = Normalised(), loader(n=100, batch_size=10)
+        options = {"max_epochs": 2, "default_root_dir": tmp_path}
+        job = oracle.trainer(devices, callbacks=[finder], **options)
+        job.fit(module, data, data)
+        results = finder.optimal_lr.results
+        assert len(results["loss"]) == 20 and module.lr != 0.05
+        found.append((results, module.lr, module.state_dict(), dict(job.callback_metrics)))
+    assert_equal_trees(*found, "found", **EXACT)
+
+
+@pytest.mark.parametrize("scaling", ["power", pytest.param("binsearch", marks=pytest.mark.slow)])
+def test_the_batch_size_finder_finds_the_same_size(scaling: str, tmp_path: Path) -> None:
+    class Sized(Normalised):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return loader(n=64, batch_size=self.batch_size)
+
+        val_dataloader = train_dataloader
+
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for devices in (3, 1):
+        torch.manual_seed(0)
+        finder = BatchSizeFinder(mode=scaling, steps_per_trial=1, max_trials=3)
+        module = Sized()
+        options = {"max_epochs": 1, "default_root_dir": tmp_path}
+        oracle.trainer(devices, callbacks=[finder], **options).fit(module)
+        found.append((module.batch_size, finder.optimal_batch_size, module.state_dict()))
+    assert found[0][0] > 2
+    assert_equal_trees(*found, "found", **EXACT)
+
+
+def test_a_timer_stops_training_and_counts_its_stages() -> None:
+    timer = Timer(duration={"microseconds": 1})
+    job = oracle.trainer(3, callbacks=[timer], max_epochs=10, num_sanity_val_steps=0)
+    job.fit(Normalised(), loader(), loader())
+    assert job.global_step == 1
+    assert timer.time_elapsed("train") > 0
+
+
+@pytest.mark.parametrize("bar", [None, RichProgressBar])
+def test_progress_bars_show_the_same_numbers(bar: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    class Shown(Normalised):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("shown", loss, prog_bar=True)
+            return loss
+
+    shown = []
+    for devices in (3, 1):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"callbacks": [bar()]} if bar else {}
+        job = oracle.trainer(devices, enable_progress_bar=True, max_epochs=1, **options)
+        job.fit(Shown(), loader(), loader())
+        shown.append({key: float(value) for key, value in job.progress_bar_metrics.items()})
+    assert_equal_trees(*shown, "shown", atol=1e-5, rtol=0)
+    assert "shown" in shown[0] and "shown" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [ModelSummary, RichModelSummary])
+def test_summaries_are_those_of_the_module(kind: Any) -> None:
+    class Described(Normalised):
+        example_input_array = torch.zeros(4, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    texts = []
+    for devices in (3, 1):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            job = oracle.trainer(devices, max_epochs=1, enable_model_summary=True,
+                                 callbacks=[kind(max_depth=2)])  # fmt: skip
+            job.fit(Described(), loader(), loader())
+        texts.append(out.getvalue())
+    assert texts[0] == texts[1]
+
+
+# Hooks that change the module between steps
+
+
+class Changing(Normalised):
+    """Something is changed before the second batch of every epoch."""
+
+    change: Callable[[Any], None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop.p = 1.0 - 1e-12  # nothing is left, whoever draws the numbers
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            type(self).change(self)
+
+
+def set_rate(module: Any) -> None:
+    module.drop.p = 0.0
+
+
+def prune_by_hand(module: Any) -> None:
+    prune.l1_unstructured(module.net[0], "weight", amount=0.2)
+
+
+def normalise(module: Any) -> None:
+    if not hasattr(module.net[2], "parametrizations"):
+        torch.manual_seed(2)  # the power iteration begins with random vectors
+        parametrizations.spectral_norm(module.net[2])
+
+
+def add_hook(module: Any) -> None:
+    module.net[1].register_forward_hook(lambda module, args, output: output * 0.9)
+
+
+def add_pre_hook(module: Any) -> None:
+    module.net[2].register_forward_pre_hook(lambda module, args: (args[0] * 0.9,))
+
+
+def freeze(module: Any) -> None:
+    module.net[0].requires_grad_(module.current_epoch % 2 == 1)
+
+
+def replace_layer(module: Any) -> None:
+    module.net[1] = nn.ReLU()
+
+
+def replace_method(module: Any) -> None:
+    module.drop.forward = lambda x: x * 0.5
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_rate,
+        prune_by_hand,
+        normalise,
+        add_hook,
+        add_pre_hook,
+        freeze,
+        replace_layer,
+        replace_method,
+    ],
+)
+def test_what_a_hook_changes_is_seen_by_every_replica_in_the_next_step(
+    change: Callable[[Any], None], mode: str
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    kind = type("Changing", (Changing,), {"change": staticmethod(change)})
+    several, one = (run(kind, devices, **options) for devices, options in counts(mode))
+    assert_same(several, one)
+    unchanged = run(type("Changing", (Changing,), {"change": id}), 1).module.state_dict()
+    changed = one.module.state_dict()
+    assert list(changed) != list(unchanged) or any(
+        not torch.equal(changed[name].cpu(), value) for name, value in unchanged.items()
+    )

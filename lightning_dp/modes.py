@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -63,7 +63,7 @@ class Mode(ABC):
 
     def during_backward(self) -> AbstractContextManager[None]:
         """What surrounds Lightning's own backward of a step's loss."""
-        return nullcontext()
+        return self.engine.ranges.of("backward")
 
     def recover_backward(
         self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
@@ -225,7 +225,8 @@ class ForwardMode(Mode):
     @contextlib.contextmanager
     def during_backward(self) -> Iterator[None]:
         """Checkpoints call the module again, and must find the calls spread as they were."""
-        with self.engine.spreading(), _self_device(self._module, self.engine.output_device):
+        here = _self_device(self._module, self.engine.output_device)
+        with super().during_backward(), self.engine.spreading(), here:
             yield
 
 

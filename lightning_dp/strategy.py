@@ -257,6 +257,9 @@ class DataParallelMixin(OneProcessMixin):
         if len(devices) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
         self._mode = self._new_mode()
+        profiler = cast(Any, trainer).profiler
+        if type(profiler).__name__ == "SimpleProfiler":  # others see what torch.profiler sees
+            self._mode.engine.ranges.profile = profiler.profile
         if trainer.state.fn == TrainerFn.FITTING:
             self._usage = self._mode.engine.meter.usage
             self._first_step = None

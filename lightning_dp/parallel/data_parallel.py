@@ -22,6 +22,7 @@ from lightning_dp.parallel.layout import ReplicaRules
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.out_of_memory import Recovery
 from lightning_dp.parallel.plan import Plan, Planner
+from lightning_dp.parallel.ranges import Ranges, stage
 from lightning_dp.parallel.reduce import Buffers
 from lightning_dp.parallel.replicate import BufferCopies, ParameterCopies, Replicas
 from lightning_dp.parallel.scatter import batch_size_for, cut_for
@@ -68,6 +69,7 @@ class Engine:
         on_cpu: whether all replicas are on the CPU.
         meter: what the devices do in training.
         last_sizes: samples per device in the latest apply.
+        ranges: the stages, as profilers see them.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Engine:
         self.backward = Backward(self.replicas, buffers)
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.last_sizes: Sizes = ()
+        self.ranges = Ranges()
         self.meter = Meter(devices)
         self._planner = Planner(module, len(devices), split, cost_key)
         if self._planner.learns:
@@ -129,6 +132,7 @@ class Engine:
         outputs = self.apply(name, call, modules, shards, training=training, constants=constants)
         return self.gather(outputs, shards.active_sizes, constants, shards.active_order)
 
+    @stage("scatter")
     def scatter(
         self,
         batch: Any,
@@ -167,6 +171,7 @@ class Engine:
         sizes = (1, *[0] * (len(self.devices) - 1))
         return Shards(sizes, [transfer(batch, self.devices[0])], whole=True)
 
+    @stage("replicate")
     def replicate(self, shards: Shards, *, training: bool = False) -> list[nn.Module]:
         """The replicas, up to date on the devices that have samples."""
         self.backward.settle()
@@ -182,6 +187,7 @@ class Engine:
         self._stale -= stale
         return self.replicas.modules
 
+    @stage("apply")
     def apply(
         self,
         name: str,
@@ -206,6 +212,7 @@ class Engine:
                 self.meter.add(k, spent)
         return outputs
 
+    @stage("gather")
     def gather(
         self,
         outputs: Sequence[Any],

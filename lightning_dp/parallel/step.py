@@ -20,6 +20,7 @@ from lightning_dp.parallel.loss import (
     num_items,
     with_separate_backward,
 )
+from lightning_dp.parallel.ranges import stage
 from lightning_dp.parallel.reduce import EarlierGradients
 from lightning_dp.parallel.scatter import batch_size
 from lightning_dp.parallel.shards import Shards
@@ -115,6 +116,7 @@ class StepParallel(Engine):
             )
         return shards
 
+    @stage("gather")
     def _join(
         self, method: str, outputs: list[Any], shards: Shards, constants: tuple[Any, ...]
     ) -> Any:
@@ -161,7 +163,8 @@ class StepParallel(Engine):
                 else:
                     _backward_at_once(graphs, gradient, keep_graph)
                 self.meter.stop()
-                self.backward.after()
+                with self.ranges.of("reduce"):
+                    self.backward.after()
             except torch.OutOfMemoryError:
                 graphs.clear()  # what they hold is needed to do the step again
                 raise

@@ -1,0 +1,360 @@
+"""The Trainer: its entry points in any order, its options, profilers and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.utilities import CombinedLoader
+from oracle import Classifier, assert_equal_trees, assert_same, loader, run, samples
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from lightning_dp import DataParallelStrategy
+
+pytestmark = pytest.mark.usefixtures("on", "one_thread")
+
+EXACT = {"atol": 1e-10, "rtol": 0.0}
+
+
+def both(use: Callable[[Trainer], Any], **options: Any) -> None:
+    """What `use` does with a Trainer of three devices is what it does with one."""
+    torch.set_default_dtype(torch.float64)
+    results = []
+    for devices in (3, 1):
+        torch.manual_seed(0)
+        results.append(use(oracle.trainer(devices, **options)))
+    assert_equal_trees(*results, "results", **EXACT)
+
+
+# Entry points
+
+
+@pytest.mark.parametrize(
+    "order", list(itertools.permutations(["fit", "validate", "test", "predict"]))[::5], ids="-".join
+)
+def test_entry_points_in_any_order_and_twice(order: tuple[str, ...]) -> None:
+    def use(job: Trainer) -> Any:
+        found: list[Any]
+        module, found = Classifier(), []
+        for turn in range(2):
+            job.fit_loop.max_epochs = turn + 1
+            for entry in order:
+                options = {"verbose": False} if entry in ("validate", "test") else {}
+                arguments = (loader(), loader()) if entry == "fit" else (loader(),)
+                found.append(getattr(job, entry)(module, *arguments, **options))
+                found.append(dict(job.callback_metrics))
+        return found, module.state_dict(), job.global_step
+
+    both(use, max_epochs=1)
+
+
+# Several data loaders
+
+
+class Several(Classifier):
+    """Takes batches of two loaders at once, of which one may have ended."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        parts = list(batch.values()) if isinstance(batch, dict) else batch
+        loss = torch.stack([self.loss(part) for part in parts if part is not None]).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(parts[0][1]))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", self.loss(batch))
+        self.log(f"of {dataloader_idx}", self.loss(batch), add_dataloader_idx=False)
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return {"y": self.net(batch[0]), "from": (dataloader_idx, batch_idx)}
+
+
+def pair(n: int = 12) -> list[DataLoader[Any]]:
+    """Two loaders with batches of one size, but not equally many."""
+    return [loader(n=53, batch_size=n), loader(n=30, batch_size=n)]
+
+
+@pytest.mark.parametrize("how", ["min_size", "max_size_cycle", "max_size"])
+@pytest.mark.parametrize("keys", [("a", "b"), None])
+def test_loaders_combined_for_training(how: Any, keys: Any) -> None:
+    def use(job: Trainer) -> Any:
+        module = Several()
+        loaders: Any = [loader(n=50, batch_size=10), loader(n=30, batch_size=10)]
+        if keys is not None:
+            loaders = dict(zip(keys, loaders, strict=True))
+        job.fit(module, CombinedLoader(loaders, how), pair())
+        return module.state_dict(), dict(job.callback_metrics)
+
+    both(use, max_epochs=2)
+
+
+def test_loaders_in_a_list_for_everything_but_training() -> None:
+    def use(job: Trainer) -> Any:
+        module = Several()
+        validated = job.validate(module, pair(), verbose=False)
+        return validated, job.test(module, pair(), verbose=False), job.predict(module, pair())
+
+    both(use)
+
+
+def test_batches_of_other_sizes_in_one_dict_are_an_error_that_names_them() -> None:
+    sizes = {"a": loader(n=20, batch_size=10), "b": loader(n=20, batch_size=5)}
+    job = oracle.trainer(3, num_sanity_val_steps=0)
+    with pytest.raises(ValueError, match=r"batch\['a'\].*10.*batch\['b'\].*5"):
+        job.fit(Several(), CombinedLoader(sizes, "min_size"), loader())
+
+
+# Options
+
+
+class Resettable(Classifier):
+    def train_dataloader(self) -> Any:
+        return loader()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch", float(self.current_epoch))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limit_train_batches": 2, "limit_val_batches": 1},
+        {"limit_train_batches": 0.5, "limit_val_batches": 0.7, "limit_test_batches": 0.4},
+        {"limit_predict_batches": 1, "limit_test_batches": 2},
+        {"overfit_batches": 2},
+        {"overfit_batches": 0.4},
+        {"fast_dev_run": True},
+        {"fast_dev_run": 2},
+        {"max_steps": 4, "max_epochs": -1},
+        {"min_epochs": 2, "max_epochs": 3, "check_val_every_n_epoch": 2},
+        {"val_check_interval": 4, "check_val_every_n_epoch": None},
+        {"num_sanity_val_steps": -1},
+        {"reload_dataloaders_every_n_epochs": 1},
+        {"log_every_n_steps": 2},
+        {"inference_mode": False},
+        {"detect_anomaly": True},
+        {"use_distributed_sampler": False},
+        {"benchmark": False},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:You requested to overfit but enabled")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_options_of_the_trainer(options: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    data = lambda: loader(shuffle=False)  # noqa: E731
+    results = [run(Resettable, devices, data=data, **options) for devices in (3, 1)]
+    assert_same(*results)
+    assert results[0].trainer.global_step == results[1].trainer.global_step
+
+
+def test_barebones() -> None:
+    torch.set_default_dtype(torch.float64)
+
+    class Bare(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+    states = []
+    for devices in (3, 1):
+        torch.manual_seed(0)
+        module = Bare()
+        accelerator = oracle.ON if devices == 3 else "cpu"
+        strategy = "dp_custom" if devices == 3 else "auto"
+        options = {"accelerator": accelerator, "strategy": strategy, "devices": devices}
+        Trainer(barebones=True, max_epochs=2, **options).fit(module, loader(), loader())
+        states.append(module.state_dict())
+    assert_equal_trees(*states, "state", **EXACT)
+
+
+def test_anomalies_are_found_in_the_replica_that_has_them() -> None:
+    class Anomalous(Classifier):
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            hole = (self.net[0].bias * 0).sqrt()  # its derivative is NaN
+            return F.cross_entropy(self.net(x), y) + hole.sum()
+
+    job = oracle.trainer(3, detect_anomaly=True, max_epochs=1)
+    with pytest.raises(RuntimeError, match="returned nan values in its 0th output"):
+        job.fit(Anomalous(), loader(), loader())
+
+
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_deterministic_runs_repeat_bit_by_bit(mode: str) -> None:
+    """On accelerators autograd's threads add up forward mode's gradients as they arrive."""
+
+    class Random(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop = nn.Dropout(0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.drop(x))
+
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+    runs = [run(Random, 3, deterministic=True, strategy={"mode": mode}) for _ in range(2)]
+    assert_same(*runs, atol=0)
+
+
+# Profilers
+
+
+STAGES = ("scatter", "replicate", "apply", "gather", "backward", "reduce")
+
+
+def profiled(profiler: Any, mode: str = "step") -> None:
+    strategy = DataParallelStrategy(mode=mode)
+    job = oracle.trainer(3, strategy, profiler=profiler, max_epochs=1)
+
+    class Spread(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def loss(self, batch: Any) -> Tensor:
+            return F.cross_entropy(self(batch[0]), batch[1])
+
+    module, data = Spread(), loader()
+    job.fit(module, data, data)
+    job.test(module, data, verbose=False)
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_the_simple_profiler_times_the_stages(mode: str, tmp_path: Path) -> None:
+    profiler = SimpleProfiler(tmp_path, "profile")
+    profiled(profiler, mode)
+    counts = {name: len(spent) for name, spent in profiler.recorded_durations.items()}
+    for stage in STAGES[: 5 if mode == "forward" else 6]:  # autograd reduces in forward mode
+        assert counts[f"lightning_dp.{stage}"] >= 3, stage
+    assert "lightning_dp.apply" in (tmp_path / "fit-profile.txt").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
+def test_the_profiler_of_torch_sees_the_stages() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        profiled(None)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    for stage in STAGES:
+        assert counts[f"lightning_dp.{stage}"] >= 3, stage
+
+
+@pytest.mark.parametrize("kind", [PyTorchProfiler, AdvancedProfiler])
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle")
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden")
+def test_other_profilers_of_lightning_work(kind: Any, tmp_path: Path) -> None:
+    profiled(kind(tmp_path, "profile"))
+    text = (tmp_path / "fit-profile.txt").read_text()
+    assert ("lightning_dp.apply" if kind is PyTorchProfiler else "training_step") in text
+
+
+# Checkpoints
+
+
+class Resumable(DataLoader[Any]):
+    """Goes on after the batch at which its state was saved, as Lightning asks of data loaders."""
+
+    done = 0
+    skipped = 0
+
+    def __iter__(self) -> Any:
+        self.skipped, skip = 0, self.skipped
+        for i, batch in enumerate(super().__iter__()):
+            if i >= skip:
+                self.done = i + 1
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done % len(self)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skipped = state["done"]
+
+
+class StopsInside(Callback):
+    """Ends the run in the middle of an epoch."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, job: Any, *args: Any) -> None:
+        if job.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("before", [1, 3])
+@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_training_goes_on_in_the_middle_of_an_epoch(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    torch.set_default_dtype(torch.float64)
+
+    def fit(devices: int, stop: int | None, **options: Any) -> Any:
+        torch.manual_seed(0)
+        module = Classifier()
+        saving = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+        callbacks = [saving] if stop is None else [saving, StopsInside(stop)]
+        trainer_options = {"callbacks": callbacks, "enable_checkpointing": True, "max_epochs": 2}
+        job = oracle.trainer(devices, **trainer_options)
+        train = Resumable(samples(), batch_size=10)
+        with contextlib.nullcontext() if stop is None else pytest.raises(SystemExit):
+            job.fit(module, train, loader(), **options)
+        return module.state_dict(), job.global_step
+
+    expected = fit(1, None)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    fit(before, 9)  # of 6 in the first epoch and as many in the second; the 9th is lost
+    resumed = fit(after, None, ckpt_path=tmp_path / "step=8.ckpt")
+    assert_equal_trees(resumed, expected, "resumed", **EXACT)
+
+
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # ddp has no simulated devices
+@pytest.mark.filterwarnings("ignore:It is recommended to use `self.log.* sync_dist=True")
+def test_checkpoints_go_from_strategy_to_strategy(tmp_path: Path) -> None:
+    """Three epochs by any two strategies are the three epochs of one device."""
+    torch.set_default_dtype(torch.float64)
+    kinds = {"single": ("auto", 1), "ddp": ("ddp", 1), "dp_custom": ("dp_custom", 3)}
+
+    def fit(kind: str, epochs: int, path: Path | None = None) -> tuple[Any, Path]:
+        torch.manual_seed(0)
+        strategy, devices = kinds[kind]
+        environment = dict(os.environ)
+        options = {"max_epochs": epochs, "use_distributed_sampler": False}
+        job = oracle.trainer(devices, strategy, **options)
+        module = Classifier()
+        try:
+            job.fit(module, loader(), loader(), ckpt_path=path)
+            saved = tmp_path / f"{kind}-{epochs}-{path.stem if path else ''}.ckpt"
+            job.save_checkpoint(saved)
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(environment)
+        return torch.load(saved, weights_only=True), saved
+
+    expected, _ = fit("single", 3)
+    for first, second in [("dp_custom", "single"), ("dp_custom", "ddp"), ("ddp", "dp_custom"),
+                          ("single", "dp_custom")]:  # fmt: skip
+        resumed, _ = fit(second, 3, fit(first, 2)[1])
+        assert_equal_trees(resumed, expected, f"{first} to {second}", **EXACT)

@@ -38,6 +38,8 @@ def broadcast(
             [twins[i] for i in group], after_backward, *(roots[i] for i in group)
         )
         for i, alias in zip(group, aliases, strict=True):
+            # Tensors with a graph refuse to be copied; what a forward copies are the parameters.
+            alias.__dict__["__deepcopy__"] = twins[i].__deepcopy__
             tensors[i] = alias
     return tensors
 

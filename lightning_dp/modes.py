@@ -17,6 +17,7 @@ from lightning_dp import metrics
 from lightning_dp.journal import Journals
 from lightning_dp.parallel.data_parallel import Engine
 from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.hidden import check_nothing_hidden
 from lightning_dp.parallel.loss import loss_of
 from lightning_dp.parallel.plan import Plan
 from lightning_dp.parallel.shards import Shards
@@ -286,6 +287,7 @@ def _check_step_mode(module: LightningModule) -> None:
             'False. Use DataParallelStrategy(mode="forward"), in which training_step runs once '
             "and only self(x) is spread over the devices, or devices=1."
         )
+    check_nothing_hidden(module)
     for step in _STEPS:
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise ValueError(

@@ -1,0 +1,206 @@
+"""Modules that torch.nn.DataParallel cannot train, in the Trainer: as one device does.
+
+Lists and dicts of parameters, weight and spectral norm and packed sequences are in
+test_conformance.py, tied weights and normalised ones in test_same_numbers.py.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from oracle import Classifier, assert_same, loader, run
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.usefixtures("on", "one_thread")
+
+
+class Spread(Classifier):
+    """In forward mode `self(x)` is spread, in step mode the step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+class LooksAtParameters(Spread):
+    """`parameters()` is empty on the replicas of nn.DataParallel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = list(self.parameters())
+        assert len(weights) == 4 and weights[0].device == x.device
+        assert dict(self.named_parameters())["net.0.weight"] is self.net[0].weight
+        size = sum(weight.square().sum() for weight in self.parameters())
+        return self.net(x) * (1 + 0.01 * size)
+
+
+class Penalised(Classifier):
+    """A gradient of the loss with respect to the parameters, of every sample."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        losses = F.cross_entropy(self.net(x), y, reduction="none")
+        if not torch.is_grad_enabled():
+            return losses.mean()
+        slopes = [
+            torch.autograd.grad(loss, self.net[2].weight, create_graph=True)[0] for loss in losses
+        ]
+        return (losses + 0.1 * torch.stack([s.square().sum() for s in slopes])).mean()
+
+
+class CopiesItself(Spread):
+    """A copy that is made in forward, and used without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.net(x)
+        with torch.no_grad():
+            target = copy.deepcopy(self.net)
+            for p in target.parameters():
+                p.mul_(0.5)
+            other = target(x)
+        return z - 0.1 * other
+
+
+class Adapts(Classifier):
+    """A step inside of the step, on a functional copy of the weights."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        with torch.enable_grad():
+            weights = dict(self.net.named_parameters())
+            first = F.cross_entropy(self.net(x), y, reduction="sum") / 10
+            slopes = torch.autograd.grad(first, list(weights.values()), create_graph=True)
+            moved = {
+                name: weight - 0.0 * slope.sum()  # depends on the shard: of no weight here
+                for (name, weight), slope in zip(weights.items(), slopes, strict=True)
+            }
+            return F.cross_entropy(torch.func.functional_call(self.net, moved, (x,)), y)
+
+
+class Checkpointed(Spread):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self.net(x)
+        x = x.detach().requires_grad_()  # a reentrant checkpoint needs an input with a gradient
+        h = checkpoint(self.net[:2], x, use_reentrant=self.reentrant)
+        return checkpoint(self.net[2], h, use_reentrant=self.reentrant)
+
+
+class CheckpointedReentrantly(Checkpointed):
+    reentrant = True
+
+
+class KeepsMethods(Spread):
+    """Bound methods and partials of itself and of its layers, in attributes and containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apply_net = self.through
+        self.steps = {"activation": self.net[1].forward, "last": [self.net[2].__call__]}
+
+    def through(self, x: Tensor) -> Tensor:
+        assert x.device == self.net[0].weight.device
+        return self.net[0](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.steps["last"][0](self.steps["activation"](self.apply_net(x)))
+
+
+class KeepsReferences(Spread):
+    """Registered layers again in plain lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [self.net[0], (self.net[1], {"last": self.net[2]})]
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, (second, rest) = self.layers
+        return rest["last"](second(first(x)))
+
+
+class TalksToRecurrentLayers(Spread):
+    """Recurrent layers keep their weights in a flat list and may warn that it is not compact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(2, 5, num_layers=2, batch_first=True, proj_size=3)
+        self.gru = nn.GRU(3, 2, bidirectional=True, batch_first=True)
+        self.last = nn.Linear(4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rnn.flatten_parameters()
+        states, _ = self.gru(self.rnn(x.view(len(x), 5, 2))[0])
+        return self.net(self.last(states[:, -1]))
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        LooksAtParameters,
+        CopiesItself,
+        Checkpointed,
+        CheckpointedReentrantly,
+        KeepsMethods,
+        KeepsReferences,
+        TalksToRecurrentLayers,
+    ],
+)
+def test_it_trains_as_on_one_device(kind: Callable[[], Classifier], mode: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(kind, 3, strategy={"mode": mode}), run(kind, 1))
+
+
+@pytest.mark.parametrize("kind", [Penalised, Adapts])
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_gradients_inside_of_a_step(kind: Callable[[], Classifier], executor: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    strategy = {"executor": executor}
+    options = {"inference_mode": False, "max_epochs": 2}
+    assert_same(run(kind, 3, strategy=strategy, **options), run(kind, 1, **options))
+
+
+class Hides(Classifier):
+    """Layers where `parameters()` does not find them."""
+
+    def __init__(self, hide: Callable[[nn.Module], Any]) -> None:
+        super().__init__()
+        self.hidden = hide(nn.Linear(10, 10))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.net(x), y)
+
+
+@pytest.mark.parametrize(
+    ("hide", "name"),
+    [
+        (lambda layer: [layer], r"hidden\[0\]"),
+        (lambda layer: ("x", layer), r"hidden\[1\]"),
+        (lambda layer: {"a": [nn.ReLU(), layer]}, r"hidden\['a'\]\[1\]"),
+    ],
+)
+def test_layers_in_plain_containers_are_named(hide: Any, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"Hides\.{name}: expected .* got Linear.*ModuleList"):
+        oracle.trainer(2).fit(Hides(hide), loader(), loader())
+
+
+def test_what_is_no_layer_of_its_own_may_be_in_plain_containers() -> None:
+    class Keeps(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [self.net[0], self.net[2], nn.ReLU(), nn.CrossEntropyLoss()]
+            self.save_hyperparameters({"of": "the layers"})
+
+    oracle.trainer(2, max_epochs=1).fit(Keeps(), loader(), loader())

@@ -1,0 +1,164 @@
+"""What the scripts in examples/ share: options, a quiet Trainer, tables of text."""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import lightning as L
+from lightning.pytorch import Callback
+
+from lightning_dp import DataParallelStrategy
+from lightning_dp.app.devices import check_devices
+
+_ACCELERATORS = ("cpu", "sim", "gpu")
+_EVERY = 5
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """The `type=` of an option that is a whole number of at least so much.
+
+    Example:
+        >>> whole_number(1)("4")
+        4
+    """
+
+    def parse(text: str) -> int:
+        if text.strip("-").isdigit() and int(text) >= least:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
+
+    return parse
+
+
+class ScriptParser(argparse.ArgumentParser):
+    """Parses the options of an example, `--accelerator`, `--devices` and `--epochs` among them.
+
+    An option that cannot be used ends the script with one line on stderr and exit code 2.
+
+    Args:
+        description: what the example does.
+        accelerator: the default of `--accelerator`.
+        devices: the default of `--devices`.
+        epochs: the default of `--epochs`.
+    """
+
+    def __init__(
+        self, description: str, *, accelerator: str = "cpu", devices: int, epochs: int
+    ) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        self.add_argument(
+            "--accelerator", default=accelerator, choices=_ACCELERATORS, help="sim is simulated"
+        )
+        self.add_argument(
+            "--devices", type=whole_number(1), default=devices, help="number of devices"
+        )
+        self.add_argument("--epochs", type=whole_number(1), default=epochs, help="epochs to train")
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the script, without the list of all options."""
+        self.exit(2, f"error: {message}\n")
+
+    def parse(self) -> argparse.Namespace:
+        """The options of the command line; simulated devices exist from then on, if asked for."""
+        args = self.parse_args()
+        try:
+            if args.accelerator == "sim":
+                _simulate(args.devices)
+            else:
+                check_devices(args.accelerator, args.devices)
+        except (ValueError, RuntimeError) as error:
+            self.error(str(error).replace("trainer.", "--"))
+        return args
+
+
+def _simulate(devices: int) -> None:
+    from lightning_dp import sim
+    from lightning_dp.sim.backend import DEFAULT_DEVICE_COUNT
+
+    sim.enable(max(DEFAULT_DEVICE_COUNT, devices))
+
+
+def script_trainer(callback: Callback, **options: Any) -> L.Trainer:
+    """A Trainer without logger, checkpoints, progress bar and summary."""
+    return L.Trainer(
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+class Losses(Callback):
+    """Keeps the loss of every training step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        """Notes the step's loss."""
+        self.losses.append(float(outputs["loss"]))
+
+
+def short_fits(
+    make: Callable[[], L.LightningModule],
+    data: L.LightningDataModule,
+    runs: Mapping[str, Losses],
+    *,
+    accelerator: str,
+    devices: int,
+    steps: int,
+) -> None:
+    """Fits the same model to the same data, a few steps in each of several runs.
+
+    Args:
+        make: makes the model.
+        data: the data.
+        runs: the callback of each run; the first is on one device, the others on several with the
+            split of which they have the name.
+        accelerator: of the devices.
+        devices: their number.
+        steps: steps of each run.
+    """
+    for i, (name, callback) in enumerate(runs.items()):
+        L.seed_everything(42, verbose=False)
+        trainer = script_trainer(
+            callback,
+            strategy=DataParallelStrategy(split=name if i else "even"),
+            accelerator=accelerator,
+            devices=devices if i else 1,
+            max_steps=steps,
+            limit_val_batches=0,
+        )
+        trainer.fit(make(), data)
+
+
+def loss_rows(runs: Mapping[str, Losses]) -> list[list[str]]:
+    """The losses of some steps of all runs, side by side, and how far they are from the first's."""
+    steps = list(zip(*(run.losses for run in runs.values()), strict=True))
+    shown = range(0, len(steps), _EVERY)
+    rows = [[str(i + 1), *(f"{loss:.6f}" for loss in steps[i])] for i in shown]
+    furthest = [max(abs(step[0] - step[i]) for step in steps) for i in range(len(runs))]
+    return [
+        ["loss in step", *runs],
+        *rows,
+        ["furthest off", *(f"{distance:.1e}" for distance in furthest)],
+    ]
+
+
+def print_rows(rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table, its columns aligned on the right.
+
+    Example:
+        >>> print_rows([["split", "load"], ["even", "1.301"]])
+        split   load
+         even  1.301
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

@@ -15,6 +15,7 @@ NAMES = sorted(
     file.stem for file in (ROOT / "examples").glob("*.py") if not file.stem.startswith("_")
 )
 PLAIN = {"migrate"}  # plain PyTorch, without a LightningModule: scripts and no experiments
+QUICK = {"stdlib_lm": ["--files=6"], "denoise": ["--pages=64"]}
 EXPERIMENTS = [name for name in NAMES if name not in PLAIN]
 
 
@@ -33,7 +34,14 @@ def test_only_plain_scripts_do_without_a_lightning_module(name: str) -> None:
 def test_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     script = ROOT / "examples" / f"{name}.py"
     done = subprocess.run(
-        [sys.executable, str(script), "--accelerator=cpu", "--devices=2", "--epochs=1"],
+        [
+            sys.executable,
+            str(script),
+            "--accelerator=cpu",
+            "--devices=2",
+            "--epochs=1",
+            *QUICK.get(name, []),
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import lightning as L
@@ -25,11 +26,10 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.image import PeakSignalNoiseRatio
 
-from lightning_dp import DataParallelStrategy
+from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.app.options import check_at_least, check_multiple
 from lightning_dp.app.quiet import quiet
 from lightning_dp.app.scripts import (
-    Losses,
     ScriptParser,
     loss_rows,
     print_rows,
@@ -37,6 +37,7 @@ from lightning_dp.app.scripts import (
     short_fits,
     whole_number,
 )
+from lightning_dp.history import Period
 
 Batch = tuple[Tensor, Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -223,28 +224,8 @@ class DigitPages(L.LightningDataModule):
         return clean + self.noise * torch.randn(clean.shape, generator=draw), clean
 
 
-class Peaks(Losses):
-    """Keeps the loss of every step, and the samples and the peak of memory of each device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peaks: dict[tuple[int, ...], list[int]] = {}
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if isinstance(trainer.strategy, DataParallelStrategy):
-            trainer.strategy.watch()
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        super().on_train_batch_end(trainer, *args)
-        usage = getattr(trainer.strategy, "latest_usage", None)
-        if usage is not None and any(usage.peak_bytes):
-            # Taken out and put in again: the sizes of the latest step come last.
-            before = self.peaks.pop(usage.sizes, usage.peak_bytes)
-            self.peaks[usage.sizes] = list(map(max, before, usage.peak_bytes))
-
-
-class Progress(Peaks):
-    """Prints each epoch's result, and in the end the devices' memory and a digit."""
+class Progress(DataParallelMonitor):
+    """Watches the devices; prints each epoch's result, and in the end their memory and a digit."""
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         dbs = [trainer.callback_metrics.get(f"{of}/psnr", math.nan) for of in ("train", "val")]
@@ -252,9 +233,9 @@ class Progress(Peaks):
         print("epoch {:3}   train/psnr {:.2f}   val/psnr {:.2f} dB".format(epoch, *dbs), flush=True)
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        rows = list(self.peaks.items())
-        names = ("as it began", "as it ended") if len(rows) > 1 else ("in all steps",)
-        print_peaks(dict(zip(names, (rows[0], rows[-1]) if rows else (), strict=False)))
+        periods = by_sizes(self.periods)
+        names = ("as it began", "as it ended") if len(periods) > 1 else ("in all steps",)
+        print_peaks(dict(zip(names, periods[:1] + periods[-1:], strict=False)))
 
     def on_test_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         psnr, noisy = (trainer.callback_metrics[f"test/psnr{of}"] for of in ("", "_noisy"))
@@ -267,16 +248,26 @@ class Progress(Peaks):
             print(picture([data.test[0], denoised, data.test[1]]))
 
 
-def print_peaks(rows: dict[str, tuple[Sequence[int], Sequence[int]]]) -> None:
-    """Prints of each row the samples and the peaks of all devices; none if none are counted."""
-    if not rows:
+def sizes(period: Period) -> tuple[int, ...]:
+    """The samples of each device in a step."""
+    return tuple(n // period.steps for n in period.samples)
+
+
+def by_sizes(periods: Sequence[Period]) -> list[Period]:
+    """Joins those that follow each other and have the same samples on every device."""
+    return [sum(same, Period()) for _, same in groupby(periods, key=sizes)]
+
+
+def print_peaks(rows: dict[str, Period]) -> None:
+    """Prints of each period the samples and the peaks of all devices, where these are counted."""
+    if not any(any(period.peak_bytes) for period in rows.values()):
         print("no peaks of memory: several devices that count it have them, sim or gpu")
         return
     cells = [["", "samples per device", "peak memory per device, MiB", "fullest / mean"]]
-    for name, (sizes, peaks) in rows.items():
-        samples = " ".join(f"{size:2}" for size in sizes)
-        memory = " ".join(f"{peak / 2**20:5.1f}" for peak in peaks)
-        cells.append([name, samples, memory, f"{max(peaks) * len(peaks) / sum(peaks):.3f}"])
+    for name, period in rows.items():
+        samples = " ".join(f"{size:2}" for size in sizes(period))
+        memory = " ".join(f"{peak / 2**20:5.1f}" for peak in period.peak_bytes)
+        cells.append([name, samples, memory, f"{period.imbalance(period.peak_bytes):.3f}"])
     print_rows(cells)
 
 
@@ -290,11 +281,16 @@ def picture(images: Sequence[Tensor]) -> str:
 
 def compare(data: DigitPages, accelerator: str, devices: int) -> None:
     """Prints the same steps on one device, and on several with each split, side by side."""
-    runs = {title: Peaks() for title in ("1 device", *SPLITS)}
-    short_fits(Denoiser, data, runs, accelerator=accelerator, devices=devices, steps=COMPARED_STEPS)
-    print_rows(loss_rows(runs))
-    ends = {title: list(run.peaks.items())[-1:] for title, run in runs.items()}
-    print_peaks({title: end[0] for title, end in ends.items() if end})
+    fits = short_fits(
+        Denoiser,
+        data,
+        SPLITS,
+        accelerator=accelerator,
+        devices=devices,
+        steps=COMPARED_STEPS,
+    )
+    print_rows(loss_rows(fits))
+    print_peaks({split: by_sizes(fits[split].steps)[-1] for split in SPLITS})
 
 
 def main() -> None:
@@ -303,6 +299,8 @@ def main() -> None:
     parser.add_argument("--pages", type=whole_number(32), default=512, help="pages to train on")
     parser.add_argument("--compare", action="store_true", help="a few steps with each split")
     args = parser.parse()
+    if args.compare and args.devices < 2:
+        parser.error("--compare: expected at least 2 devices, got --devices=1")
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     data = DigitPages(pages=args.pages)

@@ -18,7 +18,6 @@ import ast
 import logging
 import math
 import random
-import statistics
 import sysconfig
 import tokenize
 from collections import Counter
@@ -42,7 +41,6 @@ from lightning_dp import DataParallelStrategy
 from lightning_dp.app.options import check_at_least
 from lightning_dp.app.quiet import quiet
 from lightning_dp.app.scripts import (
-    Losses,
     ScriptParser,
     loss_rows,
     print_rows,
@@ -278,7 +276,7 @@ def loads(lengths: Sequence[int], k: int, split: str) -> list[int]:
     return [sum(lengths[end - n : end]) for n, end in zip(sizes, ends, strict=True)]
 
 
-class Loads(Callback):
+class Loads:
     """Adds up the characters that the fullest device has, by each split of the same batches."""
 
     def __init__(self) -> None:
@@ -286,21 +284,27 @@ class Loads(Callback):
         self.characters = 0
         self.fullest: Counter[str] = Counter()
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int
-    ) -> None:
-        lengths, self.devices = batch["lengths"].tolist(), trainer.num_devices
+    def add(self, batch: Batch, devices: int) -> None:
+        lengths, self.devices = batch["lengths"].tolist(), devices
         self.characters += sum(lengths)
         for split in SPLITS:
-            self.fullest[split] += max(loads(lengths, self.devices, split))
+            self.fullest[split] += max(loads(lengths, devices, split))
 
     def imbalance(self, split: str) -> float:
         """How much more the fullest device has than the mean, as their ratio."""
         return self.fullest[split] * self.devices / max(1, self.characters)
 
 
-class Progress(Loads):
+class Progress(Callback):
     """Prints each epoch's bits per character, and in the end what has been learnt and gained."""
+
+    def __init__(self) -> None:
+        self.loads = Loads()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Batch, batch_idx: int
+    ) -> None:
+        self.loads.add(batch, trainer.num_devices)
 
     def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         bits = [trainer.callback_metrics.get(f"{of}/bits", math.nan) for of in ("train", "val")]
@@ -308,8 +312,8 @@ class Progress(Loads):
         print("epoch {:3}   train/bits {:.3f}   val/bits {:.3f}".format(epoch, *bits), flush=True)
 
     def on_fit_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        print(f"characters on the fullest of {self.devices} devices, relative to the mean:")
-        print_rows([[split, f"{self.imbalance(split):.3f}"] for split in SPLITS])
+        print(f"characters on the fullest of {trainer.num_devices} devices, relative to the mean:")
+        print_rows([[split, f"{self.loads.imbalance(split):.3f}"] for split in SPLITS])
 
     def on_test_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         data, bits = getattr(trainer, "datamodule", None), trainer.callback_metrics["test/bits"]
@@ -320,24 +324,6 @@ class Progress(Loads):
             print("It writes:", module.write("def "), sep="\n")
 
 
-class Recorder(Loads, Losses):
-    """Keeps the loss of every step, and how long the steps took."""
-
-    def __init__(self) -> None:
-        Loads.__init__(self)
-        Losses.__init__(self)
-        self.seconds: list[float] = []
-
-    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        if isinstance(trainer.strategy, DataParallelStrategy):
-            trainer.strategy.watch()
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        super().on_train_batch_end(trainer, *args)
-        usage = getattr(trainer.strategy, "latest_usage", None)
-        self.seconds.append(usage.step_seconds if usage else math.nan)
-
-
 def compare(data: StdlibSource, accelerator: str, devices: int) -> None:
     """Prints the same steps on one device, and on several with each split, side by side."""
     if accelerator == "sim":
@@ -345,14 +331,21 @@ def compare(data: StdlibSource, accelerator: str, devices: int) -> None:
 
         for i in range(devices):
             set_speed(i, seconds_per_element=SIMULATED_SECONDS)
-    runs = {title: Recorder() for title in ("1 device", *SPLITS)}
-    short_fits(
-        CharacterLM, data, runs, accelerator=accelerator, devices=devices, steps=COMPARED_STEPS
+    fits = short_fits(
+        CharacterLM,
+        data,
+        SPLITS,
+        accelerator=accelerator,
+        devices=devices,
+        steps=COMPARED_STEPS,
     )
-    shares = [f"{runs[split].imbalance(split):.3f}" for split in SPLITS]
-    rows = [*loss_rows(runs), ["fullest device / mean", "", *shares]]
+    characters = Loads()
+    for batch in islice(data.train_dataloader(), COMPARED_STEPS):
+        characters.add(batch, devices)
+    shares = [f"{characters.imbalance(split):.3f}" for split in SPLITS]
+    rows = [*loss_rows(fits), ["fullest device / mean", "", *shares]]
     if accelerator != "cpu":  # whose replicas share its cores: none has a time of its own
-        times = [f"{1e3 * statistics.median(runs[split].seconds):.1f}" for split in SPLITS]
+        times = [f"{1e3 * fits[split].seconds_per_step:.1f}" for split in SPLITS]
         rows.append([f"ms per step ({accelerator})", "", *times])
     print_rows(rows)
 
@@ -363,6 +356,8 @@ def main() -> None:
     parser.add_argument("--files", type=whole_number(3), help="read only so many source files")
     parser.add_argument("--compare", action="store_true", help="a few steps with each split")
     args = parser.parse()
+    if args.compare and args.devices < 2:
+        parser.error("--compare: expected at least 2 devices, got --devices=1")
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     data = StdlibSource(files=args.files)

@@ -7,10 +7,10 @@ import torch
 from oracle import assert_same, run
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import DataParallelStrategy, sim
-from lightning_dp.app.scripts import script_trainer
+from lightning_dp import sim
+from lightning_dp.app.scripts import short_fits
 from lightning_dp.examples import denoise
-from lightning_dp.examples.denoise import Denoiser, DigitPages, Peaks, picture
+from lightning_dp.examples.denoise import Denoiser, DigitPages, by_sizes, picture, sizes
 
 
 def make() -> Denoiser:
@@ -33,16 +33,12 @@ def test_everything_is_as_on_one_device(on: str, k: int) -> None:
 
 def test_memory_is_balanced() -> None:
     sim.enable(8)
-    peaks = Peaks()
-    torch.manual_seed(0)
-    strategy = DataParallelStrategy(split="memory")
-    options = {"accelerator": "sim", "devices": 4, "max_steps": 5, "limit_val_batches": 0}
-    trainer = script_trainer(peaks, strategy=strategy, **options)
-    trainer.fit(Denoiser(), DigitPages(pages=160))
-    (began, even), *_, (ended, balanced) = peaks.peaks.items()
-    assert began == (8, 8, 8, 8) and ended[0] < 8
-    assert max(even) * 4 / sum(even) >= 1.15
-    assert max(balanced) * 4 / sum(balanced) <= 1.05
+    options: Any = {"accelerator": "sim", "devices": 4, "steps": 5}
+    fits = short_fits(Denoiser, DigitPages(pages=160), ["memory"], **options)
+    began, *_, ended = by_sizes(fits["memory"].steps)
+    assert sizes(began) == (8, 8, 8, 8) and sizes(ended)[0] < 8
+    assert began.imbalance(began.peak_bytes) >= 1.15
+    assert ended.imbalance(ended.peak_bytes) <= 1.05
 
 
 def test_pages_are_made_of_digits_and_those_for_testing_of_others() -> None:

@@ -1,7 +1,6 @@
 """Samples of unequal length: the loads are equal with split="cost", and the numbers are one's."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -73,9 +72,9 @@ def test_the_loads_of_the_table_are_those_of_the_devices(on: str, split: str) ->
 def test_cost_balances_what_other_splits_do_not() -> None:
     source = StdlibSource()
     source.setup("fit")
-    table: Any = Loads()
-    for i, batch in enumerate(source.train_dataloader()):
-        table.on_train_batch_start(SimpleNamespace(num_devices=4), None, batch, i)
+    table = Loads()
+    for batch in source.train_dataloader():
+        table.add(batch, devices=4)
     assert table.imbalance("cost") <= 1.02
     assert table.imbalance("even") >= 1.2 and table.imbalance("chunk") >= 1.2
 

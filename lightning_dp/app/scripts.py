@@ -2,13 +2,15 @@
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import lightning as L
 from lightning.pytorch import Callback
 
-from lightning_dp import DataParallelStrategy
+from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.app.devices import check_devices
+from lightning_dp.history import Period
 
 _ACCELERATORS = ("cpu", "sim", "gpu")
 _EVERY = 5
@@ -80,10 +82,10 @@ def _simulate(devices: int) -> None:
     sim.enable(max(DEFAULT_DEVICE_COUNT, devices))
 
 
-def script_trainer(callback: Callback, **options: Any) -> L.Trainer:
+def script_trainer(*callbacks: Callback, **options: Any) -> L.Trainer:
     """A Trainer without logger, checkpoints, progress bar and summary."""
     return L.Trainer(
-        callbacks=[callback],
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -105,47 +107,73 @@ class Losses(Callback):
         self.losses.append(float(outputs["loss"]))
 
 
+@dataclass(frozen=True)
+class ShortFit:
+    """What a few steps have left.
+
+    Args:
+        losses: of every step.
+        steps: what several devices did in them.
+    """
+
+    losses: list[float]
+    steps: list[Period]
+
+    @property
+    def seconds_per_step(self) -> float:
+        """How long the devices took, until the last of them was done."""
+        total = sum(self.steps, Period())
+        return (total.busy_seconds[0] + total.waiting_seconds[0]) / total.steps
+
+
 def short_fits(
     make: Callable[[], L.LightningModule],
     data: L.LightningDataModule,
-    runs: Mapping[str, Losses],
+    splits: Sequence[str],
     *,
     accelerator: str,
     devices: int,
     steps: int,
-) -> None:
-    """Fits the same model to the same data, a few steps in each of several runs.
+) -> dict[str, ShortFit]:
+    """Fits the same model to the same data for a few steps: on one device, and with each split.
 
     Args:
         make: makes the model.
         data: the data.
-        runs: the callback of each run; the first is on one device, the others on several with the
-            split of which they have the name.
+        splits: the splits to compare.
         accelerator: of the devices.
-        devices: their number.
-        steps: steps of each run.
+        devices: their number, but for the first fit.
+        steps: steps of each fit.
+
+    Returns:
+        What each has left, by "1 device" and the names of the splits.
     """
-    for i, (name, callback) in enumerate(runs.items()):
+    fits = {}
+    for name in ("1 device", *splits):
         L.seed_everything(42, verbose=False)
+        losses, monitor = Losses(), DataParallelMonitor()
         trainer = script_trainer(
-            callback,
-            strategy=DataParallelStrategy(split=name if i else "even"),
+            losses,
+            monitor,
+            strategy=DataParallelStrategy(split=name if name in splits else "even"),
             accelerator=accelerator,
-            devices=devices if i else 1,
+            devices=devices if name in splits else 1,
             max_steps=steps,
             limit_val_batches=0,
         )
         trainer.fit(make(), data)
+        fits[name] = ShortFit(losses.losses, monitor.periods)
+    return fits
 
 
-def loss_rows(runs: Mapping[str, Losses]) -> list[list[str]]:
-    """The losses of some steps of all runs, side by side, and how far they are from the first's."""
-    steps = list(zip(*(run.losses for run in runs.values()), strict=True))
+def loss_rows(fits: Mapping[str, ShortFit]) -> list[list[str]]:
+    """The losses of some steps of all fits, side by side, and how far they are from the first's."""
+    steps = list(zip(*(fit.losses for fit in fits.values()), strict=True))
     shown = range(0, len(steps), _EVERY)
     rows = [[str(i + 1), *(f"{loss:.6f}" for loss in steps[i])] for i in shown]
-    furthest = [max(abs(step[0] - step[i]) for step in steps) for i in range(len(runs))]
+    furthest = [max(abs(step[0] - step[i]) for step in steps) for i in range(len(fits))]
     return [
-        ["loss in step", *runs],
+        ["loss in step", *fits],
         *rows,
         ["furthest off", *(f"{distance:.1e}" for distance in furthest)],
     ]

@@ -1,5 +1,6 @@
 """Workers: the caller's thread state goes in, the result or the exception comes out."""
 
+import _thread
 import contextvars
 import threading
 import time
@@ -219,6 +220,38 @@ def test_of_several_exceptions_the_first_replicas_arrives_when_all_have_ended() 
     with pytest.raises(ValueError, match="replica 0"):
         run(lambda: fail(0, 0.05), lambda: fail(1, 0), lambda: fail(2, 0.1))
     assert sorted(ended) == [0, 1, 2]
+
+
+def test_an_interrupt_at_any_moment_ends_the_run_when_all_tasks_have_ended() -> None:
+    """Also while they are handed out, and between a result's arrival and a look at it."""
+    executor = Executor(devices_of(3), "threads")
+    running: set[int] = set()
+    hung = threading.Event()
+
+    def task(k: int, delay: float) -> None:
+        running.add(k)
+        if k == 2:
+            time.sleep(delay)
+            _thread.interrupt_main()
+        running.discard(k)
+
+    def second_interrupt() -> None:
+        hung.set()
+        _thread.interrupt_main()
+
+    for n in range(300):
+        watchdog = threading.Timer(20, second_interrupt)
+        watchdog.start()
+        delay = n % 10 * 2e-5
+        with pytest.raises(KeyboardInterrupt):
+            executor.run("work", tasks_of(*(partial(task, k, delay) for k in range(3))))
+            while not hung.is_set():  # the interrupt has still to arrive
+                time.sleep(1e-4)
+        assert not running
+        watchdog.cancel()
+        watchdog.join()
+        assert not hung.is_set()
+    executor.close()
 
 
 def test_auto_takes_threads_where_they_overlap_and_in_order_where_they_do_not() -> None:

@@ -6,6 +6,7 @@ call the caller's full thread state and brings its result or its exception back.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import statistics
 import threading
@@ -24,6 +25,9 @@ from lightning_dp.parallel.thread_state import ThreadState
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
 EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
+
+Outcomes: TypeAlias = dict[int, tuple[Any, BaseException | None]]
+"""Of each task, by its position, the result or the error."""
 
 
 @dataclass
@@ -134,16 +138,38 @@ class Executor:
             return self._in_order(tasks)
         if not self._workers:
             self._workers = _start_workers(self._devices)
-        done: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        outcomes: Outcomes = {}
+        done: SimpleQueue[None] = SimpleQueue()
         state = ThreadState.capture(self._devices)
-        for i, task in enumerate(tasks):
-            self._workers[task.replica].inbox.put(_Job(i, task, state, done))
-        outcomes = _collect(done, len(tasks))
+        try:
+            for i, task in enumerate(tasks):
+                self._workers[task.replica].inbox.put(_Job(i, task, state, outcomes, done))
+            # What has happened is not in the news itself: an interrupt may come when one has been
+            # taken and not yet been looked at.
+            while len(outcomes) < len(tasks):
+                with contextlib.suppress(Empty):  # on Windows a lock does not let Ctrl-C through
+                    done.get(timeout=0.5)
+        except BaseException:
+            self._finish()
+            raise
         for i, task in enumerate(tasks):
             error = outcomes[i][1]
             if error is not None:
                 raise _with_note(error, task)
         return [outcomes[i][0] for i in range(len(tasks))]
+
+    def _finish(self) -> None:
+        """Waits, after an interrupt, until no task is using the module any more.
+
+        Whether the interrupt came before or after a task was handed out cannot be told; but what
+        comes last into an inbox is run last. A second interrupt ends the wait at once.
+        """
+        ends = [threading.Event() for _ in self._workers]
+        for worker, end in zip(self._workers, ends, strict=True):
+            worker.inbox.put(end.set)
+        for end in ends:
+            while not end.wait(timeout=0.5):
+                pass
 
 
 class _Job:
@@ -154,21 +180,24 @@ class _Job:
         position: int,
         task: Task,
         state: ThreadState,
-        done: SimpleQueue[tuple[int, Any, BaseException | None]],
+        outcomes: Outcomes,
+        done: SimpleQueue[None],
     ) -> None:
         self._position = position
         self._task = task
         self._state = state
         self._context = contextvars.copy_context()
+        self._outcomes = outcomes
         self._done = done
 
     def __call__(self) -> None:
         try:
-            result = self._context.run(self._run)
+            outcome = (self._context.run(self._run), None)
         except BaseException as error:  # it is raised again by the thread that waits
-            self._done.put((self._position, None, error))
+            self._outcomes[self._position] = (None, error)
         else:
-            self._done.put((self._position, result, None))
+            self._outcomes[self._position] = outcome
+        self._done.put(None)
 
     def _run(self) -> Any:
         with self._state.entered(self._task.device):
@@ -179,7 +208,7 @@ class _Worker:
     """A thread that runs what is put into its inbox, until None comes."""
 
     def __init__(self, replica: int, intra_op_threads: int) -> None:
-        self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.ready = threading.Event()
         self._intra_op_threads = intra_op_threads
         self.thread = threading.Thread(target=self._loop, name=f"dp-replica-{replica}", daemon=True)
@@ -250,35 +279,6 @@ def _start_workers(devices: Sequence[torch.device]) -> list[_Worker]:
     # A worker's number became the default of threads to come; that remains the caller's.
     torch.set_num_threads(total)
     return workers
-
-
-def _collect(
-    done: SimpleQueue[tuple[int, Any, BaseException | None]], count: int
-) -> dict[int, tuple[Any, BaseException | None]]:
-    """Waits for all tasks, also when interrupted: none may still be using the module later.
-
-    A second interrupt ends the wait at once.
-    """
-    outcomes: dict[int, tuple[Any, BaseException | None]] = {}
-    try:
-        _drain(done, outcomes, count)
-    except BaseException:
-        _drain(done, outcomes, count)
-        raise
-    return outcomes
-
-
-def _drain(
-    done: SimpleQueue[tuple[int, Any, BaseException | None]],
-    outcomes: dict[int, tuple[Any, BaseException | None]],
-    count: int,
-) -> None:
-    while len(outcomes) < count:
-        try:  # the timeout lets Ctrl-C through on Windows, where a lock does not
-            position, result, error = done.get(timeout=0.5)
-        except Empty:
-            continue
-        outcomes[position] = (result, error)
 
 
 def _with_note(error: BaseException, task: Task) -> BaseException:

@@ -239,7 +239,10 @@ def _compared(runs: Runs, loss_reduction: LossReduction) -> FirstStep:
     found = FirstStep(sizes, difference, runs.tolerance)
     if found.is_same:
         return found
-    causes = Diagnosis(runs, alone, loss_reduction).causes()
+    try:
+        causes = Diagnosis(runs, alone, loss_reduction).causes()
+    except Exception as error:
+        causes = {"unknown": f"The cause was not found ({type(error).__name__}: {error})."}
     return FirstStep(sizes, difference, runs.tolerance, causes)
 
 

@@ -287,6 +287,17 @@ def test_where_nothing_can_be_compared_training_goes_on(
     assert reason in report.not_checked and reason in caplog.text
 
 
+def test_a_difference_without_a_cause_is_told_all_the_same() -> None:
+    class Skipping(Summed):
+        """Leaves out the shard of 7 samples."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if len(batch[0]) == 7 else super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="The cause was not found .*returned None"):
+        assert list(checked(Skipping).causes) == ["unknown"]
+
+
 def test_manual_optimisation_is_not_compared() -> None:
     class Manual(Classifier):
         def __init__(self) -> None:
@@ -444,17 +455,17 @@ def test_training_afterwards_is_training_without_the_check(
 
 
 class Picturing(Leaving):
-    """Keeps pictures of itself as it was before and after the check, and fails in a shard."""
+    """Keeps pictures of itself as it was before and after the check, and may fail in a shard."""
 
-    def __init__(self, fails: bool) -> None:
+    def __init__(self, failure: type[BaseException] | None) -> None:
         super().__init__()
-        self.fails = fails
+        self.failure = failure
         self.pictures: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        if self.fails and len(batch[0]) < 20:
-            raise KeyError("in a shard")
+        if self.failure is not None and len(batch[0]) < 20:
+            raise self.failure("in a shard")
         return loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -474,19 +485,26 @@ class Picturing(Leaving):
 
 
 @pytest.mark.filterwarnings("ignore:check_first_step")
-@pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_behind_right_after_the_check(fails: bool) -> None:
+@pytest.mark.parametrize("failure", [None, KeyError, KeyboardInterrupt])
+def test_nothing_is_left_behind_right_after_the_check(failure: type[BaseException] | None) -> None:
     class Watched(DataParallelStrategy):
         def _compare_first_step(self, *args: Any) -> None:
-            super()._compare_first_step(*args)
-            self.lightning_module.take_picture()
-            raise InterruptedError
+            try:
+                super()._compare_first_step(*args)
+                raise InterruptedError
+            finally:
+                self.lightning_module.take_picture()
 
-    module, strategy = Picturing(fails), Watched(check_first_step=True)
-    with pytest.raises(InterruptedError):
-        trainer(3, strategy, logger=Counting()).fit(module, loader(), loader())
-    assert strategy.first_step is not None
-    assert ("in a shard" in strategy.first_step.not_checked) == fails
+    module, strategy = Picturing(failure), Watched(check_first_step=True)
+    job = trainer(3, strategy, logger=Counting())
+    # Lightning turns Ctrl-C into the end of the program.
+    with pytest.raises(SystemExit if failure is KeyboardInterrupt else InterruptedError):
+        job.fit(module, loader(), loader())
+    report = strategy.first_step
+    if failure is None:
+        assert report is not None and report.causes
+    elif failure is KeyError:
+        assert report is not None and "in a shard" in report.not_checked
     before, after = module.pictures
     assert_equal_trees(after, before, "picture", atol=0, rtol=0)
 

@@ -106,6 +106,13 @@ def test_options_of_the_trainer_work_as_on_one_device(options: dict[str, Any], o
     oracle.assert_same(*runs)
 
 
+def test_the_first_step_is_checked(on: str) -> None:
+    strategy = DataParallelStrategy(check_first_step=True)
+    data = pl_oracle.loader()
+    pl_oracle.trainer(3, strategy, max_epochs=1).fit(pl_oracle.Classifier(), data, data)
+    assert strategy.first_step is not None and strategy.first_step.is_same
+
+
 def test_both_packages_give_the_same_numbers(on: str) -> None:
     torch.set_default_dtype(torch.float64)
     ours = oracle.run(oracle.Classifier, 3)

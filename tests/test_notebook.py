@@ -1,0 +1,202 @@
+"""Notebooks: the cells of one, run in a real kernel, with reruns, an interrupt and a new class."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from queue import Empty
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ipykernel")
+pytest.importorskip("jupyter_client")
+
+IMPORTS = """
+    import threading
+    import time
+    from pathlib import Path
+
+    import lightning.pytorch as L
+    import torch
+    from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import lightning_dp
+
+    assert _IS_INTERACTIVE
+"""
+MODULE = """
+    class Net(L.LightningModule):
+        slow = False
+
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+            self.seen = []
+
+        def training_step(self, batch, batch_idx):
+            if self.slow:
+                time.sleep(0.02)
+                Path("steps").open("a").write("x")
+            loss = (self.layer(batch[0]) - batch[0].sum(1, keepdim=True)).square().mean()
+            self.seen.append(loss.detach())
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.05)
+"""
+DATA = """
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(torch.randn(30, 4)), batch_size=10)
+
+    def trainer(devices=4, **options):
+        return L.Trainer(
+            strategy="dp_custom", accelerator="cpu", devices=devices, max_epochs=2,
+            logger=False, enable_checkpointing=False, **options,
+        )
+
+    def left():
+        return [t.name for t in threading.enumerate() if t.name.startswith("dp-")]
+"""
+FIT = """
+    torch.manual_seed(0)
+    net, job = Net(), trainer()
+    job.fit(net, data)
+    print("sizes", job.strategy.last_sizes, "loss", round(float(job.callback_metrics["loss"]), 5))
+    assert not left()
+"""
+
+
+class Kernel:
+    """A running kernel, cell by cell."""
+
+    def __init__(self, manager: Any, client: Any) -> None:
+        self._manager, self._client = manager, client
+
+    def run(self, cell: str, *, until: Callable[[], bool] = lambda: False) -> tuple[str, str]:
+        """What a cell prints, and the name of the error it ends with.
+
+        Whenever `until` says so, it is interrupted.
+        """
+        request, text, error = self._client.execute(dedent(cell)), "", ""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if until():
+                self._manager.interrupt_kernel()
+            try:
+                message = self._client.get_iopub_msg(timeout=0.1)
+            except Empty:
+                continue
+            content, kind = message["content"], message["msg_type"]
+            if message["parent_header"].get("msg_id") != request:
+                continue
+            if kind == "stream":
+                text += content["text"]
+            if kind == "error":
+                error = content["ename"]
+                text += "\n".join(content["traceback"])
+            if kind == "status" and content["execution_state"] == "idle":
+                return text, error
+        raise TimeoutError(text)
+
+    def works(self, cell: str) -> str:
+        """What a cell prints that ends well."""
+        text, error = self.run(cell)
+        assert not error, text
+        return text
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    from jupyter_client.manager import start_new_kernel
+
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path}
+    manager, client = start_new_kernel(cwd=str(tmp_path), env=env, startup_timeout=120)
+    try:
+        yield Kernel(manager, client)
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        manager.cleanup_resources()
+
+
+def test_the_cells_of_a_notebook(kernel: Kernel) -> None:
+    for cell in (IMPORTS, MODULE, DATA):
+        kernel.works(cell)
+    first = kernel.works(FIT)
+    assert "sizes (3, 3, 2, 2)" in first
+
+    # The cell again: a new module and Trainer. Then the same Trainer goes on.
+    result = first[first.index("sizes") :]
+    assert result in kernel.works(FIT)
+    kernel.works("job.fit_loop.max_epochs = 4; job.fit(net, data); assert job.current_epoch == 4")
+    kernel.works("assert len(net.seen) == 12 and not left()")
+
+    one_device = FIT.replace("trainer()", "trainer(1)").replace("job.strategy.last_sizes", "()")
+    assert result.split("loss")[1] in kernel.works(one_device)
+
+
+def is_due(steps: Path, limits: list[int]) -> bool:
+    """Whether so many steps have been made; then 400 more are the limit.
+
+    An interrupt that hits code which swallows everything (a finaliser, say) has to be repeated.
+    """
+    due = len(steps.read_text()) > limits[-1]
+    if due:
+        limits.append(limits[-1] + 400)
+    return due
+
+
+def test_an_interrupt_in_the_middle_of_fit(kernel: Kernel, tmp_path: Path) -> None:
+    steps = tmp_path / "steps"
+    for cell in (IMPORTS, MODULE, DATA):
+        kernel.works(cell)
+    for options in ("", "enable_progress_bar=False"):
+        endless = f"""
+            net, job = Net(), trainer({options})
+            net.slow, job.fit_loop.max_epochs = True, 10_000
+            job.fit(net, data)
+        """
+        steps.write_text("")
+        text, error = kernel.run(endless, until=partial(is_due, steps, [20]))
+        assert error and "KeyboardInterrupt" in text, text
+        kernel.works("assert not left() and 'log' not in vars(net)")
+        # The same Trainer and module go on, and so do new ones.
+        kernel.works("""
+            net.slow, job.fit_loop.max_epochs = False, job.current_epoch + 2
+            job.should_stop = False
+            job.fit(net, data)
+            assert job.current_epoch == job.fit_loop.max_epochs and not left()
+        """)
+        assert "sizes (3, 3, 2, 2)" in kernel.works(FIT)
+
+
+def test_a_class_that_is_defined_again(kernel: Kernel) -> None:
+    for cell in (IMPORTS, MODULE, DATA, FIT):
+        kernel.works(cell)
+    kernel.works("old, old_job = net, job")
+    kernel.works(MODULE.replace("- batch[0].sum(1, keepdim=True)", ""))
+    kernel.works(FIT)
+    kernel.works("""
+        assert type(old).__name__ == type(net).__name__ and type(old) is not type(net)
+        job.fit_loop.max_epochs = 4
+        job.fit(net, data)
+        old_job.fit_loop.max_epochs = 4
+        old_job.fit(old, data)
+        assert float(job.callback_metrics["loss"]) != float(old_job.callback_metrics["loss"])
+        assert not left()
+    """)
+    # An error in a cell's step is its own, and the next cell works.
+    broken = MODULE.replace("self.log(", "undefined(")
+    kernel.works(broken)
+    text, error = kernel.run(FIT)
+    assert error == "NameError" and "undefined" in text
+    kernel.works(MODULE)
+    assert "sizes (3, 3, 2, 2)" in kernel.works(FIT)

@@ -1,0 +1,53 @@
+"""Nothing is started besides threads: notebooks, Windows, and CUDA that was used before."""
+
+import multiprocessing
+import os
+import subprocess
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from oracle import Classifier, assert_same, devices_of, loader, run, trainer
+
+from lightning_dp import DataParallelStrategy
+
+pytestmark = pytest.mark.usefixtures("on")
+
+
+@pytest.fixture(autouse=True)
+def no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        pytest.fail("a process was about to be started")
+
+    for name in ("fork", "posix_spawn", "system"):
+        monkeypatch.setattr(os, name, refuse, raising=False)
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    monkeypatch.setattr(multiprocessing.Process, "start", refuse)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_no_process_is_started(mode: str) -> None:
+    run(Classifier, 3, strategy={"mode": mode, "executor": "threads"})
+
+
+def test_devices_may_have_been_used_before() -> None:
+    """As CUDA in a notebook: whoever forks then cannot go on."""
+    for device in devices_of(3):
+        torch.ones(2, device=device, requires_grad=True).sum().backward()
+    assert_same(run(Classifier, 3), run(Classifier, 1), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_an_interactive_environment_is_not_refused(
+    by_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
+    job = trainer(3, "dp_custom" if by_name else DataParallelStrategy(), max_epochs=1)
+    assert job.num_devices == 3 and job.strategy.launcher is None
+    job.fit(Classifier(), loader(), loader())
+    with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
+        Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2, logger=False)

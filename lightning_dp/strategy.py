@@ -150,6 +150,7 @@ class DataParallelMixin(OneProcessMixin):
         check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
         check_choice("buffers", buffers, BUFFERS)
         check_choice("executor", executor, EXECUTORS)
+        check_choice("check_first_step", check_first_step, (False, True))
         check_mode_options(mode, parallel_modules, move_batch)
         self._mode_name = mode
         self._output_device = output_device

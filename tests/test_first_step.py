@@ -37,6 +37,13 @@ def checked(make: Callable[[], Any], *, k: int = 4, **options: Any) -> FirstStep
     return strategy.first_step
 
 
+def named(value: Any) -> str | None:
+    """An id of a test's parameter that is the same in every process."""
+    if isinstance(value, dict):
+        return ",".join(f"{k}={getattr(v, '__name__', v)}" for k, v in value.items()) or "{}"
+    return getattr(value, "__name__", None)
+
+
 def per_sample(module: Classifier, batch: Any) -> Tensor:
     return F.cross_entropy(module.net(batch[0]), batch[1], reduction="none")
 
@@ -180,7 +187,7 @@ class NoisyElsewhere(Classifier):
         (Normed, {"mode": "forward"}, {"batch norm": "sync_batchnorm"}),
         (Dropping, {"mode": "forward"}, {"dropout": "choose p=0"}),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=named,
 )
 def test_the_verdict_names_the_cause_and_what_to_choose(
     kind: type[Classifier], options: dict[str, Any], causes: dict[str, str]
@@ -208,7 +215,7 @@ def test_the_verdict_names_the_cause_and_what_to_choose(
         (Classifier, {"precision": "64-true"}),
         (Classifier, {"data": lambda: loader(n=6, batch_size=3)}),
     ],
-    ids=str,
+    ids=named,
 )
 def test_what_to_choose_is_the_cure(
     kind: type[Classifier], options: dict[str, Any], caplog: pytest.LogCaptureFixture
@@ -273,7 +280,7 @@ class Failing(Classifier):
         (Classifier, {"data": lambda: loader(n=1)}, "ran on one device"),
         (Classifier, {"weights": [0, 1, 0, 0]}, "ran on one device"),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    ids=named,
 )
 def test_where_nothing_can_be_compared_training_goes_on(
     kind: type[Classifier],

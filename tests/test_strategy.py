@@ -57,6 +57,7 @@ class NoData(Classifier):
         ({"loss_reduction": "max"}, r"loss_reduction: expected one of \['mean', 'sum'\]"),
         ({"buffers": "last"}, r"buffers: expected one of \['first', 'mean'\]"),
         ({"executor": "processes"}, "executor: expected one of .*got 'processes'"),
+        ({"check_first_step": "maybe"}, "check_first_step: expected one of .*got 'maybe'"),
     ],
     ids=str,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(key: str, value: object, choices: Sequence[object]) -> None:
     """Raises a ValueError unless the value of an option is one of its choices.
 
     Example:

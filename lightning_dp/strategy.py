@@ -227,18 +227,9 @@ class DataParallelMixin(OneProcessMixin):
         return self._usage
 
     def watch(self) -> None:
-        """Measures every training step of this fit from now on."""
+        """Measures every training step of this fit from now on, for `measured_steps`."""
         if self._mode is not None:
             self._mode.engine.meter.watch()
-
-    @property
-    def latest_usage(self) -> StepUsage | None:
-        """What the devices did in the latest training step that they are through with.
-
-        None before the first one, with one device, after the fit, and if nothing is watched: see
-        `watch`. On GPUs, which compute asynchronously, it may be a step before the latest.
-        """
-        return None if self._mode is None else self._mode.engine.meter.latest
 
     def measured_steps(self, *, wait: bool = False) -> list[StepUsage]:
         """Takes the training steps measured since the last call, in order, each of them once.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_dp.parallel import collectives
+
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
 else:
@@ -18,8 +20,9 @@ else:
 class OneProcessMixin(ParallelStrategy):
     """Every rank is 0, also under a launcher that set the variables of several processes.
 
-    Collectives between processes have nothing to do: values pass through. To be mixed into the
-    `ParallelStrategy` of either package.
+    Collectives act over the replicas where a replica calls them in its step; see `collectives` for
+    what they give. Elsewhere there is only one process, and values pass through. To be mixed into
+    the `ParallelStrategy` of either package.
     """
 
     @property
@@ -43,23 +46,24 @@ class OneProcessMixin(ParallelStrategy):
         return 1
 
     @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        return collectives.reduce(tensor, reduce_op) if isinstance(tensor, Tensor) else tensor
 
     @override
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        return tensor
+        """The batch's tensor; gradients flow through it whatever `sync_grads`, as on one device."""
+        return collectives.all_gather(tensor)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj
+        return collectives.broadcast(obj, src)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        return None
+        collectives.barrier(name)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
+        return collectives.decide(decision, everybody=all)

@@ -6,7 +6,6 @@ call the caller's full thread state and brings its result or its exception back.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import statistics
 import threading
@@ -15,19 +14,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from lightning_dp.parallel.checks import check_choice
+from lightning_dp.parallel.meeting import Meeting, Seat, seated
 from lightning_dp.parallel.thread_state import ThreadState
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
 EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
-
-Outcomes: TypeAlias = dict[int, tuple[Any, BaseException | None]]
-"""Of each task, by its position, the result or the error."""
 
 
 @dataclass
@@ -39,7 +37,7 @@ class Task:
         device: its device.
         call: what to run; takes nothing.
         context: completes the sentence "in replica 2 on cuda:1, ..." in an error.
-        seconds: how long the call took, once it has run.
+        seconds: how long the call worked, once it has run; waiting for others is left out.
     """
 
     replica: int
@@ -48,13 +46,13 @@ class Task:
     context: str = ""
     seconds: float = field(default=0.0, init=False)
 
-    def run(self) -> Any:
+    def run(self, seat: Seat) -> Any:
         """Makes the call and times it."""
         start = time.perf_counter()
         try:
             return self.call()
         finally:
-            self.seconds = time.perf_counter() - start
+            self.seconds = time.perf_counter() - start - seat.waited
 
 
 class Executor:
@@ -79,7 +77,14 @@ class Executor:
         self._trials: dict[tuple[str, int], _Trial] = {}
         self._latest: dict[str, _Trial] = {}
 
-    def run(self, kind: str, tasks: Sequence[Task], *, goes_on: bool = False) -> list[Any]:
+    def run(
+        self,
+        kind: str,
+        tasks: Sequence[Task],
+        *,
+        goes_on: bool = False,
+        meeting: Meeting | None = None,
+    ) -> list[Any]:
         """Runs all tasks and waits for them.
 
         Args:
@@ -88,18 +93,21 @@ class Executor:
             goes_on: whether this is the second half of the latest work of this kind (a step's
                 backward after its forward): it runs the same way and counts with it. Changing
                 threads in between costs more than either way saves: memory goes back and forth.
+            meeting: where the replicas meet if their calls ask for it.
 
         Raises:
             Exception: the first failed replica's own exception, with a note that says which
                 replica, device and samples. No task is running any more when it arrives.
         """
+        meeting = meeting or Meeting()
         trial = self._trial(kind, len(tasks), goes_on)
         in_threads = self._how == "threads" if trial is None else trial.threads
         in_threads &= not _is_checkpointing()
         start = time.perf_counter()
         try:
-            return (self._in_threads if in_threads else self._in_order)(tasks)
+            return (self._in_threads if in_threads else self._in_order)(tasks, meeting)
         finally:
+            meeting.close()
             if trial is not None:
                 trial.add(time.perf_counter() - start)
 
@@ -120,95 +128,58 @@ class Executor:
             self._latest[kind].begin()
         return self._latest[kind]
 
-    def _in_order(self, tasks: Sequence[Task]) -> list[Any]:
-        results = []
+    def _in_order(self, tasks: Sequence[Task], meeting: Meeting) -> list[Any]:
+        """On this thread; if the first task comes to a meeting, the others in their workers."""
+        meeting.begin([(task.replica, task.device) for task in tasks], one_by_one=True)
+        state = ThreadState.capture(self._devices)
+        self._prepare(tasks, meeting, state)
         # Replicas that are all on the CPU are where the caller is.
         on_cpu = all(device.type == "cpu" for device in self._devices)
-        state = None if on_cpu else ThreadState.capture(self._devices)
-        for task in tasks:
-            try:
-                with nullcontext() if state is None else state.moved_to(task.device):
-                    results.append(task.run())
-            except Exception as error:
-                raise _with_note(error, task)  # noqa: B904  # it is the same exception
-        return results
+        for seat, task in zip(meeting.seats, tasks, strict=True):
+            if not seat.has_begun and not meeting.has_failed:
+                with nullcontext() if on_cpu else state.moved_to(task.device):
+                    meeting.run_here(seat, partial(task.run, seat))
+        return _outcome(tasks, meeting)
 
-    def _in_threads(self, tasks: Sequence[Task]) -> list[Any]:
+    def _in_threads(self, tasks: Sequence[Task], meeting: Meeting) -> list[Any]:
         if len(tasks) == 1:
-            return self._in_order(tasks)
+            return self._in_order(tasks, meeting)
+        meeting.begin([(task.replica, task.device) for task in tasks], one_by_one=False)
+        self._prepare(tasks, meeting, ThreadState.capture(self._devices))
+        return _outcome(tasks, meeting)
+
+    def _prepare(self, tasks: Sequence[Task], meeting: Meeting, state: ThreadState) -> None:
+        for seat, task in zip(meeting.seats, tasks, strict=True):
+            meeting.can_start(seat, partial(self._start, _Job(task, seat, state)))
+
+    def _start(self, job: _Job) -> None:
         if not self._workers:
             self._workers = _start_workers(self._devices)
-        outcomes: Outcomes = {}
-        done: SimpleQueue[None] = SimpleQueue()
-        state = ThreadState.capture(self._devices)
-        try:
-            for i, task in enumerate(tasks):
-                self._workers[task.replica].inbox.put(_Job(i, task, state, outcomes, done))
-            # What has happened is not in the news itself: an interrupt may come when one has been
-            # taken and not yet been looked at.
-            while len(outcomes) < len(tasks):
-                with contextlib.suppress(Empty):  # on Windows a lock does not let Ctrl-C through
-                    done.get(timeout=0.5)
-        except BaseException:
-            self._finish()
-            raise
-        for i, task in enumerate(tasks):
-            error = outcomes[i][1]
-            if error is not None:
-                raise _with_note(error, task)
-        return [outcomes[i][0] for i in range(len(tasks))]
-
-    def _finish(self) -> None:
-        """Waits, after an interrupt, until no task is using the module any more.
-
-        Whether the interrupt came before or after a task was handed out cannot be told; but what
-        comes last into an inbox is run last. A second interrupt ends the wait at once.
-        """
-        ends = [threading.Event() for _ in self._workers]
-        for worker, end in zip(self._workers, ends, strict=True):
-            worker.inbox.put(end.set)
-        for end in ends:
-            while not end.wait(timeout=0.5):
-                pass
+        self._workers[job.task.replica].inbox.put(job)
 
 
 class _Job:
     """A task on its way through a worker."""
 
-    def __init__(
-        self,
-        position: int,
-        task: Task,
-        state: ThreadState,
-        outcomes: Outcomes,
-        done: SimpleQueue[None],
-    ) -> None:
-        self._position = position
-        self._task = task
+    def __init__(self, task: Task, seat: Seat, state: ThreadState) -> None:
+        self.task = task
+        self._seat = seat
         self._state = state
         self._context = contextvars.copy_context()
-        self._outcomes = outcomes
-        self._done = done
 
     def __call__(self) -> None:
-        try:
-            outcome = (self._context.run(self._run), None)
-        except BaseException as error:  # it is raised again by the thread that waits
-            self._outcomes[self._position] = (None, error)
-        else:
-            self._outcomes[self._position] = outcome
-        self._done.put(None)
+        self._seat.run(partial(self._context.run, self._run))
 
     def _run(self) -> Any:
-        with self._state.entered(self._task.device):
-            return self._task.run()
+        with self._state.entered(self.task.device), seated(self._seat):
+            return self.task.run(self._seat)
 
 
 class _Worker:
     """A thread that runs what is put into its inbox, until None comes."""
 
     def __init__(self, replica: int, intra_op_threads: int) -> None:
-        self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
         self.ready = threading.Event()
         self._intra_op_threads = intra_op_threads
         self.thread = threading.Thread(target=self._loop, name=f"dp-replica-{replica}", daemon=True)
@@ -279,6 +250,18 @@ def _start_workers(devices: Sequence[torch.device]) -> list[_Worker]:
     # A worker's number became the default of threads to come; that remains the caller's.
     torch.set_num_threads(total)
     return workers
+
+
+def _outcome(tasks: Sequence[Task], meeting: Meeting) -> list[Any]:
+    """Lets the tasks come to their ends; their results, or the error."""
+    try:
+        meeting.serve()
+    finally:
+        results, failure = meeting.close()
+    if failure is not None:
+        position, error = failure
+        raise error if position is None else _with_note(error, tasks[position])
+    return results
 
 
 def _with_note(error: BaseException, task: Task) -> BaseException:

@@ -19,6 +19,7 @@ from lightning_dp.parallel.backward import Backward
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.join import Override, Scalars
 from lightning_dp.parallel.layout import ReplicaRules
+from lightning_dp.parallel.meeting import Meeting
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.out_of_memory import Recovery
 from lightning_dp.parallel.plan import Plan, Planner
@@ -70,6 +71,7 @@ class Engine:
         meter: what the devices do in training.
         last_sizes: samples per device in the latest apply.
         ranges: the stages, as profilers see them.
+        meeting: where the replicas met in the latest apply.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Engine:
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.last_sizes: Sizes = ()
         self.ranges = Ranges()
+        self.meeting = Meeting()
         self.meter = Meter(devices)
         self._planner = Planner(module, len(devices), split, cost_key)
         if self._planner.learns:
@@ -200,11 +203,12 @@ class Engine:
     ) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
+        self.meeting = Meeting(shards.active_sizes, shards.active_order, self._dim)
         if training:
             self.meter.start(shards.sizes)
         with self._around(self.replicas, name, shards, constants, self._is_rerun):
             calls = [(k, partial(call, modules[k], shards.parts[k])) for k in shards.active]
-            outputs, seconds = self._run(name, name, calls, shards)
+            outputs, seconds = self._run(name, name, calls, shards, self.meeting)
         if training:
             self.backward.after_forward(shards)
             self.meter.count(shards.sizes)
@@ -301,10 +305,11 @@ class Engine:
         stage: str,
         calls: Sequence[tuple[int, Callable[[], Any]]],
         shards: Shards,
+        meeting: Meeting | None = None,
     ) -> tuple[list[Any], list[float]]:
         """Runs calls of replicas; a stage that differs from the kind of work goes on with it."""
         tasks = [
             Task(k, self.devices[k], call, f", {stage}, {shards.samples(k)}") for k, call in calls
         ]
-        results = self._executor.run(kind, tasks, goes_on=stage != kind)
+        results = self._executor.run(kind, tasks, goes_on=stage != kind, meeting=meeting)
         return results, [task.seconds for task in tasks]

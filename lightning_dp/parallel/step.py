@@ -153,15 +153,17 @@ class StepParallel(Engine):
             for graph in zip(replicas, losses, weights, strict=True)
             if graph[2] != 0 and graph[1].requires_grad
         ]
+        # Where graphs go on in each other, none of them has a backward of its own.
+        is_joint = not self.on_cpu or self.meeting.crossed
 
         def backward_each(gradient: Tensor, keep_graph: bool) -> None:
             self._interrupted = gradient
             self.backward.before(can_fail=not self.on_cpu)
             try:
-                if self.on_cpu:
-                    self._backward_in_workers(method, graphs, gradient, keep_graph, shards)
-                else:
+                if is_joint:
                     _backward_at_once(graphs, gradient, keep_graph)
+                else:
+                    self._backward_in_workers(method, graphs, gradient, keep_graph, shards)
                 self.meter.stop()
                 with self.ranges.of("reduce"):
                     self.backward.after()

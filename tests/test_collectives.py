@@ -1,0 +1,522 @@
+"""Collectives inside a step: replicas meet, and get what one device would have."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracle import (
+    Classifier,
+    assert_equal_trees,
+    assert_same,
+    devices_of,
+    gradients,
+    run,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dp.parallel import collectives
+from lightning_dp.parallel.meeting import MeetingError, current_seat
+from lightning_dp.parallel.step import StepParallel
+
+CPU = torch.device("cpu")
+EXACT = {"atol": 1e-12, "rtol": 0.0}
+Step = Callable[[nn.Module, Tensor], Any]
+
+pytestmark = pytest.mark.usefixtures("on")
+
+
+@pytest.fixture(params=["threads", "inorder"])
+def executor(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Net(nn.Module):
+    """Calls `step(net, batch)`; `net` maps [n, 4] to [n, 3]."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        self.step = step
+
+    def training_step(self, batch: Tensor) -> Any:
+        return self.step(self.net, batch)
+
+
+@contextlib.contextmanager
+def engine_of(step: Step, sizes: tuple[int, ...], **options: Any) -> Iterator[StepParallel]:
+    devices = devices_of(len(sizes))
+    module = Net(step).to(devices[0])
+    split = lambda n: sizes  # noqa: E731
+    engine = StepParallel(module, devices, output_device=CPU, split=split, **options)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def batch_of(sizes: tuple[int, ...]) -> Tensor:
+    return torch.randn(sum(sizes), 4, generator=torch.Generator().manual_seed(1)).double()
+
+
+def evaluated(step: Step, sizes: tuple[int, ...], executor: str = "threads") -> list[Any]:
+    """What `step` returns on each replica."""
+    seen: dict[int, Any] = {}
+
+    def look(net: nn.Module, batch: Tensor) -> None:
+        seat = current_seat()
+        assert seat is not None
+        seen[seat.replica] = step(net, batch)
+
+    with engine_of(look, sizes, executor=executor) as engine:
+        engine.evaluate("training_step", engine.scatter(batch_of(sizes)))
+    return [seen[k] for k in sorted(seen)]
+
+
+def assert_as_one_device(step: Step, sizes: tuple[int, ...], **options: Any) -> StepParallel:
+    """The loss and its gradients are those of one call with the whole batch."""
+    one = Net(step)
+    expected = one.training_step(batch_of(sizes))
+    expected.backward()
+    with engine_of(step, sizes, **options) as engine:
+        for _ in range(2):  # a second one over the first one's marks
+            engine.module.zero_grad()
+            loss = engine.train("training_step", engine.scatter(batch_of(sizes)))
+            loss.backward()
+        torch.testing.assert_close(loss, expected, **EXACT)
+        assert_equal_trees(gradients(engine.module), gradients(one), "gradients", **EXACT)
+        return engine
+
+
+# What they give
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2, 1), (2, 0, 3), (4,)])
+def test_all_gather_gives_every_replica_the_batch(sizes: tuple[int, ...], executor: str) -> None:
+    seen = evaluated(lambda net, x: collectives.all_gather({"x": x * 2, "n": "a"}), sizes, executor)
+    assert len(seen) == sum(size > 0 for size in sizes)
+    devices = [device for device, size in zip(devices_of(len(sizes)), sizes, strict=True) if size]
+    for joined, device in zip(seen, devices, strict=True):
+        assert joined["x"].device == device and joined["n"] == "a"
+        torch.testing.assert_close(joined["x"].cpu(), batch_of(sizes) * 2, **EXACT)
+
+
+def test_gathered_numbers_are_the_means_of_the_batch(executor: str) -> None:
+    seen = evaluated(lambda net, x: collectives.all_gather(x.mean()), (3, 1), executor)
+    for mean in seen:
+        torch.testing.assert_close(mean.cpu(), batch_of((3, 1)).mean(), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        ("mean", lambda x: x.mean(0)),
+        ("avg", lambda x: x.mean(0)),
+        ("max", lambda x: torch.stack([x[:3].mean(0), x[3:5].mean(0), x[5:].mean(0)]).amax(0)),
+        ("min", lambda x: torch.stack([x[:3].mean(0), x[3:5].mean(0), x[5:].mean(0)]).amin(0)),
+        ("SUM", lambda x: x[:3].mean(0) + x[3:5].mean(0) + x[5:].mean(0)),
+        ("product", lambda x: x[:3].mean(0) * x[3:5].mean(0) * x[5:].mean(0)),
+        (torch.distributed.ReduceOp.AVG, lambda x: x.mean(0)),
+    ],
+)
+def test_reduce(op: Any, expected: Callable[[Tensor], Tensor], executor: str) -> None:
+    sizes = (3, 2, 1)
+    for result in evaluated(lambda net, x: collectives.reduce(x.mean(0), op), sizes, executor):
+        torch.testing.assert_close(result.cpu(), expected(batch_of(sizes)), **EXACT)
+
+
+def test_reduced_counts_stay_integers_and_numbers_numbers() -> None:
+    def step(net: nn.Module, x: Tensor) -> Any:
+        count = torch.tensor(len(x), device=x.device)
+        sums = collectives.reduce(count, "sum"), collectives.reduce(len(x), "sum")
+        return int(sums[0]), sums[0].dtype, sums[1], collectives.reduce(float(len(x)))
+
+    assert evaluated(step, (3, 1)) == [(4, torch.int64, 4, 2.5)] * 2
+
+
+@pytest.mark.parametrize("src", [0, 1])
+def test_broadcast_gives_all_what_one_has(src: int, executor: str) -> None:
+    sizes = (3, 0, 1)
+    seen = evaluated(
+        lambda net, x: collectives.broadcast({"x": x, "n": len(x)}, src), sizes, executor
+    )
+    expected = batch_of(sizes)[3:] if src else batch_of(sizes)[:3]
+    for got in seen:
+        assert got["n"] == len(expected)
+        torch.testing.assert_close(got["x"].cpu(), expected, **EXACT)
+
+
+def test_what_replicas_get_is_their_own(executor: str) -> None:
+    """Each may change it in place."""
+
+    def step(net: nn.Module, x: Tensor) -> Any:
+        results = [
+            collectives.all_gather(x),
+            collectives.all_gather(torch.ones(7, device=x.device)),
+            collectives.reduce(x.sum(0)),
+            collectives.broadcast(x.clone()),
+        ]
+        before = [result.clone() for result in results]
+        collectives.barrier("before")
+        for result in results:
+            result.zero_()
+        collectives.barrier("after")
+        x.zero_()
+        return all(float(b.abs().sum()) > 0 for b in before)
+
+    assert evaluated(step, (2, 2, 1), executor) == [True] * 3
+
+
+def test_a_tensor_may_be_changed_in_place_after_it_was_gathered() -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        gathered = collectives.all_gather(x)
+        x.zero_()
+        return gathered
+
+    for _ in range(20):
+        for gathered in evaluated(step, (5, 4, 3)):
+            torch.testing.assert_close(gathered.cpu(), batch_of((5, 4, 3)), **EXACT)
+
+
+def test_decisions(executor: str) -> None:
+    step = lambda net, x: (  # noqa: E731
+        collectives.decide(len(x) > 1),
+        collectives.decide(len(x) > 1, everybody=False),
+    )
+    assert evaluated(step, (3, 1), executor) == [(False, True)] * 2
+
+
+def test_outside_of_replicas_they_return_what_they_were_given() -> None:
+    x = torch.ones(2)
+    assert collectives.all_gather(x) is x and collectives.reduce(x, "sum") is x
+    assert collectives.broadcast(x) is x and collectives.decide(True)
+    collectives.barrier()
+
+
+def test_samples_in_another_order_are_gathered_in_the_batchs() -> None:
+    from lightning_dp.parallel.policies import split_policy
+
+    batch = batch_of((6,)).abs()
+    batch[:, 0] = torch.tensor([5.0, 1, 1, 1, 1, 1])
+    seen: list[Tensor] = []
+
+    def step(net: nn.Module, x: Tensor) -> None:
+        seen.append(collectives.all_gather(x))
+
+    devices = devices_of(2)
+    module = Net(step).to(devices[0])
+    module.sample_cost = lambda batch: batch[:, 0]  # type: ignore[assignment]
+    policy = split_policy("cost", None, devices)
+    engine = StepParallel(module, devices, output_device=CPU, split=policy)
+    engine.evaluate("training_step", engine.scatter(batch))
+    engine.close()
+    assert engine.last_sizes == (1, 5)
+    for gathered in seen:
+        torch.testing.assert_close(gathered.cpu(), batch, **EXACT)
+
+
+# Gradients
+
+
+def nt_xent(z: Tensor) -> Tensor:
+    """Each row's partner is the next one; all rows are compared with all."""
+    unit = F.normalize(z, dim=1)
+    itself = torch.eye(len(z), dtype=torch.bool, device=z.device)
+    logits = (unit @ unit.T).masked_fill(itself, -torch.inf)
+    return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(1))
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 2, 1), (1, 0, 1, 5)])
+def test_a_loss_over_the_whole_batch_is_exact(sizes: tuple[int, ...], executor: str) -> None:
+    engine = assert_as_one_device(
+        lambda net, x: nt_xent(collectives.all_gather(net(x))), sizes, executor=executor
+    )
+    assert engine.meeting.crossed
+
+
+def test_rows_of_a_shard_against_the_whole_batch_are_exact(executor: str) -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        z = net(x)
+        return ((z @ collectives.all_gather(z).T).logsumexp(1)).mean()
+
+    assert_as_one_device(step, (3, 2, 1), executor=executor)
+
+
+def test_reduce_and_broadcast_have_gradients(executor: str) -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        z = net(x)
+        centre = collectives.reduce(z.mean(0))
+        first = collectives.broadcast(collectives.all_gather(z))[:1]
+        return ((z - centre) ** 2).mean() + (z * first).mean()
+
+    assert_as_one_device(step, (3, 2, 1), executor=executor)
+
+
+def test_without_gradients_every_replica_runs_its_own_backward() -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        z = net(x)
+        with torch.no_grad():
+            scale = collectives.all_gather(z).std()
+        return (z / collectives.all_gather(z.detach()).norm()).square().mean() * scale
+
+    assert not assert_as_one_device(step, (3, 3)).meeting.crossed
+
+
+def test_the_graph_is_gone_after_the_step(executor: str) -> None:
+    import gc
+    import weakref
+
+    alive: list[weakref.ref[Tensor]] = []
+
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        z = net(x)
+        gathered = collectives.all_gather(z)
+        alive.extend([weakref.ref(z), weakref.ref(gathered)])
+        return nt_xent(gathered)
+
+    gc.disable()
+    try:
+        with engine_of(step, (3, 2), executor=executor) as engine:
+            loss = engine.train("training_step", engine.scatter(batch_of((3, 2))))
+            loss.backward()
+            del loss
+            assert len(alive) == 4 and all(ref() is None for ref in alive)
+    finally:
+        gc.enable()
+
+
+# Who does not come
+
+
+def assert_refused(step: Step, match: str, sizes: tuple[int, ...] = (3, 2, 1)) -> None:
+    for executor in ("threads", "inorder"):
+        with engine_of(step, sizes, executor=executor) as engine:
+            with pytest.raises(MeetingError, match=match) as caught:
+                engine.train("training_step", engine.scatter(batch_of(sizes)))
+            assert caught.value.__cause__ is None
+            engine.module.step = lambda net, x: collectives.reduce(net(x).mean())
+            engine.train("training_step", engine.scatter(batch_of(sizes))).backward()
+
+
+def device(k: int) -> str:
+    return str(devices_of(3)[k])
+
+
+def test_a_replica_that_ends_its_step_is_named() -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        return net(collectives.all_gather(x) if len(x) > 1 else x).mean()
+
+    assert_refused(
+        step,
+        rf"all replicas at all_gather, got: replica 0 on {device(0)} is at all_gather, replica 1 "
+        rf"on {device(1)} is at all_gather, replica 2 on {device(2)} has ended\. Make the same",
+    )
+
+
+def test_a_replica_that_alone_meets_is_named() -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        return net(collectives.all_gather(x) if len(x) < 3 else x).mean()
+
+    assert_refused(step, rf"replica 0 on {device(0)} has ended, replica 1 on {device(1)} is at all")
+
+
+def test_replicas_at_different_collectives_are_named() -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        collectives.barrier()
+        if len(x) == 2:
+            collectives.barrier("mine")
+        return net(collectives.all_gather(x)).mean()
+
+    assert_refused(step, r"replica 1 on \S+ is at barrier 'mine', replica 2 on \S+ is at all_gath")
+
+
+def test_a_replica_that_swallows_the_error_does_not_hide_it() -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(3):
+            with contextlib.suppress(Exception):
+                if len(x) > 1:
+                    collectives.barrier()
+        return net(x).mean()
+
+    assert_refused(step, r"replica 2 on \S+ has ended")
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_the_error_of_a_replica_ends_the_others_and_arrives_as_it_is(k: int, executor: str) -> None:
+    raised = KeyError("mine")
+    sizes = (3, 2, 1)
+
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        collectives.barrier()
+        if len(x) == sizes[k]:
+            raise raised
+        return net(collectives.all_gather(x)).mean()
+
+    with engine_of(step, sizes, executor=executor) as engine:
+        with pytest.raises(KeyError) as caught:
+            engine.train("training_step", engine.scatter(batch_of(sizes)))
+        assert caught.value is raised
+        assert f"replica {k} on {device(k)}" in str(getattr(raised, "__notes__", raised.args))
+
+
+def test_an_error_of_the_collective_reaches_all_and_can_be_handled(executor: str) -> None:
+    def step(net: nn.Module, x: Tensor) -> str:
+        try:
+            collectives.reduce(x)
+        except ValueError as error:
+            collectives.barrier()
+            return str(error)
+        return ""
+
+    for text in evaluated(step, (3, 1), executor):
+        assert "tensors of one shape" in text
+    with pytest.raises(ValueError, match="expected op 'mean'"):
+        evaluated(lambda net, x: collectives.reduce(x, "mode"), (3, 1), executor)
+    with pytest.raises(ValueError, match="expected src from 0 to 1"):
+        evaluated(lambda net, x: collectives.broadcast(x, 2), (3, 1), executor)
+
+
+def test_an_interrupt_ends_the_replicas_that_wait(executor: str) -> None:
+    ended: list[int] = []
+
+    def step(net: nn.Module, x: Tensor) -> None:
+        try:
+            if len(x) == 1:
+                time.sleep(0.1)  # the last one: by now the others wait
+                signal.raise_signal(signal.SIGINT)
+                time.sleep(0.1)
+            collectives.barrier()
+        finally:
+            ended.append(len(x))
+
+    with engine_of(step, (3, 2, 1), executor=executor) as engine:
+        with pytest.raises(KeyboardInterrupt):
+            engine.train("training_step", engine.scatter(batch_of((3, 2, 1))))
+        assert sorted(ended) == [1, 2, 3]
+
+
+def test_in_order_replicas_take_turns_from_meeting_to_meeting() -> None:
+    turns: list[tuple[int, int]] = []
+    running = threading.Lock()
+
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        for i in range(3):
+            assert running.acquire(blocking=False)
+            turns.append((i, len(x)))
+            time.sleep(0.001)
+            running.release()
+            collectives.barrier()
+        return net(x).mean()
+
+    evaluated(step, (3, 2, 1), "inorder")
+    assert turns == [(i, n) for i in range(3) for n in (3, 2, 1)]
+
+
+def test_waiting_is_not_work() -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        if len(x) == 2:
+            time.sleep(0.2)
+        collectives.barrier()
+        return net(x).mean()
+
+    for executor in ("threads", "inorder"):
+        with engine_of(step, (1, 2), executor=executor) as engine:
+            engine.train("training_step", engine.scatter(batch_of((1, 2))))
+            one, two = (usage.busy_seconds for usage in engine.meter.usage)
+            assert one < 0.1 < two, executor
+
+
+def test_backward_inside_of_a_step_through_a_collective_is_refused(executor: str) -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        loss = nt_xent(collectives.all_gather(net(x)))
+        (gradient,) = torch.autograd.grad(loss, net[0].weight, create_graph=True)
+        return loss + gradient.norm()
+
+    with (
+        engine_of(step, (2, 2), executor=executor) as engine,
+        pytest.raises(RuntimeError, match="inside of training_step: other replicas"),
+    ):
+        engine.train("training_step", engine.scatter(batch_of((2, 2))))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_collective_inside_of_an_activation_checkpoint_is_refused(use_reentrant: bool) -> None:
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        whole = torch.utils.checkpoint.checkpoint(
+            lambda x: nt_xent(collectives.all_gather(net(x))),
+            x.requires_grad_(),
+            use_reentrant=use_reentrant,
+        )
+        return whole
+
+    with engine_of(step, (2, 2)) as engine:
+        loss = engine.train("training_step", engine.scatter(batch_of((2, 2))))
+        with pytest.raises((RuntimeError, MeetingError)):
+            loss.backward()
+
+
+# In the Trainer
+
+
+class Contrastive(Classifier):
+    """Compares each sample with the whole batch, and logs what it sees."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self.all_gather(self.net(batch[0]), sync_grads=True)
+        loss = nt_xent(z)
+        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        self.log("train/std", z.std(), sync_dist=True)
+        self.log("train/mean", self.trainer.strategy.reduce(batch[0].mean()), sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", nt_xent(self.all_gather(self.net(batch[0]))))
+        self.trainer.strategy.barrier()
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test/loss", nt_xent(self.all_gather({"z": self.net(batch[0])})["z"]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        z = self.net(batch[0])
+        return z - self.all_gather(z).mean(0)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"executor": "inorder"}, {"mode": "forward"}], ids=str)
+def test_collectives_in_all_steps_give_the_numbers_of_one_device(
+    devices: int, options: dict[str, Any]
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(Contrastive, devices, strategy=options), run(Contrastive, 1))
+
+
+class GathersInForward(Classifier):
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.net(x)
+        return z / self.all_gather(z).std(0)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_collectives_in_forward_give_the_numbers_of_one_device(mode: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(GathersInForward, 3, strategy={"mode": mode}), run(GathersInForward, 1))
+
+
+def test_gradients_accumulate_over_batches_with_collectives() -> None:
+    torch.set_default_dtype(torch.float64)
+    kwargs = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+    assert_same(run(Contrastive, 3, **kwargs), run(Contrastive, 1, **kwargs))

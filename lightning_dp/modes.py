@@ -270,15 +270,6 @@ def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: b
         )
 
 
-def check_supported(layer_sync: Any) -> None:
-    """Refuses what neither mode can do, with the way out."""
-    if layer_sync is not None:
-        raise ValueError(
-            "Trainer(sync_batchnorm=...): expected False under dp_custom, got True. Leave it "
-            "out (running statistics then follow `buffers=`), or use devices=1."
-        )
-
-
 def _check_step_mode(module: LightningModule) -> None:
     name = type(module).__qualname__
     if not module.automatic_optimization:

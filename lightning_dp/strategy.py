@@ -17,13 +17,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_dp.first_step import FirstStep, check_first_step
+from lightning_dp.layer_sync import replicas_own
 from lightning_dp.modes import (
     MODES,
     ForwardMode,
     Mode,
     StepMode,
     check_mode_options,
-    check_supported,
 )
 from lightning_dp.one_process import OneProcessMixin
 from lightning_dp.parallel.apply import EXECUTORS
@@ -252,11 +252,12 @@ class DataParallelMixin(OneProcessMixin):
     @override
     def setup(self, trainer: Trainer) -> None:
         devices = cast(list[torch.device], self.parallel_devices)
-        if len(devices) > 1:
-            check_supported(self._layer_sync)
         super().setup(trainer)
         if len(devices) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
+        if self._layer_sync is not None:
+            self._layer_sync = replicas_own(self._layer_sync)
+            self._layer_sync.apply(cast(LightningModule, self.lightning_module))
         self._mode = self._new_mode()
         profiler = cast(Any, trainer).profiler
         if type(profiler).__name__ == "SimpleProfiler":  # others see what torch.profiler sees
@@ -309,6 +310,8 @@ class DataParallelMixin(OneProcessMixin):
     @override
     def teardown(self) -> None:
         self._close()
+        if self._layer_sync is not None and self.lightning_module is not None:
+            self._layer_sync.revert(self.lightning_module)
         super().teardown()
 
     # Steps

@@ -105,11 +105,6 @@ def test_steps_that_take_the_iterator_are_refused() -> None:
         trainer(2).fit(Iterating(), loader(), loader())
 
 
-def test_sync_batchnorm_is_refused() -> None:
-    with pytest.raises(ValueError, match="sync_batchnorm"):
-        trainer(2, sync_batchnorm=True).fit(Classifier(), loader(), loader())
-
-
 def test_the_name_is_registered_once_however_often_it_is_imported() -> None:
     importlib.reload(lightning_dp)
     assert StrategyRegistry["dp_custom"]["strategy"] is DataParallelStrategy

@@ -51,7 +51,7 @@ def all_gather(x: T) -> T:
         MeetingError: a replica ended its call, or is at another collective.
         GatherError: the structures differ.
     """
-    return _meet("all_gather", x, _all_gather)
+    return meet("all_gather", x, _all_gather)
 
 
 def reduce(x: T, op: Any = "mean") -> T:
@@ -67,7 +67,7 @@ def reduce(x: T, op: Any = "mean") -> T:
         ValueError: an unknown `op`, or the shapes differ.
     """
     name = op if current_seat() is None else _name_of(op)
-    return _meet(f"reduce with op={name!r}", x, partial(_reduce, name))
+    return meet(f"reduce with op={name!r}", x, partial(_reduce, name))
 
 
 def broadcast(x: T, src: int = 0) -> T:
@@ -81,7 +81,7 @@ def broadcast(x: T, src: int = 0) -> T:
         MeetingError: a replica ended its call, or is at another collective.
         ValueError: there is no such replica.
     """
-    return _meet(f"broadcast from {src}", x, partial(_broadcast, src))
+    return meet(f"broadcast from {src}", x, partial(_broadcast, src))
 
 
 def barrier(name: str | None = None) -> None:
@@ -93,22 +93,30 @@ def barrier(name: str | None = None) -> None:
     Raises:
         MeetingError: a replica ended its call, or is at another collective.
     """
-    _meet("barrier" if name is None else f"barrier {name!r}", None, lambda meeting, values: values)
+    meet("barrier" if name is None else f"barrier {name!r}", None, lambda meeting, values: values)
 
 
 def decide(decision: bool, *, everybody: bool = True) -> bool:
     """Whether all replicas, or with `everybody=False` any of them, say so."""
     rule = all if everybody else any
     act = lambda meeting, values: [rule(values)] * len(values)  # noqa: E731
-    return _meet("reduce_boolean_decision", bool(decision), act)
+    return meet("reduce_boolean_decision", bool(decision), act)
 
 
-def _meet(what: str, x: T, act: Callable[[Meeting, list[Any]], Sequence[Any]]) -> T:
+def must_meet(what: str) -> bool:
+    """Whether there are other replicas to wait for, in a collective that people know as `what`."""
     seat = current_seat()
     if seat is None:
         _refuse_recomputation(what)
-        return x
-    if len(seat.meeting.seats) == 1:
+    return seat is not None and len(seat.meeting.seats) > 1
+
+
+def meet(what: str, x: T, act: Callable[[Meeting, list[Any]], Sequence[Any]]) -> T:
+    """A collective of one's own: what `act` makes of the replicas' `x`, see `Seat.meet`.
+
+    Where there are no other replicas it is `x`.
+    """
+    if not must_meet(what) or (seat := current_seat()) is None:
         return x
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     result: T = seat.meet(what, (x, modes), partial(_in_replicas_modes, act))

@@ -1,0 +1,58 @@
+"""Batch norm over all replicas, as `Trainer(sync_batchnorm=True)` asks for."""
+
+from __future__ import annotations
+
+import warnings
+from types import MethodType
+
+from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from lightning_dp.parallel import batch_norm
+
+
+class ReplicaBatchNorm(LayerSync):
+    """Batch norm layers normalise by the whole batch; running statistics are the batch's.
+
+    A layer stays the object that it is, with its class, parameters, buffers and hooks: it is only
+    given another `forward`, which it loses again in the end. Checkpoints have the same keys.
+    Layers of a class with a `forward` of its own are left as they are, with a warning.
+    """
+
+    @override
+    def apply(self, model: nn.Module) -> nn.Module:
+        others = set()
+        for module in model.modules():
+            if batch_norm.can_be_synced(module):
+                module.__dict__["forward"] = MethodType(batch_norm.forward, module)
+            elif isinstance(module, _BatchNorm) and not _is_synced(module):
+                others.add(type(module).__qualname__)
+        if others:
+            warnings.warn(
+                f"sync_batchnorm=True: expected layers with torch's own forward, got also "
+                f"{', '.join(sorted(others))}, which keep to the statistics of their shards. "
+                "Use torch's layers for statistics of the whole batch.",
+                stacklevel=2,
+            )
+        return model
+
+    @override
+    def revert(self, model: nn.Module) -> nn.Module:
+        for module in model.modules():
+            if _is_synced(module):
+                del module.__dict__["forward"]
+        return model
+
+
+def replicas_own(layer_sync: LayerSync) -> LayerSync:
+    """The plugin for replicas in place of Lightning's, which is for processes; others stay."""
+    # By name, since the packages `lightning` and `pytorch_lightning` have one each.
+    is_lightnings = type(layer_sync).__qualname__ == TorchSyncBatchNorm.__qualname__
+    return ReplicaBatchNorm() if is_lightnings else layer_sync
+
+
+def _is_synced(module: nn.Module) -> bool:
+    own = module.__dict__.get("forward")
+    return isinstance(own, MethodType) and own.__func__ is batch_norm.forward

@@ -299,7 +299,7 @@ def test_a_difference_without_a_cause_is_told_all_the_same() -> None:
         """Leaves out the shard of 7 samples."""
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None if len(batch[0]) == 7 else super().training_step(batch, batch_idx)
+            return None if len(batch[0]) == 7 else self.loss(batch)
 
     with pytest.warns(UserWarning, match="The cause was not found .*returned None"):
         assert list(checked(Skipping).causes) == ["unknown"]

@@ -16,6 +16,12 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_dp.checkpoint import (
+    ModulePrefixCheckpointIO,
+    check_training_state,
+    name_as_module,
+)
+from lightning_dp.checkpoint_files import weights_in
 from lightning_dp.first_step import FirstStep, check_first_step
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.modes import (
@@ -109,7 +115,7 @@ class DataParallelMixin(OneProcessMixin):
             lasts. The result is `first_step`.
         accelerator: as for every Lightning strategy; the Trainer sets it.
         cluster_environment: as for every Lightning strategy; the Trainer sets it.
-        checkpoint_io: as for every Lightning strategy.
+        checkpoint_io: as for every Lightning strategy; None for `ModulePrefixCheckpointIO()`.
         precision_plugin: as for every Lightning strategy.
 
     Raises:
@@ -281,6 +287,23 @@ class DataParallelMixin(OneProcessMixin):
             return StepMode(module, devices, **options, **self._step_options)
         return ForwardMode(module, devices, **options, **self._forward_options)
 
+    # Checkpoints
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or ours; in a wrapper that was given none it is ours too."""
+        given = self._checkpoint_io
+        if given is None:
+            self._checkpoint_io = ModulePrefixCheckpointIO()
+        elif getattr(given, "checkpoint_io", self) is None:
+            given.checkpoint_io = ModulePrefixCheckpointIO()  # type: ignore[attr-defined]
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
@@ -291,8 +314,9 @@ class DataParallelMixin(OneProcessMixin):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(*args, **kwargs)
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        weights_in(checkpoint, checkpoint_path)
         own = checkpoint.get(_CHECKPOINT_KEY, {})
         if "split" in own and isinstance(self._policy, LearningSplit):
             self._policy.load_state_dict(own["split"])
@@ -300,8 +324,14 @@ class DataParallelMixin(OneProcessMixin):
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        module = cast(LightningModule, self.lightning_module)
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            check_training_state(checkpoint, module.trainer.ckpt_path)
+        name_as_module(checkpoint, module, self.checkpoint_io)
         super().load_model_state_dict(checkpoint, strict=strict)
         self._resync()
+
+    # Ends
 
     @override
     def on_exception(self, exception: BaseException) -> None:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig
 
 from lightning_dp.app.callbacks import SamplesTested
 from lightning_dp.app.devices import check_devices
+from lightning_dp.checkpoint_files import load_weights
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +34,16 @@ def settle(cfg: DictConfig) -> DictConfig:
     ``-m strategy=dp_custom,single trainer.devices=4`` compares four devices with one.
 
     Raises:
-        ValueError: ``ckpt_path`` or ``trainer.devices`` is not usable.
+        ValueError: ``ckpt_path``, ``init_from`` or ``trainer.devices`` is not usable.
     """
     cfg = cfg.copy()
-    _check_checkpoint(cfg.ckpt_path)
+    _check_checkpoint("ckpt_path", cfg.ckpt_path)
+    _check_checkpoint("init_from", cfg.get("init_from"))
+    if cfg.ckpt_path is not None and cfg.get("init_from") is not None:
+        raise ValueError(
+            f"init_from: expected null beside ckpt_path={cfg.ckpt_path}, whose weights would "
+            f"replace these, got {cfg.init_from!r}. Give one of the two."
+        )
     devices = cfg.trainer.get("devices", "auto")
     check_devices(cfg.trainer.get("accelerator", "auto"), devices)
     if cfg.get("strategy") == "auto":
@@ -47,14 +54,30 @@ def settle(cfg: DictConfig) -> DictConfig:
 
 
 def build(cfg: DictConfig) -> Job:
-    """Builds trainer, data and model; the trainer first, as most mistakes are about devices."""
+    """Builds trainer, data and model; the trainer first, as most mistakes are about devices.
+
+    Raises:
+        ValueError: ``init_from`` holds no weights, or not those of this model.
+    """
     if cfg.trainer.get("accelerator") == "sim":
         importlib.import_module("lightning_dp.sim")  # makes Lightning know the accelerator
     callbacks = [*_list_of(cfg.get("callbacks")), SamplesTested()]
     trainer = instantiate(cfg.trainer, callbacks=callbacks, logger=_list_of(cfg.get("logger")))
     data = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
+    if cfg.get("init_from") is not None:
+        _begin_with(model, cfg.init_from)
     return Job(trainer, model, data)
+
+
+def _begin_with(model: LightningModule, path: str) -> None:
+    try:
+        load_weights(model, path)
+    except RuntimeError as error:
+        raise ValueError(
+            f"init_from: expected weights of {type(model).__qualname__}, got {path!r}, which does "
+            f"not fit. {error}"
+        ) from error
 
 
 def _first(devices: object) -> int | list[object]:
@@ -74,11 +97,11 @@ def _list_of(group: DictConfig | None) -> list[Any]:
     ]
 
 
-def _check_checkpoint(path: str | None) -> None:
-    """Checks that ``ckpt_path`` is null, a remote address or a file that is there."""
+def _check_checkpoint(key: str, path: str | None) -> None:
+    """Checks that an option is null, a remote address or a file that is there."""
     if path is None or "://" in path or Path(path).exists():
         return
     raise ValueError(
-        f"ckpt_path: expected a checkpoint file, got {path!r}, which does not exist. A run leaves "
+        f"{key}: expected a checkpoint file, got {path!r}, which does not exist. A run leaves "
         "its checkpoints in the folder checkpoints/ of its run folder."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -22,8 +21,10 @@ from lightning_dp.parallel.devices import (
 )
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.join import Override, check_overrides
+from lightning_dp.parallel.key_matching import match_keys
 from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
 from lightning_dp.parallel.reduce import BUFFERS, Buffers
+from lightning_dp.parallel.state_dicts import PREFIXES, normalize_state_dict
 from lightning_dp.parallel.transfer import to_device
 
 _PREFIX = "module."
@@ -154,8 +155,9 @@ class DataParallel(nn.Module, Generic[Module]):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads into the module, from keys with the prefix `module.` or without it."""
-        return self.module.load_state_dict(_without_prefix(state_dict, self.module), strict, assign)
+        """Loads into the module, from keys with prefixes of wrappers or without them."""
+        own = normalize_state_dict(state_dict, self.module)
+        return self.module.load_state_dict(own, strict, assign)
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay behind: a copy makes its own when it is first called."""
@@ -193,50 +195,12 @@ def _check_module(module: Any) -> None:
         )
 
 
-def _without_prefix(state_dict: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """A state dict for `module`, from one of `module` or of a wrapper around it."""
-    own = set(module.state_dict())
-    is_wrapped = _have_prefix(list(state_dict), own)
-    names = {
-        key: key.removeprefix(_PREFIX) if is_wrapped else _own_key(key, own) for key in state_dict
-    }
-    doubled = [key for key, name in names.items() if key != name and names.get(name) == name]
-    if doubled:
-        raise ValueError(
-            f"load_state_dict: expected each parameter once, got both {doubled[0]!r} and "
-            f"{names[doubled[0]]!r}. Remove one of them."
-        )
-    clean = OrderedDict((name, state_dict[key]) for key, name in names.items())
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None and any(key != name for key, name in names.items()):
-        # Of each submodule, by name: the version of its format.
-        metadata = {f"{k}.".removeprefix(_PREFIX).removesuffix("."): v for k, v in metadata.items()}
-    clean._metadata = metadata  # type: ignore[attr-defined]
-    return clean
-
-
-def _have_prefix(keys: list[str], own: set[str]) -> bool:
-    """Whether keys are those of a module in a wrapper, prefix and all.
-
-    Only together can they tell the prefix from a submodule that is really called `module`.
-    """
-    bare = {key.removeprefix(_PREFIX) for key in keys}
-    return all(key.startswith(_PREFIX) for key in keys) and own <= bare
-
-
-def _own_key(key: str, own: set[str]) -> str:
-    bare = key.removeprefix(_PREFIX)
-    return bare if bare in own and key not in own else key
-
-
 def _add_prefix(
     wrapper: DataParallel[Any], state_dict: dict[str, Any], prefix: str, *args: Any
 ) -> None:
-    """Lets a bigger module load its state into the wrapper, where keys have no prefix."""
-    own = set(wrapper.module.state_dict())
+    """Lets a bigger module load its state into the wrapper, whichever prefixes keys have."""
+    own = [_PREFIX + key for key in wrapper.module.state_dict()]
     keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-    if not _have_prefix(keys, own):
-        moved = [key for key in keys if key in own]
-        values = [state_dict.pop(prefix + key) for key in moved]
-        names = [prefix + _PREFIX + key for key in moved]
-        state_dict.update(zip(names, values, strict=True))
+    names = match_keys(keys, own, PREFIXES).changes
+    values = [state_dict.pop(prefix + key) for key in names]
+    state_dict.update(zip([prefix + name for name in names.values()], values, strict=True))

@@ -1,0 +1,88 @@
+"""Files that are complete or not there at all, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+_HOST = re.sub(r"\W", "_", socket.gethostname())
+_TEMPORARY = re.compile(rf"\.lightning-dp-{re.escape(_HOST)}-(\d+)-[0-9a-f]+\.tmp")
+_writing: set[str] = set()  # the names of this process's temporary files
+
+
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """The path of a local file; None for an address such as `s3://bucket/file`.
+
+    Example:
+        >>> local_path("file:///tmp/a.ckpt").as_posix(), local_path("s3://bucket/a.ckpt")
+        ('/tmp/a.ckpt', None)
+    """
+    name = os.fspath(path).removeprefix("file://")
+    return None if "://" in name else Path(name)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a temporary path to write to, and puts what was written there in place of a file.
+
+    It lies in the same folder, so that one step of the file system replaces the old file by the
+    new one; before that, all is on the disk. After an error the old file is as it was, and also
+    after a crash, which leaves the temporary file: the next writer into the folder removes it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_behind(path.parent)
+    name = f".lightning-dp-{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    temporary = path.parent / name
+    _writing.add(name)
+    try:
+        yield temporary
+        _to_disk(temporary)
+        os.replace(temporary, path)
+        _folder_to_disk(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+        _writing.discard(name)
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _folder_to_disk(folder: Path) -> None:
+    """Makes the new name last; Windows cannot open folders, nor can some network file systems."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """Removes the temporary files of processes of this machine that are no more."""
+    for name in os.listdir(folder):
+        found = _TEMPORARY.fullmatch(name)
+        if found and name not in _writing and not _is_running(int(found[1])):
+            with contextlib.suppress(OSError):  # another process was quicker, or it is open
+                (folder / name).unlink()
+
+
+def _is_running(pid: int) -> bool:
+    """Whether another process runs; one that we cannot tell about on Windows does not."""
+    if os.name == "nt" or pid == os.getpid():
+        return False  # on Windows a file that is being written cannot be removed
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

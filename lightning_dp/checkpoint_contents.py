@@ -1,0 +1,140 @@
+"""What is in a checkpoint: which entries are a model's weights, and those under other names."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_dp.parallel.key_matching import bare, match_keys
+from lightning_dp.parallel.renaming import Renaming
+from lightning_dp.parallel.state_dicts import PREFIXES, keys_of, renamed, renaming_like
+
+WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
+"""Under which keys people save a model's state; the first one is Lightning's."""
+
+Rename = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+_LIGHTNINGS = ("state_dict", "current_model_state")  # the second one in averaging of weights
+
+_NOT_WEIGHTS = re.compile(
+    r"(^|_)(optim(?!al)|sched|hyper_?param|hparams)|^(loops|averaging_state|lightning_dp)$", re.I
+)
+"""Entries that hold tensors under names, or anything else, but no weights."""
+
+
+def is_model_state(value: Any) -> bool:
+    """Whether something is a module's state: names and tensors, and extra state of modules."""
+    return (
+        isinstance(value, Mapping)
+        and any(isinstance(part, Tensor) for part in value.values())
+        and all(
+            isinstance(key, str) and (isinstance(part, Tensor) or key.endswith("_extra_state"))
+            for key, part in value.items()
+        )
+    )
+
+
+def _has_names(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+
+
+def is_lightnings(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a Trainer made it.
+
+    Its `state_dict` then has the names of the LightningModule: `module.` is a submodule's.
+    """
+    return {"pytorch-lightning_version", "loops", "state_dict"} <= checkpoint.keys()
+
+
+def find_weights(loaded: Any) -> Mapping[str, Any] | None:
+    """The weights in what a file held; None if there are none.
+
+    Args:
+        loaded: a module, a state dict, or a dict that holds either under one of `WEIGHTS`.
+    """
+    if isinstance(loaded, nn.Module):
+        return loaded.state_dict()
+    if not isinstance(loaded, Mapping):
+        return None
+    for key in WEIGHTS:
+        value = loaded.get(key)
+        if isinstance(value, nn.Module):
+            return value.state_dict()
+        if is_model_state(value) or (key == WEIGHTS[0] and _has_names(value)):
+            return value
+    return loaded if is_model_state(loaded) else None
+
+
+def rename_states(checkpoint: Any, main: Rename, nested: Rename | None = None) -> Any:
+    """The checkpoint with its model states under other names; whatever else is in it stays.
+
+    Args:
+        checkpoint: what a file held; it is not modified.
+        main: renames the model's own state; it returns what it was given if nothing changes.
+        nested: renames model states in other places, such as those of callbacks; None: as `main`.
+    """
+    if is_model_state(checkpoint):
+        return main(checkpoint)
+    if not isinstance(checkpoint, Mapping):
+        return checkpoint
+    changed = {}
+    for key, value in checkpoint.items():
+        if (key in _LIGHTNINGS and _has_names(value)) or (key in WEIGHTS and is_model_state(value)):
+            changed[key] = main(value)
+        elif not _NOT_WEIGHTS.search(str(key)):
+            changed[key] = _rename_nested(value, nested or main)
+    return _with(checkpoint, changed)
+
+
+def _rename_nested(value: Any, rename: Rename) -> Any:
+    if is_model_state(value):
+        return rename(value)
+    if isinstance(value, Mapping) and "param_groups" not in value:
+        parts = {k: v for k, v in value.items() if not _NOT_WEIGHTS.search(str(k))}
+        return _with(value, {k: _rename_nested(v, rename) for k, v in parts.items()})
+    if type(value) in (list, tuple):
+        items = [_rename_nested(item, rename) for item in value]
+        same = all(new is old for new, old in zip(items, value, strict=True))
+        return value if same else type(value)(items)
+    return value
+
+
+def _with(mapping: Mapping[Any, Any], changed: Mapping[Any, Any]) -> Any:
+    """The mapping with other values; the very same if there are none."""
+    changed = {key: value for key, value in changed.items() if value is not mapping[key]}
+    if not changed:
+        return mapping
+    other: Any = copy.copy(mapping)
+    other.update(changed)
+    return other
+
+
+def rename(state: Mapping[str, Any], renaming: Renaming) -> Mapping[str, Any]:
+    """A state under other names; the very same if they are no others."""
+    return renamed(state, renaming) if renaming.changes else state
+
+
+def name_for_module(checkpoint: dict[str, Any], module: nn.Module) -> None:
+    """Renames, in place, the model states of a checkpoint to what the module calls them.
+
+    States in other places are renamed if the module has all of their keys.
+    """
+    own = keys_of(module)
+    checkpoint.update(
+        rename_states(
+            checkpoint,
+            lambda state: rename(state, renaming_like(state, own)),
+            lambda state: _rename_whole(state, own),
+        )
+    )
+
+
+def _rename_whole(state: Mapping[str, Any], own: list[str]) -> Mapping[str, Any]:
+    wrappers = [tuple(prefix.split(".")[:-1]) for prefix in PREFIXES]
+    if set(bare(state, wrappers).values()) <= set(bare(own, wrappers).values()):
+        return rename(state, match_keys(state, own, PREFIXES))
+    return state

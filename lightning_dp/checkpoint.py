@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -131,14 +131,17 @@ class ModulePrefixMixin:
         stripped = cast(dict[str, Any], _strip(checkpoint, _prefixes_in(checkpoint)))
         if self.on_save == "strip":
             return stripped
-        return cast(dict[str, Any], note_added(_add(stripped), _PREFIX))
+        return cast(dict[str, Any], note_added(_add(stripped, _PREFIX), _PREFIX))
 
     def _after_loading(self, loaded: Any) -> dict[str, Any]:
         checkpoint = as_lightnings(loaded)
         if self.on_load == "keep":
             return cast(dict[str, Any], checkpoint)
+        added = _added_to(checkpoint)
+        if added is not None:
+            checkpoint = note_added(_take(checkpoint, added), None)
         prefixes = PREFIXES if self.on_load == "strip" else _prefixes_in(checkpoint)
-        return cast(dict[str, Any], _strip(note_added(checkpoint, None), prefixes))
+        return cast(dict[str, Any], _strip(checkpoint, prefixes))
 
 
 class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):
@@ -174,8 +177,8 @@ class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):
         >>> import tempfile, torch
         >>> path = tempfile.mkdtemp() + "/old.pt"
         >>> torch.save({"module.weight": torch.ones(1)}, path)
-        >>> ModulePrefixCheckpointIO().load_checkpoint(path)["state_dict"]
-        OrderedDict({'weight': tensor([1.])})
+        >>> list(ModulePrefixCheckpointIO().load_checkpoint(path)["state_dict"])
+        ['weight']
     """
 
 
@@ -229,10 +232,14 @@ def check_training_state(checkpoint: Mapping[str, Any], path: Any) -> None:
 
 def _prefixes_in(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
     """What can only be a wrapper's around all of the model's keys."""
-    if not is_lightnings(checkpoint):
-        return PREFIXES
-    added = checkpoint.get(_OURS, {}).get(_ADDED)
-    return _WRAPPERS_ONLY if added is None else (added,)
+    return _WRAPPERS_ONLY if is_lightnings(checkpoint) else PREFIXES
+
+
+def _added_to(checkpoint: Any) -> str | None:
+    """The prefix that a note says was added."""
+    if not isinstance(checkpoint, Mapping) or not is_lightnings(checkpoint):
+        return None
+    return cast("str | None", checkpoint.get(_OURS, {}).get(_ADDED))
 
 
 def _strip(checkpoint: Any, prefixes: tuple[str, ...]) -> Any:
@@ -245,18 +252,29 @@ def _strip(checkpoint: Any, prefixes: tuple[str, ...]) -> Any:
     return rename_states(checkpoint, stripped)
 
 
-def _add(checkpoint: Any) -> Any:
-    """With the prefix before the model's keys; in other places, if they are some of the model's."""
+def _add(checkpoint: Any, prefix: str) -> Any:
+    return _rename_own(checkpoint, lambda state: rename(state, add_prefix(state, prefix)))
+
+
+def _take(checkpoint: Any, prefix: str) -> Any:
+    """Undoes `_add`."""
+
+    def taken(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        has_it = all(key.startswith(prefix) for key in state)
+        return rename(state, strip_prefix(state, prefix)) if has_it else state
+
+    return _rename_own(checkpoint, taken)
+
+
+def _rename_own(checkpoint: Any, renamed: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
+    """Renames the model's state; those in other places too, if their keys are some of its own."""
     wrappers = [tuple(prefix.split(".")[:-1]) for prefix in PREFIXES]
     own = set(bare(find_weights(checkpoint) or {}, wrappers).values())
 
-    def added(state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return rename(state, add_prefix(state, _PREFIX))
+    def renamed_if_own(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return renamed(state) if set(bare(state, wrappers).values()) <= own else state
 
-    def added_if_own(state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return added(state) if set(bare(state, wrappers).values()) <= own else state
-
-    return rename_states(checkpoint, added, added_if_own)
+    return rename_states(checkpoint, renamed, renamed_if_own)
 
 
 def _chain(checkpoint_io: Any) -> Iterator[Any]:

@@ -81,13 +81,19 @@ def bare(keys: Iterable[str], wrappers: Sequence[Wrapper]) -> dict[str, str]:
 def _match_one_to_one(
     keys: Collection[str], own: set[str], wrappers: Sequence[Wrapper]
 ) -> Renaming | None:
-    """The usual case, and a quick one: apart from wrappers all names differ, and all match."""
+    """The usual case, and a quick one: apart from wrappers, no name occurs twice."""
     theirs, ours = bare(keys, wrappers), bare(own, wrappers)
     places = {name: key for key, name in ours.items()}
-    unique = len(places) == len(own) == len(keys)
-    if not unique or places.keys() != set(theirs.values()):
+    unique = len(places) == len(own) and len(set(theirs.values())) == len(keys)
+    if not unique or any(len(wrapper) > 1 for wrapper in wrappers):
         return None
-    return Renaming.of({key: places[name] for key, name in theirs.items()})
+    found = Renaming.of({key: places[name] for key, name in theirs.items() if name in places})
+    if not found.keys:
+        return None
+    for key in theirs.keys() - found.keys.keys():
+        path, _, leaf = key.rpartition(".")
+        found.keys[key] = join(found.module(path), leaf)
+    return found
 
 
 def _where_to_begin(matcher: _Matcher, source: Node, target: Node) -> tuple[Node, Node]:

@@ -147,16 +147,16 @@ def _with_duplicates(renaming: Renaming, own: Collection[str], prefixes: Sequenc
     Such are `fc.weight` and `module.fc.weight` in one state: they have to be equal.
     """
     reference = set(own)
-    left = [key for key, name in renaming.keys.items() if name not in reference]
+    left = {key: name for key, name in renaming.keys.items() if name not in reference}
     if not left:
         return renaming
     wrappers = [tuple(prefix.split(".")[:-1]) for prefix in prefixes]
     taken = {name for name in renaming.keys.values() if name in reference}
     places = {name: key for key, name in bare(taken, wrappers).items()}
-    doubled = {key: places.get(name) for key, name in bare(left, wrappers).items()}
-    names = {
-        key: name for key, name in doubled.items() if name and name.count(".") < key.count(".")
-    }
+    bared = bare(left.values(), wrappers)
+    same = {key: places.get(bared[name], name) for key, name in left.items()}
+    # With more wrappers, that is: with fewer it is another parameter.
+    names = {key: name for key, name in same.items() if name.count(".") < left[key].count(".")}
     return Renaming({**renaming.keys, **names}, renaming.modules)
 
 

@@ -1,0 +1,591 @@
+"""`ModulePrefixCheckpointIO`: names on save and load, other IOs in it and around it, crashes."""
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from oracle import Classifier, assert_equal_trees, loader, trainer
+from torch import Tensor, nn
+
+from lightning_dp import DataParallelStrategy, ModulePrefixCheckpointIO
+from lightning_dp.checkpoint import AtomicTorchCheckpointIO, ModulePrefixMixin
+
+EXACT = {"atol": 0.0, "rtol": 0.0}
+W, B = torch.ones(2, 2), torch.zeros(2)
+
+
+def state(prefix: str = "") -> dict[str, Tensor]:
+    return {f"{prefix}fc.weight": W, f"{prefix}fc.bias": B}
+
+
+def trainers(prefix: str = "") -> dict[str, Any]:
+    """A checkpoint as a Trainer makes it, with averaged weights and a callback's copy of them."""
+    return {
+        "epoch": 3,
+        "global_step": 7,
+        "pytorch-lightning_version": "2.6.0",
+        "loops": {"fit_loop": {}},
+        "state_dict": state(prefix),
+        "current_model_state": state(prefix),
+        "averaging_state": {"n_averaged": torch.tensor(4)},
+        "callbacks": {
+            "Teacher": {"weights": [state(prefix)], "decay": 0.9},
+            "Best": {"best_model_score": torch.tensor(0.5)},
+        },
+        "optimizer_states": [{"state": {0: {"exp_avg": W}}, "param_groups": [{"params": [0]}]}],
+        "lr_schedulers": [{"last_epoch": 3}],
+        "hyper_parameters": {"module.lr": 0.1},
+    }
+
+
+def scripts(prefix: str = "") -> dict[str, Any]:
+    """A checkpoint as people write it in a script of their own."""
+    named = {"state": {f"{prefix}fc.weight": {"exp_avg": W}}, "param_groups": []}
+    return {
+        "model": state(prefix),
+        "optimizer": named,
+        "ema": {"shadow": state(prefix)},
+        "epoch": 3,
+    }
+
+
+def saved(io: Any, checkpoint: Any, path: Path) -> Any:
+    io.save_checkpoint(checkpoint, path)
+    return torch.load(path, weights_only=True)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_save", ["strip", "add", "keep"])
+@pytest.mark.parametrize("before", ["", "module.", "_orig_mod.module."])
+def test_states_of_models_are_renamed_and_nothing_else(
+    on_save: Any, before: str, tmp_path: Path
+) -> None:
+    prefix = {"strip": "", "add": "module.", "keep": before}[on_save]
+    io = ModulePrefixCheckpointIO(on_save=on_save)
+    checkpoint = scripts(before)
+    found = saved(io, checkpoint, tmp_path / "script.pt")
+    expected = {**scripts(prefix), "optimizer": scripts(before)["optimizer"]}
+    assert_equal_trees(found, expected, "script", **EXACT)
+    assert_equal_trees(checkpoint, scripts(before), "the input", **EXACT)
+    found = saved(io, state(before), tmp_path / "bare.pt")
+    assert_equal_trees(found, state(prefix), "bare", **EXACT)
+
+
+@pytest.mark.parametrize("on_save", ["strip", "add", "keep"])
+@pytest.mark.parametrize("inner", ["", "module."])  # a LightningModule's only child may be `module`
+def test_what_a_trainer_saves_comes_back_as_it_was(
+    on_save: Any, inner: str, tmp_path: Path
+) -> None:
+    io = ModulePrefixCheckpointIO(on_save=on_save)
+    found = saved(io, trainers(inner), tmp_path / "last.ckpt")
+    prefix = "module." if on_save == "add" else ""
+    note = {"lightning_dp": {"added_prefix": "module."}} if on_save == "add" else {}
+    assert_equal_trees(found, trainers(prefix + inner) | note, "file", **EXACT)
+    loaded = ModulePrefixCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")
+    assert_equal_trees(
+        loaded, trainers(inner) | ({"lightning_dp": {}} if note else {}), "", **EXACT
+    )
+
+
+def test_wrappers_that_nobody_takes_for_a_submodule_go_from_a_trainers_checkpoint_too(
+    tmp_path: Path,
+) -> None:
+    found = saved(ModulePrefixCheckpointIO(), trainers("_orig_mod."), tmp_path / "last.ckpt")
+    assert_equal_trees(found, trainers(), "stripped", **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("on_load", "prefix", "expected"),
+    [
+        ("auto", "module.", ""),
+        ("auto", "module._orig_mod.", ""),
+        ("auto", "net.", "net."),
+        ("strip", "module.", ""),
+        ("keep", "module.", "module."),
+    ],
+)
+@pytest.mark.parametrize("key", [None, "state_dict", "model", "model_state_dict", "net"])
+def test_what_people_have_is_loaded_as_a_trainer_needs_it(
+    key: str | None, on_load: Any, prefix: str, expected: str, tmp_path: Path
+) -> None:
+    content = {key: state(prefix), "epoch": 5} if key else state(prefix)
+    torch.save(content, tmp_path / "weights.pt")
+    loaded = ModulePrefixCheckpointIO(on_load=on_load).load_checkpoint(tmp_path / "weights.pt")
+    assert_equal_trees(loaded["state_dict"], state(expected), "state_dict", **EXACT)
+    assert "optimizer_states" not in loaded
+    assert loaded.get("epoch") == (5 if key else None)
+
+
+def test_strip_on_load_also_strips_what_a_trainer_saved(tmp_path: Path) -> None:
+    torch.save(trainers("module."), tmp_path / "last.ckpt")
+    loaded = ModulePrefixCheckpointIO(on_load="strip").load_checkpoint(tmp_path / "last.ckpt")
+    assert_equal_trees(loaded, trainers(), "stripped", **EXACT)
+
+
+def test_other_dicts_pass_as_they_are(tmp_path: Path) -> None:
+    content = {"steps": 3, "rng": [1, 2], "names": {"module.a": 1}}
+    io = ModulePrefixCheckpointIO()
+    assert saved(io, content, tmp_path / "x") == content == io.load_checkpoint(tmp_path / "x")
+
+
+@given(st.sets(st.sampled_from(["w", "fc.w", "module.w", "net.module.b", "a.b"]), min_size=1))
+def test_add_and_load_is_the_identity(tmp_path_factory: Any, keys: set[str]) -> None:
+    path = tmp_path_factory.mktemp("add") / "last.ckpt"
+    checkpoint = {**trainers(), "state_dict": {key: W for key in sorted(keys)}}
+    ModulePrefixCheckpointIO(on_save="add").save_checkpoint(checkpoint, path)
+    raw = torch.load(path, weights_only=True)["state_dict"]
+    assert list(raw) == [f"module.{key}" for key in sorted(keys)]
+    loaded = ModulePrefixCheckpointIO().load_checkpoint(path)
+    assert list(loaded["state_dict"]) == sorted(keys)
+
+
+@pytest.mark.parametrize("option", [{"on_save": "auto"}, {"on_load": "add"}, {"on_load": None}])
+def test_wrong_options_are_refused(option: Any) -> None:
+    with pytest.raises(ValueError, match=r"on_(save|load): expected one of .*, got .*\. Write"):
+        ModulePrefixCheckpointIO(**option)
+
+
+def test_files_are_those_of_plain_lightning_byte_by_byte(tmp_path: Path) -> None:
+    checkpoint = {**trainers(), "state_dict": nn.Linear(2, 2).state_dict()}
+    for io, name in ((ModulePrefixCheckpointIO(), "ours"), (TorchCheckpointIO(), "plain")):
+        io.save_checkpoint(checkpoint, tmp_path / name)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+# --- other IOs in it and around it ----------------------------------------------------------------
+
+
+class Recording(CheckpointIO):
+    """An IO of somebody's own, in memory."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.content: dict[str, Any] = {}
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.calls.append(("save", path, storage_options))
+        self.content[str(path)] = checkpoint
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = "default", weights_only: Any = "default"
+    ) -> Any:
+        self.calls.append(("load", path, map_location, weights_only))
+        return self.content[str(path)]
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.calls.append(("remove", path))
+
+    def teardown(self) -> None:
+        self.calls.append("teardown")
+
+
+class WithoutWeightsOnly(Recording):
+    """As those written for Lightning before 2.6."""
+
+    def load_checkpoint(self, path: Any, map_location: Any = "default") -> Any:
+        return super().load_checkpoint(path, map_location)
+
+
+def test_what_is_asked_of_it_is_passed_on() -> None:
+    inner = Recording()
+    io = ModulePrefixCheckpointIO(inner)
+    io.save_checkpoint(state("module."), "s3://a/b", storage_options={"key": 1})
+    assert list(inner.content["s3://a/b"]) == list(state())
+    io.load_checkpoint("s3://a/b")
+    io.load_checkpoint("s3://a/b", map_location="meta", weights_only=False)
+    io.remove_checkpoint("s3://a/b")
+    io.teardown()
+    assert inner.calls == [
+        ("save", "s3://a/b", {"key": 1}),
+        ("load", "s3://a/b", "default", True),
+        ("load", "s3://a/b", "meta", False),
+        ("remove", "s3://a/b"),
+        "teardown",
+    ]
+    older = WithoutWeightsOnly()
+    older.content["x"] = state()
+    ModulePrefixCheckpointIO(older).load_checkpoint("x", weights_only=True)
+    assert older.calls == [("load", "x", "default", "default")]
+
+
+def test_storage_options_are_refused_as_by_lightning(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="storage_options"):
+        ModulePrefixCheckpointIO().save_checkpoint(state(), tmp_path / "x", storage_options={})
+
+
+@pytest.fixture(params=["in it", "in it, with torch's", "in it, with ours", "around it"])
+def asynchronous(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Both ways to save in a thread, and to wait for it."""
+    made: list[Any] = []
+
+    def make(**options: Any) -> Any:
+        inner = {
+            "in it": AsyncCheckpointIO,
+            "in it, with torch's": lambda: AsyncCheckpointIO(TorchCheckpointIO()),
+            "in it, with ours": lambda: AsyncCheckpointIO(AtomicTorchCheckpointIO()),
+        }.get(request.param)
+        if inner is None:
+            made.append(AsyncCheckpointIO(ModulePrefixCheckpointIO(**options)))
+        else:
+            made.append(ModulePrefixCheckpointIO(inner(), **options))
+        return made[-1]
+
+    yield make
+    for io in made:
+        io.teardown()
+
+
+def test_saving_in_a_thread_both_ways_round(asynchronous: Any, tmp_path: Path) -> None:
+    io = asynchronous(on_save="add")
+    io.save_checkpoint(scripts(), tmp_path / "x.pt")
+    io.teardown()
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert list(found["model"]) == list(state("module."))
+    assert list(io.load_checkpoint(tmp_path / "x.pt")["state_dict"]) == list(state())
+    assert type(io.checkpoint_io.checkpoint_io) is AtomicTorchCheckpointIO
+
+
+# --- in the strategy, measured against one device -------------------------------------------------
+
+
+def fit(
+    devices: int, epochs: int, folder: Path, ckpt_path: Path | None = None, **options: Any
+) -> tuple[Any, Path]:
+    torch.manual_seed(0)
+    saving = ModelCheckpoint(folder, filename=f"{devices}-{epochs}", enable_version_counter=False)
+    callbacks = [saving, *options.pop("callbacks", [])]
+    job = trainer(
+        devices, max_epochs=epochs, callbacks=callbacks, enable_checkpointing=True, **options
+    )
+    module = Classifier()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
+        job.fit(module, loader(), loader(), ckpt_path=ckpt_path)
+    return module, folder / f"{devices}-{epochs}.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "on_save", "average"),
+    [
+        ("in it", "strip", True),
+        ("in it, with torch's", "add", False),
+        ("around it", "strip", False),
+        ("around it", "add", True),
+    ],
+    indirect=["asynchronous"],
+)
+def test_training_resumes_as_on_one_device(
+    asynchronous: Any, on_save: Any, average: bool, tmp_path: Path
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    callbacks = lambda: [EMAWeightAveraging(decay=0.9)] if average else []  # noqa: E731
+    expected, _ = fit(1, 3, tmp_path / "plain", strategy="auto", callbacks=callbacks())
+    for before, after in ((2, 1), (1, 2)):
+        folder = tmp_path / f"{before} {after}"
+        _, checkpoint = fit(
+            before, 1, folder, plugins=[asynchronous(on_save=on_save)], callbacks=callbacks()
+        )
+        content = torch.load(checkpoint, weights_only=True)
+        clean = list(expected.state_dict())
+        prefixed = [("module." if on_save == "add" else "") + key for key in clean]
+        assert list(content["state_dict"]) == prefixed
+        assert ("current_model_state" in content) == average
+        if average:
+            assert list(content["current_model_state"]) == prefixed
+        resumed, _ = fit(after, 3, folder, checkpoint, callbacks=callbacks())
+        assert_equal_trees(
+            resumed.state_dict(), expected.state_dict(), "resumed", atol=1e-10, rtol=0
+        )
+
+
+def test_plain_lightning_reads_what_ours_wrote_and_the_other_way_round(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    expected, _ = fit(1, 3, tmp_path / "plain", strategy="auto")
+    _, ours = fit(2, 1, tmp_path / "ours")
+    resumed, _ = fit(1, 3, tmp_path / "ours", ours, strategy="auto")
+    _, plain = fit(1, 1, tmp_path / "plain", strategy="auto")
+    other, _ = fit(2, 3, tmp_path / "plain", plain)
+    for module in (resumed, other):
+        assert_equal_trees(module.state_dict(), expected.state_dict(), "", atol=1e-10, rtol=0)
+    again = Classifier.load_from_checkpoint(ours)  # asks no CheckpointIO
+    assert_equal_trees(
+        again.state_dict(), torch.load(ours, weights_only=True)["state_dict"], "", **EXACT
+    )
+
+
+class HoldsModule(Classifier):
+    """All that it has lies in a submodule called `module`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = self.net
+        del self.net
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self.module(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("strategy", ["dp_custom", "auto"])
+@pytest.mark.parametrize("on_save", ["strip", "add", "keep"])
+def test_a_submodule_called_module_keeps_its_name(
+    strategy: str, on_save: Any, tmp_path: Path
+) -> None:
+    devices = 2 if strategy == "dp_custom" else 1
+    plugins = [ModulePrefixCheckpointIO(on_save=on_save)]
+    job = trainer(devices, strategy, plugins=plugins, max_epochs=1)
+    module = HoldsModule()
+    job.fit(module, loader(), loader())
+    job.save_checkpoint(tmp_path / "last.ckpt")
+    if on_save != "add":
+        HoldsModule.load_from_checkpoint(tmp_path / "last.ckpt")
+    torch.save(module.state_dict(), tmp_path / "bare.pt")
+    torch.save(nn.DataParallel(module).state_dict(), tmp_path / "wrapped.pt")
+    # Without our strategy nobody knows the module: of files by others `module.` is a wrapper's.
+    files = ["last.ckpt", "bare.pt", "wrapped.pt"] if strategy == "dp_custom" else ["last.ckpt"]
+    for file in files:
+        other = HoldsModule()
+        job = trainer(devices, strategy, plugins=[ModulePrefixCheckpointIO()])
+        job.validate(other, loader(), ckpt_path=tmp_path / file, verbose=False)
+        assert_equal_trees(other.state_dict(), module.state_dict(), file, **EXACT)
+
+
+def test_the_strategys_default_and_what_the_user_gives() -> None:
+    assert isinstance(trainer(2).strategy.checkpoint_io, ModulePrefixCheckpointIO)
+    own = TorchCheckpointIO()
+    assert trainer(2, plugins=[own]).strategy.checkpoint_io is own
+    assert trainer(2, DataParallelStrategy(checkpoint_io=own)).strategy.checkpoint_io is own
+    outer = trainer(2, plugins=[AsyncCheckpointIO()]).strategy.checkpoint_io
+    assert isinstance(outer.checkpoint_io, ModulePrefixCheckpointIO)
+
+
+@pytest.mark.parametrize("io", [TorchCheckpointIO(), ModulePrefixCheckpointIO(on_load="keep")])
+def test_keys_stay_where_the_user_says_so(io: Any, tmp_path: Path) -> None:
+    module = Classifier()
+    wrong = {f"module.{key}": value for key, value in module.state_dict().items()}
+    content = {"state_dict": wrong, "pytorch-lightning_version": "2.6.0", "loops": None}
+    torch.save(content, tmp_path / "old.ckpt")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        trainer(2, plugins=[io]).validate(module, loader(), ckpt_path=tmp_path / "old.ckpt")
+
+
+def test_there_is_nothing_to_resume_from_weights(tmp_path: Path) -> None:
+    module = Classifier()
+    torch.save(module.state_dict(), tmp_path / "bare.pt")
+    job = trainer(2, max_epochs=1)
+    job.fit(module, loader(), loader())
+    job.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    for name in ("bare.pt", "weights.ckpt"):
+        text = rf"expected a checkpoint to resume .*{name}.*no training state.*init_from="
+        with pytest.raises(ValueError, match=text):
+            trainer(2).fit(Classifier(), loader(), loader(), ckpt_path=tmp_path / name)
+        trainer(2).validate(Classifier(), loader(), ckpt_path=tmp_path / name, verbose=False)
+    torch.save({"epoch": 3}, tmp_path / "none.pt")
+    with pytest.raises(ValueError, match=r"none\.pt: expected a state dict.* keys \['epoch'\]"):
+        trainer(2).validate(Classifier(), loader(), ckpt_path=tmp_path / "none.pt")
+
+
+@pytest.mark.slow
+def test_launchers_hand_weights_over_as_they_are(tmp_path: Path) -> None:
+    """Spawned processes send a bare state dict to the main one, through the IO."""
+    module = HoldsModule()
+    job = Trainer(
+        strategy="ddp_spawn",
+        accelerator="cpu",
+        devices=1,
+        plugins=[ModulePrefixCheckpointIO()],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        job.fit(module, loader(), loader())
+    after = module.state_dict()
+    assert all(not torch.equal(before[key], after[key]) for key in before), "nothing came back"
+
+
+# --- the package `pytorch_lightning` --------------------------------------------------------------
+
+
+def test_for_the_package_pytorch_lightning(tmp_path: Path) -> None:
+    package = pytest.importorskip("pytorch_lightning")
+    plugins = pytest.importorskip("lightning_fabric.plugins")
+
+    class ForThat(ModulePrefixMixin, plugins.CheckpointIO):  # type: ignore[misc, name-defined]
+        pass
+
+    class Net(package.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(10, 3)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test/loss", self.net(batch[0]).sum())
+
+    wrapped = package.plugins.io.AsyncCheckpointIO(plugins.TorchCheckpointIO())
+    for io in (ForThat(), ForThat(wrapped)):
+        job = package.Trainer(
+            accelerator="cpu", devices=1, logger=False, plugins=[io], enable_progress_bar=False
+        )
+        source, target = Net(), Net()
+        torch.save(nn.DataParallel(source).state_dict(), tmp_path / "old.pt")
+        job.test(target, loader(), ckpt_path=tmp_path / "old.pt", verbose=False)
+        assert_equal_trees(target.state_dict(), source.state_dict(), "loaded", **EXACT)
+        job.save_checkpoint(tmp_path / "new.ckpt")
+        io.teardown()
+        Net.load_from_checkpoint(tmp_path / "new.ckpt")
+
+
+# --- crashes --------------------------------------------------------------------------------------
+
+
+class Breaks:
+    """Fails while it is pickled, after tensors were written."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("failure", ["in pickle", "disk full"])
+def test_a_save_that_fails_leaves_the_old_file_and_no_other(failure: str, tmp_path: Path) -> None:
+    io = ModulePrefixCheckpointIO()
+    io.save_checkpoint({"state_dict": state(), "n": 1}, tmp_path / "last.ckpt")
+    content = {"state_dict": state(), "n": 2, "big": torch.zeros(2**20)}
+    if failure == "in pickle":
+        with pytest.raises(KeyboardInterrupt):
+            io.save_checkpoint({**content, "x": Breaks()}, tmp_path / "last.ckpt")
+    else:
+        resource = pytest.importorskip("resource")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        try:
+            with pytest.raises((OSError, RuntimeError)):
+                io.save_checkpoint(content, tmp_path / "last.ckpt")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, old)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["n"] == 1
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_link_is_replaced_and_permissions_are_the_usual_ones(tmp_path: Path) -> None:
+    (tmp_path / "best.ckpt").write_text("not to be touched")
+    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
+    ModulePrefixCheckpointIO().save_checkpoint(state(), tmp_path / "new" / "x.ckpt")
+    ModulePrefixCheckpointIO().save_checkpoint(state(), tmp_path / "last.ckpt")
+    assert (tmp_path / "best.ckpt").read_text() == "not to be touched"
+    (tmp_path / "usual").write_text("")
+    assert (tmp_path / "last.ckpt").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_threads_save_at_the_same_time(tmp_path: Path) -> None:
+    io = ModulePrefixCheckpointIO()
+
+    def save(n: int) -> None:
+        for _ in range(10):
+            io.save_checkpoint({"state_dict": {"w": torch.full((2**12,), n)}}, tmp_path / "x.ckpt")
+
+    threads = [threading.Thread(target=save, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if (tmp_path / "x.ckpt").exists():
+            weights = io.load_checkpoint(tmp_path / "x.ckpt")["state_dict"]["w"]
+            assert weights.unique().numel() == 1
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+# Forked, so that the package is imported once: a child saves one checkpoint after another until it
+# is killed; the parent then loads what is there.
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning_dp import ModulePrefixCheckpointIO
+
+folder, kills, kind = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.set_num_threads(1)
+random.seed(0)
+path = folder / "last.ckpt"
+temporary = lambda: [name for name in os.listdir(folder) if name.endswith(".tmp")]
+
+def make():
+    if kind == "sync":
+        return ModulePrefixCheckpointIO()
+    inside = AsyncCheckpointIO(ModulePrefixCheckpointIO())
+    return inside if kind == "around" else ModulePrefixCheckpointIO(AsyncCheckpointIO())
+
+def save_forever(first, report):
+    io = make()
+    for step in range(first, 10**9):
+        weights = {f"module.{i}": torch.full((2**18,), float(step)) for i in range(8)}
+        io.save_checkpoint({"state_dict": weights, "step": step}, path)
+        io.teardown()  # an asynchronous one is through with it then
+        os.write(report, f"{step}\\n".encode())
+
+step, in_the_middle, in_between = 0, 0, 0
+while in_the_middle < kills:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        save_forever(step + 1, writing)
+    os.close(writing)
+    reported = os.read(reading, 64)  # at least one is complete
+    time.sleep(random.uniform(0, 0.05))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while part := os.read(reading, 2**16):
+        reported += part
+    os.close(reading)
+    last = int(reported.split()[-1])
+    if temporary():  # of a file that was being written
+        in_the_middle += 1
+    else:
+        in_between += 1
+    loaded = ModulePrefixCheckpointIO().load_checkpoint(path)
+    step = loaded["step"]
+    # The killed save may be complete though the child could not say so any more.
+    assert step in (last, last + 1), (step, last)
+    assert list(loaded["state_dict"]) == [str(i) for i in range(8)]
+    assert all((w == step).all() for w in loaded["state_dict"].values())
+    assert len(temporary()) <= 1, "those of earlier children are gone"
+ModulePrefixCheckpointIO().save_checkpoint({"state_dict": {}}, path)
+assert os.listdir(folder) == ["last.ckpt"]
+print(in_the_middle, "kills while a file was written,", in_between, "between two files")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+@pytest.mark.parametrize("kind", ["sync", "in it", "around"])
+def test_the_last_complete_checkpoint_survives_kills(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLS, str(tmp_path), "20", kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+
+
+def test_the_signature_is_that_of_lightnings() -> None:
+    for name in ("save_checkpoint", "load_checkpoint", "remove_checkpoint"):
+        ours = inspect.signature(getattr(ModulePrefixCheckpointIO, name)).parameters
+        assert list(ours) == list(inspect.signature(getattr(CheckpointIO, name)).parameters)

@@ -15,11 +15,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_dp import metrics
 from lightning_dp.journal import Journals
+from lightning_dp.manual import ManualOptimization
 from lightning_dp.parallel.data_parallel import Engine
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.hidden import check_nothing_hidden
 from lightning_dp.parallel.loss import loss_of
 from lightning_dp.parallel.plan import Plan
+from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.shards import Shards
 from lightning_dp.parallel.step import StepParallel
 
@@ -108,7 +110,9 @@ class StepMode(Mode):
     ) -> None:
         _check_step_mode(module)
         super().__init__(module, devices, transfer, output_device)
-        options |= {"rules": self._journals, "around": self._journals.around}
+        self._manual = ManualOptimization(module)
+        around = partial(_around_step, self._journals, self._manual)
+        options |= {"rules": self._journals, "around": around}
         self.engine: StepParallel = StepParallel(
             module, devices, output_device=output_device, **options
         )
@@ -128,6 +132,10 @@ class StepMode(Mode):
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs it on all replicas; where it does not fit, again with fewer samples there."""
         training = method == "training_step"
+        if training and not self._module.automatic_optimization:
+            # Not again if it does not fit: it has moved weights by then.
+            shards = self.engine.scatter(batch, self._to_device)
+            return self._manual.run(self.engine, method, shards, args)
         run = self.engine.train if training else self.engine.evaluate
         self._latest = (method, args)
 
@@ -232,6 +240,15 @@ class ForwardMode(Mode):
 
 
 @contextlib.contextmanager
+def _around_step(
+    journals: Journals, manual: ManualOptimization, replicas: Replicas, *step: Any
+) -> Iterator[None]:
+    """What replicas say to the outside, and what they do with optimizers, is said and done once."""
+    with journals.around(replicas, *step), manual.acting_together(replicas):
+        yield
+
+
+@contextlib.contextmanager
 def _around_forward(
     journals: Journals, module: LightningModule, device: torch.device, *step: Any
 ) -> Iterator[None]:
@@ -272,12 +289,6 @@ def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: b
 
 def _check_step_mode(module: LightningModule) -> None:
     name = type(module).__qualname__
-    if not module.automatic_optimization:
-        raise ValueError(
-            f"{name}.automatic_optimization: expected True in step mode with several devices, got "
-            'False. Use DataParallelStrategy(mode="forward"), in which training_step runs once '
-            "and only self(x) is spread over the devices, or devices=1."
-        )
     check_nothing_hidden(module)
     for step in _STEPS:
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):

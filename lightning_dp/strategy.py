@@ -38,6 +38,7 @@ from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
 from lightning_dp.parallel.join import Override, check_overrides
 from lightning_dp.parallel.learning import LearningSplit, StepUsage
 from lightning_dp.parallel.loss import LOSS_REDUCTIONS
+from lightning_dp.parallel.meeting import current_seat
 from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
 from lightning_dp.parallel.reduce import BUFFERS
 from lightning_dp.parallel.shards import DeviceUsage
@@ -67,9 +68,10 @@ class DataParallelMixin(OneProcessMixin):
 
     Args:
         mode: `"step"`: `training_step` runs in every replica on its shard, which keeps memory
-            balanced. `"forward"`: it runs once, with the whole batch on the output device, and
-            only `self(x)` is spread over the replicas: exact for losses over the whole batch
-            (contrastive, triplet), and for manual optimisation.
+            balanced; `self.all_gather` gives each the whole batch's tensors, and manual
+            optimisation acts once for all. `"forward"`: it runs once, with the whole batch on the
+            output device, and only `self(x)` is spread over the replicas: exact for losses over
+            the whole batch (contrastive, triplet) as they are written.
         devices: the devices, root first, in place of `Trainer(devices=...)`. An entry may repeat
             for several replicas on one device: `["cuda:0", "cuda:0"]`, `["cpu"] * 4`. Integers
             are ids of the machine's accelerator.
@@ -394,7 +396,8 @@ class DataParallelMixin(OneProcessMixin):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """While it lasts, gradients accumulate on the replicas; the next backward sums them all."""
-        mode = self._mode
+        # Not where a replica says so: there every backward is a joint one.
+        mode = None if current_seat() else self._mode
         if mode is not None:
             mode.engine.backward.accumulating = True
         try:

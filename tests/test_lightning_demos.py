@@ -120,11 +120,8 @@ def test_demo_modules_are_trained_as_on_one_device(name: str, devices: int) -> N
     assert_equal_trees(several, one_device(name), name, atol=1e-10, rtol=0)
 
 
-STEP = pytest.param("step", marks=pytest.mark.xfail(raises=ValueError, reason="refused so far"))
-
-
 @pytest.mark.parametrize("devices", [2, 3])
-@pytest.mark.parametrize("mode", [STEP, "forward"])
+@pytest.mark.parametrize("mode", ["step", "forward"])
 def test_manual_optimisation(devices: int, mode: str) -> None:
     torch.set_default_dtype(torch.float64)
     one = fit(boring.ManualOptimBoringModel, vectors, 1)

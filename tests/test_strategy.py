@@ -85,16 +85,6 @@ def test_output_devices_may_be_written_in_many_ways(output_device: Any) -> None:
     assert strategy.output_device == expected
 
 
-def test_manual_optimisation_is_refused_with_the_way_out() -> None:
-    class Manual(NoData):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-    with pytest.raises(ValueError, match=r"Manual.automatic_optimization: expected True"):
-        trainer(2).fit(Manual(), loader(), loader())
-
-
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 def test_steps_that_take_the_iterator_are_refused() -> None:
     class Iterating(Classifier):

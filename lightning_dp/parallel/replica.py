@@ -68,6 +68,11 @@ class Replica:
             self._seen_buffers = state
         self._seen = state
 
+    def refresh_parameters(self, state: RootState) -> None:
+        """Follows the root's parameters alone, where they look changed."""
+        self._refresh_parameters(state, "changed", set())
+        self._seen = state
+
     def keep(self, position: int, name: str) -> None:
         """Lets a submodule keep the attribute that it has now, until the root's is bound anew."""
         self._bodies[position].keep(name)

@@ -109,6 +109,18 @@ class Replicas:
                 for k in others:
                     self._others[k - 1].refresh(state, parameters, copied, silent)
 
+    def refresh_parameters(self, active: Iterable[int]) -> None:
+        """Brings the parameters of some replicas up to date, in the middle of a step.
+
+        Attributes and buffers stay as the step has left them on each replica.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            versions = not all(replica.shares_memory for replica in self._others)
+            state = RootState(self._layout, versions=versions, buffer_versions=False, buffers=False)
+            for k in active:
+                if k > 0:
+                    self._others[k - 1].refresh_parameters(state)
+
     def keep(self, k: int, position: int, name: str) -> None:
         """Lets replica k keep an attribute that it has bound, until the root's is bound anew.
 

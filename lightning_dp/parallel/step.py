@@ -64,7 +64,7 @@ class StepParallel(Engine):
         **options: Any,
     ) -> None:
         super().__init__(module, devices, **options)
-        self._loss_reduction: LossReduction = loss_reduction
+        self.loss_reduction: LossReduction = loss_reduction
         self._interrupted: Tensor | None = None
 
     def evaluate(self, method: str, shards: Shards, *args: Any) -> Any:
@@ -126,7 +126,7 @@ class StepParallel(Engine):
         steps = [StepOutput.parse(output) for output in outputs if output is not None]
         sizes = [shards.sizes[k] for k in kept]
         counts = num_items(steps)
-        weights = loss_weights(sizes, self._loss_reduction, counts)
+        weights = loss_weights(sizes, self.loss_reduction, counts)
         losses = [step.loss for step in steps]
         with torch.no_grad():  # the joint loss has a backward of its own
             joint = join_losses(losses, weights, self.output_device)
@@ -161,7 +161,7 @@ class StepParallel(Engine):
             self.backward.before(can_fail=not self.on_cpu)
             try:
                 if is_joint:
-                    _backward_at_once(graphs, gradient, keep_graph)
+                    backward_at_once(graphs, gradient, keep_graph)
                 else:
                     self._backward_in_workers(method, graphs, gradient, keep_graph, shards)
                 self.meter.stop()
@@ -188,11 +188,16 @@ class StepParallel(Engine):
             self.meter.add(k, spent)
 
 
-def _backward_at_once(graphs: list[Graph], gradient: Tensor, keep_graph: bool) -> None:
+def backward_at_once(
+    graphs: list[Graph],
+    gradient: Tensor,
+    keep_graph: bool,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
     """On accelerators, which have an autograd thread each: one backward runs on all of them."""
     losses = [loss for _, loss, _ in graphs]
     gradients = [(gradient * weight).to(loss) for _, loss, weight in graphs]
-    torch.autograd.backward(losses, gradients, retain_graph=keep_graph)
+    torch.autograd.backward(losses, gradients, retain_graph=keep_graph, inputs=inputs)
 
 
 def _step(method: str, args: tuple[Any, ...], module: nn.Module, shard: Any) -> Any:

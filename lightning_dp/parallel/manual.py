@@ -1,0 +1,229 @@
+"""Manual optimisation: a step that calls backward and optimizers itself, on all replicas.
+
+Each such call is a meeting. It is made once, on the host, with the root's parameters and the sums
+of all replicas' gradients; then the replicas follow, and go on. So the code of a step sees what it
+would see on one device: new weights after an optimizer's step, and in `.grad` the gradient of the
+whole batch, of which every replica has a copy of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.gather import gather
+from lightning_dp.parallel.loss import join_losses, loss_weights, with_separate_backward
+from lightning_dp.parallel.meeting import Meeting
+from lightning_dp.parallel.reduce import gradients_on
+from lightning_dp.parallel.shards import Shards
+from lightning_dp.parallel.step import StepParallel, backward_at_once
+
+T = TypeVar("T")
+
+
+class ManualStep:
+    """One step in which the replicas act together.
+
+    The gradients that the root has from earlier steps reach the replicas with the first call that
+    the step makes.
+
+    Args:
+        engine: runs the replicas.
+        shards: the step's shards.
+    """
+
+    def __init__(self, engine: StepParallel, shards: Shards) -> None:
+        self._engine = engine
+        self._shards = shards
+        self._gradients = _FollowedGradients(engine.replicas.parameters, shards.active)
+
+    def run(self, method: str, *args: Any) -> Any:
+        """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
+        engine, shards = self._engine, self._shards
+        modules = engine.replicate(shards, training=True)
+        call = lambda module, shard: getattr(module, method)(shard, *args)  # noqa: E731
+        try:
+            outputs = engine.apply(method, call, modules, shards, training=True, constants=args)
+            engine.backward.settle()
+            self._gradients.adopt()
+        finally:
+            self._gradients.drop()
+        engine.meter.stop()
+        engine.worked(training=True)
+        with torch.no_grad():
+            return self.gather(outputs, constants=args)
+
+    def gather(self, outputs: Sequence[Any], constants: tuple[Any, ...] = ()) -> Any:
+        """What one device would have, where the replicas have `outputs`."""
+        if self._engine.loss_reduction == "sum" and isinstance(outputs[0], Tensor):
+            return gather(outputs, self._engine.output_device, overrides={"": "sum"})
+        sizes, order = self._shards.active_sizes, self._shards.active_order
+        return self._engine.gather(outputs, sizes, constants, order)
+
+    def once(self, call: Callable[[], T]) -> T:
+        """Does something to the root, on the host; the replicas' weights and gradients follow."""
+        self._gradients.adopt()
+        result = call()
+        self.follow()
+        return result
+
+    def follow(self) -> None:
+        """Brings the replicas' weights and gradients up to date, in the middle of the step."""
+        self._engine.replicas.refresh_parameters(self._shards.active)
+        self._gradients.follow()
+
+    def in_replicas(self, meeting: Meeting, functions: Sequence[Callable[[], Any]]) -> Any:
+        """Lets the replicas make a call as a part of their steps; what one device would have."""
+        self.follow()
+        results = meeting.call(functions, as_replicas=True)
+        self._gradients.adopt()
+        return self.gather(results)
+
+    def backward(
+        self,
+        meeting: Meeting,
+        losses: Sequence[Tensor],
+        inputs: Sequence[Any],
+        call: Callable[[Tensor], T],
+    ) -> T:
+        """A backward of the losses of all replicas.
+
+        Args:
+            meeting: where the replicas wait.
+            losses: one for each of them, of one element.
+            inputs: for each, the parameters that are to get gradients; None for all.
+            call: what is done with the joint loss, whose backward is theirs.
+        """
+        for loss in losses:
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__qualname__
+                raise ValueError(
+                    f"Expected the backward of a loss of one element, got {got}. Take its mean "
+                    "over the samples."
+                )
+        weights = loss_weights(self._shards.active_sizes, self._engine.loss_reduction)
+        with torch.no_grad():
+            joint = join_losses(losses, weights, self._engine.output_device)
+        if any(loss.requires_grad for loss in losses):
+            graphs = list(zip(range(len(losses)), losses, weights, strict=True))
+            backward_each = partial(self._backward_each, meeting, graphs, inputs)
+            joint = with_separate_backward(joint, backward_each)
+        return self.once(lambda: call(joint))
+
+    def _backward_each(
+        self,
+        meeting: Meeting,
+        graphs: list[tuple[int, Tensor, float]],
+        inputs: Sequence[Any],
+        gradient: Tensor,
+        keep_graph: bool,
+    ) -> None:
+        engine = self._engine
+        graphs = [graph for graph in graphs if graph[1].requires_grad]
+        engine.backward.before()
+        self._gradients.put_aside()
+        if meeting.crossed or not engine.on_cpu:
+            backward_at_once(graphs, gradient, keep_graph, _all_of(inputs))
+        else:
+            calls: list[Callable[[], Any]] = [_nothing] * len(inputs)
+            for i, loss, weight in graphs:
+                options = {"retain_graph": keep_graph, "inputs": inputs[i]}
+                calls[i] = partial(loss.backward, gradient * weight, **options)
+            meeting.call(calls, as_replicas=False)
+        engine.backward.after()
+        self._gradients.put_back()
+
+
+class _FollowedGradients:
+    """Gradients of the root, of which the replicas that work have copies.
+
+    Args:
+        parameters: the parameters of each replica, root first.
+        active: the replicas that work. The first of them leads: what its code does to its
+            gradients is done to the root's.
+    """
+
+    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]], active: Sequence[int]) -> None:
+        self._root = parameters[0]
+        self._leader = parameters[active[0]]
+        self._others = [parameters[k] for k in active if k > 0]
+        self._seen: list[tuple[Tensor | None, int]] | None = None
+        self._leaders: list[tuple[Tensor | None, int]] = []
+        self._aside: list[list[Tensor | None]] = []
+
+    def follow(self) -> None:
+        """Gives the replicas copies of those gradients that are not as when they last followed."""
+        now = _marks(self._root)
+        before = self._seen or [(None, -1)] * len(now)
+        changed = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if _differ(a, b)]
+        for replica in self._others:
+            gradients = [self._root[i].grad for i in changed]
+            for i, copy in zip(changed, _copies(gradients, replica), strict=True):
+                replica[i].grad = copy
+        self._seen, self._leaders = now, _marks(self._leader)
+
+    def adopt(self) -> None:
+        """Gives the root what the leader's code did to its gradients, if the root is idle."""
+        if self._leader is self._root or self._seen is None:
+            return
+        pairs = zip(self._leaders, _marks(self._leader), strict=True)
+        changed = [i for i, (before, now) in enumerate(pairs) if _differ(before, now)]
+        gradients = [self._leader[i].grad for i in changed]
+        for i, copy in zip(changed, _copies(gradients, self._root), strict=True):
+            self._root[i].grad = copy
+
+    def put_aside(self) -> None:
+        """Lets a backward begin with no gradients but on the root."""
+        self._aside = [[parameter.grad for parameter in replica] for replica in self._others]
+        self._forget()
+
+    def put_back(self) -> None:
+        """After the backward, whose gradients are on the root, the others have theirs again."""
+        for replica, gradients in zip(self._others, self._aside, strict=True):
+            for parameter, gradient in zip(replica, gradients, strict=True):
+                parameter.grad = gradient
+        self._aside = []
+
+    def drop(self) -> None:
+        """Ends the step: gradients are the root's alone."""
+        self._forget()
+        self._seen, self._leaders, self._aside = None, [], []
+
+    def _forget(self) -> None:
+        for replica in self._others:
+            for parameter in replica:
+                parameter.grad = None
+
+
+def _marks(parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor | None, int]]:
+    """The gradients and how often they have been written to."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [(g, -1 if g is None else g._version) for g in gradients]
+
+
+def _differ(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:
+    return before[0] is not now[0] or before[1] != now[1]
+
+
+def _copies(gradients: list[Tensor | None], of: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """Copies of gradients on the device of other parameters."""
+    if not of:
+        return []
+    moved = gradients_on(of[0].device, gradients)
+    pairs = zip(moved, gradients, strict=True)
+    return [g.detach().clone() if g is not None and g is old else g for g, old in pairs]
+
+
+def _all_of(inputs: Sequence[Any]) -> list[Tensor] | None:
+    """All replicas' inputs in one list; None if they have none."""
+    if all(own is None for own in inputs):
+        return None
+    return [x for own in inputs for x in ([own] if isinstance(own, Tensor) else own or ())]
+
+
+def _nothing() -> None:
+    return None

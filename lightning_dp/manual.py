@@ -12,8 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_dp.parallel.manual import ManualStep
-from lightning_dp.parallel.meeting import Meeting, current_seat
+from lightning_dp.parallel.meeting import Meeting
 from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.seat import current_seat
 from lightning_dp.parallel.shards import Shards
 from lightning_dp.parallel.step import StepParallel
 

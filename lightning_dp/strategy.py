@@ -38,9 +38,9 @@ from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
 from lightning_dp.parallel.join import Override, check_overrides
 from lightning_dp.parallel.learning import LearningSplit, StepUsage
 from lightning_dp.parallel.loss import LOSS_REDUCTIONS
-from lightning_dp.parallel.meeting import current_seat
 from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
 from lightning_dp.parallel.reduce import BUFFERS
+from lightning_dp.parallel.seat import current_seat
 from lightning_dp.parallel.shards import DeviceUsage
 from lightning_dp.parallel.split import CostSplit
 

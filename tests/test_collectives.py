@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp.parallel import collectives
-from lightning_dp.parallel.meeting import MeetingError, current_seat
+from lightning_dp.parallel.seat import MeetingError, current_seat
 from lightning_dp.parallel.step import StepParallel
 
 CPU = torch.device("cpu")

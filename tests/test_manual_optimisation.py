@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.meeting import MeetingError
+from lightning_dp.parallel.seat import MeetingError
 
 pytestmark = [
     pytest.mark.usefixtures("on"),

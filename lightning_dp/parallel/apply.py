@@ -21,7 +21,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from lightning_dp.parallel.checks import check_choice
-from lightning_dp.parallel.meeting import Meeting, Seat, seated
+from lightning_dp.parallel.meeting import Meeting
+from lightning_dp.parallel.seat import Seat, seated
 from lightning_dp.parallel.thread_state import ThreadState
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]

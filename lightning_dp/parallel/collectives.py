@@ -21,7 +21,8 @@ from torch import Tensor
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.join import weighted_mean
-from lightning_dp.parallel.meeting import Meeting, current_seat
+from lightning_dp.parallel.meeting import Meeting
+from lightning_dp.parallel.seat import current_seat
 from lightning_dp.parallel.transfer import to_device
 
 T = TypeVar("T")

@@ -12,198 +12,30 @@ next: always the same turns, and never two at a time.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from lightning_dp.parallel.seat import (
+    RUNNING,
+    Act,
+    Answer,
+    Arrival,
+    Ended,
+    Errand,
+    MeetingError,
+    ReplicaStopped,
+    Reply,
+    Seat,
+    State,
+    error_of,
+    nothing,
+    seated,
+)
 from lightning_dp.parallel.split import Order
-
-Act: TypeAlias = Callable[["Meeting", list[Any]], Sequence[Any]]
-"""What a meeting is about: from what the replicas brought to what each of them gets."""
-
-
-class MeetingError(RuntimeError):
-    """The replicas did not all come to the same meeting."""
-
-
-class ReplicaStopped(RuntimeError):
-    """Raised in a replica that waits when another one has failed."""
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    what: str
-    value: Any
-    act: Act
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a replica's call that the host asked for returned."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a replica's task ended."""
-
-    result: Any = None
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True)
-class _Reply:
-    value: Any = None
-    error: BaseException | None = None
-
-    def take(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.value
-
-
-@dataclass(frozen=True)
-class _Order:
-    """A call that a replica is to make before it goes on waiting."""
-
-    call: Callable[[], Any]
-    seated: bool
-
-
-class _NotBegun:
-    """The replica's task has not been started."""
-
-
-class _Running:
-    """The replica's task runs: it neither waits nor has it ended."""
-
-
-_NOT_BEGUN, _RUNNING = _NotBegun(), _Running()
-_State: TypeAlias = _NotBegun | _Running | _Arrival | _Answer | Ended
-
-_SEAT: ContextVar[Seat | None] = ContextVar("seat", default=None)
-
-
-def current_seat() -> Seat | None:
-    """The place of the replica whose call this is; None outside of replicas."""
-    return _SEAT.get()
-
-
-@contextlib.contextmanager
-def seated(seat: Seat | None) -> Iterator[None]:
-    """Makes the code inside that of a replica, or with None of no replica."""
-    token = _SEAT.set(seat)
-    try:
-        yield
-    finally:
-        _SEAT.reset(token)
-
-
-class Seat:
-    """A replica's place at a meeting.
-
-    Attributes:
-        meeting: the meeting.
-        replica: the number of the replica.
-        device: its device.
-        state: what it is doing.
-        deliver: what the host does to let it go on; None if it has nothing for it.
-        hosted: whether the host itself makes this replica's call.
-        start: lets its worker make its call, which it makes once, however often it is told to.
-        waited: seconds that it has spent in meetings.
-    """
-
-    def __init__(self, meeting: Meeting, replica: int, device: torch.device) -> None:
-        self.meeting = meeting
-        self.replica = replica
-        self.device = device
-        self.state: _State = _NOT_BEGUN
-        self.deliver: Callable[[], None] | None = None
-        self.hosted = False
-        self.start: Callable[[], None] = _nothing
-        self.waited = 0.0
-        self.reply = _Reply()
-        self._is_awake = False
-        self.inbox: SimpleQueue[_Reply | _Order] = SimpleQueue()
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the replica's task has been started."""
-        return self.state is not _NOT_BEGUN
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the replica's task is over."""
-        return isinstance(self.state, Ended)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the host may have been interrupted before it had told the worker to start."""
-        return self.state is _RUNNING and not self._is_awake
-
-    def run(self, call: Callable[[], Any]) -> None:
-        """Makes the replica's call, in its worker, and tells the host how it ended."""
-        if self._is_awake:
-            return
-        self._is_awake = True
-        try:
-            self.meeting.check()
-            result = call()
-        except BaseException as error:  # it is raised again by the thread that waits
-            self.meeting.tell(self, Ended(error=error))
-        else:
-            self.meeting.tell(self, Ended(result))
-
-    def meet(self, what: str, value: Any, act: Act) -> Any:
-        """Waits until all replicas are at the same meeting.
-
-        Args:
-            what: the name of the meeting, for people; the same on all replicas.
-            value: what this replica brings.
-            act: called once, on the host, with the meeting and all values in the order of the
-                replicas; returns one entry per replica.
-
-        Returns:
-            This replica's entry.
-
-        Raises:
-            MeetingError: another replica has ended, or is at another meeting.
-            ReplicaStopped: another replica has failed.
-            Exception: what `act` raised, in all replicas.
-        """
-        start = time.perf_counter()
-        try:
-            return self.meeting.arrive(self, _Arrival(what, value, act))
-        finally:
-            self.waited += time.perf_counter() - start
-
-    def do(self, order: _Order) -> _Answer:
-        """Makes a call that the host asked for; it does not count as waiting."""
-        start = time.perf_counter()
-        try:
-            with seated(self if order.seated else None):
-                return _Answer(order.call())
-        finally:
-            self.waited -= time.perf_counter() - start
-
-    def said(self) -> str:
-        """What the replica is doing, for people."""
-        doing = {
-            _NotBegun: "has not begun",
-            _Running: "is still running",
-            _Answer: "has ended its closure",
-            Ended: "has ended",
-        }
-        state = self.state
-        what = f"is at {state.what}" if isinstance(state, _Arrival) else doing[type(state)]
-        return f"replica {self.replica} on {self.device} {what}"
 
 
 class Meeting:
@@ -239,11 +71,11 @@ class Meeting:
     @property
     def has_failed(self) -> bool:
         """Whether a replica has failed, or the meeting was broken up."""
-        return self._broken is not None or any(_error_of(seat) is not None for seat in self.seats)
+        return self._broken is not None or any(error_of(seat) is not None for seat in self.seats)
 
     # The replicas' side
 
-    def arrive(self, seat: Seat, arrival: _Arrival) -> Any:
+    def arrive(self, seat: Seat, arrival: Arrival) -> Any:
         """See `Seat.meet`."""
         self.check()
         if seat.hosted:
@@ -253,11 +85,11 @@ class Meeting:
             self._round()
             return seat.reply.take()
         self.tell(seat, arrival)
-        while isinstance(reply := seat.inbox.get(), _Order):
+        while isinstance(reply := seat.inbox.get(), Errand):
             self.tell(seat, seat.do(reply))
         return reply.take()
 
-    def tell(self, seat: Seat, state: _State) -> None:
+    def tell(self, seat: Seat, state: State) -> None:
         """Tells the host what has become of a replica."""
         seat.state = state
         self._events.put(None)
@@ -280,7 +112,7 @@ class Meeting:
 
     def run_here(self, seat: Seat, call: Callable[[], Any]) -> None:
         """Makes a replica's call on the host, who brings the others on while it waits for them."""
-        seat.hosted, seat.deliver, seat.state = True, None, _RUNNING
+        seat.hosted, seat.deliver, seat.state = True, None, RUNNING
         try:
             with seated(seat):
                 seat.state = Ended(call())
@@ -304,7 +136,7 @@ class Meeting:
                     return
                 self._round()
             if self._broken is None:
-                self._break(next(filter(None, map(_error_of, self.seats))))
+                self._break(next(filter(None, map(error_of, self.seats))))
         except (MeetingError, ReplicaStopped):
             return  # it has been broken up, and `close` tells why
         except BaseException as error:  # an interrupt
@@ -323,8 +155,8 @@ class Meeting:
         self.is_open = False
         seats, self.seats = self.seats, []
         for seat in seats:  # which would keep batches and graphs alive in a circle
-            seat.start, seat.deliver, seat.reply = _nothing, None, _Reply()
-        errors = [_error_of(seat) for seat in seats]
+            seat.start, seat.deliver, seat.reply = nothing, None, Reply()
+        errors = [error_of(seat) for seat in seats]
         failed = [error for error in errors if error is not None]
         if self._broken is not None:
             failed.insert(0, self._broken)
@@ -344,18 +176,18 @@ class Meeting:
             functions: one per replica.
             as_replicas: whether the calls are part of the replicas' steps, and may meet.
         """
-        orders = [_Order(function, as_replicas) for function in functions]
+        orders = [Errand(function, as_replicas) for function in functions]
         for seat, order in zip(self.seats, orders, strict=True):
             if not seat.hosted:
                 seat.deliver = partial(seat.inbox.put, order)
         for seat, order in zip(self.seats, orders, strict=True):
             if seat.hosted:
-                seat.state = _RUNNING
+                seat.state = RUNNING
                 seat.state = seat.do(order)
         while True:
             self._advance()
             states = [seat.state for seat in self.seats]
-            answers = [state.value for state in states if isinstance(state, _Answer)]
+            answers = [state.value for state in states if isinstance(state, Answer)]
             if len(answers) == len(states):
                 return answers
             self._round()
@@ -365,11 +197,11 @@ class Meeting:
         for seat in self.seats:
             if seat.deliver is not None:
                 deliver, seat.deliver = seat.deliver, None
-                seat.state = _RUNNING
+                seat.state = RUNNING
                 deliver()
-                while self._one_by_one and seat.state is _RUNNING:
+                while self._one_by_one and seat.state is RUNNING:
                     self._hear()
-        while any(seat.state is _RUNNING for seat in self.seats):
+        while any(seat.state is RUNNING for seat in self.seats):
             self._hear()
 
     def _hear(self) -> None:
@@ -380,32 +212,32 @@ class Meeting:
 
     def _round(self) -> None:
         """All stand still: holds the meeting that they have come to."""
-        arrivals = [seat.state for seat in self.seats if isinstance(seat.state, _Arrival)]
+        arrivals = [seat.state for seat in self.seats if isinstance(seat.state, Arrival)]
         if len(arrivals) < len(self.seats) or len({arrival.what for arrival in arrivals}) > 1:
-            failed = next(filter(None, map(_error_of, self.seats)), None)
+            failed = next(filter(None, map(error_of, self.seats)), None)
             self._break(self._mismatch() if failed is None else failed)
             raise self._told()
         replies = self._conduct(arrivals[0].act, [arrival.value for arrival in arrivals])
         for seat, reply in zip(self.seats, replies, strict=True):
             if seat.hosted:
-                seat.state, seat.reply = _RUNNING, reply
+                seat.state, seat.reply = RUNNING, reply
             else:
                 seat.deliver = partial(seat.inbox.put, reply)
 
-    def _conduct(self, act: Act, values: list[Any]) -> list[_Reply]:
+    def _conduct(self, act: Act, values: list[Any]) -> list[Reply]:
         before, self.is_conducting = self.is_conducting, True
         try:
             with seated(None):
-                return [_Reply(value) for value in act(self, values)]
+                return [Reply(value) for value in act(self, values)]
         except Exception as error:
             if self._broken is not None:
                 raise
-            return [_Reply(error=error)] * len(values)
+            return [Reply(error=error)] * len(values)
         finally:
             self.is_conducting = before
 
     def _mismatch(self) -> MeetingError:
-        names = [seat.state.what for seat in self.seats if isinstance(seat.state, _Arrival)]
+        names = [seat.state.what for seat in self.seats if isinstance(seat.state, Arrival)]
         return MeetingError(
             f"Expected all replicas at {(names or ['the end of their closures'])[0]}, got: "
             f"{', '.join(seat.said() for seat in self.seats)}. Make the same calls in the same "
@@ -419,7 +251,7 @@ class Meeting:
         others = [seat for seat in self.seats if seat.has_begun and not seat.hosted]
         for seat in others:
             seat.deliver = None
-            seat.inbox.put(_Reply(error=self._told()))
+            seat.inbox.put(Reply(error=self._told()))
             if seat.is_lost:
                 seat.start()
         while not all(seat.has_ended for seat in others):
@@ -429,14 +261,6 @@ class Meeting:
         """What a replica is told that cannot go on because of others."""
         if isinstance(self._broken, MeetingError):
             return self._broken
-        failed = next((s for s in self.seats if _error_of(s) is self._broken), None)
+        failed = next((s for s in self.seats if error_of(s) is self._broken), None)
         by = "the run was interrupted" if failed is None else f"replica {failed.replica} failed"
         return ReplicaStopped(f"Expected all replicas to meet, but {by}: {self._broken!r}")
-
-
-def _nothing() -> None:
-    return None
-
-
-def _error_of(seat: Seat) -> BaseException | None:
-    return seat.state.error if isinstance(seat.state, Ended) else None

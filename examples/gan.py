@@ -1,0 +1,291 @@
+"""Manual optimisation: a GAN that draws scikit-learn's digits; two optimizers, stepped by hand.
+
+python examples/gan.py --devices 4 --epochs 60
+python examples/gan.py --compare --epochs 5
+python -m lightning_dp experiment=gan trainer.devices=4
+
+`training_step` is written for one device. On several, in step mode, each replica draws and judges
+its part of the batch; where the step calls an optimizer, the replicas meet, their gradients are
+summed, the optimizer steps once, and all go on with the new weights. `--compare` puts the losses of
+one device beside those of several, in both modes.
+"""
+
+import argparse
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Adam, Optimizer
+from torch.utils.data import DataLoader
+
+from lightning_dp import DataParallelStrategy
+from lightning_dp.app.quiet import quiet
+
+Mode = Literal["step", "forward"]
+Batch = tuple[Tensor, Tensor]
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+PIXELS = 64
+TEST_IMAGES = 357
+ADAM = partial(Adam, lr=3e-3, betas=(0.5, 0.999))
+SHADES = " .:-=+*#%@"
+
+
+def network(*widths: int) -> nn.Sequential:
+    """Linear layers. GELU between them, whose gradient has no jump: rounding stays small."""
+    layers: list[nn.Module] = []
+    for width_in, width_out in pairwise(widths):
+        layers += [nn.Linear(width_in, width_out), nn.GELU()]
+    return nn.Sequential(*layers[:-1])
+
+
+class GAN(L.LightningModule):
+    """A generator of images [N, 64] from noise [N, latent], and a critic that tells them apart.
+
+    Testing measures how far drawn images are from real ones that were never trained on:
+    `test/distance` is the Fréchet distance of their pixels' means and covariances, and
+    `test/distance_trained` that of the images trained on, to compare.
+
+    Args:
+        latent: numbers per image that it is drawn from.
+        width: of the hidden layers.
+        optimizer: makes each of the two optimizers from its parameters; by default Adam.
+    """
+
+    def __init__(
+        self, latent: int = 16, width: int = 256, optimizer: OptimizerFactory = ADAM
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters("latent", "width")
+        self.automatic_optimization = False
+        self.make_optimizer = optimizer
+        self.generator = network(latent, width, width, PIXELS)
+        self.critic = network(PIXELS, width, width, 1)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        pixels: Tensor = self.generator(noise)
+        return pixels.sigmoid()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        images, noise = batch
+        for_generator, for_critic = self.optimizers()  # type: ignore[attr-defined]  # a list of two
+
+        self.toggle_optimizer(for_critic)
+        drawn = self(noise).detach()
+        critic_loss = (
+            F.softplus(self.critic(drawn)).mean() + F.softplus(-self.critic(images)).mean()
+        )
+        for_critic.zero_grad()
+        self.manual_backward(critic_loss)
+        for_critic.step()
+        self.untoggle_optimizer(for_critic)
+
+        self.toggle_optimizer(for_generator)
+        generator_loss = F.softplus(-self.critic(self(noise))).mean()
+        for_generator.zero_grad()
+        self.manual_backward(generator_loss)
+        for_generator.step()
+        self.untoggle_optimizer(for_generator)
+
+        losses = {"train/critic": critic_loss, "train/generator": generator_loss}
+        self.log_dict(losses, on_step=True, on_epoch=True)
+
+    def on_test_epoch_start(self) -> None:
+        self.seen: list[list[Batch]] = [[], []]
+
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        images, noise = batch
+        self.seen[dataloader_idx].append((images, self(noise)))
+
+    def on_test_epoch_end(self) -> None:
+        (test, drawn), (trained, _) = (
+            map(torch.cat, zip(*seen, strict=True)) for seen in self.seen
+        )
+        self.drawn = drawn.cpu()
+        self.log("test/distance", frechet_distance(drawn, test))
+        self.log("test/distance_trained", frechet_distance(trained, test))
+
+    def configure_optimizers(self) -> Any:
+        return [self.make_optimizer(net.parameters()) for net in (self.generator, self.critic)]
+
+
+def frechet_distance(a: Tensor, b: Tensor) -> Tensor:
+    """|mean difference|^2 + tr(A + B - 2 (AB)^(1/2)) of the rows' covariances A and B, 0-dim.
+
+    Dowson and Landau, "The Fréchet distance between multivariate normal distributions", 1982.
+    """
+    a, b = a.double().cpu(), b.double().cpu()
+    of_a, of_b = torch.cov(a.T), torch.cov(b.T)
+    # The eigenvalues of AB are those of the symmetric A^(1/2) B A^(1/2).
+    values, vectors = torch.linalg.eigh(of_a)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    cross = torch.linalg.eigvalsh(root @ of_b @ root).clamp(min=0).sqrt().sum()
+    distance = (a.mean(0) - b.mean(0)).square().sum() + of_a.trace() + of_b.trace() - 2 * cross
+    return torch.as_tensor(distance).float()
+
+
+class DigitsAndNoise(L.LightningDataModule):
+    """Images [N, 64] with pixels in [0, 1], and for each of them the noise for a drawn one.
+
+    Args:
+        batch_size: images per optimizer step, over all devices.
+        latent: numbers per noise, as many as the model has.
+        seed: of order and noise, which depends on it, the epoch and the image, and on nothing
+            else: any number of devices sees the same data.
+    """
+
+    def __init__(self, batch_size: int = 96, latent: int = 16, seed: int = 0) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.latent = latent
+        self.seed = seed
+
+    def setup(self, stage: str) -> None:
+        pixels, digits = load_digits(return_X_y=True)
+        self.images = torch.as_tensor(pixels, dtype=torch.float32) / 16
+        self.train, self.test = train_test_split(
+            range(len(digits)), test_size=TEST_IMAGES, stratify=digits, random_state=0
+        )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return self._loader(self.train, shuffle=True, generator=generator)
+
+    def test_dataloader(self) -> list[DataLoader[Any]]:
+        return [self._loader(self.test), self._loader(self.train)]
+
+    def _loader(self, indices: list[int], **options: Any) -> DataLoader[Any]:
+        return DataLoader(
+            indices,  # type: ignore[arg-type]  # anything with a length will do
+            batch_size=self.batch_size,
+            collate_fn=self._batch,
+            **options,
+        )
+
+    def _batch(self, indices: list[int]) -> Batch:
+        epoch = self.trainer.current_epoch if self.trainer else 0
+        noise = torch.stack([self._noise(epoch, index) for index in indices])
+        return self.images[indices], noise
+
+    def _noise(self, epoch: int, index: int) -> Tensor:
+        seed = (self.seed << 40) + (epoch << 20) + index
+        return torch.randn(self.latent, generator=torch.Generator().manual_seed(seed))
+
+
+class Drawings(Callback):
+    """Prints each epoch's losses, and in the end some drawn digits and how far they are off."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        critic, generator = (
+            trainer.callback_metrics[f"train/{name}_epoch"] for name in ("critic", "generator")
+        )
+        print(
+            f"epoch {trainer.current_epoch + 1:3}   train/critic {critic:.4f}   "
+            f"train/generator {generator:.4f}"
+        )
+
+    def on_test_end(self, trainer: L.Trainer, module: GAN) -> None:  # type: ignore[override]
+        images = module.drawn[:7].view(-1, 8, 8)
+        for row in range(8):
+            print("   ".join(_line(image[row]) for image in images))
+        own, trained = (trainer.callback_metrics[f"test/distance{of}"] for of in ("", "_trained"))
+        print(f"test/distance {own:.3f} of drawn digits; of those trained on {trained:.3f}")
+
+
+def _line(pixels: Tensor) -> str:
+    return "".join(SHADES[int(pixel * (len(SHADES) - 1))] * 2 for pixel in pixels)
+
+
+class Recorder(Callback):
+    """Keeps both losses of every step, and the distance."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[float, float]] = []
+        self.distance = 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        critic, generator = (
+            float(trainer.callback_metrics[f"train/{name}_step"])
+            for name in ("critic", "generator")
+        )
+        self.losses.append((critic, generator))
+
+    def on_test_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.distance = float(trainer.callback_metrics["test/distance"])
+
+
+def learn(
+    callback: Callback, *, accelerator: str, devices: int, epochs: int, mode: Mode = "step"
+) -> None:
+    """Trains and tests; the same data and first weights whatever the devices."""
+    L.seed_everything(42, verbose=False)
+    spread = ["generator", "critic"] if mode == "forward" else []
+    trainer = L.Trainer(
+        strategy=DataParallelStrategy(mode=mode, parallel_modules=spread),
+        accelerator=accelerator,
+        devices=devices,
+        max_epochs=epochs,
+        callbacks=[callback],
+        log_every_n_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model, data = GAN(), DigitsAndNoise()
+    trainer.fit(model, data)
+    trainer.test(model, data, verbose=False)
+
+
+def compare(accelerator: str, devices: int, epochs: int) -> None:
+    """Prints the same training on one device, and on several in both modes, side by side."""
+    jobs: list[tuple[int, Mode]] = [(1, "step"), (devices, "step"), (devices, "forward")]
+    runs = [Recorder() for _ in jobs]
+    for run, (count, mode) in zip(runs, jobs, strict=True):
+        learn(run, accelerator=accelerator, devices=count, epochs=epochs, mode=mode)
+    rows = list(zip(*(run.losses for run in runs), strict=True))
+    titles = ("step", "1 device", f"{devices} in step mode", f"{devices} in forward mode")
+    print("critic and generator")
+    print("{:>13}  {:>19}  {:>19}  {:>19}".format(*titles))
+    for i in range(0, len(rows), len(rows) // epochs):
+        pairs = (f"{critic:9.6f} {generator:9.6f}" for critic, generator in rows[i])
+        print("{:13}  {:>19}  {:>19}  {:>19}".format(i + 1, *pairs))
+    furthest = (
+        max(abs(a - b) for row in rows for a, b in zip(row[0], row[i], strict=True))
+        for i in range(3)
+    )
+    print("{:>13}  {:19.1e}  {:19.1e}  {:19.1e}".format("furthest off", *furthest))
+    print(
+        "{:>13}  {:19.4f}  {:19.4f}  {:19.4f}".format("test/distance", *(r.distance for r in runs))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A GAN by manual optimisation.")
+    parser.add_argument("--accelerator", default="cpu", help="cpu, sim (simulated) or gpu")
+    parser.add_argument("--devices", type=int, default=4, help="number of devices")
+    parser.add_argument("--epochs", type=int, default=60, help="epochs to train")
+    parser.add_argument("--compare", action="store_true", help="the losses of one device beside")
+    args = parser.parse_args()
+
+    if args.accelerator == "sim":
+        from lightning_dp import sim
+
+        sim.enable(max(8, args.devices))
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    options = {key: getattr(args, key) for key in ("accelerator", "devices", "epochs")}
+    with quiet():
+        compare(**options) if args.compare else learn(Drawings(), **options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""examples/gan.py: manual optimisation with two optimizers has the loss curves of one device."""
+
+import pytest
+import torch
+
+from lightning_dp.examples.gan import GAN, DigitsAndNoise, Recorder, frechet_distance, learn
+
+EPOCHS = 2
+
+
+def losses(accelerator: str, devices: int, mode: str = "step") -> Recorder:
+    run = Recorder()
+    learn(run, accelerator=accelerator, devices=devices, epochs=EPOCHS, mode=mode)  # type: ignore[arg-type]
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_device() -> Recorder:
+    return losses("cpu", 1)
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_both_modes_have_the_loss_curves_of_one_device(
+    on: str, mode: str, one_device: Recorder
+) -> None:
+    several = losses(on, 4, mode)
+    assert len(several.losses) == EPOCHS * 15
+    for a, b in zip(several.losses, one_device.losses, strict=True):
+        assert a == pytest.approx(b, abs=1e-4, rel=0)
+    assert several.distance == pytest.approx(one_device.distance, abs=1e-3)
+
+
+def test_noise_depends_on_epoch_and_image_alone() -> None:
+    data, other = DigitsAndNoise(batch_size=7), DigitsAndNoise(batch_size=50)
+    for module in (data, other):
+        module.setup("fit")
+    images, noise = data._batch([3, 5, 8])
+    same_images, same_noise = other._batch([8, 3])
+    torch.testing.assert_close(same_images, images[[2, 0]], rtol=0, atol=0)
+    torch.testing.assert_close(same_noise, noise[[2, 0]], rtol=0, atol=0)
+
+
+def test_images_have_pixels_from_0_to_1() -> None:
+    images = GAN()(torch.randn(5, 16) * 9)
+    assert images.shape == (5, 64) and images.min() >= 0 and images.max() <= 1
+
+
+def test_the_distance_of_two_normal_distributions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50_000, 3, generator=generator, dtype=torch.float64)
+    scale = torch.tensor([1.0, 2.0, 0.5]).double()
+    expected = (scale - 1).square().sum() + 4 * 3
+    torch.testing.assert_close(
+        frechet_distance(x, x * scale + 2).double(), expected, rtol=2e-2, atol=0
+    )
+    assert float(frechet_distance(x, x)) == pytest.approx(0, abs=1e-6)

@@ -5,7 +5,8 @@ test_conformance.py, tied weights and normalised ones in test_same_numbers.py.
 """
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import oracle
@@ -204,3 +205,51 @@ def test_what_is_no_layer_of_its_own_may_be_in_plain_containers() -> None:
             self.save_hyperparameters({"of": "the layers"})
 
     oracle.trainer(2, max_epochs=1).fit(Keeps(), loader(), loader())
+
+
+# Compiled submodules
+
+
+class Compiled(Spread):
+    """A part of it is compiled; who compiles is written down."""
+
+    def __init__(self, backend: Any) -> None:
+        super().__init__()
+        self.net[2] = torch.compile(nn.Sequential(nn.Linear(16, 3), nn.Tanh()), backend=backend)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # simulated devices cannot compile
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # and looks
+def test_compiled_submodules(backend: str, mode: str, fresh_compiler: None) -> None:
+    torch.set_default_dtype(torch.float64)
+    make = lambda: Compiled(backend)  # noqa: E731
+    one = run(make, 1)
+    several = run(make, 3, strategy={"mode": mode, "executor": "threads"})
+    assert_same(several, one)
+
+
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_they_are_compiled_in_order_before_threads_run(mode: str, fresh_compiler: None) -> None:
+    compilers: list[str] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        compilers.append(threading.current_thread().name)
+        return graph.forward
+
+    run(lambda: Compiled(backend), 3, strategy={"mode": mode, "executor": "threads"})
+    assert set(compilers) == {"MainThread"}

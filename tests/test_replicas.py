@@ -285,14 +285,10 @@ def test_modules_that_cannot_be_replicated_are_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
-@pytest.mark.parametrize("in_place", [True, False])
-def test_compiled_modules_are_refused(in_place: bool) -> None:
+def test_modules_compiled_in_place_are_refused() -> None:
     net = nn.Sequential(nn.Linear(2, 2))
-    if in_place:
-        net[0].compile()
-    else:
-        net[0] = torch.compile(net[0])
-    with pytest.raises(ValueError, match=r"not compiled, got \w+ from torch.compile"):
+    net[0].compile()
+    with pytest.raises(ValueError, match=r"not compiled in place, got Linear"):
         replicas_of(net)
 
 

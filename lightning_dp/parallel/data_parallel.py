@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_dp.parallel.apply import Executor, ExecutorName, Task
 from lightning_dp.parallel.backward import Backward
+from lightning_dp.parallel.compiled import Compilations
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.join import Override, Scalars
 from lightning_dp.parallel.layout import ReplicaRules
@@ -72,6 +73,7 @@ class Engine:
         last_sizes: samples per device in the latest apply.
         ranges: the stages, as profilers see them.
         meeting: where the replicas met in the latest apply.
+        compilations: what `torch.compile` has seen of the module.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Engine:
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
         self._executor = Executor(devices, executor)
+        self.compilations = Compilations(module)
         self._dim = dim
         self._scalars: Scalars = scalars
         self._overrides = overrides
@@ -311,5 +314,11 @@ class Engine:
         tasks = [
             Task(k, self.devices[k], call, f", {stage}, {shards.samples(k)}") for k, call in calls
         ]
-        results = self._executor.run(kind, tasks, goes_on=stage != kind, meeting=meeting)
+        results = self._executor.run(
+            kind,
+            tasks,
+            goes_on=stage != kind,
+            in_order=self.compilations.is_new(stage, shards.sizes),
+            meeting=meeting,
+        )
         return results, [task.seconds for task in tasks]

@@ -139,7 +139,7 @@ class _PlainAttributes:
         self._sizes = list(map(len, self._now))
         # Of two names at least, as itemgetter returns a tuple only then.
         self._names = [
-            itemgetter("training", "training", *(name for name in now if name not in _TABLES))
+            itemgetter("_modules", "_modules", *(name for name in now if name not in _TABLES))
             for now in self._now
         ]
         self._seen = self._values()
@@ -206,12 +206,11 @@ def _check_replicable(module: nn.Module) -> None:
             "torch.jit compiled and which cannot be replicated. Use the original module, or "
             "one device."
         )
-    is_wrapper = "_orig_mod" in module._modules
-    if is_wrapper or getattr(module, "_compiled_call_impl", None) is not None:
+    if getattr(module, "_compiled_call_impl", None) is not None:
         raise ValueError(
-            f"Expected modules that are not compiled, got {type(module).__qualname__} from "
-            "torch.compile, which would compute with the root's weights on every replica. Leave "
-            "out torch.compile, or use one device."
+            f"Expected modules that are not compiled in place, got {type(module).__qualname__}, "
+            "whose compile() was called: it would compute with the root's weights on every "
+            "replica. Write module.layer = torch.compile(module.layer) instead."
         )
     for name, parameter in module._parameters.items():
         if parameter is not None and nn.parameter.is_lazy(parameter):

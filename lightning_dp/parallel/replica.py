@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
 from itertools import compress, count
-from operator import is_not, ne
-from types import MethodType
+from operator import ne
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.body import Body
 from lightning_dp.parallel.broadcast import broadcast
-from lightning_dp.parallel.layout import (
-    Layout,
-    ReplicaRules,
-    RootState,
-    by_dtype,
-    entries,
-    version_of,
-)
+from lightning_dp.parallel.compiled import compiled_attributes
+from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, by_dtype, entries
 from lightning_dp.parallel.transfer import copy_coalesced
 
 
@@ -43,9 +34,11 @@ class Replica:
         self._twins = twins = self._make_twins(k, device, rules)
         place = next((p.device for p in source.parameters), device)
         self._bodies = [
-            _Body(module, twins, buffers, rules.own_attributes(module, k, device), place, device)
+            Body(module, twins, buffers, rules.own_attributes(module, k, device), place, device)
             for module, buffers in zip(source.modules, self.buffer_tables, strict=True)
         ]
+        for original, body in zip(source.modules, self._bodies, strict=True):
+            body.own(compiled_attributes(original, twins[id(original)]))
         self.module: nn.Module = twins[id(source.root)]
         self.submodules: list[nn.Module] = [twins[id(m)] for m in source.modules]
 
@@ -173,139 +166,6 @@ class Replica:
                     None if buffer is None else next(parts[buffer.dtype]).data.view(buffer.shape)
                 )
         self._own_buffer_ids = list(map(id, entries(self.buffer_tables)))
-
-
-class _Body:
-    """The attributes of one submodule of a replica."""
-
-    __slots__ = (
-        "_attributes",
-        "_copies",
-        "_device",
-        "_kept",
-        "_original",
-        "_own",
-        "_size",
-        "_source",
-        "_translated",
-        "_twins",
-        "version",
-    )
-
-    def __init__(
-        self,
-        original: nn.Module,
-        twins: dict[int, Any],
-        buffers: dict[str, Tensor | None],
-        own: dict[str, Any],
-        source: torch.device,
-        device: torch.device,
-    ) -> None:
-        self._original = original.__dict__
-        self._attributes = twins[id(original)].__dict__
-        self._twins = twins
-        self._source = source
-        self._device = device
-        self._own = {
-            "_parameters": _translate(dict(original._parameters), twins),
-            "_modules": _translate(dict(original._modules), twins),
-            "_buffers": buffers,
-            **own,
-        }
-        self._translated = {
-            name: (value, twin)
-            for name, value in original.__dict__.items()
-            if name not in self._own and (twin := _translate(value, twins)) is not value
-        }
-        self._kept: dict[str, tuple[Any, Any]] = {}
-        self._copies: list[tuple[Tensor, float]] = []
-        self._size = -1
-        self.version = -1
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Follows the original's plain attributes; references to its parts become ours."""
-        attributes = self._attributes
-        attributes.update(self._original)
-        if self._translated:
-            for name, (value, twin) in self._translated.items():
-                current = attributes.get(name)
-                attributes[name] = twin if current is value else _translate(current, self._twins)
-        for name, (value, kept) in list(self._kept.items()):
-            if self._original.get(name) is value:
-                attributes[name] = kept
-            else:
-                del self._kept[name]
-        self._copy_tensors()
-        attributes.update(self._own)
-        if len(attributes) != self._size:
-            self._drop_strays()
-
-    def keep(self, name: str) -> None:
-        """Keeps an attribute until the original's is bound anew."""
-        self._kept[name] = (self._original.get(name), self._attributes[name])
-
-    def bind(self, twins: dict[int, Any]) -> None:
-        """Puts other twins in the place of parameters, also where attributes refer to them."""
-        own = self._own["_parameters"]
-        for name, parameter in self._original["_parameters"].items():
-            if parameter is not None:
-                own[name] = twins[id(parameter)]
-        for name in self._translated:
-            if name in self._original:
-                self._attributes[name] = _translate(self._original[name], twins)
-
-    def is_stale(self) -> bool:
-        """Whether a step set or removed attributes, or a tensor was written to that we copied."""
-        return len(self._attributes) != self._size or (
-            bool(self._copies) and any(version_of(value) != seen for value, seen in self._copies)
-        )
-
-    def _copy_tensors(self) -> None:
-        """Tensors that are neither parameters nor buffers have to be where their replica is.
-
-        Those on the CPU stay there, as they do where a module is moved. Those with a graph stay
-        too, since a copy would cut it.
-        """
-        self._copies = []
-        if self._device == self._source or self._source.type == "cpu":
-            return
-        for name, value in self._attributes.items():
-            is_there = isinstance(value, Tensor) and value.device == self._source
-            if is_there and not value.requires_grad:
-                self._attributes[name] = value.to(self._device)
-                self._copies.append((value, version_of(value)))
-
-    def _drop_strays(self) -> None:
-        for name in self._attributes.keys() - self._original.keys() - self._own.keys():
-            del self._attributes[name]
-        self._size = len(self._attributes)
-
-
-def _translate(value: Any, twins: dict[int, Any]) -> Any:
-    """`value` with the root's parameters and modules in it replaced by a replica's.
-
-    Recurrent layers keep a flat list of their weights, users keep lists of layers and bound
-    methods; a replica that followed such a reference would compute with the root's weights.
-    """
-    if isinstance(value, Tensor | nn.Module):
-        return twins.get(id(value), value)
-    if isinstance(value, MethodType) and id(value.__self__) in twins:
-        return MethodType(value.__func__, twins[id(value.__self__)])
-    if isinstance(value, weakref.ref) and id(value()) in twins:
-        return weakref.ref(twins[id(value())])
-    if type(value) in (dict, OrderedDict):  # a module's hooks are in ordered ones
-        items = {key: _translate(entry, twins) for key, entry in value.items()}
-        changed = any(items[key] is not value[key] for key in items)
-        return type(value)(items) if changed else value
-    if isinstance(value, partial):
-        parts = (value.func, value.args, value.keywords)
-        function, args, kwargs = own = _translate(parts, twins)
-        return value if own is parts else partial(function, *args, **kwargs)
-    if type(value) in (list, tuple):
-        entries = [_translate(entry, twins) for entry in value]
-        return type(value)(entries) if any(map(is_not, entries, value)) else value
-    return value
 
 
 def _leaf_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -135,7 +135,7 @@ class ModulePrefixMixin:
 
     def _after_loading(self, loaded: Any) -> dict[str, Any]:
         checkpoint = as_lightnings(loaded)
-        if self.on_load == "keep":
+        if self.on_load == "keep" or not isinstance(checkpoint, Mapping):
             return cast(dict[str, Any], checkpoint)
         added = _added_to(checkpoint)
         if added is not None:
@@ -235,11 +235,10 @@ def _prefixes_in(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
     return _WRAPPERS_ONLY if is_lightnings(checkpoint) else PREFIXES
 
 
-def _added_to(checkpoint: Any) -> str | None:
+def _added_to(checkpoint: Mapping[str, Any]) -> str | None:
     """The prefix that a note says was added."""
-    if not isinstance(checkpoint, Mapping) or not is_lightnings(checkpoint):
-        return None
-    return cast("str | None", checkpoint.get(_OURS, {}).get(_ADDED))
+    ours = checkpoint.get(_OURS, {}) if is_lightnings(checkpoint) else {}
+    return cast("str | None", ours.get(_ADDED))
 
 
 def _strip(checkpoint: Any, prefixes: tuple[str, ...]) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +22,8 @@ from lightning_dp.checkpoint_contents import WEIGHTS, find_weights
 from lightning_dp.parallel.state_dicts import normalize_state_dict
 
 PathLike = str | os.PathLike[str]
+
+_TORCHS_REASON = "WeightsUnpickler error:"
 
 _FOREIGN = {
     b"version https://git-lfs": "a pointer of Git LFS (fetch the file: `git lfs pull`)",
@@ -135,14 +139,14 @@ def _load(file: BinaryIO, path: PathLike, map_location: Any, weights_only: bool)
         )
     try:
         return torch.load(file, map_location=map_location, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, EOFError) as error:
         raise ValueError(_refusal(file, path, size, weights_only, error)) from error
-    except EOFError as error:
-        raise ValueError(
-            f"{path}: expected a checkpoint, got one that is cut short ({size:,} bytes)."
-        ) from error
-    except RuntimeError as error:
-        raise type(error)(f"{path}: {error}") from error
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if not weights_only:  # it may be the user's own code that failed
+            raise
+        raise ValueError(_refusal(file, path, size, weights_only, error)) from error
 
 
 def _foreign(head: bytes, file: BinaryIO) -> str | None:
@@ -157,10 +161,13 @@ def _foreign(head: bytes, file: BinaryIO) -> str | None:
 
 
 def _foreign_archive(file: BinaryIO) -> str | None:
-    if not zipfile.is_zipfile(file):
-        return "the beginning of a checkpoint: the end is missing"
-    with zipfile.ZipFile(file) as archive:
-        names = archive.namelist()
+    try:
+        if not zipfile.is_zipfile(file):
+            return "the beginning of a checkpoint: the end is missing"
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        return f"a damaged archive ({error})"
     file.seek(0)
     inside = {name.partition("/")[2] for name in names}
     if "constants.pkl" in inside:
@@ -169,27 +176,29 @@ def _foreign_archive(file: BinaryIO) -> str | None:
 
 
 def _refusal(
-    file: BinaryIO, path: PathLike, size: int, weights_only: bool, error: pickle.UnpicklingError
+    file: BinaryIO, path: PathLike, size: int, weights_only: bool, error: Exception
 ) -> str:
-    needed = _code_needed(file)
-    if not weights_only or needed == []:
+    needed = _code_needed(file, error) if weights_only else []
+    if not needed:
+        *_, reason = str(error).partition(_TORCHS_REASON)
+        lines = (reason or str(error)).split("\n")
+        reason = next((line for line in lines if line.strip()), type(error).__qualname__)
         return (
-            f"{path}: expected a checkpoint, got a pickle that torch cannot read ({size:,} bytes): "
-            f"{str(error).splitlines()[0]}"
+            f"{path}: expected a checkpoint, got one that torch cannot read, cut short or damaged "
+            f"({size:,} bytes): {reason}"
         )
-    what = "" if needed is None else f" ({', '.join(needed[:5])})"
     return (
-        f"{path}: expected tensors and plain values, got a pickle that needs code to be run{what}; "
-        "nothing was run. If you trust it: weights_only=False (an argument of the Trainer's fit, "
-        "validate, test and predict), or only for these classes "
+        f"{path}: expected tensors and plain values, got a pickle that needs code to be run "
+        f"({', '.join(needed[:5])}); nothing was run. If you trust it: weights_only=False (an "
+        "argument of the Trainer's fit, validate, test and predict), or only for these classes "
         "torch.serialization.add_safe_globals([...])."
     )
 
 
-def _code_needed(file: BinaryIO) -> list[str] | None:
-    """The classes and functions that a pickle asks for; None if that cannot be said."""
-    file.seek(0)
-    try:
-        return torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except (ValueError, RuntimeError, pickle.UnpicklingError):
-        return None
+def _code_needed(file: BinaryIO, error: Exception) -> list[str]:
+    """The classes and functions that a pickle asks for, as far as that can be said."""
+    named = re.findall(r"GLOBAL ([\w.]+)", str(error))  # the first one of them
+    with contextlib.suppress(Exception):  # damaged
+        file.seek(0)
+        return torch.serialization.get_unsafe_globals_in_checkpoint(file) or named
+    return named

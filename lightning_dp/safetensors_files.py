@@ -35,11 +35,16 @@ def read(
     file.seek(0)
     name = getattr(file, "name", None)  # a local file needs no copy in memory
     tensors: dict[str, Tensor]
-    tensors = library.load(file.read()) if name is None else library.load_file(name)
+    try:
+        order = json.loads(notes.get(_ORDER, "[]"))
+        tensors = library.load(file.read()) if name is None else library.load_file(name)
+    except Exception as error:  # the library's own types of errors
+        raise ValueError(
+            f"{path}: expected a .safetensors file, got a damaged one: {error}"
+        ) from error
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
     tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
     tensors |= {key: tensors[name] for key, name in notes.items() if name in tensors}
-    order = json.loads(notes.get(_ORDER, "[]"))
     return {key: tensors[key] for key in order} if set(order) == set(tensors) else tensors
 
 

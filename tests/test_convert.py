@@ -1,0 +1,250 @@
+"""`python -m lightning_dp.convert`: renames and rewrites files, and harms none."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import Classifier, assert_equal_trees, loader, trainer
+from programs import command_line
+from torch import Tensor, nn
+
+from lightning_dp import table
+from lightning_dp.checkpoint_files import read, weights_in
+from lightning_dp.convert import main
+
+EXACT = {"atol": 0.0, "rtol": 0.0}
+SUFFIXES = [".pt", ".ckpt", ".safetensors"]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class SameUnderOtherNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
+
+
+def run(folder: Path, *arguments: str) -> int:
+    """The converter, with paths in a folder."""
+    return main([a if a.startswith("-") else str(folder / a) for a in arguments])
+
+
+def keys(path: Path) -> list[str]:
+    return list(weights_in(read(path), path))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with a wrapped state, the same under other names, and a script's checkpoint."""
+    torch.save(nn.DataParallel(net()).state_dict(), tmp_path / "old.pt")
+    torch.save(net().state_dict(), tmp_path / "clean.pt")
+    torch.save(SameUnderOtherNames().state_dict(), tmp_path / "names.pt")
+    optimizer = torch.optim.Adam(net().parameters()).state_dict()
+    content = {"model": nn.DataParallel(net()).state_dict(), "optimizer": optimizer, "epoch": 3}
+    torch.save({**content, "ema": {"shadow": content["model"]}}, tmp_path / "script.pth")
+    return tmp_path
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A Trainer's checkpoint."""
+    job = trainer(2, max_epochs=1)
+    job.fit(Classifier(), loader(), loader())
+    job.save_checkpoint(tmp_path / "last.ckpt")
+    return tmp_path
+
+
+def test_strip_and_add(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(files, "old.pt", "new.pt", "--strip") == 0
+    printed = capsys.readouterr().out
+    assert printed.index("module.0.weight") < printed.index("9 of 9 keys") < printed.index("Wrote")
+    found = torch.load(files / "new.pt", weights_only=True)
+    assert_equal_trees(found, net().state_dict(), "stripped", **EXACT)
+    assert found._metadata == net().state_dict()._metadata
+    assert run(files, "new.pt", "back.pt", "--add") == 0
+    found = torch.load(files / "back.pt", weights_only=True)
+    assert_equal_trees(found, nn.DataParallel(net()).state_dict(), "added", **EXACT)
+    nn.DataParallel(net()).load_state_dict(found)
+
+
+def test_like_a_reference(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(files, "old.pt", "new.pt", "--like", "clean.pt") == 0
+    assert keys(files / "new.pt") == list(net().state_dict())
+    assert run(files, "clean.pt", "as_old.pt", "--like", "old.pt") == 0
+    assert keys(files / "as_old.pt") == keys(files / "old.pt")
+    capsys.readouterr()
+    assert run(files, "old.pt", "none.pt", "--like", "names.pt") == 1
+    error = capsys.readouterr().err
+    assert "--like: expected keys that match" in error and "--by-order" in error
+    assert "9 are missing ['encoder.bias'" in error and "not in it ['module.0.bias'" in error
+    assert not (files / "none.pt").exists()
+
+
+def test_by_order_of_a_reference(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(files, "old.pt", "new.pt", "--by-order", "names.pt") == 0
+    other = SameUnderOtherNames()
+    other.load_state_dict(torch.load(files / "new.pt", weights_only=True))
+    assert_equal_trees(
+        list(other.state_dict().values()), list(net().state_dict().values()), "", **EXACT
+    )
+
+    def refused(name: str, state: dict[str, Tensor]) -> str:
+        torch.save(state, files / name)
+        assert run(files, "old.pt", "none.pt", "--by-order", name) == 1
+        assert not (files / "none.pt").exists()
+        return capsys.readouterr().err
+
+    state = dict(SameUnderOtherNames().state_dict())
+    swapped = {key: state[key] for key in [*list(state)[7:], *list(state)[:7]]}
+    error = refused("swapped.pt", swapped)
+    assert (
+        "number 1 is 'module.0.weight' of shape (4, 3), there 'head.weight' of shape (2, 4)"
+        in error
+    )
+    error = refused("shorter.pt", {key: state[key] for key in list(state)[:-1]})
+    assert "got 9 for 8; 'module.2.bias' has no partner" in error
+    error = refused("longer.pt", {**state, "more": torch.ones(1)})
+    assert "got 9 for 10; 'more' has no partner" in error
+
+
+@pytest.mark.parametrize("target", SUFFIXES)
+@pytest.mark.parametrize("source", SUFFIXES)
+def test_every_format_into_every_other(source: str, target: str, files: Path) -> None:
+    pytest.importorskip("safetensors")
+    assert run(files, "old.pt", f"source{source}") == 0
+    assert keys(files / f"source{source}") == keys(files / "old.pt"), "no option: no new names"
+    assert run(files, f"source{source}", f"target{target}", "--strip") == 0
+    found = weights_in(read(files / f"target{target}"), "target")
+    assert list(found) == list(net().state_dict()), "in the module's order"
+    assert_equal_trees(found, net().state_dict(), "target", **EXACT)
+    assert run(files, f"target{target}", f"again{target}", "--by-order", "names.pt") == 0
+    assert keys(files / f"again{target}") == keys(files / "names.pt")
+
+
+def test_by_order_needs_an_order(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    library.save_file(dict(net().state_dict()), str(files / "sorted.safetensors"))
+    for arguments in (["sorted.safetensors", "x.pt", "--by-order", "names.pt"],
+                      ["old.pt", "x.pt", "--by-order", "sorted.safetensors"]):  # fmt: skip
+        assert run(files, *arguments) == 1
+        assert "keeps the order of the module's keys" in capsys.readouterr().err
+
+
+def test_what_else_is_in_a_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.load(files / "script.pth", weights_only=True)
+    assert run(files, "script.pth", "new.pt", "--strip") == 0  # both are torch's
+    found = torch.load(files / "new.pt", weights_only=True)
+    clean = net().state_dict()
+    expected = {**before, "model": clean, "ema": {"shadow": clean}}
+    assert_equal_trees(found, expected, "script", **EXACT)
+    capsys.readouterr()
+    assert run(files, "script.pth", "new.ckpt", "--strip") == 0
+    assert "Of ['model', 'optimizer', 'epoch', 'ema'] only the weights" in capsys.readouterr().out
+    found = torch.load(files / "new.ckpt", weights_only=True)
+    assert found.keys() == {"state_dict", "pytorch-lightning_version"}
+
+
+def test_trainers_checkpoints_are_resumed_from_after_a_conversion(trained: Path) -> None:
+    before = torch.load(trained / "last.ckpt", weights_only=True)
+    assert run(trained, "last.ckpt", "added.ckpt", "--add") == 0
+    added = torch.load(trained / "added.ckpt", weights_only=True)
+    assert list(added["state_dict"]) == [f"module.{key}" for key in before["state_dict"]]
+    assert run(trained, "added.ckpt", "back.ckpt", "--strip") == 0
+    back = torch.load(trained / "back.ckpt", weights_only=True)
+    assert back.pop("lightning_dp", {}) == {}
+    assert_equal_trees(back, before, "back", **EXACT)
+    ends = []
+    for name in ("last.ckpt", "added.ckpt", "back.ckpt"):
+        module = Classifier()
+        trainer(2, max_epochs=2).fit(module, loader(), loader(), ckpt_path=trained / name)
+        ends.append(module.state_dict())
+    for end in ends[1:]:
+        assert_equal_trees(end, ends[0], "resumed", **EXACT)
+    assert run(trained, "last.ckpt", "bare.pt") == 0
+    Classifier().load_state_dict(torch.load(trained / "bare.pt", weights_only=True))
+    assert run(trained, "bare.pt", "weights.ckpt") == 0
+    Classifier.load_from_checkpoint(trained / "weights.ckpt")
+
+
+def test_nothing_is_written_over_or_by_a_dry_run(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = (files / "clean.pt").read_bytes()
+    assert run(files, "old.pt", "clean.pt", "--strip") == 1
+    assert "which exists. Give another name, or --force" in capsys.readouterr().err
+    assert run(files, "old.pt", "clean.pt", "--strip", "--dry-run") == 0
+    assert "Nothing was written" in capsys.readouterr().out
+    assert run(files, "old.pt", "none.pt", "--strip", "--dry-run") == 0
+    assert (files / "clean.pt").read_bytes() == content and not (files / "none.pt").exists()
+    assert run(files, "old.pt", "old.pt", "--strip", "--force") == 0  # in place
+    assert keys(files / "old.pt") == keys(files / "clean.pt")
+
+
+def test_two_keys_that_fall_together(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {**torch.load(files / "old.pt"), "0.weight": torch.ones(4, 3)}
+    torch.save(state, files / "both.pt")
+    assert run(files, "both.pt", "none.pt", "--like", "clean.pt") == 1
+    error = capsys.readouterr().err
+    assert "'module.0.weight'" in error and "'0.weight'" in error and "different values" in error
+
+
+def test_code_in_a_pickle_runs_only_if_asked_for(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(net(), files / "module.pt")
+    assert run(files, "module.pt", "new.pt") == 1
+    assert "needs code to be run" in capsys.readouterr().err
+    assert run(files, "module.pt", "new.pt", "--unsafe") == 0
+    assert keys(files / "new.pt") == list(net().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.pt", "new.pt"], "No such file or directory: '.*none.pt'"),
+        (["empty.pt", "new.pt"], r"empty\.pt: expected a checkpoint, got an empty file"),
+        (["old.pt", "new.pt", "--like", "none.pt"], "No such file or directory"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "empty.pt").touch()
+    assert run(files, *arguments) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert re.search(message, error), error
+
+
+def test_options_exclude_each_other(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(files, "old.pt", "new.pt", "--strip", "--add")
+    assert "not allowed with" in capsys.readouterr().err
+
+
+def test_the_command_line(files: Path) -> None:
+    printed = command_line("old.pt", "new.pt", "--strip", cwd=files, module="lightning_dp.convert")
+    assert "module.2.bias" in printed and "Wrote new.pt." in printed
+    assert "--by-order" in command_line("--help", cwd=files, module="lightning_dp.convert")
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+def test_the_table_with_and_without_rich(
+    has_rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not has_rich:
+        for name in ("rich", "rich.console", "rich.table"):
+            monkeypatch.setitem(sys.modules, name, None)
+    rows: list[Any] = [(f"a[{i}]." + "x" * 90, "b", "(1,)") for i in range(table.MOST_ROWS + 7)]
+    table.print_table(("key", "new name", "shape"), rows)
+    printed = capsys.readouterr().out
+    assert rows[3][0] in printed, "rows are not broken in a file"
+    assert "... and 7 more" in printed and "a[60]" not in printed

@@ -1,0 +1,430 @@
+"""Weights saved anywhere load anywhere; what is no weights is refused, by name and without harm."""
+
+import gzip
+import json
+import os
+import pickle
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import LightningModule
+from oracle import assert_equal_trees, loader, trainer
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_dp
+from lightning_dp import ModulePrefixCheckpointIO
+from lightning_dp.checkpoint_files import load_weights, read
+from lightning_dp.convert import main
+
+EXACT = {"atol": 0.0, "rtol": 0.0}
+
+
+class Net(nn.Module):
+    """With buffers, tied weights, and a layer that is really called `module`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+        self.module = nn.Linear(10, 10)
+        self.head = nn.Linear(10, 10)
+        self.head.weight = self.module.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.module(self.norm(x)).tanh())
+        return out
+
+
+class Holder(LightningModule):
+    """What people train a bare module in."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = Net() if net is None else net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out: Tensor = self.net(batch[0]).square().mean()
+        return out
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.net(batch[0]).sum())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """One process, as DDP needs it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained_net() -> Net:
+    """Every value differs from what a new one has."""
+    torch.manual_seed(1)
+    net = Net()
+    with torch.no_grad():
+        for tensor in net.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape) if tensor.is_floating_point() else 7)
+        net.norm.running_var.abs_()
+    return net.eval()
+
+
+def compiled(net: nn.Module) -> Any:
+    return torch.compile(net, backend="eager")
+
+
+def ours(net: nn.Module) -> nn.Module:
+    return lightning_dp.DataParallel(net, device_ids=["cpu", "cpu"])
+
+
+Save = Callable[[Net, Path], Any]
+
+
+def state_of(wrap: Callable[[Net], Any]) -> Save:
+    return lambda net, path: torch.save(wrap(net).state_dict(), path)
+
+
+def by_trainer(devices: int, strategy: str) -> Save:
+    def save(net: Net, path: Path) -> None:
+        job = trainer(devices, strategy, max_epochs=0)
+        job.fit(Holder(net), loader(), loader())
+        job.save_checkpoint(path)
+
+    return save
+
+
+def by_a_script(net: Net, path: Path) -> None:
+    wrapper = DistributedDataParallel(net)
+    optimizer = torch.optim.Adam(wrapper.parameters())
+    content = {"epoch": 3, "model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(content, path)
+
+
+def as_safetensors(net: Net, path: Path) -> None:
+    pytest.importorskip("safetensors")
+    torch.save(nn.DataParallel(net).state_dict(), path.with_suffix(".pt"))
+    assert main([str(path.with_suffix(".pt")), str(path)]) == 0
+
+
+def in_the_old_format(net: Net, path: Path) -> None:
+    torch.save(net.state_dict(), path, _use_new_zipfile_serialization=False)
+
+
+SOURCES: dict[str, Save] = {
+    "bare module": state_of(lambda net: net),
+    "bare module in the old format": in_the_old_format,
+    "nn.DataParallel": state_of(nn.DataParallel),
+    "DDP": state_of(DistributedDataParallel),
+    "torch.compile": state_of(compiled),
+    "torch.compile of DDP": state_of(lambda net: compiled(DistributedDataParallel(net))),
+    "DDP of torch.compile": state_of(lambda net: DistributedDataParallel(compiled(net))),
+    "nn.DataParallel twice": state_of(lambda net: nn.DataParallel(nn.DataParallel(net))),
+    "a script's dict": by_a_script,
+    "Lightning": by_trainer(1, "auto"),
+    "our strategy": by_trainer(2, "dp_custom"),
+    "our DataParallel": state_of(ours),
+    "safetensors": as_safetensors,
+}
+
+
+def into(wrap: Callable[[Net], Any]) -> Callable[[Net, Path], Any]:
+    def load(net: Net, path: Path) -> None:
+        result = load_weights(wrap(net), path)
+        assert not result.missing_keys and not result.unexpected_keys
+
+    return load
+
+
+def into_our_strategy(net: Net, path: Path) -> None:
+    trainer(2).validate(Holder(net), loader(), ckpt_path=path, verbose=False)
+
+
+def through_the_converter(net: Net, path: Path) -> None:
+    """For plain Lightning, which asks no CheckpointIO here."""
+    reference, target = path.with_name("reference.pt"), path.with_name("converted.ckpt")
+    torch.save(Holder().state_dict(), reference)
+    assert main([str(path), str(target), "--like", str(reference)]) == 0
+    loaded = Holder.load_from_checkpoint(target)
+    net.load_state_dict(loaded.net.state_dict())
+
+
+TARGETS: dict[str, Callable[[Net, Path], Any]] = {
+    "bare module": into(lambda net: net),
+    "nn.DataParallel": into(nn.DataParallel),
+    "DDP": into(DistributedDataParallel),
+    "torch.compile": into(compiled),
+    "torch.compile of DDP": into(lambda net: compiled(DistributedDataParallel(net))),
+    "a LightningModule": into(Holder),
+    "a LightningModule with a compiled net": into(lambda net: Holder(compiled(net))),
+    "load_from_checkpoint": through_the_converter,
+    "our strategy": into_our_strategy,
+    "our DataParallel": into(ours),
+}
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.filterwarnings("ignore:It is recommended to use .*sync_dist=True")  # sees the group
+@pytest.mark.parametrize("source", SOURCES)
+def test_weights_saved_anywhere_load_anywhere(source: str, tmp_path: Path) -> None:
+    suffix = {"safetensors": ".safetensors", "Lightning": ".ckpt", "our strategy": ".ckpt"}
+    path = tmp_path / f"weights{suffix.get(source, '.pt')}"
+    saved = trained_net()
+    expected = {key: value.clone() for key, value in saved.state_dict().items()}
+    SOURCES[source](saved, path)
+    x = torch.randn(5, 10)
+    for target, load in TARGETS.items():
+        net = Net()
+        load(net, path)
+        assert_equal_trees(dict(net.state_dict()), expected, f"{source} -> {target}", **EXACT)
+        assert torch.equal(net.eval()(x), saved.eval()(x)), target
+        assert net.head.weight is net.module.weight
+
+
+def test_only_what_fits_is_loaded_unless_strict(tmp_path: Path) -> None:
+    net = trained_net()
+    state = nn.DataParallel(net).state_dict()
+    state["module.extra"] = state.pop("module.head.bias")
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(RuntimeError, match=r'Missing .*"head\.bias"[\s\S]*Unexpected .*"extra"'):
+        load_weights(Net(), tmp_path / "other.pt")
+    other = Net()
+    result = load_weights(other, tmp_path / "other.pt", strict=False)
+    assert result.missing_keys == ["head.bias"] and result.unexpected_keys == ["extra"]
+    assert torch.equal(other.module.weight, net.module.weight)
+
+
+def test_remote_files(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    net, other = trained_net(), Net()
+    io = ModulePrefixCheckpointIO()
+    io.save_checkpoint({"state_dict": net.state_dict()}, "memory://folder/weights.ckpt")
+    load_weights(other, "memory://folder/weights.ckpt")
+    assert_equal_trees(other.state_dict(), net.state_dict(), "remote", **EXACT)
+    assert io.load_checkpoint("memory://folder/weights.ckpt")["state_dict"].keys()
+    io.remove_checkpoint("memory://folder/weights.ckpt")
+    assert not fsspec.filesystem("memory").exists("folder/weights.ckpt")
+    io.save_checkpoint(net.state_dict(), f"file://{tmp_path}/local.pt")
+    assert (tmp_path / "local.pt").is_file()
+
+
+# --- pickles --------------------------------------------------------------------------------------
+
+
+class Malicious:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "load_weights": lambda path: load_weights(Net(), path),
+    "read": read,
+    "the IO": lambda path: ModulePrefixCheckpointIO().load_checkpoint(path),
+    "ckpt_path": lambda path: trainer(2).validate(Holder(), loader(), ckpt_path=path),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", ["torch", "torch, old format", "pickle", "beside weights"])
+def test_a_malicious_pickle_is_not_run(reader: str, kind: str, tmp_path: Path) -> None:
+    proof, path = tmp_path / "was run", tmp_path / "evil.ckpt"
+    evil = Malicious(proof)
+    content = {"state_dict": trained_net().state_dict(), "x": evil} if "beside" in kind else evil
+    if kind == "pickle":
+        path.write_bytes(pickle.dumps(evil))
+    else:
+        torch.save(content, path, _use_new_zipfile_serialization="old" not in kind)
+    with pytest.raises(ValueError, match=r"evil\.ckpt: expected ") as caught:
+        READERS[reader](path)
+    assert not proof.exists()
+    if kind != "pickle":  # which torch.save did not write, and torch does not read
+        assert "mkdir" in str(caught.value) and "nothing was run" in str(caught.value)
+        assert "weights_only=False" in str(caught.value)
+        assert "add_safe_globals" in str(caught.value)
+        read(path, weights_only=False)
+        assert proof.exists(), "it was one"
+
+
+def test_the_converter_does_not_run_one_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proof, path, target = tmp_path / "was run", tmp_path / "evil.pt", tmp_path / "out.pt"
+    torch.save({"model": Net().state_dict(), "x": Malicious(proof)}, path)
+    for arguments in ([path, target], [tmp_path / "ok.pt", target, "--like", path]):
+        torch.save(Net().state_dict(), tmp_path / "ok.pt")
+        assert main([str(part) for part in arguments]) == 1
+        assert "nothing was run" in capsys.readouterr().err
+    assert not proof.exists() and not target.exists()
+
+
+def test_what_the_caller_says_about_pickles_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "module.pt"
+    torch.save(nn.DataParallel(trained_net()), path)  # the module itself
+    with pytest.raises(ValueError, match=r"needs code to be run .*DataParallel"):
+        read(path)
+    load_weights(Net(), path, weights_only=False)
+    for io in (ModulePrefixCheckpointIO(),):
+        assert io.load_checkpoint(path, weights_only=False)["state_dict"]
+    with torch.serialization.safe_globals([set]):
+        torch.save({"state_dict": Net().state_dict(), "x": {1}}, tmp_path / "set.pt")
+        read(tmp_path / "set.pt")
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    load_weights(Net(), path)
+    with pytest.raises(ValueError, match="needs code"):
+        read(path, weights_only=True)
+
+
+# --- files that are none --------------------------------------------------------------------------
+
+
+def _archive(path: Path, names: list[str]) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in names:
+            archive.writestr(name, "x")
+
+
+FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (lambda path: path.write_bytes(b""), r"an empty file \(0 bytes\)"),
+    "folder": (lambda path: path.mkdir(), "got a folder"),
+    "text": (lambda path: path.write_text("hello world, hello"), "begins with b'hello world,'"),
+    "json": (lambda path: path.write_text(json.dumps({"a": 1})), "JSON"),
+    "web page": (lambda path: path.write_text("\n<!DOCTYPE html><html>"), "a web page"),
+    "lfs": (
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1"),
+        "a pointer of Git LFS",
+    ),
+    "gzip": (lambda path: path.write_bytes(gzip.compress(b"x" * 99)), "a gzip archive"),
+    "hdf": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(99)), "an HDF5 file"),
+    "zeros": (lambda path: path.write_bytes(bytes(4096)), "nothing but zeros"),
+    "zip": (lambda path: _archive(path, ["a/b.txt", "c"]), r"a zip archive of \['a/b.txt', 'c'\]"),
+    "list": (lambda path: torch.save([1, 2], path), "got list"),
+    "tensor": (lambda path: torch.save(torch.ones(2), path), "got Tensor"),
+    "dict": (lambda path: torch.save({"epoch": 1, 2: 3}, path), r"the keys \['epoch', '2'\]"),
+    "empty dict": (lambda path: torch.save({}, path), r"the keys \[\]"),
+    "pickle": (lambda path: path.write_bytes(pickle.dumps({"a": [1]})), "torch cannot read"),
+    "pickle's beginning": (lambda path: path.write_bytes(b"\x80\x02"), "cut short|cannot read"),
+    "safetensors' beginning": (
+        lambda path: path.write_bytes((10_000).to_bytes(8, "little") + b'{"a": {"dtype'),
+        "10,008 bytes by its header, got 21 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_other_files_are_named_with_what_was_found(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.ckpt"
+    write, found = FOREIGN[kind]
+    write(path)
+    with pytest.raises(ValueError, match=rf"wrong\.ckpt: expected .*{found}"):
+        load_weights(Net(), path)
+    with pytest.raises(ValueError, match=rf"wrong\.ckpt: expected .*{found}"):
+        trainer(2).validate(Holder(), loader(), ckpt_path=path)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_named(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(nn.Linear(1, 1)), tmp_path / "script.pt")
+    with pytest.raises(ValueError, match=r"script\.pt: .* a TorchScript archive \(take torch"):
+        read(tmp_path / "script.pt")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    for reader in READERS.values():
+        with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):
+            reader(tmp_path / "none.ckpt")
+
+
+@pytest.fixture(scope="module", params=["torch", "old", "safetensors"])
+def complete(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
+    """A good file, to be damaged."""
+    folder: Path = tmp_path_factory.mktemp("complete")
+    if request.param == "safetensors":
+        as_safetensors(trained_net(), folder / "x.safetensors")
+        return folder / "x.safetensors"
+    old = request.param == "old"
+    torch.save(trained_net().state_dict(), folder / "x", _use_new_zipfile_serialization=not old)
+    return folder / "x"
+
+
+@given(st.data())
+def test_files_that_are_cut_short_are_named(complete: Path, data: st.DataObject) -> None:
+    content = complete.read_bytes()
+    length = data.draw(st.integers(0, len(content) - 1))
+    path = complete.with_name("cut" + complete.suffix)
+    path.write_bytes(content[:length])
+    with pytest.raises(ValueError, match=r"cut.*: expected "):
+        load_weights(Net(), path)
+
+
+@given(st.data())
+def test_damaged_files_are_named(complete: Path, data: st.DataObject) -> None:
+    content = bytearray(complete.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    path = complete.with_name("damaged" + complete.suffix)
+    path.write_bytes(content)
+    try:
+        loaded = read(path)  # damage in the numbers themselves may not be noticed
+    except ValueError as error:
+        assert "damaged" in str(error), repr(error)
+    else:
+        assert loaded is not None
+
+
+# --- safetensors ----------------------------------------------------------------------------------
+
+
+def test_safetensors_come_back_in_order_tied_and_of_their_own_size(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from lightning_dp import safetensors_files
+
+    big = torch.arange(12.0).reshape(3, 4)
+    state = {"z": torch.ones(2), "a": big[1], "tied": big, "b": big, "t": big.T, "e": big[:0]}
+    safetensors_files.write(state, tmp_path / "x.safetensors")
+    found = read(tmp_path / "x.safetensors")
+    assert list(found) == list(state)
+    assert_equal_trees(found, state, "found", **EXACT)
+    assert found["tied"].data_ptr() == found["b"].data_ptr()
+    assert (tmp_path / "x.safetensors").stat().st_size < 2**10
+    moved = read(tmp_path / "x.safetensors", map_location="meta")
+    assert all(tensor.is_meta for tensor in moved.values())
+    with pytest.raises(ValueError, match=r"expected tensors only.*'n' of type int"):
+        safetensors_files.write({"n": 3}, tmp_path / "y.safetensors")
+
+
+def test_files_of_others_in_safetensors(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    net, other = trained_net(), Net()
+    library.save_model(net, str(tmp_path / "model.safetensors"))  # notes which weights are tied
+    load_weights(other, tmp_path / "model.safetensors")
+    assert_equal_trees(other.state_dict(), net.state_dict(), "model", **EXACT)
+    library.save_file({"module.w": torch.ones(2)}, str(tmp_path / "plain.safetensors"))
+    io = ModulePrefixCheckpointIO()
+    assert list(io.load_checkpoint(tmp_path / "plain.safetensors")["state_dict"]) == ["w"]
+
+
+def test_without_the_package_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.safetensors"
+    header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(ImportError, match=r"needs the package safetensors.*\[safetensors\]"):
+        read(path)

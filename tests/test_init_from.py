@@ -1,0 +1,88 @@
+"""The programs begin with weights from anywhere, and test them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from oracle import assert_equal_trees
+from torch import nn
+
+from lightning_dp.app.build import build, settle
+from lightning_dp.app.evaluate import evaluate
+from lightning_dp.app.run import as_program
+from lightning_dp.app.train import train
+
+Configure = Callable[..., DictConfig]
+QUICK = ("trainer.limit_train_batches=3", "trainer.max_epochs=1", "test=false", "logger=none")
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Configure:
+    """Composes a job on the CPU whose run folder is `tmp_path / folder`."""
+
+    def configured(*overrides: str, name: str = "train", folder: str = "run") -> DictConfig:
+        paths = (f"paths.output_dir={tmp_path / folder}", "paths.work_dir=.")
+        cpu = ("trainer.accelerator=cpu", "trainer.devices=2")
+        with initialize_config_module("lightning_dp.conf", version_base="1.3"):
+            return compose(name, overrides=[*paths, *cpu, *overrides])
+
+    return configured
+
+
+@pytest.fixture
+def weights(configure: Configure, tmp_path: Path) -> Path:
+    """What a script with nn.DataParallel left behind."""
+    torch.manual_seed(3)
+    model = instantiate(configure().model, _convert_="all")
+    wrapped = nn.DataParallel(torch.compile(model, backend="eager"))
+    torch.save({"model": wrapped.state_dict(), "epoch": 9}, tmp_path / "old.pt")
+    return tmp_path / "old.pt"
+
+
+def test_training_begins_with_them_as_on_one_device(configure: Configure, tmp_path: Path) -> None:
+    begun = nn.Linear(5, 2).double()
+    torch.save(nn.DataParallel(nn.ModuleDict({"layer": begun})).state_dict(), tmp_path / "old.pt")
+
+    def fit(strategy: str) -> dict[str, torch.Tensor]:
+        groups = ("data=random_rows", "model=tutorial", "model.talk=false", "callbacks=none")
+        init = (f"init_from={tmp_path / 'old.pt'}", "trainer.max_epochs=1", "logger=none")
+        torch.manual_seed(0)
+        options = (f"strategy={strategy}", *groups, *init, "trainer.precision=64-true")
+        cfg = settle(configure(*options, folder=strategy))
+        job = build(cfg)
+        assert torch.equal(job.model.layer.weight.double(), begun.weight)
+        job.trainer.fit(job.model, datamodule=job.data)
+        return job.model.state_dict()
+
+    ends = [fit("dp_custom"), fit("single")]
+    assert_equal_trees(*ends, "trained", atol=1e-10, rtol=0)
+    assert not torch.equal(ends[0]["layer.weight"].double(), begun.weight)
+
+
+@pytest.mark.parametrize("strategy", ["dp_custom", "single"])
+def test_they_are_tested(strategy: str, configure: Configure, weights: Path) -> None:
+    name = f"strategy={strategy}"
+    tested = as_program(evaluate)(configure(name, f"ckpt_path={weights}", name="eval"))
+    begun = as_program(train)(configure(name, f"init_from={weights}", "train=false"))
+    assert tested.metrics == begun.metrics and tested.metrics
+
+
+def test_mistakes_are_told_in_one_message(
+    configure: Configure, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
+    for options, message in (
+        (["init_from=none.pt"], "init_from: expected a checkpoint file, got 'none.pt'"),
+        ([f"init_from={weights}", f"ckpt_path={weights}"], "Give one of the two"),
+        ([f"init_from={tmp_path / 'other.pt'}"], "other.pt', which does not fit"),
+        ([f"ckpt_path={weights}"], "holds weights and no training state"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            as_program(train)(configure(*options, *QUICK))
+        printed = capsys.readouterr().err
+        assert stop.value.code == 1
+        assert "error: " in printed and message in printed and "Traceback" not in printed

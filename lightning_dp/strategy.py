@@ -16,12 +16,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_dp.checkpoint import (
-    ModulePrefixCheckpointIO,
-    check_training_state,
-    name_as_module,
-)
-from lightning_dp.checkpoint_files import weights_in
+from lightning_dp.checkpoint_hooks import CheckpointMixin
 from lightning_dp.first_step import FirstStep, check_first_step
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.modes import (
@@ -31,20 +26,17 @@ from lightning_dp.modes import (
     StepMode,
     check_mode_options,
 )
-from lightning_dp.one_process import OneProcessMixin
 from lightning_dp.parallel.apply import EXECUTORS
 from lightning_dp.parallel.checks import check_choice, check_dim
 from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
 from lightning_dp.parallel.join import Override, check_overrides
-from lightning_dp.parallel.learning import LearningSplit, StepUsage
+from lightning_dp.parallel.learning import StepUsage
 from lightning_dp.parallel.loss import LOSS_REDUCTIONS
 from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
 from lightning_dp.parallel.reduce import BUFFERS
 from lightning_dp.parallel.seat import current_seat
 from lightning_dp.parallel.shards import DeviceUsage
 from lightning_dp.parallel.split import CostSplit
-
-_CHECKPOINT_KEY = "lightning_dp"
 
 _CONTEXTS = {
     "training_step": "train_step_context",
@@ -55,7 +47,7 @@ _CONTEXTS = {
 """What of the precision plugin surrounds each step."""
 
 
-class DataParallelMixin(OneProcessMixin):
+class DataParallelMixin(CheckpointMixin):
     """One process, several devices, and the same numbers as on one device.
 
     Every batch is split over the devices. Each step runs on all of them at once, on replicas of
@@ -201,7 +193,7 @@ class DataParallelMixin(OneProcessMixin):
         """Takes the devices, ours or the Trainer's, and checks what depends on them."""
         self._parallel_devices = parallel_devices
         if parallel_devices:
-            self._policy = split_policy(self._split, self._weights, parallel_devices)
+            self.split_policy = split_policy(self._split, self._weights, parallel_devices)
             self._resolved_output = resolve_output_device(self._output_device, parallel_devices)
 
     @property
@@ -281,7 +273,7 @@ class DataParallelMixin(OneProcessMixin):
         options = {
             "transfer": super().batch_to_device,
             "output_device": self.output_device,
-            "split": self._policy,
+            "split": self.split_policy,
             **self._engine_options,
             **others,
         }
@@ -289,47 +281,8 @@ class DataParallelMixin(OneProcessMixin):
             return StepMode(module, devices, **options, **self._step_options)
         return ForwardMode(module, devices, **options, **self._forward_options)
 
-    # Checkpoints
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, or ours; in a wrapper that was given none it is ours too."""
-        given = self._checkpoint_io
-        if given is None:
-            self._checkpoint_io = ModulePrefixCheckpointIO()
-        elif getattr(given, "checkpoint_io", self) is None:
-            given.checkpoint_io = ModulePrefixCheckpointIO()  # type: ignore[attr-defined]
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        """Adds what a split has learnt."""
-        if isinstance(self._policy, LearningSplit):
-            checkpoint[_CHECKPOINT_KEY] = {"split": self._policy.state_dict()}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        weights_in(checkpoint, checkpoint_path)
-        own = checkpoint.get(_CHECKPOINT_KEY, {})
-        if "split" in own and isinstance(self._policy, LearningSplit):
-            self._policy.load_state_dict(own["split"])
-        return checkpoint
-
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        module = cast(LightningModule, self.lightning_module)
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            check_training_state(checkpoint, module.trainer.ckpt_path)
-        name_as_module(checkpoint, module, self.checkpoint_io)
         super().load_model_state_dict(checkpoint, strict=strict)
         self._resync()
 
@@ -442,7 +395,7 @@ class DataParallelMixin(OneProcessMixin):
 
     def _compare_first_step(self, mode: Mode, batch: Any, args: tuple[Any, ...]) -> None:
         # A split that learns would learn from the check's steps.
-        policy = self._policy
+        policy = self.split_policy
         split = policy if isinstance(policy, CostSplit) else lambda n: policy(n)
         with mode.engine.meter.unmeasured():
             self._first_step = check_first_step(

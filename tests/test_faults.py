@@ -8,7 +8,9 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import oracle
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.parallel.apply import Executor, Task
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 
@@ -226,6 +229,30 @@ def test_ctrl_c_while_replicas_work(executor: str) -> None:
         fit(job, module)
     nothing_is_left(module)
     it_can_go_on(job, module)
+
+
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+def test_an_interrupt_at_any_moment_waits_for_the_tasks_and_for_nothing_else() -> None:
+    devices = [torch.device("cpu")] * 3
+    executor = Executor(devices, "threads")
+    delays = random.Random(0)
+    running: set[int] = set()
+
+    def work(k: int, seconds: float) -> None:
+        running.add(k)
+        time.sleep(seconds)
+        if k == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        running.discard(k)
+
+    for _ in range(200):
+        calls = [partial(work, k, delays.choice([0, 1e-5, 1e-4, 1e-3])) for k in range(3)]
+        tasks = [Task(k, device, calls[k]) for k, device in enumerate(devices)]
+        with pytest.raises(KeyboardInterrupt):
+            executor.run("work", tasks)
+            time.sleep(1)  # it may come after the last task has ended
+        assert not running
+    executor.close()
 
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import threading
+import weakref
 from types import MethodType
 from typing import Any
 
@@ -456,6 +457,27 @@ def test_memory_does_not_grow(on: str) -> None:
                 objects.append(sum(issubclass(type(o), Tensor) for o in gc.get_objects()))
     assert used[0] == used[-1]
     assert objects[-1] <= objects[0]
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_closed_engine_lets_go_of_its_replicas(changes: bool) -> None:
+    """Their parameters hold a graph that leads back to them, which nobody collects."""
+    seen: list[weakref.ref[nn.Module]] = []
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(weakref.ref(self))
+            return super().forward(x)
+
+    net = Net(4, 2).double()
+    with engine_of(net) as engine, engine.spreading():
+        for _ in range(3):
+            net(inputs()).sum().backward()
+        if changes:
+            net.weight = nn.Parameter(torch.zeros_like(net.weight))
+    del engine
+    gc.collect()
+    assert {ref() for ref in seen} <= {net, None}
 
 
 # Failures

@@ -100,6 +100,14 @@ class Body:
             if name in self._original:
                 self._attributes[name] = _translate(self._original[name], twins)
 
+    def replace(self, others: dict[int, Any]) -> None:
+        """Puts other tensors in the place of those that it has, whatever the original has now."""
+        parameters = self._own["_parameters"]
+        parameters.update(_translate(dict(parameters), others))
+        for name in self._translated:
+            if name in self._attributes:
+                self._attributes[name] = _translate(self._attributes[name], others)
+
     def is_stale(self) -> bool:
         """Whether a step set or removed attributes, or a tensor was written to that we copied."""
         return len(self._attributes) != self._size or (

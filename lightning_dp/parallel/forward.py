@@ -130,6 +130,11 @@ class ForwardParallel(Engine):
         # Code outside of the replicas may write weights between two calls, through `.data` too.
         return "trained" if self._always_copies or any(self._mode) else "changed"
 
+    def close(self) -> None:
+        """As every engine; and lets go of graphs, which would keep the replicas for good."""
+        super().close()
+        self.replicas.disconnect()
+
     def spread(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Does `call` where replicas call the module's own forward, and follow its attributes."""
         with self._forwards(self._own_forwards or {}):

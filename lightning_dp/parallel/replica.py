@@ -84,6 +84,17 @@ class Replica:
             for body in self._bodies:
                 body.bind(twins)
 
+    def disconnect(self) -> None:
+        """Computes with its own parameters again, and lets go of the graph.
+
+        A graph that reaches a tensor of ours, which holds the graph, is never freed: Python's
+        collector does not see through it.
+        """
+        own = {id(t): p for t, p in zip(self._connected, self.parameters, strict=False)}
+        self._connected = []
+        for body in self._bodies if own else ():
+            body.replace(own)
+
     def _stays_connected(self) -> bool:
         """Whether the tensors of the latest call with gradients serve one without them as well.
 

@@ -146,6 +146,11 @@ class Replicas:
             if k > 0:
                 self._others[k - 1].connect(after_backward)
 
+    def disconnect(self) -> None:
+        """Makes the replicas compute with their own parameters again."""
+        for replica in self._others:
+            replica.disconnect()
+
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._layout = Layout(self._root, self._rules)

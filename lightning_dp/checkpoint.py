@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import lightning
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import nn
 from typing_extensions import override
@@ -16,9 +15,12 @@ from typing_extensions import override
 from lightning_dp import checkpoint_files
 from lightning_dp.atomic_files import local_path
 from lightning_dp.checkpoint_contents import (
+    added_to,
+    as_lightnings,
     find_weights,
     is_lightnings,
     name_for_module,
+    note_added,
     rename,
     rename_states,
 )
@@ -33,9 +35,6 @@ ON_SAVE = ("strip", "add", "keep")
 ON_LOAD = ("auto", "strip", "keep")
 
 _PREFIX = "module."
-_OURS = "lightning_dp"
-_ADDED = "added_prefix"
-_VERSION = "pytorch-lightning_version"
 _WRAPPERS_ONLY = tuple(prefix for prefix in PREFIXES if prefix != _PREFIX)
 """What nobody calls a submodule."""
 
@@ -137,7 +136,7 @@ class ModulePrefixMixin:
         checkpoint = as_lightnings(loaded)
         if self.on_load == "keep" or not isinstance(checkpoint, Mapping):
             return cast(dict[str, Any], checkpoint)
-        added = _added_to(checkpoint)
+        added = added_to(checkpoint)
         if added is not None:
             checkpoint = note_added(_take(checkpoint, added), None)
         prefixes = PREFIXES if self.on_load == "strip" else _prefixes_in(checkpoint)
@@ -182,21 +181,6 @@ class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):
     """
 
 
-def as_lightnings(loaded: Any) -> Any:
-    """What a file held, as the Trainer needs it: with a `state_dict`, and a version.
-
-    What holds no weights comes back as it is.
-    """
-    if isinstance(loaded, Mapping) and _VERSION in loaded and "state_dict" in loaded:
-        return loaded
-    weights = find_weights(loaded)
-    if weights is None:
-        return loaded
-    rest = loaded if isinstance(loaded, Mapping) and loaded is not weights else {}
-    # The present version: nothing is to be migrated.
-    return {**rest, "state_dict": weights, _VERSION: rest.get(_VERSION, lightning.__version__)}
-
-
 def name_as_module(checkpoint: dict[str, Any], module: nn.Module, checkpoint_io: Any) -> None:
     """Gives the weights in a checkpoint, in place, the module's names, if the IO says "auto"."""
     ours = next((io for io in _chain(checkpoint_io) if isinstance(io, ModulePrefixMixin)), None)
@@ -204,41 +188,9 @@ def name_as_module(checkpoint: dict[str, Any], module: nn.Module, checkpoint_io:
         name_for_module(checkpoint, module)
 
 
-def note_added(checkpoint: Any, prefix: str | None) -> Any:
-    """Notes in a Trainer's checkpoint that a prefix was added to the model's keys; None: not.
-
-    The keys are a LightningModule's: without a note the prefix would be taken for a submodule.
-    """
-    if not isinstance(checkpoint, Mapping) or not is_lightnings(checkpoint):
-        return checkpoint
-    ours = {key: value for key, value in checkpoint.get(_OURS, {}).items() if key != _ADDED}
-    if prefix is not None:
-        ours[_ADDED] = prefix
-    if ours == checkpoint.get(_OURS, {}):
-        return checkpoint
-    return {**checkpoint, _OURS: ours}
-
-
-def check_training_state(checkpoint: Mapping[str, Any], path: Any) -> None:
-    """Raises a ValueError if training cannot go on from a checkpoint."""
-    if "optimizer_states" not in checkpoint:
-        raise ValueError(
-            f"ckpt_path: expected a checkpoint to resume training from, got {str(path)!r}, which "
-            "holds weights and no training state (optimizers, epoch). To begin a new training with "
-            "these weights: init_from=... on the command line, or in Python "
-            "lightning_dp.checkpoint_files.load_weights(model, path) before fit."
-        )
-
-
 def _prefixes_in(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
     """What can only be a wrapper's around all of the model's keys."""
     return _WRAPPERS_ONLY if is_lightnings(checkpoint) else PREFIXES
-
-
-def _added_to(checkpoint: Mapping[str, Any]) -> str | None:
-    """The prefix that a note says was added."""
-    ours = checkpoint.get(_OURS, {}) if is_lightnings(checkpoint) else {}
-    return cast("str | None", ours.get(_ADDED))
 
 
 def _strip(checkpoint: Any, prefixes: tuple[str, ...]) -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
+import lightning
 from torch import Tensor, nn
 
 from lightning_dp.parallel.key_matching import bare, match_keys
@@ -15,6 +16,10 @@ from lightning_dp.parallel.state_dicts import PREFIXES, keys_of, renamed, renami
 
 WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
 """Under which keys people save a model's state; the first one is Lightning's."""
+
+_VERSION = "pytorch-lightning_version"
+_OURS = "lightning_dp"
+_ADDED = "added_prefix"
 
 Rename = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -47,7 +52,7 @@ def is_lightnings(checkpoint: Mapping[str, Any]) -> bool:
 
     Its `state_dict` then has the names of the LightningModule: `module.` is a submodule's.
     """
-    return {"pytorch-lightning_version", "loops", "state_dict"} <= checkpoint.keys()
+    return {_VERSION, "loops", "state_dict"} <= checkpoint.keys()
 
 
 def find_weights(loaded: Any) -> Mapping[str, Any] | None:
@@ -67,6 +72,53 @@ def find_weights(loaded: Any) -> Mapping[str, Any] | None:
         if is_model_state(value) or (key == WEIGHTS[0] and _has_names(value)):
             return value
     return loaded if is_model_state(loaded) else None
+
+
+def as_lightnings(loaded: Any) -> Any:
+    """What a file held, as the Trainer needs it: with a `state_dict`, and a version.
+
+    What holds no weights comes back as it is.
+    """
+    if isinstance(loaded, Mapping) and _VERSION in loaded and "state_dict" in loaded:
+        return loaded
+    weights = find_weights(loaded)
+    if weights is None:
+        return loaded
+    rest = loaded if isinstance(loaded, Mapping) and loaded is not weights else {}
+    # The present version: nothing is to be migrated.
+    return {**rest, "state_dict": weights, _VERSION: rest.get(_VERSION, lightning.__version__)}
+
+
+def check_training_state(checkpoint: Mapping[str, Any], path: Any) -> None:
+    """Raises a ValueError if training cannot go on from a checkpoint."""
+    if "optimizer_states" not in checkpoint:
+        raise ValueError(
+            f"ckpt_path: expected a checkpoint to resume training from, got {str(path)!r}, which "
+            "holds weights and no training state (optimizers, epoch). To begin a new training with "
+            "these weights: init_from=... on the command line, or in Python "
+            "lightning_dp.checkpoint_files.load_weights(model, path) before fit."
+        )
+
+
+def note_added(checkpoint: Any, prefix: str | None) -> Any:
+    """Notes in a Trainer's checkpoint that a prefix was added to the model's keys; None: not.
+
+    The keys are a LightningModule's: without a note the prefix would be taken for a submodule.
+    """
+    if not isinstance(checkpoint, Mapping) or not is_lightnings(checkpoint):
+        return checkpoint
+    ours = {key: value for key, value in checkpoint.get(_OURS, {}).items() if key != _ADDED}
+    if prefix is not None:
+        ours[_ADDED] = prefix
+    if ours == checkpoint.get(_OURS, {}):
+        return checkpoint
+    return {**checkpoint, _OURS: ours}
+
+
+def added_to(checkpoint: Mapping[str, Any]) -> str | None:
+    """The prefix that a note says was added."""
+    ours = checkpoint.get(_OURS, {}) if is_lightnings(checkpoint) else {}
+    return cast("str | None", ours.get(_ADDED))
 
 
 def rename_states(checkpoint: Any, main: Rename, nested: Rename | None = None) -> Any:

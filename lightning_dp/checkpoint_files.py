@@ -190,8 +190,8 @@ def _refusal(
     return (
         f"{path}: expected tensors and plain values, got a pickle that needs code to be run "
         f"({', '.join(needed[:5])}); nothing was run. If you trust it: weights_only=False (an "
-        "argument of the Trainer's fit, validate, test and predict), or only for these classes "
-        "torch.serialization.add_safe_globals([...])."
+        "argument of load_weights, and of the Trainer's fit, validate, test and predict; --unsafe "
+        "of lightning_dp.convert), or torch.serialization.add_safe_globals([...]) for these alone."
     )
 
 

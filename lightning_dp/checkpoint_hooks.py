@@ -9,11 +9,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_dp.checkpoint import (
-    ModulePrefixCheckpointIO,
-    check_training_state,
-    name_as_module,
-)
+from lightning_dp.checkpoint import ModulePrefixCheckpointIO, name_as_module
+from lightning_dp.checkpoint_contents import check_training_state
 from lightning_dp.checkpoint_files import weights_in
 from lightning_dp.one_process import OneProcessMixin
 from lightning_dp.parallel.learning import LearningSplit

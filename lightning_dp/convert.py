@@ -11,8 +11,7 @@ from typing import Any
 
 from lightning_dp import checkpoint_files, safetensors_files
 from lightning_dp.atomic_files import replacing
-from lightning_dp.checkpoint import as_lightnings, note_added
-from lightning_dp.checkpoint_contents import rename, rename_states
+from lightning_dp.checkpoint_contents import as_lightnings, note_added, rename, rename_states
 from lightning_dp.parallel.renaming import (
     Renaming,
     add_prefix,

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
@@ -210,7 +211,7 @@ def fits(k: int, batch_size: int, devices: Any) -> bool:
 
 
 def test_a_batch_of_nearly_four_times_the_size_fits_on_four_devices(devices: Any) -> None:
-    largest = next(n for n in range(1, 64) if not fits(1, n + 1, devices))
+    largest = bisect_left(range(64), True, key=lambda n: not fits(1, n + 1, devices))
     print(f"largest batch within {LIMIT / MIB:.0f} MiB on one device: {largest}")
     assert fits(4, math.ceil(3.5 * largest), devices)
     assert not fits(4, 5 * largest, devices)

@@ -72,7 +72,7 @@ class Recovery:
             else:
                 self._report(name, events)
                 return result
-            self._clean_up(undo)
+            self._clean_up(undo, everything=len(events) == 1)
             if not self._planner.has_room(sum(batch), training=training):
                 self._try_parts(sum(batch), trial, undo, training)
                 self._check_room(name, sum(batch), text, training)
@@ -143,9 +143,10 @@ class Recovery:
     def _count(self) -> dict[torch.device, int]:
         return {device: out_of_memory_count(device) for device in self._devices}
 
-    def _clean_up(self, undo: Callable[[], None]) -> None:
+    def _clean_up(self, undo: Callable[[], None], *, everything: bool = False) -> None:
         undo()
-        gc.collect()
+        # What attempts leave is young; to look at all objects of a process takes a second.
+        gc.collect(2 if everything else 1)
         for device in dict.fromkeys(self._devices):
             empty_cache(device)
 

@@ -1,5 +1,6 @@
 """Dense outputs: the root gets fewer samples with split="memory", and the numbers are one's."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,15 @@ from lightning_dp import sim
 from lightning_dp.app.scripts import short_fits
 from lightning_dp.examples import denoise
 from lightning_dp.examples.denoise import Denoiser, DigitPages, by_sizes, picture, sizes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine the threads of an op wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make() -> Denoiser:

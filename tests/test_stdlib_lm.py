@@ -1,5 +1,6 @@
 """Samples of unequal length: the loads are equal with split="cost", and the numbers are one's."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ from lightning_dp.parallel.policies import split_policy
 from lightning_dp.parallel.step import StepParallel
 
 LENGTH = 150
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine the threads of an op wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make() -> CharacterLM:

@@ -179,8 +179,11 @@ OPTIONS: dict[str, Option] = {
     "buffers-mean": strategy(buffers="mean"),
     "threads": strategy(executor="threads"),
     "inorder": Option(strategy=lambda: {"executor": "inorder"}, devices=4),
+    "manual": Option(mixin=TwoOptimizers, manual=False),
     "repeated": Option(strategy=lambda: {"devices": [str(d) for d in devices_of(2) for _ in "ab"]}),
 }
+FAILING = {("language", "manual"): "manual_backward weights by samples: it is told no num_items"}
+
 
 # Running
 
@@ -298,7 +301,10 @@ def cases() -> list[Any]:
     for (i, option), (j, family), on in product(enumerate(OPTIONS), enumerate(FAMILIES), KINDS):
         if OPTIONS[option].manual or family != "adversarial":
             quick = i == 0 or ((j - i) % EVERY == 0 and on == KINDS[j % 2])
-            found.append(pytest.param(family, option, on, marks=() if quick else pytest.mark.slow))
+            marks = [] if quick else [pytest.mark.slow]
+            if (family, option) in FAILING:
+                marks.append(pytest.mark.xfail(reason=FAILING[family, option]))
+            found.append(pytest.param(family, option, on, marks=marks))
     return found
 
 

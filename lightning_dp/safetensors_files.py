@@ -30,8 +30,8 @@ def read(
         ImportError: the extra is not installed.
         ValueError: the file is cut short or damaged.
     """
-    library = _library()
     notes: dict[str, str] = _header(file, path, size).get("__metadata__", {})
+    library = _library()
     file.seek(0)
     name = getattr(file, "name", None)  # a local file needs no copy in memory
     tensors: dict[str, Tensor]

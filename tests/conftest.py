@@ -13,6 +13,28 @@ from lightning_dp import sim
 SIM_DEVICES = 8  # their number is fixed for a process
 
 
+SIM_IS_SLOW = {
+    "test_callbacks",
+    "test_denoise",
+    "test_faults",
+    "test_first_step",
+    "test_manual_optimisation",
+    "test_stdlib_lm",
+    "test_trainer_options",
+}
+"""Long files, whose runs on simulated devices are for `-m slow`; others cover these devices."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before slow tests are deselected
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        on_sim = callspec is not None and callspec.params.get("on") == "sim"
+        chosen = any("on" in mark.args[:1] for mark in item.iter_markers("parametrize"))
+        if item.path.stem in SIM_IS_SLOW and on_sim and not chosen:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=["cpu", "sim"])
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Runs a test on replicas on the CPU, and again on as many simulated devices."""

@@ -230,6 +230,7 @@ def test_options_exclude_each_other(files: Path, capsys: pytest.CaptureFixture[s
     assert "not allowed with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_line(files: Path) -> None:
     printed = command_line("old.pt", "new.pt", "--strip", cwd=files, module="lightning_dp.convert")
     assert "module.2.bias" in printed and "Wrote new.pt." in printed

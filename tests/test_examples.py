@@ -30,7 +30,17 @@ def test_only_plain_scripts_do_without_a_lightning_module(name: str) -> None:
     assert ("LightningModule" in source) == (name not in PLAIN)
 
 
-@pytest.mark.parametrize("name", NAMES)
+RUN_ELSEWHERE = {"migrate", "tutorial"}
+"""Scripts that tests of their own run too."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in RUN_ELSEWHERE else name
+        for name in NAMES
+    ],
+)
 def test_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     script = ROOT / "examples" / f"{name}.py"
     done = subprocess.run(

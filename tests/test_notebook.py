@@ -127,6 +127,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
         manager.cleanup_resources()
 
 
+@pytest.mark.slow
 def test_the_cells_of_a_notebook(kernel: Kernel) -> None:
     for cell in (IMPORTS, MODULE, DATA):
         kernel.works(cell)
@@ -178,6 +179,7 @@ def test_an_interrupt_in_the_middle_of_fit(kernel: Kernel, tmp_path: Path) -> No
         assert "sizes (3, 3, 2, 2)" in kernel.works(FIT)
 
 
+@pytest.mark.slow
 def test_a_class_that_is_defined_again(kernel: Kernel) -> None:
     for cell in (IMPORTS, MODULE, DATA, FIT):
         kernel.works(cell)

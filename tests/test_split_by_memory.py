@@ -210,6 +210,7 @@ def fits(k: int, batch_size: int, devices: Any) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_batch_of_nearly_four_times_the_size_fits_on_four_devices(devices: Any) -> None:
     largest = bisect_left(range(64), True, key=lambda n: not fits(1, n + 1, devices))
     print(f"largest batch within {LIMIT / MIB:.0f} MiB on one device: {largest}")

@@ -28,11 +28,18 @@ def sizes_in_forward(printed: str) -> list[list[int]]:
     return [[int(n) for n in re.findall(pattern, batch)] for batch in batches]
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("arguments", "full", "last"),
     [
-        (("--devices", "2", "--split", "chunk"), [15, 15], [5, 5]),
-        (("--devices", "3", "--split", "chunk"), [10, 10, 10], [4, 4, 2]),
+        pytest.param(
+            ("--devices", "2", "--split", "chunk"), [15, 15], [5, 5], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("--devices", "3", "--split", "chunk"), [10, 10, 10], [4, 4, 2], marks=pytest.mark.slow
+        ),
         (("--devices", "8", "--split", "chunk"), [4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
         (("--devices", "8"), [4, 4, 4, 4, 4, 4, 3, 3], [2, 2, 1, 1, 1, 1, 1, 1]),
     ],

@@ -70,6 +70,7 @@ def test_importing_compiles_and_enables_nothing() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_devices_can_be_enabled_after_a_backward_on_the_cpu() -> None:
     code = (
         "import torch; from lightning_dp import sim\n"
@@ -83,6 +84,7 @@ def test_devices_can_be_enabled_after_a_backward_on_the_cpu() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.slow
 def test_missing_tools_are_named(tmp_path: Path) -> None:
     code = "from lightning_dp import sim; sim.enable(2)"
     result = python(code, TORCH_EXTENSIONS_DIR=str(tmp_path), PATH="", CXX="no-such-compiler")

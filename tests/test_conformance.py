@@ -168,6 +168,7 @@ OPTIONS: dict[str, Option] = {
     "configure-model": Option(mixin=MadeLate, devices=2),
     # Splits
     "split-chunk": strategy(split="chunk"),
+    "split-memory": strategy(split="memory"),
     "split-adaptive": strategy(split="adaptive"),
     "split-cost": strategy(split="cost"),
     "split-own": strategy(split=lambda n, devices: (0, n - n // 3, n // 3)),

@@ -244,7 +244,7 @@ def test_compiled_submodules(backend: str, mode: str, fresh_compiler: None) -> N
 @pytest.mark.parametrize("mode", ["step", "forward"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_they_are_compiled_in_order_before_threads_run(mode: str, fresh_compiler: None) -> None:
+def test_they_are_compiled_and_run_in_order(mode: str, fresh_compiler: None) -> None:
     compilers: list[str] = []
 
     def backend(graph: Any, examples: Any) -> Any:

@@ -84,7 +84,6 @@ class Executor:
         tasks: Sequence[Task],
         *,
         goes_on: bool = False,
-        in_order: bool = False,
         meeting: Meeting | None = None,
     ) -> list[Any]:
         """Runs all tasks and waits for them.
@@ -95,7 +94,6 @@ class Executor:
             goes_on: whether this is the second half of the latest work of this kind (a step's
                 backward after its forward): it runs the same way and counts with it. Changing
                 threads in between costs more than either way saves: memory goes back and forth.
-            in_order: whether threads are out of the question this time.
             meeting: where the replicas meet if their calls ask for it.
 
         Raises:
@@ -105,7 +103,7 @@ class Executor:
         meeting = meeting or Meeting()
         trial = self._trial(kind, len(tasks), goes_on)
         in_threads = self._how == "threads" if trial is None else trial.threads
-        in_threads &= not (in_order or _is_checkpointing())
+        in_threads &= not _is_checkpointing()
         start = time.perf_counter()
         try:
             return (self._in_threads if in_threads else self._in_order)(tasks, meeting)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
-
-from lightning_dp.parallel.split import Sizes
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -15,31 +12,13 @@ def is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
-class Compilations:
-    """What `torch.compile` has seen of a module.
+def compiles(module: nn.Module) -> bool:
+    """Whether a module has compiled submodules: its replicas are then to run in order.
 
-    What it has not seen yet it compiles during the call, which replicas must not do all at once:
-    they are then to run one after another.
-
-    Attributes:
-        surprises: whether calls may be compiled again for reasons that nobody foresees: each of
-            them then counts as new.
+    `torch.compile` compiles during calls. It does so once at a time, but what it looks at to tell
+    whether it has to is not safe from other threads: now and then it would compile for no reason.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._compiles = any(map(is_compiled, module.modules()))
-        self._seen: set[tuple[Any, ...]] = set()
-        self.surprises = False
-
-    def is_new(self, stage: str, sizes: Sizes) -> bool:
-        """Whether a stage has not run yet with shards of these sizes, in the present modes."""
-        if not self._compiles:
-            return False
-        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), self._module.training)
-        before = len(self._seen)
-        self._seen.add((stage, sizes, *modes))
-        return self.surprises or len(self._seen) > before
+    return any(map(is_compiled, module.modules()))
 
 
 def compiled_attributes(original: nn.Module, twin: nn.Module) -> dict[str, Any]:

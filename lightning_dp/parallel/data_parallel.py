@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_dp.parallel.apply import Executor, ExecutorName, Task
 from lightning_dp.parallel.backward import Backward
-from lightning_dp.parallel.compiled import Compilations
+from lightning_dp.parallel.compiled import compiles
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.join import Override, Scalars
 from lightning_dp.parallel.layout import ReplicaRules
@@ -73,7 +73,6 @@ class Engine:
         last_sizes: samples per device in the latest apply.
         ranges: the stages, as profilers see them.
         meeting: where the replicas met in the latest apply.
-        compilations: what `torch.compile` has seen of the module.
     """
 
     def __init__(
@@ -108,8 +107,7 @@ class Engine:
         self._recovery = Recovery(devices, self._planner)
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
-        self._executor = Executor(devices, executor)
-        self.compilations = Compilations(module)
+        self._executor = Executor(devices, "inorder" if compiles(module) else executor)
         self._dim = dim
         self._scalars: Scalars = scalars
         self._overrides = overrides
@@ -318,7 +316,6 @@ class Engine:
             kind,
             tasks,
             goes_on=stage != kind,
-            in_order=self.compilations.is_new(stage, shards.sizes),
             meeting=meeting,
         )
         return results, [task.seconds for task in tasks]

@@ -62,8 +62,6 @@ class ForwardParallel(Engine):
     ) -> None:
         check_parallel_modules(module, parallel_modules)
         super().__init__(module, devices, scalars="stack", **options)
-        # A replica computes with parameters in one call, with tensors in place of them in another.
-        self.compilations.surprises = True
         self._paths = list(dict.fromkeys(["", *parallel_modules]))
         self._own_forwards: dict[str, Any] | None = None
         self._always_copies = always_copies

@@ -49,6 +49,8 @@ class Planner:
         self.latest = Plan((0,) * k)
         self._module = module
         self._policy = policy
+        # Asked once: to see whether something follows a protocol takes as long as to cut a batch.
+        self._learner = policy if isinstance(policy, LearningSplit) else None
         self._cost_key = cost_key
         # Evaluation keeps no graphs, and more fits.
         self._capacity = {training: Capacity(k) for training in (True, False)}
@@ -58,7 +60,7 @@ class Planner:
     @property
     def learns(self) -> bool:
         """Whether the policy wants to see the steps."""
-        return isinstance(self._policy, LearningSplit)
+        return self._learner is not None
 
     def plan(self, batch: Any, n: int, *, training: bool) -> Plan:
         """Decides for a batch of n samples."""
@@ -79,10 +81,10 @@ class Planner:
 
     def learn(self, step: StepUsage | None) -> None:
         """Shows a training step to a policy that learns, once."""
-        if isinstance(self._policy, LearningSplit) and step is not None:
+        if self._learner is not None and step is not None:
             # Steps of equal times are equal, and still two steps.
             if step is not self._learnt:
-                self._policy.learn(step)
+                self._learner.learn(step)
             self._learnt = step
 
     def worked(self, *, training: bool) -> None:
@@ -107,8 +109,8 @@ class Planner:
 
     def _sizes(self, n: int, training: bool) -> Sizes:
         capacity = self._capacity[training]
-        if isinstance(self._policy, LearningSplit):
-            return self._policy(n, capacity.caps)
+        if self._learner is not None:
+            return self._learner(n, capacity.caps)
         return capacity.within(self._policy(n))
 
     def _by_cost(self, batch: Any, n: int, training: bool) -> Plan | None:

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_dp.parallel.loss import items_of
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.meeting import Meeting
 from lightning_dp.parallel.replicate import Replicas
@@ -193,6 +194,11 @@ def _sum_of(tensors: Any) -> Tensor:
     """Several losses whose backward runs at once are their sum."""
     if isinstance(tensors, Tensor):
         return tensors
+    if any(items_of(tensor) is not None for tensor in tensors):
+        raise ValueError(
+            f"Expected one loss with num_items, got a backward of {len(tensors)} tensors, some "
+            "with num_items. Make a backward of each: shards weigh differently in each of them."
+        )
     return torch.stack([tensor.reshape(()) for tensor in tensors]).sum()
 
 

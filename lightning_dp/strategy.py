@@ -96,7 +96,8 @@ class DataParallelMixin(CheckpointMixin):
             only `self(x)` reads.
         loss_reduction: what the loss of `training_step` is over its samples, `"mean"` or `"sum"`.
             A mean over other things (valid tokens, say) is exact if the step returns
-            `{"loss": mean, "num_items": how_many}`.
+            `{"loss": mean, "num_items": how_many}`, or sets `loss.num_items = how_many`, also
+            before a `manual_backward(loss)`.
         buffers: which buffers the module keeps after a training step, running statistics of batch
             norm for instance: those of the `"first"` replica (as in DDP), or the `"mean"` of all,
             weighted by shard size.

@@ -146,6 +146,47 @@ class Lbfgs(Manual):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
 
 
+class Masked(Manual):
+    """A mean over some of the samples: the loss tells over how many."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y, ignore_index=0)
+        loss.num_items = (y != 0).sum()
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=int(loss.num_items))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        return
+
+    test_step = validation_step
+
+
+class MaskedClosures(Masked):
+    """The optimizer looks at the losses that the closures return."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+
 class Accumulating(Manual):
     """Steps every other batch, after it has looked at the gradients."""
 
@@ -285,6 +326,8 @@ def compare(make: Callable[[], LightningModule], devices: int, **kwargs: Any) ->
         Clamped,
         WithClosures,
         Lbfgs,
+        Masked,
+        MaskedClosures,
         Accumulating,
         ClippingByHand,
         Clipping,
@@ -343,6 +386,53 @@ def test_a_loss_that_is_a_sum() -> None:
 
     compare(Sums, 3, strategy={"loss_reduction": "sum"}, callbacks=[Losses()])
     assert seen[0] == pytest.approx(seen[1], abs=1e-10)
+
+
+def test_a_shard_without_any_item_counts_for_nothing() -> None:
+    class Sparse(Masked):
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            kept = x[:, 0] > 0.7
+            # Of nothing, not only this is NaN: so is its gradient, whatever it is multiplied by.
+            loss = (F.cross_entropy(self.net(x), y, reduction="none") * kept).sum() / kept.sum()
+            loss.num_items = int(kept.sum())
+            counts.append(loss.num_items)
+            return loss
+
+    counts: list[int] = []
+    compare(Sparse, 7, limit_train_batches=2)
+    assert 0 in counts
+
+
+@pytest.mark.parametrize(
+    ("items", "error", "message"),
+    [
+        ([2, None], ValueError, r"num_items of at least 0 from every replica, got \[2, None\]"),
+        ([2, -1], ValueError, r"num_items of at least 0 from every replica, got \[2, -1\]"),
+        (["2", "2"], TypeError, "num_items to be a number or a tensor of one element, got str"),
+        ([torch.ones(2)] * 2, TypeError, r"one element, got \(2,\)"),
+    ],
+)
+def test_impossible_numbers_of_items_are_named(
+    items: list[Any], error: type[Exception], message: str
+) -> None:
+    class Wrong(Manual):
+        def loss(self, batch: Any) -> Tensor:
+            loss = super().loss(batch)
+            loss.num_items = items[len(batch[0]) == 12]
+            return loss
+
+    with pytest.raises(error, match=message):
+        trainer(2).fit(Wrong(), loader(), loader())
+
+
+def test_losses_with_numbers_of_items_have_a_backward_each() -> None:
+    class Both(Masked):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            torch.autograd.backward([self.loss(batch), self.loss(batch)])
+
+    with pytest.raises(ValueError, match="one loss with num_items, got a backward of 2 tensors"):
+        trainer(2).fit(Both(), loader(), loader())
 
 
 def test_callbacks_and_hooks_see_one_device() -> None:

@@ -25,7 +25,8 @@ class StepOutput:
 
     Attributes:
         loss: one number, with its graph.
-        num_items: what the loss is a mean over, where that is not samples; else None.
+        num_items: what the loss is a mean over, where that is not samples; else None. An entry of
+            a returned mapping, or an attribute of the loss.
         extras: the other entries of a returned mapping; None if a bare loss was returned.
     """
 
@@ -40,7 +41,8 @@ class StepOutput:
         """Takes a step's output apart.
 
         Raises:
-            TypeError: it is neither a tensor nor a mapping with a tensor under "loss".
+            TypeError: it is neither a tensor nor a mapping with a tensor under "loss", or
+                `num_items` is no number.
             ValueError: the loss has more than one element.
         """
         is_mapping = isinstance(output, Mapping)
@@ -57,10 +59,9 @@ class StepOutput:
                 "Take its mean over the samples."
             )
         if not is_mapping:
-            return cls(loss, None, None)
-        items = output.get("num_items")
-        count = None if items is None else items.item() if isinstance(items, Tensor) else items
-        return cls(loss, count, {k: v for k, v in output.items() if k not in cls._KEYS})
+            return cls(loss, items_of(loss), None)
+        items = items_of(loss) if (told := output.get("num_items")) is None else _count(told)
+        return cls(loss, items, {k: v for k, v in output.items() if k not in cls._KEYS})
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -69,19 +70,39 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
-def num_items(steps: Sequence[StepOutput]) -> list[float] | None:
+def items_of(loss: Tensor) -> float | None:
+    """What a loss is a mean over, if its attribute `num_items` tells: a number or a tensor.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    items = getattr(loss, "num_items", None)
+    return None if items is None else _count(items)
+
+
+def _count(items: Any) -> float:
+    value = items.item() if isinstance(items, Tensor) and items.numel() == 1 else items
+    if not isinstance(value, int | float):
+        got = tuple(items.shape) if isinstance(items, Tensor) else type(items).__qualname__
+        raise TypeError(
+            f"Expected num_items to be a number or a tensor of one element, got {got}. Give the "
+            "number of items that the loss is a mean over."
+        )
+    return value
+
+
+def agreed_items(counts: Sequence[float | None]) -> list[float] | None:
     """The replicas' item counts, or None where the losses are means over samples.
 
     Raises:
-        ValueError: some replicas returned a count and others did not, or one is negative.
+        ValueError: some replicas gave a count and others did not, or one is negative.
     """
-    counts = [step.num_items for step in steps]
     known = [count for count in counts if count is not None]
     if not known:
         return None
     if len(known) < len(counts) or min(known) < 0:
         raise ValueError(
-            f"Expected 'num_items' of at least 0 from every replica, got {counts}. Return it for "
+            f"Expected num_items of at least 0 from every replica, got {list(counts)}. Give it for "
             "every shard: the number of items that the loss is a mean over."
         )
     return known

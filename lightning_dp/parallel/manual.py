@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.gather import gather
-from lightning_dp.parallel.loss import join_losses, loss_weights, with_separate_backward
+from lightning_dp.parallel.loss import (
+    agreed_items,
+    items_of,
+    join_losses,
+    loss_weights,
+    with_separate_backward,
+)
 from lightning_dp.parallel.meeting import Meeting
 from lightning_dp.parallel.reduce import gradients_on
 from lightning_dp.parallel.shards import Shards
@@ -61,8 +67,14 @@ class ManualStep:
         """What one device would have, where the replicas have `outputs`."""
         if self._engine.loss_reduction == "sum" and isinstance(outputs[0], Tensor):
             return gather(outputs, self._engine.output_device, overrides={"": "sum"})
+        if isinstance(outputs[0], Tensor) and items_of(outputs[0]) is not None:
+            return join_losses(outputs, self._weights(outputs), self._engine.output_device)
         sizes, order = self._shards.active_sizes, self._shards.active_order
         return self._engine.gather(outputs, sizes, constants, order)
+
+    def _weights(self, losses: Sequence[Tensor]) -> list[float]:
+        counts = agreed_items([items_of(loss) for loss in losses])
+        return loss_weights(self._shards.active_sizes, self._engine.loss_reduction, counts)
 
     def once(self, call: Callable[[], T]) -> T:
         """Does something to the root, on the host; the replicas' weights and gradients follow."""
@@ -94,7 +106,9 @@ class ManualStep:
 
         Args:
             meeting: where the replicas wait.
-            losses: one for each of them, of one element.
+            losses: one for each of them, of one element; a mean over its samples (or their sum,
+                as `loss_reduction` has it), or over as many items as its attribute `num_items`
+                tells.
             inputs: for each, the parameters that are to get gradients; None for all.
             call: what is done with the joint loss, whose backward is theirs.
         """
@@ -105,7 +119,7 @@ class ManualStep:
                     f"Expected the backward of a loss of one element, got {got}. Take its mean "
                     "over the samples."
                 )
-        weights = loss_weights(self._shards.active_sizes, self._engine.loss_reduction)
+        weights = self._weights(losses)
         with torch.no_grad():
             joint = join_losses(losses, weights, self._engine.output_device)
         if any(loss.requires_grad for loss in losses):
@@ -123,7 +137,8 @@ class ManualStep:
         keep_graph: bool,
     ) -> None:
         engine = self._engine
-        graphs = [graph for graph in graphs if graph[1].requires_grad]
+        # A weight of 0 is a mean over nothing: it may be NaN, and so would its gradient be.
+        graphs = [graph for graph in graphs if graph[1].requires_grad and graph[2] != 0]
         engine.backward.before()
         self._gradients.put_aside()
         if meeting.crossed or not engine.on_cpu:

@@ -14,10 +14,10 @@ from lightning_dp.parallel.data_parallel import Engine, Transfer
 from lightning_dp.parallel.loss import (
     LossReduction,
     StepOutput,
+    agreed_items,
     join_losses,
     loss_of,
     loss_weights,
-    num_items,
     with_separate_backward,
 )
 from lightning_dp.parallel.ranges import stage
@@ -76,8 +76,9 @@ class StepParallel(Engine):
     def train(self, method: str, shards: Shards, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and joins the losses that it returns.
 
-        The method returns a loss, or a mapping with the key "loss" (and "num_items", if the loss
-        is a mean over something else than samples), or None to leave its shard out.
+        The method returns a loss, or a mapping with the key "loss", or None to leave its shard
+        out. If the loss is a mean over something else than samples, "num_items" tells how many:
+        an entry of the mapping or an attribute of the loss.
 
         Returns:
             As the method does: the joint loss, whose backward fills the root's `.grad`; a dict
@@ -123,9 +124,10 @@ class StepParallel(Engine):
         kept = [k for k, output in zip(shards.active, outputs, strict=True) if output is not None]
         if not kept:
             return None
-        steps = [StepOutput.parse(output) for output in outputs if output is not None]
+        returned = [output for output in outputs if output is not None]
+        steps = [StepOutput.parse(output) for output in returned]
         sizes = [shards.sizes[k] for k in kept]
-        counts = num_items(steps)
+        counts = agreed_items([step.num_items for step in steps])
         weights = loss_weights(sizes, self.loss_reduction, counts)
         losses = [step.loss for step in steps]
         with torch.no_grad():  # the joint loss has a backward of its own
@@ -136,7 +138,7 @@ class StepParallel(Engine):
             return joint
         order = None if shards.order is None else [shards.order[k] for k in kept]
         joined = self.gather([step.extras for step in steps], sizes, constants, order)
-        count = {} if counts is None else {"num_items": sum(counts)}
+        count = {"num_items": sum(counts)} if counts and "num_items" in returned[0] else {}
         return {"loss": joint, **joined, **count}
 
     def _with_backward(

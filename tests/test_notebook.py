@@ -55,9 +55,9 @@ DATA = """
     torch.manual_seed(0)
     data = DataLoader(TensorDataset(torch.randn(30, 4)), batch_size=10)
 
-    def trainer(devices=4, **options):
+    def trainer(devices=4, accelerator="cpu", **options):
         return L.Trainer(
-            strategy="dp_custom", accelerator="cpu", devices=devices, max_epochs=2,
+            strategy="dp_custom", accelerator=accelerator, devices=devices, max_epochs=2,
             logger=False, enable_checkpointing=False, **options,
         )
 
@@ -202,3 +202,26 @@ def test_a_class_that_is_defined_again(kernel: Kernel) -> None:
     assert error == "NameError" and "undefined" in text
     kernel.works(MODULE)
     assert "sizes (3, 3, 2, 2)" in kernel.works(FIT)
+
+
+@pytest.mark.slow
+def test_devices_that_earlier_cells_have_used(kernel: Kernel) -> None:
+    for cell in (IMPORTS, MODULE, DATA):
+        kernel.works(cell)
+    kernel.works("""
+        import os
+        from lightning_dp import sim
+
+        sim.enable(4)
+        held = torch.randn(2, device="sim:1") + torch.randn(2, device="sim:1")
+
+        def fork():
+            raise OSError("a process that has used a GPU cannot be forked")
+
+        os.fork = fork
+    """)
+    text, _ = kernel.run("L.Trainer(strategy='ddp_notebook', devices=2).fit(Net(), data)")
+    assert "cannot be forked" in text
+    assert "sizes (3, 3, 2, 2)" in kernel.works(FIT)
+    on_sim = FIT.replace("trainer()", "trainer(accelerator='sim')")
+    assert "sizes (3, 3, 2, 2)" in kernel.works(on_sim)

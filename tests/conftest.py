@@ -3,15 +3,17 @@
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import oracle
 import pytest
 import torch
+from conformance_table import table
 
 from lightning_dp import sim
 
 SIM_DEVICES = 8  # their number is fixed for a process
-
+CONFORMS = "::test_as_one_device["
 
 SIM_IS_SLOW = {
     "test_callbacks",
@@ -33,6 +35,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         chosen = any("on" in mark.args[:1] for mark in item.iter_markers("parametrize"))
         if item.path.stem in SIM_IS_SLOW and on_sim and not chosen:
             item.add_marker(pytest.mark.slow)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """With -v, after the tests of conformance: their table."""
+    names = {
+        outcome: [r.nodeid for r in terminalreporter.getreports(outcome) if CONFORMS in r.nodeid]
+        for outcome in ("passed", "failed")
+    }
+    if terminalreporter.verbosity > 0 and any(names.values()):
+        terminalreporter.section("conformance")
+        for line in table(names["passed"], names["failed"]):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(params=["cpu", "sim"])

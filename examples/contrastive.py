@@ -10,7 +10,6 @@ a part of the batch has fewer others to tell apart, which is another loss. In fo
 `--compare` shows the difference.
 """
 
-import argparse
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -28,7 +27,9 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.app.options import check_at_least
 from lightning_dp.app.quiet import quiet
+from lightning_dp.app.scripts import ScriptParser
 
 Mode = Literal["step", "forward"]
 Views = tuple[Tensor, Tensor]
@@ -84,6 +85,7 @@ class ContrastiveModel(L.LightningModule):
         self, width: int = 32, temperature: float = 0.5, optimizer: OptimizerFactory = ADAMW
     ) -> None:
         super().__init__()
+        check_at_least("width", width, 1)
         self.save_hyperparameters("width", "temperature")
         self.temperature = temperature
         self.make_optimizer = optimizer
@@ -142,6 +144,8 @@ class DigitPairs(L.LightningDataModule):
 
     def __init__(self, batch_size: int = 240, labelled: int = 10, seed: int = 0) -> None:
         super().__init__()
+        check_at_least("batch_size", batch_size, 1)
+        check_at_least("labelled", labelled, 1)
         self.batch_size = batch_size
         self.labelled = labelled
         self.seed = seed
@@ -266,17 +270,9 @@ def compare(accelerator: str, devices: int, epochs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Contrastive learning in forward mode.")
-    parser.add_argument("--accelerator", default="cpu", help="cpu, sim (simulated) or gpu")
-    parser.add_argument("--devices", type=int, default=4, help="number of devices")
-    parser.add_argument("--epochs", type=int, default=40, help="epochs to train")
+    parser = ScriptParser(__doc__.splitlines()[0], devices=4, epochs=40)
     parser.add_argument("--compare", action="store_true", help="the loss of one device beside ours")
-    args = parser.parse_args()
-
-    if args.accelerator == "sim":
-        from lightning_dp import sim
-
-        sim.enable(max(8, args.devices))
+    args = parser.parse()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     options = {key: getattr(args, key) for key in ("accelerator", "devices", "epochs")}
     with quiet():

@@ -6,7 +6,6 @@ python -m lightning_dp experiment=digits trainer.devices=4 trainer.max_epochs=20
 Nothing in the model or the data knows about several devices.
 """
 
-import argparse
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +21,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_dp  # noqa: F401  (registers the strategy "dp_custom")
+from lightning_dp.app.options import check_at_least
+from lightning_dp.app.scripts import ScriptParser
 
 Batch = tuple[Tensor, Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -62,6 +63,7 @@ class DigitsCNN(L.LightningModule):
         scheduler: SchedulerFactory | None = None,
     ) -> None:
         super().__init__()
+        check_at_least("width", width, 1)
         # Only plain values go into the checkpoint, so that it loads with weights_only=True.
         self.save_hyperparameters("width")
         self.make_optimizer = optimizer
@@ -129,6 +131,8 @@ class DigitsDataModule(L.LightningDataModule):
 
     def __init__(self, batch_size: int = 96, num_workers: int = 0, split_seed: int = 0) -> None:
         super().__init__()
+        check_at_least("batch_size", batch_size, 1)
+        check_at_least("num_workers", num_workers, 0)
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.split_seed = split_seed
@@ -168,12 +172,7 @@ class DigitsDataModule(L.LightningDataModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small CNN on scikit-learn's digits.")
-    parser.add_argument("--accelerator", default="cpu", help="cpu or gpu")
-    parser.add_argument("--devices", type=int, default=4, help="number of devices")
-    parser.add_argument("--epochs", type=int, default=20, help="epochs to train")
-    args = parser.parse_args()
-
+    args = ScriptParser(__doc__.splitlines()[0], devices=4, epochs=20).parse()
     L.seed_everything(42)
     model = DigitsCNN(scheduler=partial(CosineAnnealingLR, T_max=args.epochs))
     data = DigitsDataModule()

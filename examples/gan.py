@@ -10,7 +10,6 @@ summed, the optimizer steps once, and all go on with the new weights. `--compare
 one device beside those of several, in both modes.
 """
 
-import argparse
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -28,7 +27,9 @@ from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.app.options import check_at_least
 from lightning_dp.app.quiet import quiet
+from lightning_dp.app.scripts import ScriptParser
 
 Mode = Literal["step", "forward"]
 Batch = tuple[Tensor, Tensor]
@@ -65,6 +66,8 @@ class GAN(L.LightningModule):
         self, latent: int = 16, width: int = 256, optimizer: OptimizerFactory = ADAM
     ) -> None:
         super().__init__()
+        check_at_least("latent", latent, 1)
+        check_at_least("width", width, 1)
         self.save_hyperparameters("latent", "width")
         self.automatic_optimization = False
         self.make_optimizer = optimizer
@@ -145,6 +148,7 @@ class DigitsAndNoise(L.LightningDataModule):
 
     def __init__(self, batch_size: int = 96, latent: int = 16, seed: int = 0) -> None:
         super().__init__()
+        check_at_least("batch_size", batch_size, 1)
         self.batch_size = batch_size
         self.latent = latent
         self.seed = seed
@@ -270,17 +274,9 @@ def compare(accelerator: str, devices: int, epochs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A GAN by manual optimisation.")
-    parser.add_argument("--accelerator", default="cpu", help="cpu, sim (simulated) or gpu")
-    parser.add_argument("--devices", type=int, default=4, help="number of devices")
-    parser.add_argument("--epochs", type=int, default=60, help="epochs to train")
+    parser = ScriptParser(__doc__.splitlines()[0], devices=4, epochs=60)
     parser.add_argument("--compare", action="store_true", help="the losses of one device beside")
-    args = parser.parse_args()
-
-    if args.accelerator == "sim":
-        from lightning_dp import sim
-
-        sim.enable(max(8, args.devices))
+    args = parser.parse()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     options = {key: getattr(args, key) for key in ("accelerator", "devices", "epochs")}
     with quiet():

@@ -9,7 +9,6 @@ python examples/migrate.py --accelerator gpu --devices 4
 The devices are simulated unless you say otherwise, so that it runs on a machine without GPUs.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallel
+from lightning_dp.app.scripts import ScriptParser
 
 
 class Net(nn.Module):
@@ -76,12 +76,11 @@ def write_old_checkpoint(path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A script for nn.DataParallel, on ours.")
-    parser.add_argument("--accelerator", default="sim", help="sim (simulated), cpu or gpu")
-    parser.add_argument("--devices", type=int, default=2, help="number of devices")
-    parser.add_argument("--epochs", type=int, default=10, help="epochs to train")
+    parser = ScriptParser(
+        "A script for nn.DataParallel, on ours.", accelerator="sim", devices=2, epochs=10
+    )
     parser.add_argument("--folder", type=Path, default=Path("logs/migrate"), help="of old and new")
-    args = parser.parse_args()
+    args = parser.parse()
 
     device, device_ids = devices_of(args.accelerator, args.devices)
     old, new = args.folder / "old.pt", args.folder / "new.pt"
@@ -111,10 +110,6 @@ def devices_of(accelerator: str, count: int) -> tuple[torch.device, list[int] | 
     """The first device, and what to pass as `device_ids`."""
     if accelerator == "cpu":
         return torch.device("cpu"), ["cpu"] * count
-    if accelerator == "sim":
-        from lightning_dp import sim
-
-        sim.enable(count)
     return torch.device("cuda" if accelerator == "gpu" else accelerator, 0), list(range(count))
 
 

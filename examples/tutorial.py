@@ -9,7 +9,6 @@ The devices are simulated: they are separate as GPUs are, and there are as many 
 `--accelerator gpu` they are real.
 """
 
-import argparse
 from typing import Any, cast
 
 import lightning as L
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.app.options import check_at_least
+from lightning_dp.app.scripts import ScriptParser, script_trainer, whole_number, whole_numbers
 
 Outputs = tuple[Tensor, dict[str, Any]]
 
@@ -72,6 +73,9 @@ class RandomRows(L.LightningDataModule):
 
     def __init__(self, input_size: int = 5, rows: int = 100, batch_size: int = 30) -> None:
         super().__init__()
+        check_at_least("input_size", input_size, 1)
+        check_at_least("rows", rows, 1)
+        check_at_least("batch_size", batch_size, 1)
         self.rows = torch.randn(rows, input_size)
         self.batch_size = batch_size
 
@@ -108,36 +112,25 @@ class Outside(Callback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="See how batches are split over devices.")
-    parser.add_argument("--accelerator", default="sim", help="sim (simulated), cpu or gpu")
-    parser.add_argument("--devices", type=int, default=2, help="number of devices")
-    parser.add_argument("--device-ids", help="ids instead of a number: 7,9")
-    parser.add_argument("--device-count", type=int, help="how many devices to simulate")
-    parser.add_argument("--split", default="even", help="even, or chunk as torch.chunk cuts")
-    parser.add_argument("--output-device", help="where outputs end up; default: the first device")
-    parser.add_argument("--epochs", type=int, default=1, help="epochs to train in the end")
-    args = parser.parse_args()
-
-    ids = [int(i) for i in args.device_ids.split(",")] if args.device_ids else None
-    if args.accelerator == "sim":
-        from lightning_dp import sim
-
-        sim.enable(args.device_count or max(8, args.devices))
+    parser = ScriptParser(__doc__.splitlines()[0], accelerator="sim", devices=2, epochs=1)
+    parser.add_argument("--device-ids", type=whole_numbers, help="instead of a number: 7,9")
+    parser.add_argument("--device-count", type=whole_number(1), help="how many to simulate")
+    parser.add_argument(
+        "--split", default="even", choices=("even", "chunk"), help="chunk: as torch.chunk cuts"
+    )
+    parser.add_argument("--output-device", help="where outputs end up; None: the first device")
+    args = parser.parse()
     L.seed_everything(0)
     # One device after another, so that the lines come in their order.
     strategy = DataParallelStrategy(
         split=args.split, output_device=args.output_device, executor="inorder"
     )
-    trainer = L.Trainer(
+    trainer = script_trainer(
+        Outside(),
         strategy=strategy,
         accelerator=args.accelerator,
-        devices=ids or args.devices,
+        devices=args.device_ids or args.devices,
         max_epochs=args.epochs,
-        callbacks=[Outside()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     model, data = TutorialModel(), RandomRows()
     trainer.predict(model, data, return_predictions=False)

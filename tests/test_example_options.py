@@ -10,9 +10,25 @@ from hydra import compose, initialize_config_module
 
 from lightning_dp.app.run import as_program
 from lightning_dp.app.train import train
-from lightning_dp.examples import denoise, stdlib_lm
+from lightning_dp.examples import (
+    contrastive,
+    denoise,
+    digits,
+    gan,
+    migrate,
+    stdlib_lm,
+    tutorial,
+)
 
-SCRIPTS = {"stdlib_lm": stdlib_lm, "denoise": denoise}
+SCRIPTS = {
+    "contrastive": contrastive,
+    "denoise": denoise,
+    "digits": digits,
+    "gan": gan,
+    "migrate": migrate,
+    "stdlib_lm": stdlib_lm,
+    "tutorial": tutorial,
+}
 
 
 def error_of(main: Any, capsys: pytest.CaptureFixture[str]) -> str:
@@ -32,7 +48,6 @@ def error_of(main: Any, capsys: pytest.CaptureFixture[str]) -> str:
         ("--epochs=two", "argument --epochs: expected a whole number from 1 on, got 'two'"),
         ("--accelerator=tpu", "argument --accelerator: invalid choice: 'tpu'"),
         ("--accelerator=sim --devices=200", "device_count: expected 1 to 127 devices, got 200"),
-        ("--split=fair", "argument --split: invalid choice: 'fair'"),
     ],
 )
 def test_a_script_says_in_one_line_what_it_expects(
@@ -43,6 +58,27 @@ def test_a_script_says_in_one_line_what_it_expects(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments.split()])
+    assert message in error_of(SCRIPTS[name].main, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "message"),
+    [
+        ("stdlib_lm", "--split=fair", "argument --split: invalid choice: 'fair'"),
+        ("denoise", "--split=fair", "argument --split: invalid choice: 'fair'"),
+        ("tutorial", "--split=fair", "argument --split: invalid choice: 'fair'"),
+        ("tutorial", "--device-ids=7,x", "--device-ids: expected a whole number from 0 on"),
+        ("tutorial", "--device-count=0", "--device-count: expected a whole number from 1 on"),
+    ],
+)
+def test_so_it_does_for_options_of_its_own(
+    name: str,
+    argument: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", argument])
     assert message in error_of(SCRIPTS[name].main, capsys)
 
 
@@ -61,6 +97,11 @@ def test_a_script_without_a_gpu_says_what_else_there_is(
         ("stdlib_lm", "data.max_length=1.5", "max_length: expected a whole number of at least 1"),
         ("stdlib_lm", "data.files=2", "files: expected a whole number of at least 3, got 2"),
         ("stdlib_lm", "model.layers=0", "layers: expected a whole number of at least 1, got 0"),
+        ("digits", "data.batch_size=0", "batch_size: expected a whole number of at least 1, got 0"),
+        ("digits", "model.width=0", "width: expected a whole number of at least 1, got 0"),
+        ("contrastive", "data.labelled=0", "labelled: expected a whole number of at least 1"),
+        ("gan", "model.latent=0", "latent: expected a whole number of at least 1, got 0"),
+        ("tutorial", "data.rows=0", "rows: expected a whole number of at least 1, got 0"),
         ("denoise", "data.pages=31", "pages: expected a whole number of at least 32, got 31"),
         ("denoise", "data.noise=-1", "noise: expected a number of at least 0.0, got -1"),
         ("denoise", "model.levels=5 data.side=1", "height: expected a multiple of 16, as levels=5"),

@@ -16,6 +16,16 @@ _ACCELERATORS = ("cpu", "sim", "gpu")
 _EVERY = 5
 
 
+def whole_numbers(text: str) -> list[int]:
+    """The `type=` of an option that is whole numbers from 0 on, such as ids of devices.
+
+    Example:
+        >>> whole_numbers("7,9")
+        [7, 9]
+    """
+    return [whole_number(0)(part) for part in text.split(",")]
+
+
 def whole_number(least: int) -> Callable[[str], int]:
     """The `type=` of an option that is a whole number of at least so much.
 
@@ -63,11 +73,14 @@ class ScriptParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n")
 
     def parse(self) -> argparse.Namespace:
-        """The options of the command line; simulated devices exist from then on, if asked for."""
+        """The options of the command line; simulated devices exist from then on, if asked for.
+
+        There are as many as an option `--device-count` says, where a script has one.
+        """
         args = self.parse_args()
         try:
             if args.accelerator == "sim":
-                _simulate(args.devices)
+                _simulate(args.devices, vars(args).get("device_count"))
             else:
                 check_devices(args.accelerator, args.devices)
         except (ValueError, RuntimeError) as error:
@@ -75,11 +88,11 @@ class ScriptParser(argparse.ArgumentParser):
         return args
 
 
-def _simulate(devices: int) -> None:
+def _simulate(devices: int, count: int | None) -> None:
     from lightning_dp import sim
     from lightning_dp.sim.backend import DEFAULT_DEVICE_COUNT
 
-    sim.enable(max(DEFAULT_DEVICE_COUNT, devices))
+    sim.enable(count or max(DEFAULT_DEVICE_COUNT, devices))
 
 
 def script_trainer(*callbacks: Callback, **options: Any) -> L.Trainer:

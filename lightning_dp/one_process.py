@@ -45,6 +45,19 @@ class OneProcessMixin(ParallelStrategy):
     def world_size(self) -> int:
         return 1
 
+    @property
+    def num_nodes(self) -> int:
+        """1: a process is on one machine. The Trainer sets what it was given."""
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise ValueError(
+                f"num_nodes: expected 1, as one process has all the devices, got {num_nodes}. "
+                "Leave it out, or take strategy='ddp' for several machines."
+            )
+
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         return collectives.reduce(tensor, reduce_op) if isinstance(tensor, Tensor) else tensor

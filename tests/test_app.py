@@ -27,6 +27,7 @@ from lightning_dp.app.evaluate import evaluate
 from lightning_dp.app.quiet import quiet
 from lightning_dp.app.run import INTERRUPTED, as_program
 from lightning_dp.app.train import train
+from lightning_dp.app.trained import as_trained
 
 CONF = ROOT / "conf"
 ON_CPU = ("trainer.accelerator=cpu",)
@@ -182,6 +183,54 @@ def test_checkpoint_is_evaluated_and_resumed(
     )
     resumed = torch.load(tmp_path / "resumed" / "checkpoints" / "last.ckpt", weights_only=True)
     assert (resumed["epoch"], resumed["global_step"]) == (1, 30)
+
+
+def test_a_run_is_evaluated_with_its_own_model_and_data(
+    configure: Configure, tmp_path: Path
+) -> None:
+    common = (*ON_CPU, "trainer.devices=2")
+    of_its_own = ("model.width=8", "data.split_seed=3", "trainer.max_epochs=1")
+    trained = run_in_process(train, configure(*common, *of_its_own))
+    cfg = configure(*common, f"run={tmp_path / 'run'}", name="eval", folder="eval")
+    tested = run_in_process(evaluate, cfg)
+    assert tested.metrics["test/acc"] == trained.metrics["test/acc"]
+    written = OmegaConf.load(tmp_path / "eval" / "config.yaml")
+    assert (written.model.width, written.data.split_seed) == (8, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), (8, 3, "digits")),
+        (("data.split_seed=5", "+data.more=1", "strategy=single"), (8, 5, "digits")),
+        (("model=digits_cnn",), (32, 3, "digits")),
+        (("model=digits_cnn", "model.width=4"), (4, 3, "digits")),
+        (("experiment=digits",), (32, 0, "digits")),
+        (("data=random_rows",), (8, None, "tutorial")),
+    ],
+)
+def test_the_command_line_says_more_than_the_run(
+    overrides: tuple[str, ...],
+    expected: tuple[int, int, str],
+    configure: Configure,
+    tmp_path: Path,
+) -> None:
+    report.write_config(configure("model.width=8", "data.split_seed=3"), tmp_path)
+    cfg = as_trained(configure(f"run={tmp_path}", *overrides, name="eval"), overrides)
+    kind = cfg.data._target_.split(".")[-2]
+    assert (cfg.model.width, cfg.data.get("split_seed"), kind) == expected
+    assert cfg.data.get("more") == (1 if "+data.more=1" in overrides else None)
+    assert cfg.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_it_has_to_be_said_what_is_evaluated(configure: Configure, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"ckpt_path: expected the checkpoint file to test, got n"):
+        evaluate(configure(name="eval"))
+    with pytest.raises(ValueError, match=r"run: expected the folder of a training, got .*nowhere"):
+        evaluate(configure("run=nowhere", name="eval"))
+    report.write_config(configure(), tmp_path)
+    with pytest.raises(ValueError, match=r"ckpt_path: expected a checkpoint file, got .*last\."):
+        evaluate(configure(f"run={tmp_path}", name="eval"))
 
 
 def test_training_can_be_left_out(configure: Configure, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests one checkpoint: ``python -m lightning_dp.app.evaluate ckpt_path=FILE``."""
+"""Tests what a training has left: ``python -m lightning_dp.app.evaluate run=FOLDER``."""
 
 import warnings
 from pathlib import Path
@@ -11,15 +11,17 @@ from lightning_dp.app import report
 from lightning_dp.app.build import build, settle
 from lightning_dp.app.devices import register_resolvers
 from lightning_dp.app.run import as_program
+from lightning_dp.app.trained import as_trained, task_overrides
 
 register_resolvers()
 
 
 def evaluate(cfg: DictConfig) -> report.Report:
-    """Tests the checkpoint ``cfg.ckpt_path`` and leaves the metrics in the run folder.
+    """Tests a checkpoint and leaves the metrics in the run folder.
 
     Args:
-        cfg: the composed configuration; results go to ``cfg.paths.output_dir``.
+        cfg: the composed configuration; ``cfg.ckpt_path`` or ``cfg.run`` says what is tested, and
+            results go to ``cfg.paths.output_dir``.
 
     Returns:
         The test's metrics and the devices.
@@ -27,7 +29,7 @@ def evaluate(cfg: DictConfig) -> report.Report:
     Raises:
         ValueError: an option is not usable; raised before any data is loaded.
     """
-    cfg = settle(cfg)
+    cfg = settle(as_trained(cfg, task_overrides()))
     if cfg.seed is not None:
         L.seed_everything(cfg.seed, workers=True, verbose=False)
     job = build(cfg)

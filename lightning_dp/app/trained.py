@@ -1,0 +1,60 @@
+"""What a training says in its run folder about its model, its data and its checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+_GROUPS = ("model", "data")
+
+
+def as_trained(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Takes the model, the data and the checkpoint of the training in the folder ``cfg.run``.
+
+    Args:
+        cfg: the composed configuration of an evaluation.
+        overrides: what the command line says, which wins.
+
+    Raises:
+        ValueError: it is not known what is to be tested, or the folder is not a training's.
+    """
+    if cfg.run is None:
+        if cfg.ckpt_path is None:
+            raise ValueError(
+                "ckpt_path: expected the checkpoint file to test, got nothing. Give it, or "
+                "run=logs/train/runs/..., the folder of a training."
+            )
+        return cfg
+    cfg, trained = cfg.copy(), _config_of(Path(cfg.run))
+    named = [o.key_or_group for o in OverridesParser.create().parse_overrides(list(overrides))]
+    for group in _GROUPS:
+        if not {group, "experiment"}.intersection(named):
+            composed, cfg[group] = cfg[group], trained[group]
+            for key in (name for name in named if name.startswith(f"{group}.")):
+                inner = key.removeprefix(f"{group}.")
+                value = OmegaConf.select(composed, inner)
+                OmegaConf.update(cfg[group], inner, value, force_add=True)
+    if cfg.ckpt_path is None:
+        cfg.ckpt_path = str(Path(cfg.run) / "checkpoints" / "last.ckpt")
+    return cfg
+
+
+def task_overrides() -> Sequence[str]:
+    """What the command line says; nothing outside of a program of Hydra's."""
+    if not HydraConfig.initialized():
+        return ()
+    return cast(Sequence[str], HydraConfig.get().overrides.task)
+
+
+def _config_of(run: Path) -> DictConfig:
+    file = run / "config.yaml"
+    config = OmegaConf.load(file) if file.is_file() else OmegaConf.create()
+    if not isinstance(config, DictConfig) or not set(_GROUPS) <= config.keys():
+        raise ValueError(
+            f"run: expected the folder of a training, got {str(run)!r}, where no config.yaml "
+            "names a model and data. Give a folder of logs/train/runs."
+        )
+    return config

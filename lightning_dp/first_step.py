@@ -108,7 +108,8 @@ class Runs:
         scaler = getattr(precision, "scaler", None)
         self._scale = 1.0 if scaler is None or not scaler.is_enabled() else _SCALE
         self._parameters = list(module.parameters())
-        self._before = Before(module, devices)
+        groups = [optimizer.param_groups for optimizer in module.trainer.strategy.optimizers]
+        self._before = Before(module, devices, groups)
 
     @property
     def sizes(self) -> Sizes:

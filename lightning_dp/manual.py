@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_dp.parallel.loss import items_of
 from lightning_dp.parallel.manual import ManualStep
@@ -42,6 +43,11 @@ class ManualOptimization:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._step: ManualStep | None = None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The module's, also where it does not call them itself."""
+        return self._module.trainer.strategy.optimizers
 
     def run(self, engine: StepParallel, method: str, shards: Shards, args: tuple[Any, ...]) -> Any:
         """Runs a step on all replicas, and returns what one device would have returned."""

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_dp import metrics
 from lightning_dp.journal import Journals
 from lightning_dp.manual import ManualOptimization
+from lightning_dp.optimizer_groups import changed_once
 from lightning_dp.parallel.data_parallel import Engine
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.hidden import check_nothing_hidden
@@ -241,10 +242,21 @@ class ForwardMode(Mode):
 
 @contextlib.contextmanager
 def _around_step(
-    journals: Journals, manual: ManualOptimization, replicas: Replicas, *step: Any
+    journals: Journals,
+    manual: ManualOptimization,
+    replicas: Replicas,
+    hook: str,
+    shards: Shards,
+    args: tuple[Any, ...],
+    is_rerun: bool,
 ) -> Iterator[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
-    with journals.around(replicas, *step), manual.acting_together(replicas):
+    optimizers = manual.optimizers if hook == "training_step" else []
+    with (
+        journals.around(replicas, hook, shards, args, is_rerun),
+        changed_once(optimizers, shards.active[0], is_rerun=is_rerun),
+        manual.acting_together(replicas),
+    ):
         yield
 
 

@@ -264,6 +264,41 @@ class Scheduled(Manual):
         ]
 
 
+class Decaying(Manual):
+    """The step changes options of its optimizer, and looks at them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+            group.update(weight_decay=group["weight_decay"] + group.get("extra", 0.1))
+        super().training_step(batch, batch_idx)
+        group["lr"] *= 0.9
+        assert group.setdefault("extra", 0.2) == 0.2
+        self.log("lr", group["lr"] * len(batch[0]), on_step=True, reduce_fx="sum")
+
+
+class DecayingWithSchedule(Decaying):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        self.lr_schedulers().step()
+        self.log("then", self.optimizers().param_groups[0]["lr"], on_step=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 1.05)]
+
+
+class DecayingByItself(Classifier):
+    """Automatic optimisation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        group = self.trainer.optimizers[0].param_groups[0]
+        group["lr"] *= 0.9
+        self.log("lr", group["lr"], on_step=True)
+        return super().training_step(batch, batch_idx)
+
+
 class Warming(Manual):
     """Sets the learning rate itself, and takes a second look after an extra step."""
 
@@ -334,6 +369,9 @@ def compare(make: Callable[[], LightningModule], devices: int, **kwargs: Any) ->
         ClippingValues,
         PlainTorch,
         Scheduled,
+        Decaying,
+        DecayingWithSchedule,
+        DecayingByItself,
         Warming,
         Contrastive,
         Frozen,
@@ -351,9 +389,13 @@ def test_in_threads_and_in_order(make: Callable[[], LightningModule], executor: 
     compare(make, 3, strategy={"executor": executor})
 
 
-@pytest.mark.parametrize("make", [ClippingByHand, Accumulating, Lbfgs, Adversarial])
+@pytest.mark.parametrize("make", [ClippingByHand, Accumulating, Lbfgs, Adversarial, Decaying])
 def test_an_idle_root(make: Callable[[], LightningModule]) -> None:
     compare(make, 3, strategy={"weights": [0, 2, 1]})
+
+
+def test_the_check_of_the_first_step_changes_no_options() -> None:
+    compare(DecayingByItself, 3, strategy={"check_first_step": True})
 
 
 def test_batch_norm_over_all_replicas() -> None:

@@ -28,6 +28,7 @@ class Wide(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.seen.append(batch[1])
+        self.trainer.optimizers[0].param_groups[0]["weight_decay"] += 0.1
         loss = self.loss(batch)
         self.log("train/loss", loss, on_step=True, on_epoch=True)
         return loss

@@ -43,12 +43,15 @@ class Before:
     Args:
         module: the module; gradients are None and hooks of parameters off until `end`.
         devices: whose random generators count.
+        others: containers that a step reaches though they do not hang on the module.
     """
 
-    def __init__(self, module: nn.Module, devices: Iterable[torch.device]) -> None:
+    def __init__(
+        self, module: nn.Module, devices: Iterable[torch.device], others: Iterable[Any] = ()
+    ) -> None:
         self._generators = _process_generators(devices)
         self._own_generators: list[Any] = []
-        self._objects = self._walk(module)
+        self._objects = self._walk([module, *others])
         self._parameters = [_Gradient(parameter) for parameter in module.parameters()]
 
     def restore(self) -> None:
@@ -73,10 +76,10 @@ class Before:
         for generator in self._own_generators:
             _reseed(generator, seed)
 
-    def _walk(self, root: nn.Module) -> list[Restore]:
+    def _walk(self, roots: list[Any]) -> list[Restore]:
         restores: list[Restore] = []
         seen: dict[int, Any] = {}  # the objects too: an id is unique among living ones
-        waiting: list[Any] = [root]
+        waiting: list[Any] = list(roots)
         while waiting:
             node = waiting.pop()
             if id(node) in seen:

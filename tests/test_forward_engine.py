@@ -397,19 +397,6 @@ def test_weights_swapped_without_a_trace_between_evaluations_are_seen() -> None:
     compare(perceptron, use, always_copies=True)
 
 
-@pytest.mark.parametrize(
-    "on",
-    [
-        "cpu",
-        pytest.param(
-            "sim",
-            marks=pytest.mark.xfail(
-                reason="what a forward writes into a replica's own copies does not reach the root"
-            ),
-        ),
-    ],
-    indirect=True,
-)
 def test_embeddings_of_limited_norm_shorten_the_rows_of_all_shards() -> None:
     def use(net: nn.Module) -> Any:
         return net(torch.arange(6)).detach()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lightning_dp.parallel.gradient_hooks import GradientHooks
@@ -27,18 +29,21 @@ class Backward:
         self._replicas = replicas
         self._buffers: Buffers = buffers
         self._unsettled: Shards | None = None
+        self._forwarded: Sequence[int] = ()
         self._hooks: GradientHooks | None = None
         self._earlier: EarlierGradients | None = None
 
     def after_forward(self, shards: Shards) -> None:
-        """Notes whose buffers are to be settled, after the backward or before the next step.
+        """Notes what is to be settled, after the backward or before the next step.
 
-        Without gradients no backward will come: they are settled now.
+        That is whose buffers the root keeps, and whose rows of embeddings were shortened. Without
+        gradients no backward will come: they are settled now.
         """
+        self._forwarded = shards.active
         if not self.root_keeps_its_buffers(shards):
             self._unsettled = shards
         if not torch.is_grad_enabled():
-            self._settle_buffers()
+            self._settle_forward()
 
     def before(self, *, can_fail: bool = False) -> None:
         """Takes the hooks of the root's parameters off, which are to see sums.
@@ -51,7 +56,7 @@ class Backward:
 
     def after(self) -> None:
         """Reduces the gradients, unless they accumulate."""
-        self._settle_buffers()
+        self._settle_forward()
         if self._hooks is not None:
             self._hooks.call()
         if self._earlier is not None:
@@ -68,12 +73,12 @@ class Backward:
 
     def settle(self) -> None:
         """Does what a step left open whose backward did not come or did not end."""
-        self._settle_buffers()
+        self._settle_forward()
         self._put_back()
 
     def undo(self) -> None:
         """Takes back what a step has left that is to be run again."""
-        self._unsettled = None
+        self._unsettled, self._forwarded = None, ()
         self._put_back()
 
     def _put_back(self) -> None:
@@ -88,8 +93,10 @@ class Backward:
         """Whether replica 0's buffers stay: they are the root's, since it is the module itself."""
         return self._buffers == "first" and shards.active[0] == 0
 
-    def _settle_buffers(self) -> None:
+    def _settle_forward(self) -> None:
         """Not before the backward, which checks that nobody wrote to what it saved."""
+        forwarded, self._forwarded = self._forwarded, ()
+        self._replicas.adopt_rows(forwarded)
         shards, self._unsettled = self._unsettled, None
         if shards is not None:
             buffers = self._replicas.buffers

@@ -20,6 +20,7 @@ from lightning_dp.parallel.compiled import compiles
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.join import Override, Scalars
 from lightning_dp.parallel.layout import ReplicaRules
+from lightning_dp.parallel.limited_norm import limits_norms
 from lightning_dp.parallel.meeting import Meeting
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.out_of_memory import Recovery
@@ -107,7 +108,9 @@ class Engine:
         self._recovery = Recovery(devices, self._planner)
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
-        self._executor = Executor(devices, "inorder" if compiles(module) else executor)
+        # On the CPU two threads may shorten the same row at the same time: twice.
+        in_turn = compiles(module) or (self.on_cpu and limits_norms(module))
+        self._executor = Executor(devices, "inorder" if in_turn else executor)
         self._dim = dim
         self._scalars: Scalars = scalars
         self._overrides = overrides
@@ -215,6 +218,8 @@ class Engine:
             self.meter.count(shards.sizes)
             for k, spent in zip(shards.active, seconds, strict=True):
                 self.meter.add(k, spent)
+        else:
+            self.replicas.adopt_rows(shards.active)
         return outputs
 
     @stage("gather")

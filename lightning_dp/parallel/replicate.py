@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, entries
+from lightning_dp.parallel.limited_norm import LimitedNorms
 from lightning_dp.parallel.reduce import reduce_gradients
 from lightning_dp.parallel.replica import Replica
 from lightning_dp.parallel.silent_writes import SilentWrites
@@ -106,6 +107,7 @@ class Replicas:
                     buffers=copied,
                 )
                 silent = set() if self._silent is None else self._silent.look()
+                silent |= self._limited.positions
                 for k in others:
                     self._others[k - 1].refresh(state, parameters, copied, silent)
 
@@ -120,6 +122,12 @@ class Replicas:
             for k in active:
                 if k > 0:
                     self._others[k - 1].refresh_parameters(state)
+
+    def adopt_rows(self, active: Iterable[int]) -> None:
+        """Gives the root the rows of embeddings that a forward has shortened on replicas."""
+        for k in active:
+            if k > 0 and not self._others[k - 1].shares_memory:
+                self._limited.adopt(self._others[k - 1].parameters)
 
     def keep(self, k: int, position: int, name: str) -> None:
         """Lets replica k keep an attribute that it has bound, until the root's is bound anew.
@@ -155,6 +163,7 @@ class Replicas:
         with torch.inference_mode(False), torch.no_grad():
             self._layout = Layout(self._root, self._rules)
             self._signature = self._layout.signature()
+            self._limited = LimitedNorms(self._layout.modules, self._layout.parameters)
             self._silent: SilentWrites | None = None
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(self._layout.parameters)

@@ -1,0 +1,57 @@
+"""Embeddings of limited norm (`nn.Embedding(max_norm=...)`): a forward shortens the rows it uses.
+
+A replica with a copy of the weight shortens rows of the copy. Which rows these were is told by the
+rows: to shorten is all that a forward does to them, and it does the same wherever it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+Limited = nn.Embedding | nn.EmbeddingBag
+
+
+def limits_norms(module: nn.Module) -> bool:
+    """Whether a forward of the module, or of a part of it, may write to its weights."""
+    return any(isinstance(m, Limited) and m.max_norm is not None for m in module.modules())
+
+
+class LimitedNorms:
+    """The weights of embeddings of limited norm.
+
+    Args:
+        modules: the root's submodules.
+        parameters: the root's parameters.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
+        places = {id(parameter): i for i, parameter in enumerate(parameters)}
+        self._parameters = parameters
+        self._modules: dict[int, Limited] = {
+            places[id(module._parameters["weight"])]: module
+            for module in modules
+            if isinstance(module, Limited) and module._parameters.get("weight") is not None
+        }
+
+    @property
+    def positions(self) -> set[int]:
+        """The places of these weights among the parameters."""
+        return {i for i, module in self._modules.items() if module.max_norm is not None}
+
+    @torch.no_grad()
+    def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gives the root the rows that are shorter on a replica elsewhere.
+
+        They are written without a trace: graphs that have saved the weight stay usable.
+
+        Args:
+            parameters: the replica's.
+        """
+        for i in self.positions:
+            own, norm_type = self._parameters[i].data, self._modules[i].norm_type
+            other = parameters[i].data.to(own.device)
+            norms = [rows.norm(norm_type, dim=1, keepdim=True) for rows in (own, other)]
+            own.copy_(torch.where(norms[1] < norms[0], other, own))

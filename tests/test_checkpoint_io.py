@@ -1,5 +1,6 @@
 """`ModulePrefixCheckpointIO`: names on save and load, other IOs in it and around it, crashes."""
 
+import copy
 import inspect
 import os
 import signal
@@ -338,6 +339,71 @@ def test_plain_lightning_reads_what_ours_wrote_and_the_other_way_round(
     assert_equal_trees(
         again.state_dict(), torch.load(ours, weights_only=True)["state_dict"], "", **EXACT
     )
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+WRAPPERS = {"bare": lambda module: module, "parallel": nn.DataParallel, "compiled": _compiled}
+
+
+class HoldsNet(Classifier):
+    def __init__(self, wrapper: str) -> None:
+        super().__init__()
+        self.net = WRAPPERS[wrapper](self.net)
+
+
+class Copy(lightning_callbacks.Callback):
+    """Has a copy of the module's weights under its own names, in its own wrapper."""
+
+    def __init__(self, wrapper: str, whole: bool) -> None:
+        self.wrapper, self.whole = wrapper, whole
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        net = copy.deepcopy(getattr(pl_module.net, "_orig_mod", pl_module.net))
+        self.copy = WRAPPERS[self.wrapper](nn.ModuleDict({"net": net}) if self.whole else net)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"copy": self.copy.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.copy.load_state_dict(state_dict["copy"])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+@pytest.mark.parametrize("inner", list(WRAPPERS))
+@pytest.mark.parametrize("on_save", ["strip", "add", "keep"])
+def test_a_callback_gets_its_weights_under_the_names_it_gave_them(
+    on_save: Any, inner: str, wrapper: str, whole: bool, tmp_path: Path
+) -> None:
+    def job(**options: Any) -> Trainer:
+        return trainer(2, callbacks=[Copy(wrapper, whole)], max_epochs=1, **options)
+
+    saving = job(plugins=[ModulePrefixCheckpointIO(on_save=on_save)])
+    saving.fit(HoldsNet(inner), loader(), loader())
+    saving.save_checkpoint(tmp_path / "last.ckpt")
+    loading = job()
+    loading.fit(HoldsNet(inner), loader(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    before, after = (run.callbacks[0].copy.state_dict() for run in (saving, loading))  # type: ignore[attr-defined]
+    assert_equal_trees(after, before, "the copy", **EXACT)
+
+
+def test_a_callbacks_weights_with_the_models_names_go_where_the_models_go(tmp_path: Path) -> None:
+    weights = HoldsNet("compiled").state_dict()
+    checkpoint = {**trainers(), "state_dict": weights, "current_model_state": weights}
+    checkpoint["callbacks"] = {"Copy": {"copy": weights}, "Other": {"copy": state("_orig_mod.")}}
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    module = HoldsNet("bare")
+    job = trainer(2, max_epochs=1)
+    job.strategy.connect(module)
+    module.trainer = job
+    loaded = job.strategy.load_checkpoint(tmp_path / "last.ckpt")
+    job.strategy.load_model_state_dict(loaded)
+    own = list(module.state_dict())
+    assert list(loaded["state_dict"]) == list(loaded["callbacks"]["Copy"]["copy"]) == own
+    assert list(loaded["callbacks"]["Other"]["copy"]) == list(state("_orig_mod."))
 
 
 class HoldsModule(Classifier):

@@ -118,9 +118,18 @@ def is_safe(weights_only: bool | None) -> bool:
 
 
 def write(checkpoint: Any, path: Path) -> None:
-    """Writes a checkpoint as `torch.save` does; until it is complete an old file stays."""
-    with replacing(path) as temporary, temporary.open("xb") as file:
-        torch.save(checkpoint, file)
+    """Writes a checkpoint as `torch.save` does; until it is complete an old file stays.
+
+    Raises:
+        OSError: the file cannot be written: a full disk, say, of which torch tells otherwise.
+    """
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        try:
+            torch.save(checkpoint, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise
 
 
 def _load(file: BinaryIO, path: PathLike, map_location: Any, weights_only: bool) -> Any:

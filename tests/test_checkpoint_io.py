@@ -341,11 +341,22 @@ def test_plain_lightning_reads_what_ours_wrote_and_the_other_way_round(
     )
 
 
+class Parallel(nn.Module):
+    """Has the names of `nn.DataParallel`, which takes a simulated device if there is one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)
+
+
 def _compiled(module: nn.Module) -> nn.Module:
     return torch.compile(module, backend="eager")  # type: ignore[return-value]
 
 
-WRAPPERS = {"bare": lambda module: module, "parallel": nn.DataParallel, "compiled": _compiled}
+WRAPPERS = {"bare": lambda module: module, "parallel": Parallel, "compiled": _compiled}
 
 
 class HoldsNet(Classifier):
@@ -555,7 +566,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(failure: str, tmp_pa
         old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
         try:
-            with pytest.raises((OSError, RuntimeError)):
+            with pytest.raises(OSError, match=r"File too large: .*last\.ckpt"):
                 io.save_checkpoint(content, tmp_path / "last.ckpt")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -572,6 +583,27 @@ def test_a_link_is_replaced_and_permissions_are_the_usual_ones(tmp_path: Path) -
     assert (tmp_path / "best.ckpt").read_text() == "not to be touched"
     (tmp_path / "usual").write_text("")
     assert (tmp_path / "last.ckpt").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_or_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    ModulePrefixCheckpointIO().save_checkpoint(state(), pipe)
+    assert pipe.is_fifo()
+    (tmp_path / "file").write_bytes(os.read(reading, 2**16))
+    os.close(reading)
+    assert list(torch.load(tmp_path / "file", weights_only=True)) == list(state())
+
+
+def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        ModulePrefixCheckpointIO().save_checkpoint(state(), tmp_path / "folder")
+    assert caught.value.filename == str(tmp_path / "folder")
+    assert caught.value.filename2 is None
+    assert os.listdir(tmp_path) == ["folder"]
 
 
 def test_threads_save_at_the_same_time(tmp_path: Path) -> None:

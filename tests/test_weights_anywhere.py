@@ -409,6 +409,47 @@ def test_safetensors_come_back_in_order_tied_and_of_their_own_size(tmp_path: Pat
         safetensors_files.write({"n": 3}, tmp_path / "y.safetensors")
 
 
+def test_views_in_safetensors_keep_their_values(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from lightning_dp import safetensors_files
+
+    big, z = torch.arange(6.0).reshape(2, 3), torch.tensor([1 + 2j, 3 - 4j])
+    state = {"big": big, "flat": big.view(6), "z": z, "conj": z.conj(), "neg": z.conj().imag}
+    safetensors_files.write(state, tmp_path / "x.safetensors")
+    assert_equal_trees(read(tmp_path / "x.safetensors"), state, "views", **EXACT)
+
+
+def test_notes_in_safetensors_are_not_taken_for_keys(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    from lightning_dp import safetensors_files
+
+    weight = torch.ones(2)
+    for state in ({"pt": weight}, {"pt": weight, "format": weight}):
+        safetensors_files.write(state, tmp_path / "x.safetensors")
+        assert list(read(tmp_path / "x.safetensors")) == list(state)
+    library.save_file({"pt": weight}, tmp_path / "theirs.safetensors", {"format": "pt"})
+    assert list(read(tmp_path / "theirs.safetensors")) == ["pt"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, dtype=torch.complex128),
+        torch.ones(2, device="meta"),
+        torch.ones(2).to_sparse(),
+        {"extra": 3},
+    ],
+    ids=["complex128", "meta", "sparse", "dict"],
+)
+def test_what_safetensors_cannot_hold(value: Any, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from lightning_dp import safetensors_files
+
+    with pytest.raises(ValueError, match=r"x\.safetensors: expected .*Write a \.pt or \.ckpt file"):
+        safetensors_files.write({"w": value}, tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
 def test_files_of_others_in_safetensors(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
     net, other = trained_net(), Net()

@@ -291,6 +291,19 @@ def test_what_the_caller_says_about_pickles_counts(
         read(path, weights_only=True)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+@pytest.mark.parametrize("new", [True, False])
+def test_a_pickle_of_another_protocol_is_not_called_damaged(new: bool, tmp_path: Path) -> None:
+    net, path = trained_net(), tmp_path / "four.pt"
+    options: Any = {"pickle_protocol": 4, "_use_new_zipfile_serialization": new}
+    torch.save(net.state_dict(), path, **options)
+    with pytest.raises(ValueError, match=r"four\.pt: expected .* protocol 2.*weights_only=False"):
+        load_weights(Net(), path)
+    other = Net()
+    load_weights(other, path, weights_only=False)
+    assert_equal_trees(other.state_dict(), net.state_dict(), "protocol 4", **EXACT)
+
+
 # --- files that are none --------------------------------------------------------------------------
 
 
@@ -318,7 +331,10 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tensor": (lambda path: torch.save(torch.ones(2), path), "got Tensor"),
     "dict": (lambda path: torch.save({"epoch": 1, 2: 3}, path), r"the keys \['epoch', '2'\]"),
     "empty dict": (lambda path: torch.save({}, path), r"the keys \[\]"),
-    "pickle": (lambda path: path.write_bytes(pickle.dumps({"a": [1]})), "torch cannot read"),
+    "pickle": (
+        lambda path: path.write_bytes(pickle.dumps({"a": [1] * 99})),
+        "a pickle that torch.save did not write",
+    ),
     "pickle's beginning": (lambda path: path.write_bytes(b"\x80\x02"), "cut short|cannot read"),
     "safetensors' beginning": (
         lambda path: path.write_bytes((10_000).to_bytes(8, "little") + b'{"a": {"dtype'),

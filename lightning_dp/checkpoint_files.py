@@ -32,6 +32,8 @@ _IF_TRUSTED = (
     "validate, test and predict; --unsafe of lightning_dp.convert)"
 )
 
+_STOPS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
+
 _FOREIGN = {
     b"version https://git-lfs": "a pointer of Git LFS (fetch the file: `git lfs pull`)",
     b"<!doctype html": "a web page",
@@ -128,13 +130,14 @@ def write(checkpoint: Any, path: Path) -> None:
     """Writes a checkpoint as `torch.save` does; until it is complete an old file stays.
 
     Raises:
-        OSError: the file cannot be written: a full disk, say, of which torch tells otherwise.
+        OSError: the file cannot be written: a full disk, say.
     """
     with replacing(path) as temporary, temporary.open("wb") as file:
         try:
             torch.save(checkpoint, file)
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):
+            # What stopped the writing, of which torch only tells that its archive is incomplete.
+            if isinstance(error.__context__, _STOPS):
                 raise error.__context__ from error
             raise
 

@@ -135,9 +135,11 @@ def rename_states(checkpoint: Any, main: Rename, nested: Rename | None = None) -
         return main(checkpoint)
     if not isinstance(checkpoint, Mapping):
         return checkpoint
+    # Beside a Trainer's `state_dict` there may be a `net` of the LightningModule's own making.
+    others = () if is_lightnings(checkpoint) else WEIGHTS
     changed = {}
     for key, value in checkpoint.items():
-        if (key in _LIGHTNINGS and _has_names(value)) or (key in WEIGHTS and is_model_state(value)):
+        if (key in _LIGHTNINGS and _has_names(value)) or (key in others and is_model_state(value)):
             changed[key] = main(value)
         elif not _NOT_WEIGHTS.search(str(key)):
             changed[key] = _rename_nested(value, nested or main)

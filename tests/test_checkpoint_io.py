@@ -9,8 +9,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -417,6 +418,34 @@ def test_a_callbacks_weights_with_the_models_names_go_where_the_models_go(tmp_pa
     assert list(loaded["callbacks"]["Other"]["copy"]) == list(state("_orig_mod."))
 
 
+class Remembers(Classifier):
+    """Puts states of its own beside the Trainer's, under names that others give to a model's."""
+
+    OWN: ClassVar = {
+        "net": {"_orig_mod.a": W},
+        "model": {"module.b": B},
+        "teacher": {"module.c": W},
+    }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(self.OWN)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = {key: checkpoint[key] for key in self.OWN}
+
+
+@pytest.mark.parametrize("on_save", ["strip", "add", "keep"])
+def test_what_a_module_adds_to_a_checkpoint_comes_back_as_it_was(
+    on_save: Any, tmp_path: Path
+) -> None:
+    job = trainer(2, plugins=[ModulePrefixCheckpointIO(on_save=on_save)], max_epochs=1)
+    job.fit(Remembers(), loader(), loader())
+    job.save_checkpoint(tmp_path / "last.ckpt")
+    module = Remembers()
+    trainer(2).validate(module, loader(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert_equal_trees(module.found, module.OWN, "its own", **EXACT)
+
+
 class HoldsModule(Classifier):
     """All that it has lies in a submodule called `module`."""
 
@@ -583,6 +612,28 @@ def test_a_link_is_replaced_and_permissions_are_the_usual_ones(tmp_path: Path) -
     assert (tmp_path / "best.ckpt").read_text() == "not to be touched"
     (tmp_path / "usual").write_text("")
     assert (tmp_path / "last.ckpt").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+class Stopped(FileIO):
+    """A file whose writing is interrupted, as by Ctrl-C."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() > 0:
+            raise KeyboardInterrupt
+        return super().write(data)
+
+
+def test_ctrl_c_in_the_middle_of_a_save_stays_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io = ModulePrefixCheckpointIO()
+    io.save_checkpoint({"state_dict": state(), "n": 1}, tmp_path / "last.ckpt")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda path, mode: Stopped(path, mode))
+        with pytest.raises(KeyboardInterrupt):
+            io.save_checkpoint({"state_dict": state(), "n": 2}, tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["n"] == 1
+    assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

@@ -33,7 +33,14 @@ def replacing(path: Path) -> Iterator[Path]:
     It lies in the same folder, so that one step of the file system replaces the old file by the
     new one; before that, all is on the disk. After an error the old file is as it was, and also
     after a crash, which leaves the temporary file: the next writer into the folder removes it.
+    A device or pipe, such as `/dev/null`, is no file to be replaced: it is written to itself.
+
+    Raises:
+        OSError: the file cannot be written; it names the file, not the temporary one.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        yield path
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     _remove_left_behind(path.parent)
     name = f".lightning-dp-{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
@@ -44,8 +51,13 @@ def replacing(path: Path) -> Iterator[Path]:
         _to_disk(temporary)
         os.replace(temporary, path)
         _folder_to_disk(path.parent)
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(temporary)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is gone by now, or was never there
+            temporary.unlink()
         _writing.discard(name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -15,18 +15,15 @@ from typing_extensions import override
 from lightning_dp import checkpoint_files
 from lightning_dp.atomic_files import local_path
 from lightning_dp.checkpoint_contents import (
-    added_to,
+    add_to,
     as_lightnings,
-    find_weights,
     is_lightnings,
     name_for_module,
-    note_added,
-    rename,
-    rename_states,
+    rename_model,
+    take_added,
 )
 from lightning_dp.parallel.checks import check_choice
-from lightning_dp.parallel.key_matching import bare
-from lightning_dp.parallel.renaming import add_prefix, shared_prefix, strip_prefix
+from lightning_dp.parallel.renaming import Renaming, shared_prefix, strip_prefix
 from lightning_dp.parallel.state_dicts import PREFIXES
 
 log = logging.getLogger(__name__)
@@ -130,15 +127,13 @@ class ModulePrefixMixin:
         stripped = cast(dict[str, Any], _strip(checkpoint, _prefixes_in(checkpoint)))
         if self.on_save == "strip":
             return stripped
-        return cast(dict[str, Any], note_added(_add(stripped, _PREFIX), _PREFIX))
+        return cast(dict[str, Any], add_to(stripped, _PREFIX))
 
     def _after_loading(self, loaded: Any) -> dict[str, Any]:
         checkpoint = as_lightnings(loaded)
         if self.on_load == "keep" or not isinstance(checkpoint, Mapping):
             return cast(dict[str, Any], checkpoint)
-        added = added_to(checkpoint)
-        if added is not None:
-            checkpoint = note_added(_take(checkpoint, added), None)
+        checkpoint = take_added(checkpoint)
         prefixes = PREFIXES if self.on_load == "strip" else _prefixes_in(checkpoint)
         return cast(dict[str, Any], _strip(checkpoint, prefixes))
 
@@ -148,8 +143,8 @@ class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):
 
     The default of `DataParallelStrategy`; for others `Trainer(plugins=[...])`. It renames the
     states of models, wherever they are in a checkpoint (`state_dict`, averaged weights, states in
-    those of callbacks), and leaves all else, such as states of optimizers. What it saves is a
-    checkpoint as any other: plain Lightning and torch load it.
+    those of callbacks that have the model's names), and leaves all else, such as states of
+    optimizers. What it saves is a checkpoint as any other: plain Lightning and torch load it.
 
     Any file with weights is accepted: a checkpoint of Lightning, a state dict, a dict that has one
     under `state_dict`, `model`, `model_state_dict` or `net`, a `.safetensors` file. Files are read
@@ -194,38 +189,13 @@ def _prefixes_in(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _strip(checkpoint: Any, prefixes: tuple[str, ...]) -> Any:
-    def stripped(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def naming(state: Mapping[str, Any]) -> Renaming:
         prefix = shared_prefix(state, prefixes)
         if prefix:
             log.info("Checkpoint: took %r from all %d keys.", prefix, len(state))
-        return rename(state, strip_prefix(state, prefix))
+        return strip_prefix(state, prefix)
 
-    return rename_states(checkpoint, stripped)
-
-
-def _add(checkpoint: Any, prefix: str) -> Any:
-    return _rename_own(checkpoint, lambda state: rename(state, add_prefix(state, prefix)))
-
-
-def _take(checkpoint: Any, prefix: str) -> Any:
-    """Undoes `_add`."""
-
-    def taken(state: Mapping[str, Any]) -> Mapping[str, Any]:
-        has_it = all(key.startswith(prefix) for key in state)
-        return rename(state, strip_prefix(state, prefix)) if has_it else state
-
-    return _rename_own(checkpoint, taken)
-
-
-def _rename_own(checkpoint: Any, renamed: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
-    """Renames the model's state; those in other places too, if their keys are some of its own."""
-    wrappers = [tuple(prefix.split(".")[:-1]) for prefix in PREFIXES]
-    own = set(bare(find_weights(checkpoint) or {}, wrappers).values())
-
-    def renamed_if_own(state: Mapping[str, Any]) -> Mapping[str, Any]:
-        return renamed(state) if set(bare(state, wrappers).values()) <= own else state
-
-    return rename_states(checkpoint, renamed, renamed_if_own)
+    return rename_model(checkpoint, naming)
 
 
 def _chain(checkpoint_io: Any) -> Iterator[Any]:

@@ -10,8 +10,8 @@ from typing import Any, cast
 import lightning
 from torch import Tensor, nn
 
-from lightning_dp.parallel.key_matching import bare, match_keys
-from lightning_dp.parallel.renaming import Renaming
+from lightning_dp.parallel.key_matching import bare
+from lightning_dp.parallel.renaming import Renaming, add_prefix, strip_prefix
 from lightning_dp.parallel.state_dicts import PREFIXES, keys_of, renamed, renaming_like
 
 WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
@@ -22,6 +22,7 @@ _OURS = "lightning_dp"
 _ADDED = "added_prefix"
 
 Rename = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+Naming = Callable[[Mapping[str, Any]], Renaming]
 
 _LIGHTNINGS = ("state_dict", "current_model_state")  # the second one in averaging of weights
 
@@ -115,9 +116,10 @@ def note_added(checkpoint: Any, prefix: str | None) -> Any:
     return {**checkpoint, _OURS: ours}
 
 
-def added_to(checkpoint: Mapping[str, Any]) -> str | None:
+def added_to(checkpoint: Any) -> str | None:
     """The prefix that a note says was added."""
-    ours = checkpoint.get(_OURS, {}) if is_lightnings(checkpoint) else {}
+    is_trainers = isinstance(checkpoint, Mapping) and is_lightnings(checkpoint)
+    ours = checkpoint.get(_OURS, {}) if is_trainers else {}
     return cast("str | None", ours.get(_ADDED))
 
 
@@ -133,9 +135,11 @@ def rename_states(checkpoint: Any, main: Rename, nested: Rename | None = None) -
         return main(checkpoint)
     if not isinstance(checkpoint, Mapping):
         return checkpoint
+    # Beside a Trainer's `state_dict` there may be a `net` of the LightningModule's own making.
+    others = () if is_lightnings(checkpoint) else WEIGHTS
     changed = {}
     for key, value in checkpoint.items():
-        if (key in _LIGHTNINGS and _has_names(value)) or (key in WEIGHTS and is_model_state(value)):
+        if (key in _LIGHTNINGS and _has_names(value)) or (key in others and is_model_state(value)):
             changed[key] = main(value)
         elif not _NOT_WEIGHTS.search(str(key)):
             changed[key] = _rename_nested(value, nested or main)
@@ -170,23 +174,60 @@ def rename(state: Mapping[str, Any], renaming: Renaming) -> Mapping[str, Any]:
     return renamed(state, renaming) if renaming.changes else state
 
 
-def name_for_module(checkpoint: dict[str, Any], module: nn.Module) -> None:
-    """Renames, in place, the model states of a checkpoint to what the module calls them.
+def rename_model(checkpoint: Any, naming: Naming) -> Any:
+    """The checkpoint with its model's state under other names.
 
-    States in other places are renamed if the module has all of their keys.
+    In a Trainer's checkpoint, states in other places go along if they have the model's names:
+    whoever made others, such as a callback that averages a part of the model, knows them by theirs.
+    In what other people wrote each state is named for itself.
     """
+
+    def named(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return rename(state, naming(state))
+
+    if not isinstance(checkpoint, Mapping) or not is_lightnings(checkpoint):
+        return rename_states(checkpoint, named)
+    return rename_states(checkpoint, named, _alongside(checkpoint, naming))
+
+
+def _alongside(checkpoint: Mapping[str, Any], naming: Naming) -> Rename:
+    """Renames what has names of the model as the model is renamed."""
+    weights = find_weights(checkpoint) or {}
+    renaming = naming(weights)
+    return lambda state: rename(state, renaming) if state.keys() <= weights.keys() else state
+
+
+def name_for_module(checkpoint: dict[str, Any], module: nn.Module) -> None:
+    """Renames, in place, the model's state in a checkpoint to what the module calls it."""
     own = keys_of(module)
-    checkpoint.update(
-        rename_states(
-            checkpoint,
-            lambda state: rename(state, renaming_like(state, own)),
-            lambda state: _rename_whole(state, own),
-        )
-    )
+    checkpoint.update(rename_model(checkpoint, lambda state: renaming_like(state, own)))
 
 
-def _rename_whole(state: Mapping[str, Any], own: list[str]) -> Mapping[str, Any]:
+def add_to(checkpoint: Any, prefix: str) -> Any:
+    """Puts a prefix before the model's keys, and notes that in a Trainer's checkpoint."""
+    added = _rename_own(checkpoint, lambda state: rename(state, add_prefix(state, prefix)))
+    return note_added(added, prefix)
+
+
+def take_added(checkpoint: Any) -> Any:
+    """Undoes `add_to` in a Trainer's checkpoint, if that was done to it."""
+    prefix = added_to(checkpoint)
+    if prefix is None:
+        return checkpoint
+
+    def taken(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        has_it = all(key.startswith(prefix) for key in state)
+        return rename(state, strip_prefix(state, prefix)) if has_it else state
+
+    return note_added(_rename_own(checkpoint, taken), None)
+
+
+def _rename_own(checkpoint: Any, renamed: Rename) -> Any:
+    """Renames the model's state; those in other places too, if their keys are some of its own."""
     wrappers = [tuple(prefix.split(".")[:-1]) for prefix in PREFIXES]
-    if set(bare(state, wrappers).values()) <= set(bare(own, wrappers).values()):
-        return rename(state, match_keys(state, own, PREFIXES))
-    return state
+    own = set(bare(find_weights(checkpoint) or {}, wrappers).values())
+
+    def renamed_if_own(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return renamed(state) if set(bare(state, wrappers).values()) <= own else state
+
+    return rename_states(checkpoint, renamed, renamed_if_own)

@@ -24,6 +24,15 @@ from lightning_dp.parallel.state_dicts import normalize_state_dict
 PathLike = str | os.PathLike[str]
 
 _TORCHS_REASON = "WeightsUnpickler error:"
+_OTHER_PROTOCOL = "Unsupported operand"  # one of torch.save's argument pickle_protocol
+_TORCHS_MAGIC = torch.serialization.MAGIC_NUMBER.to_bytes(10, "little")
+
+_IF_TRUSTED = (
+    "If you trust it: weights_only=False (an argument of load_weights, and of the Trainer's fit, "
+    "validate, test and predict; --unsafe of lightning_dp.convert)"
+)
+
+_STOPS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
 
 _FOREIGN = {
     b"version https://git-lfs": "a pointer of Git LFS (fetch the file: `git lfs pull`)",
@@ -118,9 +127,19 @@ def is_safe(weights_only: bool | None) -> bool:
 
 
 def write(checkpoint: Any, path: Path) -> None:
-    """Writes a checkpoint as `torch.save` does; until it is complete an old file stays."""
-    with replacing(path) as temporary, temporary.open("xb") as file:
-        torch.save(checkpoint, file)
+    """Writes a checkpoint as `torch.save` does; until it is complete an old file stays.
+
+    Raises:
+        OSError: the file cannot be written: a full disk, say.
+    """
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        try:
+            torch.save(checkpoint, file)
+        except RuntimeError as error:
+            # What stopped the writing, of which torch only tells that its archive is incomplete.
+            if isinstance(error.__context__, _STOPS):
+                raise error.__context__ from error
+            raise
 
 
 def _load(file: BinaryIO, path: PathLike, map_location: Any, weights_only: bool) -> Any:
@@ -153,8 +172,9 @@ def _foreign(head: bytes, file: BinaryIO) -> str | None:
     """What a file is, if torch cannot read it."""
     if head.startswith(b"PK"):
         return _foreign_archive(file)
-    if head.startswith(b"\x80"):
-        return None  # a pickle, which torch.save wrote before version 1.6
+    if head.startswith(b"\x80"):  # a pickle, as torch.save wrote them before version 1.6
+        is_torchs = _TORCHS_MAGIC in head[:32] or len(head) < 32
+        return None if is_torchs else "a pickle that torch.save did not write"
     start = head.lstrip().lower()
     known = (what for magic, what in _FOREIGN.items() if start.startswith(magic))
     return next(known, f"a file that begins with {head[:12]!r}")
@@ -179,19 +199,23 @@ def _refusal(
     file: BinaryIO, path: PathLike, size: int, weights_only: bool, error: Exception
 ) -> str:
     needed = _code_needed(file, error) if weights_only else []
-    if not needed:
-        *_, reason = str(error).partition(_TORCHS_REASON)
-        lines = (reason or str(error)).split("\n")
-        reason = next((line for line in lines if line.strip()), type(error).__qualname__)
+    if needed:
         return (
-            f"{path}: expected a checkpoint, got one that torch cannot read, cut short or damaged "
-            f"({size:,} bytes): {reason}"
+            f"{path}: expected tensors and plain values, got a pickle that needs code to be run "
+            f"({', '.join(needed[:5])}); nothing was run. {_IF_TRUSTED}, or "
+            "torch.serialization.add_safe_globals([...]) for these alone."
+        )
+    *_, reason = str(error).partition(_TORCHS_REASON)
+    lines = (reason or str(error)).split("\n")
+    reason = next((line.strip() for line in lines if line.strip()), type(error).__qualname__)
+    if weights_only and reason.startswith(_OTHER_PROTOCOL):
+        return (
+            f"{path}: expected a pickle of protocol 2, which torch.save writes by default, got "
+            f"another one, or a damaged file ({size:,} bytes): {reason}. {_IF_TRUSTED}."
         )
     return (
-        f"{path}: expected tensors and plain values, got a pickle that needs code to be run "
-        f"({', '.join(needed[:5])}); nothing was run. If you trust it: weights_only=False (an "
-        "argument of load_weights, and of the Trainer's fit, validate, test and predict; --unsafe "
-        "of lightning_dp.convert), or torch.serialization.add_safe_globals([...]) for these alone."
+        f"{path}: expected a checkpoint, got one that torch cannot read, cut short or damaged "
+        f"({size:,} bytes): {reason}"
     )
 
 

@@ -9,9 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from lightning_dp import checkpoint_files, safetensors_files
-from lightning_dp.atomic_files import replacing
-from lightning_dp.checkpoint_contents import as_lightnings, note_added, rename, rename_states
+from lightning_dp.checkpoint_contents import (
+    add_to,
+    added_to,
+    as_lightnings,
+    is_lightnings,
+    note_added,
+    rename,
+    rename_states,
+    take_added,
+)
 from lightning_dp.parallel.renaming import (
     Renaming,
     add_prefix,
@@ -60,15 +70,15 @@ def convert(options: Options) -> None:
             f"DST: expected a new file, got {str(options.target)!r}, which exists. Give another "
             "name, or --force to replace it."
         )
-    loaded = _read(options.source, options)
+    if options.target.is_dir():
+        raise ValueError(f"DST: expected a file, got the folder {str(options.target)!r}.")
+    loaded = _without_modules(_read(options.source, options))
     weights = checkpoint_files.weights_in(loaded, options.source)
-    renaming = _renaming(weights, options)
+    renaming = _renaming(weights, added_to(loaded), options)
     renamed = rename(weights, renaming)  # two keys may fall together: before the table
     _show(weights, renaming)
     if _kind(options.source) == _kind(options.target) and isinstance(loaded, Mapping):
-        content = rename_states(loaded, lambda state: _rename_alike(state, renaming, options))
-        if renaming.changes:
-            content = note_added(content, PREFIXES[0] if options.add else None)
+        content = _rename_all(loaded, renaming, options)
     else:
         content = renamed
         left = [] if loaded is weights or not isinstance(loaded, Mapping) else list(loaded)
@@ -85,22 +95,33 @@ def _read(path: Path, options: Options) -> Any:
     return checkpoint_files.read(path, weights_only=False if options.unsafe else None)
 
 
+def _without_modules(loaded: Any) -> Any:
+    """What a file held, with the states of modules in their place: those can be renamed."""
+    if isinstance(loaded, nn.Module):
+        return loaded.state_dict()
+    if isinstance(loaded, Mapping):
+        modules = {key: value for key, value in loaded.items() if isinstance(value, nn.Module)}
+        return {**loaded, **{k: v.state_dict() for k, v in modules.items()}} if modules else loaded
+    return loaded
+
+
 def _write(content: Any, path: Path) -> None:
     if _kind(path) == safetensors_files.SUFFIX:
-        with replacing(path) as temporary:
-            safetensors_files.write(content, temporary)
+        safetensors_files.write(content, path)
     else:
         checkpoint_files.write(as_lightnings(content) if _kind(path) == ".ckpt" else content, path)
 
 
 def _kind(path: Path) -> str:
     """.safetensors, .ckpt, or "" for a file of torch."""
-    return path.suffix if path.suffix in (safetensors_files.SUFFIX, ".ckpt") else ""
+    suffix = path.suffix.lower()
+    return suffix if suffix in (safetensors_files.SUFFIX, ".ckpt") else ""
 
 
-def _renaming(weights: State, options: Options) -> Renaming:
+def _renaming(weights: State, added: str | None, options: Options) -> Renaming:
     if options.strip:
-        return strip_prefix(weights, shared_prefix(weights, PREFIXES))
+        # What a note in the file says was added is known; all else is a guess.
+        return strip_prefix(weights, added or shared_prefix(weights, PREFIXES))
     if options.add:
         return add_prefix(weights, PREFIXES[0])
     if options.like is not None:
@@ -112,13 +133,23 @@ def _renaming(weights: State, options: Options) -> Renaming:
     return as_they_are(weights)
 
 
-def _rename_alike(state: State, renaming: Renaming, options: Options) -> State:
-    """A model state of the checkpoint; averaged weights, say, have the keys of the weights."""
-    if state.keys() <= renaming.keys.keys():
-        return rename(state, renaming)
-    if options.strip:
-        return rename(state, strip_prefix(state, shared_prefix(state, PREFIXES)))
-    return state
+def _rename_all(loaded: State, renaming: Renaming, options: Options) -> Any:
+    """All that SRC held, with its model states under other names."""
+    is_trainers = is_lightnings(loaded)
+    if options.add and is_trainers:
+        return add_to(loaded, PREFIXES[0])
+    if options.strip and added_to(loaded):
+        return take_added(loaded)
+
+    def renamed(state: State) -> State:
+        if state.keys() <= renaming.keys.keys():  # such as averaged weights
+            return rename(state, renaming)
+        if options.strip and not is_trainers:  # there, they have their callbacks' names
+            return rename(state, strip_prefix(state, shared_prefix(state, PREFIXES)))
+        return state
+
+    content = rename_states(loaded, renamed)
+    return note_added(content, None) if renaming.changes else content
 
 
 def _reference(path: Path, options: Options) -> State:

@@ -11,6 +11,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from lightning_dp.atomic_files import replacing
+
 SUFFIX = ".safetensors"
 _LONGEST_HEADER = 100_000_000  # by the format
 _ORDER = "lightning_dp.order"  # the format itself sorts names
@@ -44,13 +46,15 @@ def read(
         ) from error
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
     tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
-    tensors |= {key: tensors[name] for key, name in notes.items() if name in tensors}
+    # Other notes, such as the format, may happen to say a tensor's name.
+    tied = notes.keys() & set(order) if order else notes.keys() - {"format"}
+    tensors |= {key: tensors[notes[key]] for key in tied if notes[key] in tensors}
     return {key: tensors[key] for key in order} if set(order) == set(tensors) else tensors
 
 
 def keeps_order(path: Path) -> bool:
     """Whether the order of keys in a file is that of the module, and not of the alphabet."""
-    if path.suffix != SUFFIX:
+    if path.suffix.lower() != SUFFIX:
         return True
     with path.open("rb") as file:
         notes: dict[str, str] = _header(file, path, path.stat().st_size).get("__metadata__", {})
@@ -60,28 +64,66 @@ def keeps_order(path: Path) -> bool:
 def write(state: Mapping[str, Any], path: Path) -> None:
     """Writes a state dict; of tied weights one is written, and which are tied to it is noted.
 
+    Until the file is complete an old one stays.
+
     Raises:
         ImportError: the extra is not installed.
-        ValueError: a value is no tensor.
+        OSError: the file cannot be written.
+        ValueError: a value is no tensor, or one that the format does not hold.
     """
-    other = next((key for key, value in state.items() if not isinstance(value, Tensor)), None)
-    if other is not None:
+    library = _library()
+    from safetensors import SafetensorError
+
+    for key, value in state.items():
+        _check_value(key, value, path)
+    tensors, notes = _untied(state)
+    with replacing(path) as temporary:
+        try:
+            library.save_file(tensors, temporary, {**notes, _ORDER: json.dumps(list(state))})
+        except KeyError as error:
+            raise ValueError(
+                f"{path}: expected dtypes that .safetensors files can hold, got {error}. Write a "
+                ".pt or .ckpt file."
+            ) from error
+        except SafetensorError as error:  # such as a full disk; no OSError
+            raise OSError(f"{path}: {error}") from error
+
+
+def _check_value(key: str, value: Any, path: Path) -> None:
+    found = None
+    if not isinstance(value, Tensor):
+        found = f"of type {type(value).__qualname__}"
+    elif value.is_meta:
+        found = "on the device meta"
+    elif value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        found = "which is sparse, nested or quantized"
+    if found is not None:
         raise ValueError(
-            f"{path}: expected tensors only, as the format holds no others; got {other!r} of type "
-            f"{type(state[other]).__qualname__}. Write a .pt or .ckpt file."
+            f"{path}: expected tensors only, dense ones with values, as the format holds no "
+            f"others; got {key!r} {found}. Write a .pt or .ckpt file."
         )
-    notes = {"format": "pt", _ORDER: json.dumps(list(state))}
+
+
+def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors that share no memory, and of tied ones the key of the one that is kept."""
+    # The library writes memory as it is: conjugated and negated views are to be computed before.
+    values = {key: value.detach().resolve_conj().resolve_neg() for key, value in state.items()}
+    notes = {"format": "pt"}
     kept: dict[Any, str] = {}
     tensors: dict[str, Tensor] = {}
-    for key, tensor in state.items():
+    storages: set[Any] = set()
+    for key, tensor in values.items():
         first = kept.setdefault(_memory_of(tensor) if tensor.numel() else key, key)
-        if first == key:
-            # A copy of its own, where it is a part of a bigger tensor.
-            whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-            tensors[key] = (tensor if whole else tensor.clone()).detach().cpu().contiguous()
-        else:
+        if first != key:
             notes[key] = first
-    _library().save_file(tensors, path, notes)
+            continue
+        # A copy of its own, where it is a part or a view of another tensor.
+        storage = tensor.untyped_storage()
+        place = tensor.device, storage.data_ptr()
+        own = storage.nbytes() == tensor.nbytes and place not in storages
+        storages.add(place)
+        tensors[key] = (tensor if own else tensor.clone()).cpu().contiguous()
+    return tensors, notes
 
 
 def _memory_of(tensor: Tensor) -> Any:

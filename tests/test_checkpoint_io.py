@@ -1,5 +1,6 @@
 """`ModulePrefixCheckpointIO`: names on save and load, other IOs in it and around it, crashes."""
 
+import copy
 import inspect
 import os
 import signal
@@ -8,8 +9,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -340,6 +342,110 @@ def test_plain_lightning_reads_what_ours_wrote_and_the_other_way_round(
     )
 
 
+class Parallel(nn.Module):
+    """Has the names of `nn.DataParallel`, which takes a simulated device if there is one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)
+
+
+def _compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+
+
+WRAPPERS = {"bare": lambda module: module, "parallel": Parallel, "compiled": _compiled}
+
+
+class HoldsNet(Classifier):
+    def __init__(self, wrapper: str) -> None:
+        super().__init__()
+        self.net = WRAPPERS[wrapper](self.net)
+
+
+class Copy(lightning_callbacks.Callback):
+    """Has a copy of the module's weights under its own names, in its own wrapper."""
+
+    def __init__(self, wrapper: str, whole: bool) -> None:
+        self.wrapper, self.whole = wrapper, whole
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        net = copy.deepcopy(getattr(pl_module.net, "_orig_mod", pl_module.net))
+        self.copy = WRAPPERS[self.wrapper](nn.ModuleDict({"net": net}) if self.whole else net)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"copy": self.copy.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.copy.load_state_dict(state_dict["copy"])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+@pytest.mark.parametrize("inner", list(WRAPPERS))
+@pytest.mark.parametrize("on_save", ["strip", "add", "keep"])
+def test_a_callback_gets_its_weights_under_the_names_it_gave_them(
+    on_save: Any, inner: str, wrapper: str, whole: bool, tmp_path: Path
+) -> None:
+    def job(**options: Any) -> Trainer:
+        return trainer(2, callbacks=[Copy(wrapper, whole)], max_epochs=1, **options)
+
+    saving = job(plugins=[ModulePrefixCheckpointIO(on_save=on_save)])
+    saving.fit(HoldsNet(inner), loader(), loader())
+    saving.save_checkpoint(tmp_path / "last.ckpt")
+    loading = job()
+    loading.fit(HoldsNet(inner), loader(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    before, after = (run.callbacks[0].copy.state_dict() for run in (saving, loading))  # type: ignore[attr-defined]
+    assert_equal_trees(after, before, "the copy", **EXACT)
+
+
+def test_a_callbacks_weights_with_the_models_names_go_where_the_models_go(tmp_path: Path) -> None:
+    weights = HoldsNet("compiled").state_dict()
+    checkpoint = {**trainers(), "state_dict": weights, "current_model_state": weights}
+    checkpoint["callbacks"] = {"Copy": {"copy": weights}, "Other": {"copy": state("_orig_mod.")}}
+    torch.save(checkpoint, tmp_path / "last.ckpt")
+    module = HoldsNet("bare")
+    job = trainer(2, max_epochs=1)
+    job.strategy.connect(module)
+    module.trainer = job
+    loaded = job.strategy.load_checkpoint(tmp_path / "last.ckpt")
+    job.strategy.load_model_state_dict(loaded)
+    own = list(module.state_dict())
+    assert list(loaded["state_dict"]) == list(loaded["callbacks"]["Copy"]["copy"]) == own
+    assert list(loaded["callbacks"]["Other"]["copy"]) == list(state("_orig_mod."))
+
+
+class Remembers(Classifier):
+    """Puts states of its own beside the Trainer's, under names that others give to a model's."""
+
+    OWN: ClassVar = {
+        "net": {"_orig_mod.a": W},
+        "model": {"module.b": B},
+        "teacher": {"module.c": W},
+    }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(self.OWN)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = {key: checkpoint[key] for key in self.OWN}
+
+
+@pytest.mark.parametrize("on_save", ["strip", "add", "keep"])
+def test_what_a_module_adds_to_a_checkpoint_comes_back_as_it_was(
+    on_save: Any, tmp_path: Path
+) -> None:
+    job = trainer(2, plugins=[ModulePrefixCheckpointIO(on_save=on_save)], max_epochs=1)
+    job.fit(Remembers(), loader(), loader())
+    job.save_checkpoint(tmp_path / "last.ckpt")
+    module = Remembers()
+    trainer(2).validate(module, loader(), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert_equal_trees(module.found, module.OWN, "its own", **EXACT)
+
+
 class HoldsModule(Classifier):
     """All that it has lies in a submodule called `module`."""
 
@@ -489,7 +595,7 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(failure: str, tmp_pa
         old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
         try:
-            with pytest.raises((OSError, RuntimeError)):
+            with pytest.raises(OSError, match=r"File too large: .*last\.ckpt"):
                 io.save_checkpoint(content, tmp_path / "last.ckpt")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -506,6 +612,49 @@ def test_a_link_is_replaced_and_permissions_are_the_usual_ones(tmp_path: Path) -
     assert (tmp_path / "best.ckpt").read_text() == "not to be touched"
     (tmp_path / "usual").write_text("")
     assert (tmp_path / "last.ckpt").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+class Stopped(FileIO):
+    """A file whose writing is interrupted, as by Ctrl-C."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() > 0:
+            raise KeyboardInterrupt
+        return super().write(data)
+
+
+def test_ctrl_c_in_the_middle_of_a_save_stays_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    io = ModulePrefixCheckpointIO()
+    io.save_checkpoint({"state_dict": state(), "n": 1}, tmp_path / "last.ckpt")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda path, mode: Stopped(path, mode))
+        with pytest.raises(KeyboardInterrupt):
+            io.save_checkpoint({"state_dict": state(), "n": 2}, tmp_path / "last.ckpt")
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["n"] == 1
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_or_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    ModulePrefixCheckpointIO().save_checkpoint(state(), pipe)
+    assert pipe.is_fifo()
+    (tmp_path / "file").write_bytes(os.read(reading, 2**16))
+    os.close(reading)
+    assert list(torch.load(tmp_path / "file", weights_only=True)) == list(state())
+
+
+def test_an_error_names_the_file_and_not_the_temporary_one(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError) as caught:
+        ModulePrefixCheckpointIO().save_checkpoint(state(), tmp_path / "folder")
+    assert caught.value.filename == str(tmp_path / "folder")
+    assert caught.value.filename2 is None
+    assert os.listdir(tmp_path) == ["folder"]
 
 
 def test_threads_save_at_the_same_time(tmp_path: Path) -> None:

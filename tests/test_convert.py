@@ -174,6 +174,44 @@ def test_trainers_checkpoints_are_resumed_from_after_a_conversion(trained: Path)
     Classifier.load_from_checkpoint(trained / "weights.ckpt")
 
 
+def test_strip_takes_what_add_has_added_to_a_trainers_checkpoint(tmp_path: Path) -> None:
+    weights = {"module.a": torch.ones(1), "module.module.b": torch.ones(2)}
+    content = {
+        "pytorch-lightning_version": "2.6.0",
+        "loops": {},
+        "state_dict": weights,
+        # Averages of another module, and those of this one in another wrapper.
+        "callbacks": {"One": {"module.c": torch.ones(3)}, "Two": {"module.module.a": weights}},
+    }
+    torch.save(content, tmp_path / "a.ckpt")
+    assert run(tmp_path, "a.ckpt", "b.ckpt", "--add") == 0
+    assert keys(tmp_path / "b.ckpt") == ["module.module.a", "module.module.module.b"]
+    assert run(tmp_path, "b.ckpt", "c.ckpt", "--strip") == 0
+    found = torch.load(tmp_path / "c.ckpt", weights_only=True)
+    assert_equal_trees(found, {**content, "lightning_dp": {}}, "there and back", **EXACT)
+    assert run(tmp_path, "b.ckpt", "c.pt", "--strip") == 0
+    assert keys(tmp_path / "c.pt") == list(weights)
+    assert run(tmp_path, "a.ckpt", "d.ckpt", "--strip") == 0  # no note: a guess about the model
+    found = torch.load(tmp_path / "d.ckpt", weights_only=True)
+    assert list(found["state_dict"]) == ["a", "module.b"]
+    assert list(found["callbacks"]["One"]) == ["module.c"]
+
+
+def test_a_module_in_a_file_becomes_its_state(files: Path) -> None:
+    torch.save({"model": net(), "epoch": 3}, files / "module.pt")
+    assert run(files, "module.pt", "new.pt", "--add", "--unsafe") == 0
+    found = torch.load(files / "new.pt", weights_only=True)
+    assert list(found["model"]) == list(nn.DataParallel(net()).state_dict())
+    assert found["epoch"] == 3
+
+
+def test_endings_in_capitals_say_the_same(files: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    assert run(files, "old.pt", "NEW.SAFETENSORS", "--strip") == 0
+    assert library.load_file(files / "NEW.SAFETENSORS").keys() == net().state_dict().keys()
+    assert run(files, "NEW.SAFETENSORS", "x.pt", "--by-order", "names.pt") == 0
+
+
 def test_nothing_is_written_over_or_by_a_dry_run(
     files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,9 +80,34 @@ def test_mistakes_are_told_in_one_message(
         ([f"init_from={weights}", f"ckpt_path={weights}"], "Give one of the two"),
         ([f"init_from={tmp_path / 'other.pt'}"], "other.pt', which does not fit"),
         ([f"ckpt_path={weights}"], "holds weights and no training state"),
+        (["ckpt_path=''"], "ckpt_path: expected a checkpoint file, got '', which is no path"),
+        (["init_from=5"], "init_from: expected a checkpoint file, got 5, which is no path"),
+        (["init_from=memory://no/such"], "'memory://no/such', which does not exist"),
+        (["ckpt_path=nothing://a/b"], "got 'nothing://a/b', which cannot be read (Protocol"),
     ):
         with pytest.raises(SystemExit) as stop:
             as_program(train)(configure(*options, *QUICK))
         printed = capsys.readouterr().err
         assert stop.value.code == 1
         assert "error: " in printed and message in printed and "Traceback" not in printed
+
+
+@pytest.mark.parametrize("strategy", ["dp_custom", "single"])
+def test_a_checkpoint_of_something_else_is_told_in_one_message(
+    strategy: str, configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"strategy={strategy}"
+    train(configure(name, *QUICK))
+    content = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)
+    groups = [{"params": [0]}]
+    other = {"state_dict": nn.Linear(2, 2).state_dict()}
+    for part in (other, {"optimizer_states": [{"state": {}, "param_groups": groups}]}):
+        torch.save({**content, **part}, tmp_path / "other.ckpt")
+        programs = {"train": train, "eval": evaluate} if part is other else {"train": train}
+        for config, program in programs.items():
+            options = (name, f"ckpt_path={tmp_path / 'other.ckpt'}", "logger=none")
+            with pytest.raises(SystemExit) as stop:
+                as_program(program)(configure(*options, name=config))
+            printed = capsys.readouterr().err
+            assert stop.value.code == 1
+            assert "other.ckpt', which does not fit" in printed and "Traceback" not in printed

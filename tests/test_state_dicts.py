@@ -153,6 +153,36 @@ def test_prefixes_of_ones_own() -> None:
             normalize_state_dict(state, prefixes=wrong)
 
 
+NAN = torch.tensor([1.0, float("nan")])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (NAN, NAN.detach(), True),  # weights that have diverged, tied ones too
+        (NAN, NAN.clone(), True),
+        (NAN, NAN.flip(0), False),
+        (NAN.to(torch.complex64), NAN.to(torch.complex64), True),
+        (NAN.to_sparse(), NAN.to_sparse(), True),
+        (NAN.to("meta"), NAN.to("meta"), True),
+        (NAN, NAN.to("meta"), False),
+        (NAN.to("meta"), NAN, False),
+        ({"a": [torch.ones(2), 3]}, {"a": [torch.ones(2), 3]}, True),  # extra state
+        ({"a": [torch.ones(2), 3]}, {"a": [torch.zeros(2), 3]}, False),
+        ({"a": 1}, {"b": 1}, False),
+    ],
+)
+def test_two_keys_fall_together_if_they_have_the_same_value(
+    one: Any, other: Any, same: bool
+) -> None:
+    state = {"fc.x": one, "module.fc.x": other}
+    if same:
+        assert list(normalize_state_dict(state, ["fc.x"])) == ["fc.x"]
+    else:
+        with pytest.raises(ValueError, match=r"'fc\.x' and 'module\.fc\.x' .* different values"):
+            normalize_state_dict(state, ["fc.x"])
+
+
 def test_two_keys_that_fall_together_are_named() -> None:
     one, other = torch.zeros(2), torch.ones(2)
     for state in ({"module.w": one, "w": other}, {"w": one, "module.w": other}):

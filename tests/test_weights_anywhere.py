@@ -291,6 +291,19 @@ def test_what_the_caller_says_about_pickles_counts(
         read(path, weights_only=True)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+@pytest.mark.parametrize("new", [True, False])
+def test_a_pickle_of_another_protocol_is_not_called_damaged(new: bool, tmp_path: Path) -> None:
+    net, path = trained_net(), tmp_path / "four.pt"
+    options: Any = {"pickle_protocol": 4, "_use_new_zipfile_serialization": new}
+    torch.save(net.state_dict(), path, **options)
+    with pytest.raises(ValueError, match=r"four\.pt: expected .* protocol 2.*weights_only=False"):
+        load_weights(Net(), path)
+    other = Net()
+    load_weights(other, path, weights_only=False)
+    assert_equal_trees(other.state_dict(), net.state_dict(), "protocol 4", **EXACT)
+
+
 # --- files that are none --------------------------------------------------------------------------
 
 
@@ -318,7 +331,10 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "tensor": (lambda path: torch.save(torch.ones(2), path), "got Tensor"),
     "dict": (lambda path: torch.save({"epoch": 1, 2: 3}, path), r"the keys \['epoch', '2'\]"),
     "empty dict": (lambda path: torch.save({}, path), r"the keys \[\]"),
-    "pickle": (lambda path: path.write_bytes(pickle.dumps({"a": [1]})), "torch cannot read"),
+    "pickle": (
+        lambda path: path.write_bytes(pickle.dumps({"a": [1] * 99})),
+        "a pickle that torch.save did not write",
+    ),
     "pickle's beginning": (lambda path: path.write_bytes(b"\x80\x02"), "cut short|cannot read"),
     "safetensors' beginning": (
         lambda path: path.write_bytes((10_000).to_bytes(8, "little") + b'{"a": {"dtype'),
@@ -407,6 +423,47 @@ def test_safetensors_come_back_in_order_tied_and_of_their_own_size(tmp_path: Pat
     assert all(tensor.is_meta for tensor in moved.values())
     with pytest.raises(ValueError, match=r"expected tensors only.*'n' of type int"):
         safetensors_files.write({"n": 3}, tmp_path / "y.safetensors")
+
+
+def test_views_in_safetensors_keep_their_values(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from lightning_dp import safetensors_files
+
+    big, z = torch.arange(6.0).reshape(2, 3), torch.tensor([1 + 2j, 3 - 4j])
+    state = {"big": big, "flat": big.view(6), "z": z, "conj": z.conj(), "neg": z.conj().imag}
+    safetensors_files.write(state, tmp_path / "x.safetensors")
+    assert_equal_trees(read(tmp_path / "x.safetensors"), state, "views", **EXACT)
+
+
+def test_notes_in_safetensors_are_not_taken_for_keys(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.torch")
+    from lightning_dp import safetensors_files
+
+    weight = torch.ones(2)
+    for state in ({"pt": weight}, {"pt": weight, "format": weight}):
+        safetensors_files.write(state, tmp_path / "x.safetensors")
+        assert list(read(tmp_path / "x.safetensors")) == list(state)
+    library.save_file({"pt": weight}, tmp_path / "theirs.safetensors", {"format": "pt"})
+    assert list(read(tmp_path / "theirs.safetensors")) == ["pt"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2, dtype=torch.complex128),
+        torch.ones(2, device="meta"),
+        torch.ones(2).to_sparse(),
+        {"extra": 3},
+    ],
+    ids=["complex128", "meta", "sparse", "dict"],
+)
+def test_what_safetensors_cannot_hold(value: Any, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from lightning_dp import safetensors_files
+
+    with pytest.raises(ValueError, match=r"x\.safetensors: expected .*Write a \.pt or \.ckpt file"):
+        safetensors_files.write({"w": value}, tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_of_others_in_safetensors(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import importlib
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig
@@ -97,11 +99,26 @@ def _list_of(group: DictConfig | None) -> list[Any]:
     ]
 
 
-def _check_checkpoint(key: str, path: str | None) -> None:
-    """Checks that an option is null, a remote address or a file that is there."""
-    if path is None or "://" in path or Path(path).exists():
-        return
-    raise ValueError(
-        f"{key}: expected a checkpoint file, got {path!r}, which does not exist. A run leaves "
-        "its checkpoints in the folder checkpoints/ of its run folder."
-    )
+def _check_checkpoint(key: str, path: object) -> None:
+    """Checks that an option is null, or a file or remote address that can be read."""
+    problem = None if path is None else _problem(path)
+    if problem is not None:
+        raise ValueError(
+            f"{key}: expected a checkpoint file, got {path!r}, {problem}. A run leaves its "
+            "checkpoints in the folder checkpoints/ of its run folder."
+        )
+
+
+def _problem(path: object) -> str | None:
+    """What keeps a file from being read, before anything else is done."""
+    if not isinstance(path, str) or not path:
+        return "which is no path"
+    if "://" in path:
+        try:
+            files, name = fsspec.core.url_to_fs(path)
+            return None if files.exists(name) else "which does not exist"
+        except Exception as error:  # each kind of storage has its own
+            return f"which cannot be read ({error})"
+    if not Path(path).exists():
+        return "which does not exist"
+    return None if os.access(path, os.R_OK) else "which may not be read"

@@ -43,7 +43,7 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
                 _end_interrupted(Path(cfg.paths.output_dir))
             raise
         except Exception as error:
-            message = _option_error(error)
+            message = _option_error(error) or _does_not_fit(error, cfg)
             if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
             print(f"error: {message}", file=sys.stderr)
@@ -113,10 +113,28 @@ def _option_error(error: Exception) -> str | None:
     return None
 
 
+def _does_not_fit(error: Exception, cfg: DictConfig) -> str | None:
+    """Returns the message for a checkpoint of another model or optimizer; None if that is fine."""
+    module, function = _where_raised(error)
+    if not module.startswith("torch.") or function != "load_state_dict" or not cfg.get("ckpt_path"):
+        return None
+    return (
+        f"ckpt_path: expected a checkpoint of this model and optimizer, got {cfg.ckpt_path!r}, "
+        f"which does not fit. {error}"
+    )
+
+
+def _where_raised(error: Exception) -> tuple[str, str]:
+    """The names of the module and of the function that raised an error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return "", ""
+    return str(frames[-1].f_globals.get("__name__")), frames[-1].f_code.co_name
+
+
 def _raised_by_us(error: Exception) -> bool:
     """Whether the package itself raised the error, and not the user's model or data."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = str(frames[-1].f_globals.get("__name__")) if frames else ""
+    module, _ = _where_raised(error)
     return module.startswith("lightning_dp.") and not module.startswith("lightning_dp.examples.")
 
 

@@ -164,6 +164,26 @@ def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = one.shape == other.shape and one.dtype == other.dtype
-        return alike and (one.is_meta or torch.equal(one, other.to(one.device)))
-    return type(one) is type(other) and (one == other) is True
+        return _is_same_tensor(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Mapping):  # extra state of a module may be anything
+        return one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return (one == other) is True
+
+
+def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal; NaN is what it is, as in weights that have diverged."""
+    kinds = [(t.shape, t.dtype, t.layout, t.is_meta) for t in (one, other)]
+    if kinds[0] != kinds[1] or one.is_meta:
+        return kinds[0] == kinds[1]
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    other = other.to(one.device)
+    if torch.equal(one, other):
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -10,7 +10,17 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-_HOST = re.sub(r"\W", "_", socket.gethostname())
+
+def _host() -> str:
+    """Where process ids mean the same processes: a machine, or a container on it."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        namespace = ""
+    return re.sub(r"\W", "_", socket.gethostname() + namespace)
+
+
+_HOST = _host()
 _TEMPORARY = re.compile(rf"\.lightning-dp-{re.escape(_HOST)}-(\d+)-[0-9a-f]+\.tmp")
 _writing: set[str] = set()  # the names of this process's temporary files
 

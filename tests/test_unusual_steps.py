@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from oracle import Classifier, Run, assert_same, loader, run
 from torch import Tensor
 
@@ -88,3 +89,35 @@ def test_gradients_of_some_parameters_are_refused_in_step_mode(make: Any) -> Non
     with pytest.raises(RuntimeError, match=r"all parameters of the module, got inputs="):
         run(make, 2)
     assert_same(run(make, 2, strategy={"mode": "forward"}), run(make, 1))
+
+
+class SwapsWeights(Callback):
+    """Validates with averaged weights, bound by `.data` where there is inference mode."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, job: Any, module: Any, *args: Any) -> None:
+        for name, parameter in module.named_parameters():
+            old = self.average.get(name, parameter.detach())
+            self.average[name] = 0.5 * old + 0.5 * parameter.detach()
+
+    def on_validation_epoch_start(self, job: Any, module: Any) -> None:
+        self.swap(module)
+
+    on_validation_epoch_end = on_validation_epoch_start
+
+    def swap(self, module: Any) -> None:
+        for name, parameter in module.named_parameters() if self.average else ():
+            own = parameter.detach().clone()
+            parameter.data = self.average[name].clone()
+            self.average[name] = own
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_weights_may_be_bound_to_inference_tensors(mode: str) -> None:
+    def result(devices: int) -> Run:
+        strategy = {"mode": mode}
+        return run(Classifier, devices, strategy=strategy, callbacks=[SwapsWeights()])
+
+    assert_same(result(3), result(1))

@@ -86,7 +86,15 @@ def join_tensors(tensors: list[Tensor], rules: Join) -> Any:
     """
     if all(not t.is_nested and t.dim() == 0 for t in tensors):
         return _join_scalars(tensors, rules)
-    return _join_rows(tensors, rules, TENSORS.join)
+    return _join_rows(as_rows(tensors, rules.sizes), rules, TENSORS.join)
+
+
+def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
+    """Where other replicas have one number per sample, a `squeeze` took the dim of one sample."""
+    shapes = [(n,) if t.dim() else () for t, n in zip(tensors, sizes, strict=True)]
+    is_of_samples = [tuple(t.shape) for t in tensors] == shapes
+    are_single = all(n == 1 for t, n in zip(tensors, sizes, strict=True) if t.dim() == 0)
+    return [t.reshape(-1) for t in tensors] if is_of_samples and are_single else tensors
 
 
 def join_arrays(arrays: list[Any], rules: Join) -> Any:

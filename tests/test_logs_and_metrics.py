@@ -439,6 +439,34 @@ def test_a_squeeze_may_take_the_dim_of_a_shard_of_one_sample() -> None:
     assert_same(actual, expected, atol=1e-5)
 
 
+class InDict(Classifier):
+    """Metrics that nobody registered, and that it moves itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name = {"auroc": MulticlassAUROC(3), "acc": [MulticlassAccuracy(3)]}
+
+    def all_metrics(self) -> list[Any]:
+        return [self.by_name["auroc"], *self.by_name["acc"]]
+
+    def on_validation_start(self) -> None:
+        for metric in self.all_metrics():
+            metric.to(self.device)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for metric in self.all_metrics():
+            metric.update(self.net(batch[0]).softmax(1), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        for i, metric in enumerate(self.all_metrics()):
+            self.log(f"val/{i}", metric.compute())
+            metric.reset()
+
+
+def test_metrics_in_plain_containers_see_the_whole_batch() -> None:
+    assert_same(run(InDict, 4), run(InDict, 1), atol=1e-5)
+
+
 def test_metrics_are_reset_where_the_module_resets_them() -> None:
     def step(module: Stepwise, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:

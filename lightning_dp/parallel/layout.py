@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
+from lightning_dp.parallel.hidden import layers_in
+
 # Tables that every module has for good; those of hooks may be replaced, the others are not.
 _TABLES = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 
@@ -92,6 +94,10 @@ class Layout:
         for child in module._modules.values():
             if child is not None:
                 self._walk(child, rules, seen)
+        for name, value in module.__dict__.items():
+            for _, hidden in layers_in(value, name):
+                if rules.is_leaf(hidden):  # it is replicated by hand, wherever it is kept
+                    self._walk(hidden, rules, seen)
 
     def signature(self) -> list[int]:
         """Changes when a parameter, submodule, buffer name or hook comes, goes or is replaced."""

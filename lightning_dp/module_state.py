@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.containers import Merge, Path, copied, is_container, refill
 from lightning_dp.parallel import tree
-from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.shards import Shards
-from lightning_dp.parallel.split import Order, batch_order
-from lightning_dp.parallel.transfer import to_device
 
-Path: TypeAlias = tuple[Any, ...]
 Attributes: TypeAlias = dict[str, Any]
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _ABSENT = object()
+_OF_ATTRIBUTES = (
+    ", and with tensors every replica goes on from its own. That is all right for values that only "
+    "the step itself reads, such as a recurrent state."
+)
+_OF_ENTRIES = (
+    ". Bind a recurrent state to an attribute of its own: then every replica goes on from its own."
+)
 
 
 class StateMemory:
@@ -41,12 +43,9 @@ class StateMemory:
 class ModuleState:
     """The attributes of the user's modules before a step, to be settled after it.
 
-    Items: replica 0, which is the module, appends to its own list, the others to copies; that
-    holds for lists in dicts and lists too. Afterwards the k-th new items of all replicas are
-    gathered into the one item that one device would have appended. Where the replicas appended one
-    item per sample, or different numbers of items, the items follow each other in shard order.
-    Values under new keys of a dict are gathered. Entries that were changed stay as replica 0 left
-    them.
+    Items: replica 0, which is the module, appends to its own list, deque or dict, the others to
+    copies; afterwards they are merged into what one device would have, see `containers`. Where the
+    replicas have written different values to one entry, it is as an attribute that they bound.
 
     Attributes bound anew keep the value of the first replica that worked; if the values differ,
     a warning names the attribute, once. Where they are tensors (the state of a recurrent network,
@@ -71,7 +70,7 @@ class ModuleState:
         self._memory = memory
         self._replicas = replicas
         self._active = shards.active
-        self._join = _Join(output_device, args, shards, memory)
+        self._merge = Merge(output_device, args, shards, memory.per_sample)
         modules = replicas.submodules
         self._modules = [
             _ModuleAttributes(root, j, [modules[k][j] for k in shards.active])
@@ -83,7 +82,9 @@ class ModuleState:
         """Gives the module what the replicas' steps left on them."""
         for module in self._modules:
             for name, before, after in module.containers():
-                self._join.merge((module.number, name), before, after, module.root[name])
+                path = (module.number, name)
+                for entry in self._merge.into(path, before, after, module.root[name]):
+                    self._warn(module, name, entry[2:])
             for name, differs in module.rebound():
                 for k in self._active if module.holds_tensors(name) else ():
                     self._replicas.keep(k, module.number, name)
@@ -100,16 +101,15 @@ class ModuleState:
         for module in self._modules:
             module.release()
 
-    def _warn(self, module: _ModuleAttributes, name: str) -> None:
+    def _warn(self, module: _ModuleAttributes, name: str, path: Path = ()) -> None:
         key = (module.number, name)
+        advice = _OF_ENTRIES if path else _OF_ATTRIBUTES
         if key not in self._memory.warned:
             self._memory.warned.add(key)
             warnings.warn(
-                f"A step binds {module.type_name}.{name} to different values on different "
-                "replicas; self keeps the first replica's, and with tensors every replica goes on "
-                "from its own. That is all right for values that only the step itself reads, such "
-                "as a recurrent state. To collect over the batch, append to a list on self, log "
-                "the value or update a metric.",
+                f"A step binds {module.type_name}.{tree.name(path, name)} to different values on "
+                f"different replicas; self keeps the first replica's{advice} To collect over the "
+                "batch, append to a list on self, log the value or update a metric.",
                 stacklevel=2,
             )
 
@@ -125,13 +125,12 @@ class _ModuleAttributes:
         self._bound = {n: v for n, v in self.root.items() if n not in _OF_TORCH}
         # A replica that refers to its own layers where the root refers to the root's is left out.
         self._items = {
-            name: _copied(value)
+            name: copied(value)
             for name, value in self._bound.items()
-            if isinstance(value, list | dict)
-            and all(replica.get(name) is value for replica in self._replicas)
+            if is_container(value) and all(replica.get(name) is value for replica in self._replicas)
         }
         for replica in self._others():
-            replica.update({name: _copied(items) for name, items in self._items.items()})
+            replica.update({name: copied(items) for name, items in self._items.items()})
 
     def containers(self) -> list[tuple[str, Any, list[Any]]]:
         """Name, items before, and the replicas' containers after the step."""
@@ -166,7 +165,7 @@ class _ModuleAttributes:
             del self.root[name]
         self.root.update(self._bound)
         for name, items in self._items.items():
-            _refill(self.root[name], items)
+            refill(self.root[name], items)
 
     def holds_tensors(self, name: str) -> bool:
         """Whether every replica that worked has tensors there, on its own device."""
@@ -187,70 +186,6 @@ class _ModuleAttributes:
         return [replica for replica in self._replicas if replica is not self.root]
 
 
-class _Join:
-    """Brings what the replicas added to their containers into the root's."""
-
-    def __init__(
-        self,
-        output_device: torch.device,
-        args: tuple[Any, ...],
-        shards: Shards,
-        memory: StateMemory,
-    ) -> None:
-        self._output_device = output_device
-        self._args = args
-        self._sizes = shards.active_sizes
-        self._order = shards.active_order
-        self._memory = memory
-
-    def merge(self, path: Path, before: Any, after: list[Any], root: Any) -> None:
-        """Extends `root` by what `after` has and `before` had not."""
-        if any(type(other) is not type(before) for other in [*after, root]):
-            return
-        if isinstance(before, dict):
-            self._merge_dicts(path, before, after, root)
-        elif isinstance(before, list) and all(len(other) >= len(before) for other in after):
-            for i, item in enumerate(before):
-                if isinstance(item, list | dict):
-                    self.merge((*path, i), item, [other[i] for other in after], root[i])
-            tails = [other[len(before) :] for other in after]
-            if any(tails):
-                root[len(before) :] = self._appended(path, tails, self._sizes, self._order)
-
-    def _merge_dicts(
-        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
-    ) -> None:
-        for key, item in before.items():
-            if isinstance(item, list | dict):
-                self.merge((*path, key), item, [other.get(key) for other in after], root.get(key))
-        for key in dict.fromkeys(k for other in after for k in other if k not in before):
-            present = [i for i, other in enumerate(after) if key in other]
-            values = [after[i][key] for i in present]
-            sizes = [self._sizes[i] for i in present]
-            order = None if self._order is None else [self._order[i] for i in present]
-            if all(type(value) is list for value in values):
-                root[key] = self._appended((*path, key), values, sizes, order)
-            else:
-                root[key] = self._gathered(values, sizes, order)
-
-    def _gathered(self, values: list[Any], sizes: list[int], order: Order | None) -> Any:
-        device, args = self._output_device, self._args
-        return gather(values, device, sizes=sizes, constants=args, order=order)
-
-    def _appended(
-        self, path: Path, tails: list[list[Any]], sizes: list[int], order: Order | None
-    ) -> list[Any]:
-        counts = [len(tail) for tail in tails]
-        known = self._memory.per_sample
-        if max(sizes) > 1:
-            known[path] = counts == sizes or len(set(counts)) > 1
-        if known.get(path, len(set(counts)) > 1 or _are_labels(tails)):
-            appended = [to_device(item, self._output_device) for tail in tails for item in tail]
-            places = None if order is None or counts != sizes else batch_order(order)
-            return appended if places is None else [appended[i] for i in places]
-        return [self._gathered(list(items), sizes, order) for items in zip(*tails, strict=True)]
-
-
 def _agree(a: Any, b: Any) -> bool:
     """Whether two replicas have bound equal values, each on its device."""
     pairs = list(zip(tree.leaves(a), tree.leaves(b), strict=False))
@@ -258,36 +193,3 @@ def _agree(a: Any, b: Any) -> bool:
         tree.equal(x, y.to(x.device) if isinstance(x, Tensor) and isinstance(y, Tensor) else y)
         for x, y in pairs
     )
-
-
-def _are_labels(tails: Sequence[list[Any]]) -> bool:
-    """Integers and strings of shards of one sample: each belongs to its sample."""
-    return all(isinstance(item, int | str) for tail in tails for item in tail)
-
-
-def _refill(container: Any, items: Any) -> None:
-    """Gives a container, and those in it, the items back that it had when these were copied."""
-    if container is items:
-        return
-    keys = list(items) if isinstance(items, dict) else range(len(items))
-    kept = {key: items[key] for key in keys}
-    for key, item in kept.items():
-        here = key in container if isinstance(container, dict) else key < len(container)
-        now = container[key] if here else None
-        if isinstance(item, list | dict) and type(now) is type(item):
-            _refill(now, item)
-            kept[key] = now
-    if isinstance(container, dict):
-        container.clear()
-        container.update(kept)
-    else:
-        container[:] = kept.values()
-
-
-def _copied(node: Any) -> Any:
-    """Containers anew, with the same items."""
-    if isinstance(node, dict):
-        clone = copy.copy(node)
-        clone.update({key: _copied(item) for key, item in node.items()})
-        return clone
-    return [_copied(item) for item in node] if type(node) is list else node

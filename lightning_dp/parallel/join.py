@@ -90,11 +90,13 @@ def join_tensors(tensors: list[Tensor], rules: Join) -> Any:
 
 
 def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
-    """Where other replicas have one number per sample, a `squeeze` took the dim of one sample."""
-    shapes = [(n,) if t.dim() else () for t, n in zip(tensors, sizes, strict=True)]
-    is_of_samples = [tuple(t.shape) for t in tensors] == shapes
-    are_single = all(n == 1 for t, n in zip(tensors, sizes, strict=True) if t.dim() == 0)
-    return [t.reshape(-1) for t in tensors] if is_of_samples and are_single else tensors
+    """Where some replicas have one number per sample, a `squeeze` took the dim of one sample."""
+    dims = [t.dim() for t in tensors]
+    shapes = [(n,) if dim else () for dim, n in zip(dims, sizes, strict=True)]
+    if not any(dims) or all(dims) or [tuple(t.shape) for t in tensors] != shapes:
+        return tensors
+    are_single = all(n == 1 for dim, n in zip(dims, sizes, strict=True) if dim == 0)
+    return [t.reshape(-1) for t in tensors] if are_single else tensors
 
 
 def join_arrays(arrays: list[Any], rules: Join) -> Any:

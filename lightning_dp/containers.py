@@ -1,71 +1,41 @@
-"""Containers on `self` that a step changes: what it does on all replicas becomes the module's."""
+"""What steps do to containers on `self`: the replicas' copies become what one device would have."""
 
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any, TypeAlias
 
 import torch
 
+from lightning_dp.parallel import tree
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.shards import Shards
 from lightning_dp.parallel.split import Order, batch_order
 from lightning_dp.parallel.transfer import to_device
 
 Path: TypeAlias = tuple[Any, ...]
-CONTAINERS = (list, dict, deque)
+
 _ABSENT = object()
 
 
-def copied(node: Any) -> Any:
-    """Containers anew, those in them too, with the same items."""
-    if isinstance(node, dict):
-        clone = copy.copy(node)
-        clone.update({key: copied(item) for key, item in node.items()})
-        return clone
-    if type(node) is deque:
-        return deque(map(copied, node), node.maxlen)
-    return [copied(item) for item in node] if type(node) is list else node
+class Merge:
+    """Brings what the replicas did to their containers into the root's.
 
-
-def refill(container: Any, items: Any) -> None:
-    """Gives a container, and those in it, the items back that it had when these were copied."""
-    if container is items:
-        return
-    keys = list(items) if isinstance(items, dict) else range(len(items))
-    kept = {key: items[key] for key in keys}
-    for key, item in kept.items():
-        here = key in container if isinstance(container, dict) else key < len(container)
-        now = container[key] if here else None
-        if isinstance(item, CONTAINERS) and type(now) is type(item):
-            refill(now, item)
-            kept[key] = now
-    container.clear()
-    container.update(kept) if isinstance(container, dict) else container.extend(kept.values())
-
-
-class ContainerJoin:
-    """Brings what the replicas did to their copies of a container into the module's own.
-
-    The k-th new items of all replicas are gathered into the one item that one device would have
-    appended. Where the replicas appended one item per sample, or different numbers of items, the
-    items follow each other in shard order. Values under new keys of a dict are gathered. Items that
-    went from the front of a list or deque go. Entries that were changed get the value of the first
-    replica that worked.
+    The k-th new items of all replicas' lists are gathered into the one item that one device would
+    have appended. Where they appended one item per sample, or different numbers of items, the items
+    follow each other in shard order. Items that went from the front of a list or deque go. Values
+    under new keys of a dict are gathered; an entry that only some replicas have written is theirs,
+    that of the last samples; counts are added up. Tuples and containers in containers are entered.
 
     Args:
         output_device: where the items end up.
         args: what the step was called with besides its shard.
         shards: the step's shards.
-        per_sample: carried from step to step: which containers get one item per sample (True) or
-            per batch (False); shards of one sample cannot tell.
-        agree: whether two replicas' values are the same.
-
-    Attributes:
-        differs: whether replicas have changed an entry to different values.
+        per_sample: which lists get one item per sample, and which counts one per sample, from
+            step to step.
     """
 
     def __init__(
@@ -74,76 +44,124 @@ class ContainerJoin:
         args: tuple[Any, ...],
         shards: Shards,
         per_sample: dict[Path, bool],
-        agree: Callable[[Any, Any], bool],
     ) -> None:
-        self.differs = False
         self._output_device = output_device
         self._args = args
         self._sizes = shards.active_sizes
         self._order = shards.active_order
         self._per_sample = per_sample
-        self._agree = agree
 
-    def merge(self, path: Path, before: Any, after: Sequence[Any], own: Any) -> None:
-        """Does to the module's own container what was done to the replicas'.
+    def into(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
+        """Makes `root` of what it was `before` and is `after` the step on every replica.
 
-        Args:
-            path: where it is, for `per_sample`.
-            before: what was in it before the step.
-            after: the replicas' after the step; the root's, if it worked, is the module's own.
-            own: the module's own.
+        Yields:
+            The paths of entries that all replicas have written, with different values: the
+            first one's stays.
         """
-        if any(type(other) is not type(before) for other in (*after, own)):
+        if any(type(other) is not type(before) for other in [*after, root]):
             return
-        if isinstance(before, dict):
-            self._merge_dicts(path, before, after, own)
-        elif any(_has_other_entries(before, other) for other in after):
-            for i, item in enumerate(before):
-                self._merge_entry((*path, i), item, [other[i] for other in after], own, i)
+        if isinstance(before, tuple):
+            yield from self._entries(path, before, after, root, range(len(before)))
+        elif isinstance(before, dict):
+            yield from self._into_dict(path, before, after, root)
         else:
-            self._merge_items(path, before, after, own)
+            yield from self._into_list(path, before, after, root)
 
-    def _merge_items(self, path: Path, before: Any, after: Sequence[Any], own: Any) -> None:
+    def _into_list(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
+        if any(_has_other_entries(before, other) for other in after):
+            yield from self._entries(path, before, after, root, range(len(before)))
+            return
         gone = [_gone(before, other) for other in after]
         count = len(before) - gone[0]  # of items that stay
-        kept = list(own)[:count] if own is after[0] else list(own)[gone[0] :]
+        kept = list(root)[:count] if root is after[0] else list(root)[gone[0] :]
         for i, item in enumerate(kept):
-            if isinstance(item, CONTAINERS):
+            if is_container(item):
                 others = [other[i] for other in after]
-                self.merge((*path, i), before[gone[0] + i], others, item)
+                yield from self.into((*path, i), before[gone[0] + i], others, item)
         tails = [list(other)[len(before) - n :] for other, n in zip(after, gone, strict=True)]
         if any(tails) or gone[0]:
-            new = self._appended(path, tails, self._sizes, self._order, _overflown(before, tails))
-            own.clear()
-            own.extend([*kept, *new])
+            in_turn = _overflows(before, tails)
+            new = self._appended(path, tails, self._sizes, self._order, in_turn=in_turn)
+            root.clear()
+            root.extend([*kept, *new])
 
-    def _merge_dicts(
-        self, path: Path, before: dict[Any, Any], after: Sequence[Any], own: dict[Any, Any]
-    ) -> None:
-        for key, item in before.items():
-            values = [other.get(key, _ABSENT) for other in after]
-            self._merge_entry((*path, key), item, values, own, key)
+    def _entries(
+        self, path: Path, before: Any, after: list[Any], root: Any, keys: Iterator[Any] | range
+    ) -> Iterator[Path]:
+        """Entries that were there before the step."""
+        for key in keys:
+            old = before[key]
+            values = [other[key] if _has(other, key) else _ABSENT for other in after]
+            if is_container(old):
+                now = root[key] if _has(root, key) else None
+                yield from self.into((*path, key), old, values, now)
+            elif not all(value is old for value in values):
+                yield from self._entry((*path, key), old, values, root)
+
+    def _entry(self, path: Path, old: Any, values: list[Any], root: Any) -> Iterator[Path]:
+        written = [value for value in values if value is not old]
+        by_all = len(written) == len(values)
+        new = written[0] if by_all else written[-1]
+        if new is _ABSENT:
+            root.pop(path[-1], None)
+        else:
+            root[path[-1]] = to_device(new, self._output_device)
+        if by_all and not all(tree.equal(value, new) for value in written):
+            yield path
+
+    def _into_dict(
+        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
+    ) -> Iterator[Path]:
+        if _counts(before):
+            self._count(path, before, after, root)
+            return
+        self._look_for_labels(path, before, after)
+        yield from self._entries(path, before, after, root, iter(before))
         for key in dict.fromkeys(k for other in after for k in other if k not in before):
             present = [i for i, other in enumerate(after) if key in other]
             values = [after[i][key] for i in present]
             sizes = [self._sizes[i] for i in present]
             order = None if self._order is None else [self._order[i] for i in present]
             if all(type(value) is list for value in values):
-                own[key] = self._appended((*path, key), values, sizes, order)
+                root[key] = self._appended((*path, key), values, sizes, order)
+            elif len(values) == len(after) and isinstance(values[0], defaultdict | Counter):
+                empty = copied(values[0])
+                empty.clear()
+                root[key] = copied(empty)
+                yield from self.into((*path, key), empty, values, root[key])
             else:
-                own[key] = self._gathered(values, sizes, order)
+                root[key] = self._gathered(values, sizes, order)
 
-    def _merge_entry(
-        self, path: Path, item: Any, values: Sequence[Any], own: Any, key: Any
+    def _count(
+        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
     ) -> None:
-        if isinstance(item, CONTAINERS):
-            self.merge(path, item, values, own.get(key) if isinstance(own, dict) else own[key])
-        elif any(value is not item for value in values):
-            self.differs |= any(not self._agree(values[0], other) for other in values[1:])
-            if values[0] is _ABSENT:
-                own.pop(key, None)
-            else:
-                own[key] = values[0]
+        """Samples are counted by each replica, batches by all of them."""
+        keys = dict.fromkeys(key for other in after for key in other)
+        added = [{k: other[k] - before.get(k, 0) for k in keys if k in other} for other in after]
+        differ = any(counts != added[0] for counts in added)
+        if max(self._sizes) > 1:
+            totals = [sum(counts.values()) for counts in added]
+            self._per_sample[path] = differ or totals == self._sizes
+        if not differ and not self._per_sample.get(path, True):
+            return
+        for key in keys:
+            root[key] = before.get(key, 0) + sum(counts.get(key, 0) for counts in added)
+
+    def _look_for_labels(
+        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]]
+    ) -> None:
+        """Lists under integers, to which replicas append differently often, are of samples."""
+        keys = dict.fromkeys(key for other in after for key in other)
+        lists = [[other.get(key, []) for other in after] for key in keys]
+        if not keys or not all(type(key) is int for key in keys):
+            return
+        if all(isinstance(items, list) for row in lists for items in row):
+            olds = [before.get(key, []) for key in keys]
+            counts = [
+                [len(x) - len(old) for x in row] for row, old in zip(lists, olds, strict=True)
+            ]
+            if any(len(set(row)) > 1 for row in counts):
+                self._per_sample.update(dict.fromkeys(((*path, key) for key in keys), True))
 
     def _gathered(self, values: list[Any], sizes: list[int], order: Order | None) -> Any:
         device, args = self._output_device, self._args
@@ -155,49 +173,113 @@ class ContainerJoin:
         tails: list[list[Any]],
         sizes: list[int],
         order: Order | None,
+        *,
         in_turn: bool = False,
     ) -> list[Any]:
         """The items that one device would have appended; in turn, if they are surely samples'."""
         counts = [len(tail) for tail in tails]
         known = self._per_sample
-        if max(sizes) > 1 and any(counts):
-            known[path] = counts == sizes or len(set(counts)) > 1
-        if in_turn or known.get(path, len(set(counts)) > 1 or _are_labels(tails)):
+        differ = len(set(counts)) > 1
+        if max(sizes) > 1 and any(counts) and not (known.get(path) and type(path[-1]) is int):
+            known[path] = counts == sizes or differ
+        if in_turn or differ or known.get(path, _are_labels(tails)):
             appended = [to_device(item, self._output_device) for tail in tails for item in tail]
             places = None if order is None or counts != sizes else batch_order(order)
             return appended if places is None else [appended[i] for i in places]
         return [self._gathered(list(items), sizes, order) for items in zip(*tails, strict=True)]
 
 
+def is_container(value: Any) -> bool:
+    """Whether steps may put something into a value, or into what is in it."""
+    if type(value) is tuple:
+        return any(map(is_container, value))
+    return isinstance(value, list | dict) or type(value) is deque
+
+
+def copied(node: Any) -> Any:
+    """Containers anew, with the same items.
+
+    Example:
+        >>> before = ([1], deque([2], maxlen=3))
+        >>> after = copied(before)
+        >>> after, after[0] is before[0]
+        (([1], deque([2], maxlen=3)), False)
+    """
+    if isinstance(node, dict):
+        clone = copy.copy(node)
+        for key, item in node.items():
+            clone[key] = copied(item)
+        return clone
+    if type(node) is deque:
+        return deque(map(copied, node), node.maxlen)
+    if type(node) is list or (type(node) is tuple and is_container(node)):
+        return type(node)(map(copied, node))
+    return node
+
+
+def refill(container: Any, items: Any) -> None:
+    """Gives a container, and those in it, the items back that it had when these were copied."""
+    if container is items:
+        return
+    keys = list(items) if isinstance(items, dict) else range(len(items))
+    kept = {key: items[key] for key in keys}
+    for key, item in kept.items():
+        now = container[key] if _has(container, key) else None
+        if is_container(item) and type(now) is type(item):
+            refill(now, item)
+            kept[key] = now
+    if isinstance(container, dict):
+        container.clear()
+        container.update(kept)
+    elif not isinstance(container, tuple):
+        container.clear()
+        container.extend(kept.values())
+
+
+def _has(container: Any, key: Any) -> bool:
+    return key in container if isinstance(container, dict) else key < len(container)
+
+
 def _has_other_entries(before: Any, after: Any) -> bool:
     """Whether a list has the length that it had, and other items in some of its places."""
     if len(before) != len(after) or all(map(is_, before, after)):
         return False
-    same = list(map(_is_same, before, after))
+    same = list(map(_same, before, after))
     return any(same) and not all(same) and _gone(before, after) == len(before)
 
 
 def _gone(before: Any, after: Any) -> int:
-    """How many items have gone from the front; with the others `after` begins."""
+    """How many items a step has taken from the front: with the others the list begins now.
+
+    Example:
+        >>> [_gone(list("ab"), list(after)) for after in ("abc", "bc", "c", "")]
+        [0, 1, 2, 2]
+    """
     if len(before) <= len(after) and all(map(is_, before, after)):
-        return 0
+        return 0  # nearly always
     items, new = list(before), list(after)
     for n in range(len(items) if new else 0):
-        fits = len(items) - n <= len(new) and _is_same(items[n], new[0])
-        if fits and all(map(_is_same, items[n:], new)):
+        fits = len(items) - n <= len(new) and _same(items[n], new[0])
+        if fits and all(map(_same, items[n:], new)):
             return n
     return len(items)
 
 
-def _overflown(before: Any, tails: Sequence[list[Any]]) -> bool:
-    """Whether a deque got more items in one step than it holds: these were one per sample."""
+def _overflows(before: Any, tails: Sequence[list[Any]]) -> bool:
+    """Whether a deque got as many items in one step as it holds: those are one per sample."""
     limit = before.maxlen if isinstance(before, deque) else None
     return limit is not None and limit > 1 and all(len(tail) == limit for tail in tails)
 
 
-def _is_same(before: Any, after: Any) -> bool:
-    """Whether it is the same item; of a container in a container there are copies."""
-    return before is after or (isinstance(before, CONTAINERS) and type(before) is type(after))
+def _same(a: Any, b: Any) -> bool:
+    """Whether two items are the same; copied containers are, if they are of one type."""
+    return a is b or (is_container(a) and type(a) is type(b))
+
+
+def _counts(node: dict[Any, Any]) -> bool:
+    """Whether a dict is for counting: a `Counter`, or a `defaultdict` of numbers."""
+    is_default = isinstance(node, defaultdict) and node.default_factory in (int, float)
+    return isinstance(node, Counter) or is_default
 
 
 def _are_labels(tails: Sequence[list[Any]]) -> bool:

@@ -157,7 +157,9 @@ def _merged(
 
 def _as_number(value: Any, device: torch.device) -> Tensor:
     """A floating tensor of at least single precision, in which Lightning keeps logged values."""
-    tensor = torch.as_tensor(value, device=device)
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, device=device, dtype=torch.get_default_dtype())
+    tensor = value.to(device)
     if tensor.dtype in (torch.float32, torch.float64):
         return tensor
     default = torch.get_default_dtype()

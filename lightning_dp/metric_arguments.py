@@ -12,6 +12,7 @@ from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.gather import weighted_mean
+from lightning_dp.parallel.join import as_rows
 from lightning_dp.parallel.split import Order, batch_order
 from lightning_dp.parallel.transfer import to_device
 
@@ -113,6 +114,7 @@ class _Join:
         return tree.rebuild(nodes[0], values)
 
     def _tensors(self, tensors: list[Tensor]) -> Tensor:
+        tensors = as_rows(tensors, self._sizes)
         if all(t.dim() == 0 for t in tensors) and self._averages_numbers:
             return weighted_mean([t.to(torch.get_default_dtype()) for t in tensors], self._sizes)
         if any(t.dim() == 0 or t.shape[1:] != tensors[0].shape[1:] for t in tensors):
@@ -134,7 +136,9 @@ class _Join:
         )
 
     def _plain(self, values: list[Any]) -> Any:
-        if tuple(values) == self._sizes and not self._averages_numbers:
+        if type(values[0]) is int and tuple(values) == self._sizes and not self._averages_numbers:
+            if len(set(values)) == 1:
+                raise _CannotJoin  # the counts of equal shards, or a constant: call by call is both
             return sum(values)
         if self._averages_numbers and all(isinstance(value, int | float) for value in values):
             total = sum(self._sizes)

@@ -32,6 +32,7 @@ MODES: tuple[ModeName, ...] = ("step", "forward")
 Transfer: TypeAlias = Callable[[Any, torch.device, int], Any]
 """Lightning's transfer hooks: what is moved, where to, and the index of its DataLoader."""
 
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -117,6 +118,7 @@ class StepMode(Mode):
         self.engine: StepParallel = StepParallel(
             module, devices, output_device=output_device, **options
         )
+        self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
         self._batch: Any = None
         self._shards: Shards | None = None
         self._dataloader_idx = 0

@@ -1,4 +1,4 @@
-"""What a step leaves on `self`: items in containers, and attributes bound anew."""
+"""What a step leaves on `self`: items in lists and dicts, and attributes bound anew."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.containers import CONTAINERS, ContainerJoin, Path, copied, refill
+from lightning_dp.containers import Merge, Path, copied, is_container, refill
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.shards import Shards
@@ -17,13 +17,21 @@ Attributes: TypeAlias = dict[str, Any]
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _ABSENT = object()
+_OF_ATTRIBUTES = (
+    ", and with tensors every replica goes on from its own. That is all right for values that only "
+    "the step itself reads, such as a recurrent state."
+)
+_OF_ENTRIES = (
+    ". Bind a recurrent state to an attribute of its own: then every replica goes on from its own."
+)
 
 
 class StateMemory:
     """What is known from earlier steps.
 
     Attributes:
-        per_sample: see `ContainerJoin`.
+        per_sample: which lists get one item per sample (True) or per batch (False); shards of one
+            sample cannot tell.
         warned: attributes that were warned about.
     """
 
@@ -35,13 +43,13 @@ class StateMemory:
 class ModuleState:
     """The attributes of the user's modules before a step, to be settled after it.
 
-    Containers (lists, dicts, deques): replica 0, which is the module, has its own, the others have
-    copies, which are joined afterwards as `ContainerJoin` says.
+    Items: replica 0, which is the module, appends to its own list, deque or dict, the others to
+    copies; afterwards they are merged into what one device would have, see `containers`. Where the
+    replicas have written different values to one entry, it is as an attribute that they bound.
 
-    Attributes bound anew, and entries of containers that were changed, keep the value of the first
-    replica that worked; if the values differ, a warning names the attribute, once. Where attributes
-    are tensors (the state of a recurrent network, a mask that is made once), every replica goes on
-    from its own.
+    Attributes bound anew keep the value of the first replica that worked; if the values differ,
+    a warning names the attribute, once. Where they are tensors (the state of a recurrent network,
+    a mask that is made once), every replica goes on from its own.
 
     Args:
         replicas: the replicas; looked at are the attributes of all modules that are not torch's.
@@ -62,7 +70,7 @@ class ModuleState:
         self._memory = memory
         self._replicas = replicas
         self._active = shards.active
-        self._join = ContainerJoin(output_device, args, shards, memory.per_sample, _agree)
+        self._merge = Merge(output_device, args, shards, memory.per_sample)
         modules = replicas.submodules
         self._modules = [
             _ModuleAttributes(root, j, [modules[k][j] for k in shards.active])
@@ -74,10 +82,9 @@ class ModuleState:
         """Gives the module what the replicas' steps left on them."""
         for module in self._modules:
             for name, before, after in module.containers():
-                self._join.differs = False
-                self._join.merge((module.number, name), before, after, module.root[name])
-                if self._join.differs:
-                    self._warn(module, f"{name}[...]")
+                path = (module.number, name)
+                for entry in self._merge.into(path, before, after, module.root[name]):
+                    self._warn(module, name, entry[2:])
             for name, differs in module.rebound():
                 for k in self._active if module.holds_tensors(name) else ():
                     self._replicas.keep(k, module.number, name)
@@ -94,16 +101,15 @@ class ModuleState:
         for module in self._modules:
             module.release()
 
-    def _warn(self, module: _ModuleAttributes, name: str) -> None:
+    def _warn(self, module: _ModuleAttributes, name: str, path: Path = ()) -> None:
         key = (module.number, name)
+        advice = _OF_ENTRIES if path else _OF_ATTRIBUTES
         if key not in self._memory.warned:
             self._memory.warned.add(key)
             warnings.warn(
-                f"A step binds {module.type_name}.{name} to different values on different "
-                "replicas; self keeps the first replica's, and with tensors every replica goes on "
-                "from its own. That is all right for values that only the step itself reads, such "
-                "as a recurrent state. To collect over the batch, append to a list on self, log "
-                "the value or update a metric.",
+                f"A step binds {module.type_name}.{tree.name(path, name)} to different values on "
+                f"different replicas; self keeps the first replica's{advice} To collect over the "
+                "batch, append to a list on self, log the value or update a metric.",
                 stacklevel=2,
             )
 
@@ -121,8 +127,7 @@ class _ModuleAttributes:
         self._items = {
             name: copied(value)
             for name, value in self._bound.items()
-            if isinstance(value, CONTAINERS)
-            and all(replica.get(name) is value for replica in self._replicas)
+            if is_container(value) and all(replica.get(name) is value for replica in self._replicas)
         }
         for replica in self._others():
             replica.update({name: copied(items) for name, items in self._items.items()})

@@ -346,6 +346,22 @@ class DataParallelMixin(CheckpointMixin):
         self.post_backward(closure_loss)
         return closure_loss
 
+    @override
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        mode = self._mode
+        if mode is None:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+        def with_all_gradients() -> Any:
+            result = closure()
+            # Of a training step that returned None, no backward has come.
+            mode.engine.backward.reduce_waiting()
+            return result
+
+        return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
+
     @contextlib.contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:

@@ -42,6 +42,7 @@ COLUMNS = {
     "two loaders": ({"a": [zeros(8, 10), zeros(8, 1)], "b": [zeros(8, 10), zeros(8, 1)]}, 8),
     "two loaders of one tensor": ({"a": [zeros(8, 3)], "b": [zeros(8, 3)]}, 8),
     "two loaders in a list": ([[zeros(8, 3), zeros(8)], [zeros(8, 3), zeros(8)]], 8),
+    "two loaders with names": ([(zeros(8, 3), "a"), (zeros(8, 3), "b")], 8),
     "dicts of two views": ([{"x": zeros(8, 3)}, {"x": zeros(8, 3)}], 8),
 }
 LISTS = {
@@ -69,6 +70,9 @@ LISTS = {
 }
 SAMPLES = {
     "tuples": ([(zeros(5, 3), 1), (zeros(2, 3), 0), (zeros(3, 3), 1)], 3),
+    "tuples of one shape": ([(zeros(5), 1), (zeros(5), 0), (zeros(5), 1)], 3),
+    "tuples with 0-dim labels": ([(zeros(3, 9, 9), torch.tensor(i)) for i in range(4)], 4),
+    "dicts of one shape": ([{"x": zeros(5), "y": 1.5}, {"x": zeros(5), "y": 0.5}], 2),
     "tuples of sequences": ([(zeros(5), zeros(4)), (zeros(2), zeros(7)), (zeros(3), zeros(1))], 3),
     "dicts": ([{"x": zeros(5, 3)}, {"x": zeros(2, 3)}, {"x": zeros(3, 3)}], 3),
     "a tuple of dicts": (tuple(targets(5, 2, 3, 4)), 4),

@@ -297,3 +297,10 @@ def test_copies_to_the_cpu_are_finished_once_per_source(monkeypatch: pytest.Monk
     waited.clear()
     gather(outputs, devices[0])
     assert not waited, "work on a device waits for the copies by itself"
+
+
+def test_a_squeeze_that_took_the_dim_of_one_sample() -> None:
+    """`net(x).squeeze()` is 0-dim for a shard of one sample, and a row of numbers for others."""
+    outputs = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
+    assert gather(outputs, "cpu", sizes=(2, 1)).tolist() == [1, 2, 3]
+    assert isinstance(gather(outputs, "cpu", sizes=(2, 4)), list)

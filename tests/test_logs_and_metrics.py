@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import Callback
-from oracle import Classifier, assert_equal_trees, loader, samples, trainer
+from oracle import Classifier, assert_equal_trees, assert_same, loader, run, samples, trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
@@ -127,6 +128,7 @@ def test_options_of_log_may_be_given_by_position() -> None:
 def test_low_precision_and_plain_numbers_are_averaged_in_full_precision() -> None:
     def step(module: Stepwise, batch: Any, batch_idx: int) -> None:
         module.log_dict({"float": batch[0].mean().item(), "flag": True, "index": float(batch_idx)})
+        module.log("numpy", np.float64(batch_idx + 0.1))
 
     assert_same_logs(step)
 
@@ -390,6 +392,79 @@ def test_every_metric_gives_the_value_of_one_device(name: str, how: str) -> None
     assert expected["test"]
     # A few metrics keep single precision, whatever the default.
     assert_equal_trees(result, expected, name, atol=1e-6, rtol=1e-6)
+
+
+class Scaled(Metric):
+    """A sum of rows, by a factor that is given beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sum", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, rows: Tensor, *, by: float) -> None:
+        self.sum = self.sum + by * rows.sum()
+
+    def compute(self) -> Tensor:
+        return self.sum
+
+
+@pytest.mark.parametrize("by", [2, 2.0, True])
+def test_a_number_for_a_metric_may_happen_to_be_the_size_of_the_shards(by: Any) -> None:
+    def step(module: Stepwise, batch: Any, batch_idx: int) -> None:
+        module.metric.update(batch[0], by=by)
+        module.log(module.stage, module.metric)
+
+    for size in (2, 1):
+        assert_same_logs(step, make=Scaled, data=lambda n=4 * size: loader(12, n))
+
+
+class Squeezing(Classifier):
+    """Its numbers are 0-dim where a shard has one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = torchmetrics.MeanSquaredError()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.metric.update(self.net(x)[:, :1].squeeze(), y.float().squeeze())
+        self.log("val/mse", self.metric)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])[:, :1].squeeze()
+
+
+def test_a_squeeze_may_take_the_dim_of_a_shard_of_one_sample() -> None:
+    actual, expected = (run(Squeezing, k, data=lambda: loader(14, 7)) for k in (4, 1))
+    assert_same(actual, expected, atol=1e-5)
+
+
+class InDict(Classifier):
+    """Metrics that nobody registered, and that it moves itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name = {"auroc": MulticlassAUROC(3), "acc": [MulticlassAccuracy(3)]}
+
+    def all_metrics(self) -> list[Any]:
+        return [self.by_name["auroc"], *self.by_name["acc"]]
+
+    def on_validation_start(self) -> None:
+        for metric in self.all_metrics():
+            metric.to(self.device)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for metric in self.all_metrics():
+            metric.update(self.net(batch[0]).softmax(1), batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        for i, metric in enumerate(self.all_metrics()):
+            self.log(f"val/{i}", metric.compute())
+            metric.reset()
+
+
+def test_metrics_in_plain_containers_see_the_whole_batch() -> None:
+    assert_same(run(InDict, 4), run(InDict, 1), atol=1e-5)
 
 
 def test_metrics_are_reset_where_the_module_resets_them() -> None:

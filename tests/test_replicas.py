@@ -1,6 +1,7 @@
 """Replicas: one module on every device, following the root and never touching it."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -306,3 +307,65 @@ def test_forward_may_write_to_self_without_the_others_seeing_it() -> None:
     net(torch.zeros(2, device=root_device()))
     replicas.refresh()
     assert other.cache.tolist() == [0, 0]
+
+
+def test_attributes_in_slots_follow_the_root() -> None:
+    class Slotted(nn.Module):
+        __slots__ = ("layer", "scale")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = 2.0
+            self.net = nn.Linear(2, 2)
+            object.__setattr__(self, "layer", self.net)
+
+    net = Slotted()
+    replicas = replicas_of(net)
+    net.scale = 3.0
+    replicas.refresh()
+    other = replicas.modules[1]
+    assert other.scale == 3.0 and other.layer is other.net
+
+
+def test_a_hook_that_a_step_registers_is_for_its_own_calls() -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    replicas = replicas_of(net)
+    seen: list[int] = []
+    handles = [
+        module[0].register_forward_hook(lambda *_, k=k: seen.append(k))
+        for k, module in enumerate(replicas.modules)
+    ]
+    for module in replicas.modules:
+        call(module, torch.ones(1, 2))
+    assert seen == [0, 1, 2]
+    for handle in handles:
+        handle.remove()
+    assert not any(module[0]._forward_hooks for module in replicas.modules)
+
+
+def test_a_hook_in_the_place_of_another_reaches_every_replica() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def keep(self, name: str, *_: Any) -> None:
+            self.kept = name
+
+    net = Keeping()
+    replicas = replicas_of(net)
+    for name in ("first", "second"):
+        handle = net.linear.register_forward_hook(partial(net.keep, name))
+        replicas.refresh()
+        call(replicas.modules[1].linear, torch.ones(1, 2))
+        assert replicas.modules[1].kept == name
+        handle.remove()
+
+
+def test_references_that_are_made_later_point_into_the_replica() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    replicas = replicas_of(net)
+    net.first, net.weights = [net[0].forward], {"a": net[0].weight}
+    replicas.refresh()
+    other = replicas.modules[1]
+    assert other.first[0].__self__ is other[0] and other.weights["a"] is other[0].weight

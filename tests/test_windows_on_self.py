@@ -1,6 +1,6 @@
 """What a step does to lists, deques and dicts on self: afterwards they are as on one device."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Classifier, assert_same, loader, run, trainer
+from oracle import Classifier, assert_same, run
 from torch import Tensor
 
-from lightning_dp import DataParallelStrategy
-from lightning_dp.containers import ContainerJoin, copied, refill
+from lightning_dp.containers import Merge, copied, refill
 from lightning_dp.parallel.shards import Shards
 
 SIZES = (3, 0, 2, 1)
@@ -21,18 +20,19 @@ EXACT = {"atol": 0.0, "rtol": 0.0}
 Step = Callable[[Any, Tensor], Any]
 
 
-def joined(own: Any, step: Step, sizes: tuple[int, ...] = SIZES) -> ContainerJoin:
-    """Does a step to a container as replicas do; where the root has no samples, to copies alone."""
+def joined(own: Any, step: Step, sizes: tuple[int, ...] = SIZES) -> list[Any]:
+    """Does a step to a container as replicas do; where the root has no samples, to copies alone.
+
+    Returns:
+        The keys of entries that they have changed to different values.
+    """
     parts = [part if len(part) else None for part in samples(sum(sizes)).split(sizes)]
     before = copied(own)
-    join = ContainerJoin(
-        torch.device("cpu"), (), Shards(sizes, parts), {}, lambda a, b: bool((a == b) is True)
-    )
+    merge = Merge(torch.device("cpu"), (), Shards(sizes, parts), {})
     after = [own if k == 0 else copied(before) for k, n in enumerate(sizes) if n]
     for container, part in zip(after, (part for part in parts if part is not None), strict=True):
         step(container, part)
-    join.merge((), before, after, own)
-    return join
+    return list(merge.into(("self",), before, after, own))
 
 
 def samples(n: int) -> Tensor:
@@ -118,8 +118,8 @@ def test_entries_that_were_changed_are_the_first_replicas(sizes: tuple[int, ...]
         items["samples"] += len(x)
         items.pop("gone")
 
-    assert not joined(slots, set_slot, sizes).differs and slots == [1, "kept", 0]
-    assert joined(counts, count, sizes).differs
+    assert joined(slots, set_slot, sizes) == [] and slots == [1, "kept", 0]
+    assert joined(counts, count, sizes) == [("self", "samples")]
     assert counts == {"steps": 1, "samples": max(sizes)}
 
 
@@ -158,18 +158,3 @@ def test_a_training_with_a_window_of_losses(options: dict[str, Any]) -> None:
     window = [[float(x) for x in job.module.window] for job in (several, one)]
     assert window[0] == pytest.approx(window[1], abs=1e-12)
     assert several.module.labels == one.module.labels
-
-
-def test_a_counter_that_differs_is_named_once() -> None:
-    class Counting(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.counts: Counter[int] = Counter({0: 0, 1: 0, 2: 0})
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.counts.update(batch[1].tolist())
-            return super().training_step(batch, batch_idx)
-
-    with pytest.warns(UserWarning, match=r"binds .*Counting.counts\[...\] to different") as caught:
-        trainer(3, DataParallelStrategy(), max_epochs=2).fit(Counting(), loader(), loader())
-    assert len([w for w in caught if "counts" in str(w.message)]) == 1

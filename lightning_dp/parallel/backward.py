@@ -32,6 +32,7 @@ class Backward:
         self._forwarded: Sequence[int] = ()
         self._hooks: GradientHooks | None = None
         self._earlier: EarlierGradients | None = None
+        self._waiting = False
 
     def after_forward(self, shards: Shards) -> None:
         """Notes what is to be settled, after the backward or before the next step.
@@ -68,7 +69,14 @@ class Backward:
         self._hooks = self._earlier = None
 
     def _reduce(self) -> None:
+        self._waiting = self.accumulating
         if not self.accumulating:
+            reduce_gradients(self._replicas.parameters)
+
+    def reduce_waiting(self) -> None:
+        """Reduces what has accumulated on the replicas, if no backward has come to do so."""
+        if self._waiting:
+            self._waiting = False
             reduce_gradients(self._replicas.parameters)
 
     def settle(self) -> None:

@@ -6,13 +6,15 @@ import weakref
 from collections import OrderedDict
 from functools import partial
 from operator import is_not
-from types import MethodType
+from types import MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.layout import version_of
+from lightning_dp.parallel.layout import HOOKS, version_of
+
+_ABSENT = object()
 
 
 class Body:
@@ -25,7 +27,9 @@ class Body:
         "_kept",
         "_original",
         "_own",
+        "_seen",
         "_size",
+        "_slots",
         "_source",
         "_translated",
         "_twins",
@@ -52,11 +56,9 @@ class Body:
             "_buffers": buffers,
             **own,
         }
-        self._translated = {
-            name: (value, twin)
-            for name, value in original.__dict__.items()
-            if name not in self._own and (twin := _translate(value, twins)) is not value
-        }
+        self._seen: dict[str, Any] = {}
+        self._translated: dict[str, Any] = {}
+        self._slots = [(name, original, twins[id(original)]) for name in _slots_of(original)]
         self._kept: dict[str, tuple[Any, Any]] = {}
         self._copies: list[tuple[Tensor, float]] = []
         self._size = -1
@@ -67,10 +69,14 @@ class Body:
         """Follows the original's plain attributes; references to its parts become ours."""
         attributes = self._attributes
         attributes.update(self._original)
-        if self._translated:
-            for name, (value, twin) in self._translated.items():
-                current = attributes.get(name)
-                attributes[name] = twin if current is value else _translate(current, self._twins)
+        for name in HOOKS:  # a step may add hooks, which are for its replica's calls alone
+            attributes[name] = OrderedDict(attributes[name])
+        self._look_for_parts()
+        attributes.update(self._translated)
+        for name, original, twin in self._slots:
+            if hasattr(original, name):
+                value = _translate(getattr(original, name), self._twins)
+                object.__setattr__(twin, name, value)  # which registers nothing
         for name, (value, kept) in list(self._kept.items()):
             if self._original.get(name) is value:
                 attributes[name] = kept
@@ -80,6 +86,19 @@ class Body:
         attributes.update(self._own)
         if len(attributes) != self._size:
             self._drop_strays()
+
+    def _look_for_parts(self) -> None:
+        """Translates what has been bound anew and refers to parts of the root."""
+        for name, value in self._original.items():
+            if self._seen.get(name, _ABSENT) is not value and name not in self._own:
+                twin = _translate(value, self._twins)
+                self._translated.pop(name, None)
+                if twin is not value:
+                    self._translated[name] = twin
+        for name in self._translated.keys() - self._original.keys():
+            del self._translated[name]
+        # A tensor is looked at again: whoever held it would hold its graph.
+        self._seen = {n: v for n, v in self._original.items() if not isinstance(v, Tensor)}
 
     def own(self, attributes: dict[str, Any]) -> None:
         """Has these attributes for good, whatever the original's are."""
@@ -110,8 +129,10 @@ class Body:
 
     def is_stale(self) -> bool:
         """Whether a step set or removed attributes, or a tensor was written to that we copied."""
-        return len(self._attributes) != self._size or (
-            bool(self._copies) and any(version_of(value) != seen for value, seen in self._copies)
+        return (
+            len(self._attributes) != self._size
+            or bool(self._slots)  # nobody counts how often these are bound
+            or any(version_of(value) != seen for value, seen in self._copies)
         )
 
     def _copy_tensors(self) -> None:
@@ -133,6 +154,12 @@ class Body:
         for name in self._attributes.keys() - self._original.keys() - self._own.keys():
             del self._attributes[name]
         self._size = len(self._attributes)
+
+
+def _slots_of(module: nn.Module) -> list[str]:
+    """The attributes that its classes keep in `__slots__`, beside its `__dict__`."""
+    members = [vars(cls).items() for cls in type(module).__mro__]
+    return [n for items in members for n, m in items if isinstance(m, MemberDescriptorType)]
 
 
 def _translate(value: Any, twins: dict[int, Any]) -> Any:

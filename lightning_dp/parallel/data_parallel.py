@@ -245,6 +245,7 @@ class Engine:
     def resync(self) -> None:
         """Makes the next step copy everything to the replicas, changed or not."""
         self.backward.settle()
+        self.backward.reduce_waiting()
         self._stale = set(range(len(self.devices)))
 
     def fitting(

@@ -24,7 +24,7 @@ def check_nothing_hidden(root: nn.Module) -> None:
             # Lightning keeps copies of hyperparameters, which may be layers.
             if name.startswith("_hparams"):
                 continue
-            for path, hidden in _layers(value, name):
+            for path, hidden in layers_in(value, name):
                 if id(hidden) not in known and [*hidden.parameters(), *hidden.buffers()]:
                     raise ValueError(
                         f"{type(module).__qualname__}.{path}: expected layers to be registered, "
@@ -34,7 +34,7 @@ def check_nothing_hidden(root: nn.Module) -> None:
                     )
 
 
-def _layers(value: Any, path: str) -> Iterator[tuple[str, nn.Module]]:
+def layers_in(value: Any, path: str) -> Iterator[tuple[str, nn.Module]]:
     """Modules in containers, and how one would write where they are."""
     pairs: Any = ()
     if type(value) in (list, tuple):
@@ -46,4 +46,4 @@ def _layers(value: Any, path: str) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(item, nn.Module):
             yield place, item
         elif type(item) in (list, tuple, dict):
-            yield from _layers(item, place)
+            yield from layers_in(item, place)

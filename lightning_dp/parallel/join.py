@@ -86,7 +86,17 @@ def join_tensors(tensors: list[Tensor], rules: Join) -> Any:
     """
     if all(not t.is_nested and t.dim() == 0 for t in tensors):
         return _join_scalars(tensors, rules)
-    return _join_rows(tensors, rules, TENSORS.join)
+    return _join_rows(as_rows(tensors, rules.sizes), rules, TENSORS.join)
+
+
+def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
+    """Where some replicas have one number per sample, a `squeeze` took the dim of one sample."""
+    dims = [t.dim() for t in tensors]
+    shapes = [(n,) if dim else () for dim, n in zip(dims, sizes, strict=True)]
+    if not any(dims) or all(dims) or [tuple(t.shape) for t in tensors] != shapes:
+        return tensors
+    are_single = all(n == 1 for dim, n in zip(dims, sizes, strict=True) if dim == 0)
+    return [t.reshape(-1) for t in tensors] if are_single else tensors
 
 
 def join_arrays(arrays: list[Any], rules: Join) -> Any:

@@ -13,9 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors
 
+from lightning_dp.parallel.hidden import layers_in
+
 # Tables that every module has for good; those of hooks may be replaced, the others are not.
 _TABLES = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Tables of hooks that run in a forward or because of one; every replica has its own."""
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -57,14 +70,12 @@ class Layout:
             *(m._parameters for m in self.modules),
             *(m._modules for m in self.modules),
         ]
-        counted: list[dict[Any, Any]] = [
-            *self.buffer_tables,
-            *(m._forward_hooks for m in self.modules),
-            *(m._forward_pre_hooks for m in self.modules),
-        ]
+        hooks: list[dict[int, Any]] = [m.__dict__[name] for m in self.modules for name in HOOKS]
         self._fixed_tables = [table for table in fixed if table]
-        self._counted_tables = [table for table in counted if table]
-        self._empty_tables = [table for table in (*fixed, *counted) if not table]
+        self._filled_buffer_tables = [table for table in self.buffer_tables if table]
+        self._hook_tables = [table for table in hooks if table]
+        tables: list[dict[Any, Any]] = [*fixed, *self.buffer_tables, *hooks]
+        self._empty_tables = [table for table in tables if not table]
 
     @property
     def attribute_versions(self) -> list[int]:
@@ -83,12 +94,17 @@ class Layout:
         for child in module._modules.values():
             if child is not None:
                 self._walk(child, rules, seen)
+        for name, value in module.__dict__.items():
+            for _, hidden in layers_in(value, name):
+                if rules.is_leaf(hidden):  # it is replicated by hand, wherever it is kept
+                    self._walk(hidden, rules, seen)
 
     def signature(self) -> list[int]:
         """Changes when a parameter, submodule, buffer name or hook comes, goes or is replaced."""
         entries = chain.from_iterable(map(dict.values, self._fixed_tables))
         filled = any(self._empty_tables)
-        return [filled, *map(id, entries), *map(len, self._counted_tables)]
+        hooks = chain.from_iterable(self._hook_tables)  # each has a number of its own, for good
+        return [filled, *map(id, entries), *map(len, self._filled_buffer_tables), *hooks]
 
     def look_at_attributes(self) -> None:
         """Brings `attribute_versions` up to date: once per step, for all replicas."""

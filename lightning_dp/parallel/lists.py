@@ -61,6 +61,21 @@ def is_record(item: Any) -> bool:
     return not is_tensor(item) and not tree.is_list(item)
 
 
+def has_label(item: Any) -> bool:
+    """Whether an item has a number in it, beside other things: it is one sample.
+
+    Example:
+        >>> import torch
+        >>> has_label((torch.zeros(3), 1)), has_label({"x": torch.zeros(3), "name": "a"})
+        (True, False)
+    """
+    return any(_is_number(child) for _, child in tree.children(item) or ())
+
+
+def _is_number(node: Any) -> bool:
+    return node.ndim == 0 if is_tensor(node) else type(node) in (int, float)
+
+
 def is_table(node: Sequence[Any]) -> bool:
     """Lists of strings of one length in a list: columns of a batch, as `default_collate` makes."""
     lengths = {len(item) if _is_strings(item) else None for item in node}

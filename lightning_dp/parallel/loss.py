@@ -152,15 +152,24 @@ def join_losses(
     return joint
 
 
-def with_separate_backward(joint: Tensor, backward_each: BackwardEach) -> Tensor:
+def with_separate_backward(
+    joint: Tensor, backward_each: BackwardEach, asked_for: Sequence[Tensor] = ()
+) -> Tensor:
     """A loss of the same value whose backward calls `backward_each` instead of walking a graph.
 
     On the CPU one backward through all graphs would run on one thread; this way every replica
     runs its own in its worker. And nobody but `backward_each` holds the replicas' graphs: they can
     be let go in the middle, when memory runs out.
+
+    Args:
+        joint: the value.
+        backward_each: see there; it gives all parameters their gradients.
+        asked_for: parameters of which somebody may want the gradients alone, which is refused. A
+            backward of these would else find no way to them, and do nothing.
     """
     leaf = joint.detach().requires_grad_()
-    return _SeparateBackward.apply(leaf, backward_each)  # type: ignore[no-any-return,no-untyped-call]
+    inputs = (leaf, backward_each, *asked_for)
+    return _SeparateBackward.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _refuse_graph_of_backward() -> None:
@@ -172,15 +181,32 @@ def _refuse_graph_of_backward() -> None:
         )
 
 
+def _refuse_some_gradients(node: Any) -> None:
+    """Raises an error in a backward that is not for all leaves: those come first in the graph."""
+    leaf, _ = node.next_functions[0]
+    if not torch._C._will_engine_execute_node(leaf):
+        raise RuntimeError(
+            "Expected loss.backward() for all parameters of the module, got inputs=... or "
+            "torch.autograd.grad on the joint loss, which has no graph of its own. Take such "
+            "gradients inside training_step, use manual optimisation, where "
+            "self.manual_backward(loss, inputs=...) works, or "
+            'DataParallelStrategy(mode="forward").'
+        )
+
+
 class _SeparateBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, joint: Tensor, backward_each: BackwardEach) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, joint: Tensor, backward_each: BackwardEach, *asked_for: Tensor
+    ) -> Tensor:
         ctx.backward_each = backward_each  # type: ignore[attr-defined]
+        ctx.num_inputs = 2 + len(asked_for)  # type: ignore[attr-defined]
         return joint.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         _refuse_graph_of_backward()
+        _refuse_some_gradients(ctx)
         keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         ctx.backward_each(gradient, keep_graph)
-        return None, None
+        return tuple(None for _ in range(ctx.num_inputs))

@@ -8,6 +8,7 @@ whole batch, of which every replica has a copy of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -78,6 +79,7 @@ class ManualStep:
 
     def once(self, call: Callable[[], T]) -> T:
         """Does something to the root, on the host; the replicas' weights and gradients follow."""
+        self._gradients.check_agreement()
         self._gradients.adopt()
         result = call()
         self.follow()
@@ -181,6 +183,37 @@ class _FollowedGradients:
                 replica[i].grad = copy
         self._seen, self._leaders = now, _marks(self._leader)
 
+    def check_agreement(self) -> None:
+        """Raises an error if the replicas' code has bound different gradients.
+
+        Those are of the shards, and only the leader's would count. What is computed from the
+        batch's gradient is the same everywhere. Norms are compared: one copy from each device.
+        """
+        bound = self._bound_anew()
+        if not bound or not self._others:
+            return
+        norms = [
+            _norms([replica[i].grad for i in bound]) for replica in (self._leader, *self._others)
+        ]
+        for i, *values in zip(bound, *norms, strict=True):
+            are_alike = all(math.isclose(value, values[0], rel_tol=1e-3) for value in values)
+            if not are_alike and not all(map(math.isnan, values)):
+                raise RuntimeError(
+                    "Expected p.grad = ... to be the same on every replica, got gradients with "
+                    f"norms {[round(value, 6) for value in values]} for a parameter of shape "
+                    f"{tuple(self._root[i].shape)}: each is of a replica's own samples. Use "
+                    "self.manual_backward(loss), after which p.grad is that of the whole batch, "
+                    'or DataParallelStrategy(mode="forward").'
+                )
+
+    def _bound_anew(self) -> list[int]:
+        """Positions of the gradients that the replicas' code has bound since they followed."""
+        if self._seen is None:  # the others have none when a step begins
+            columns = zip(*self._others, strict=True)
+            return [i for i, own in enumerate(columns) if any(p.grad is not None for p in own)]
+        pairs = enumerate(zip(self._leader, self._leaders, strict=True))
+        return [i for i, (p, (seen, _)) in pairs if p.grad is not None and p.grad is not seen]
+
     def adopt(self) -> None:
         """Gives the root what the leader's code did to its gradients, if the root is idle."""
         if self._leader is self._root or self._seen is None:
@@ -231,6 +264,14 @@ def _copies(gradients: list[Tensor | None], of: Sequence[nn.Parameter]) -> list[
     moved = gradients_on(of[0].device, gradients)
     pairs = zip(moved, gradients, strict=True)
     return [g.detach().clone() if g is not None and g is old else g for g, old in pairs]
+
+
+def _norms(gradients: Sequence[Tensor | None]) -> list[float]:
+    """Where there is no gradient, -1."""
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
+    norms: Sequence[Tensor] = torch._foreach_norm(dense)
+    values = iter(torch.stack([norm.double() for norm in norms]).tolist() if dense else ())
+    return [-1.0 if g is None else next(values) for g in gradients]
 
 
 def _all_of(inputs: Sequence[Any]) -> list[Tensor] | None:

@@ -23,6 +23,8 @@ Two readings that would cut a batch differently are an error, unless one is far 
   so do lists of batches of images of one shape (four dims: the views of a batch), lists of up to
   three tensors with rows of different shapes (`[x, y]`), and lists beside other columns where
   both readings count the same.
+- 1 and 3: a list of tuples, mappings or objects with a number each, `[(x, 1), (x, 0)]`, is one of
+  samples with their labels; without, of columns: the batches of several DataLoaders.
 - 2 and 3: `(list, list)` is a tuple of columns, `[(x, y), (x, y)]` a list of samples.
 """
 
@@ -39,6 +41,7 @@ from lightning_dp.parallel.leaves import TENSORS, kind_of
 from lightning_dp.parallel.lists import (
     are_alike,
     are_different_columns,
+    has_label,
     has_rows,
     has_tensors,
     is_record,
@@ -99,10 +102,12 @@ def read(batch: Any, dim: int) -> tuple[int | None, Reading]:
     columns, entries = list(_columns(batch, dim, ())), _entries(batch, dim)
     lists = [entry for entry in entries if entry.items is not None]
     n, by_lists = _agreed(columns), _agreed(entries) if lists else None
+    samples = _samples(batch)
+    if n is not None and samples is not None and all(map(has_label, batch)):
+        return samples, "samples"
     if n is not None:
         by_columns = by_lists is None or not any(has_rows(e.items, dim) for e in lists)
         return (n, "columns") if by_columns else _columns_or_lists(batch, columns, entries)
-    samples = _samples(batch)
     if by_lists is not None:
         return _lists_or_samples(batch, by_lists, samples, lists)
     if samples is not None:

@@ -181,9 +181,18 @@ class Replica:
 
 def _leaf_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     shared = parameter.detach()  # a view of the same memory where the device is the same
-    twin = nn.Parameter(shared.to(device), requires_grad=parameter.requires_grad)
+    twin = nn.Parameter(_trainable(shared.to(device)), requires_grad=parameter.requires_grad)
     twin.__dict__.update(parameter.__dict__)
     return twin
+
+
+def _trainable(tensor: Tensor) -> Tensor:
+    """A tensor of the same memory that is no inference tensor: callbacks bind weights to such."""
+    if not tensor.is_inference():
+        return tensor
+    memory = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _update(stale: list[tuple[nn.Parameter, nn.Parameter, bool]]) -> None:

@@ -42,6 +42,9 @@ class StepParallel(Engine):
         loss_reduction: whether the step's loss is a `"mean"` or a `"sum"` over its samples.
         options: those of `Engine`.
 
+    Attributes:
+        has_own_backward: whether code that nobody knows makes the joint loss's backward.
+
     Example:
         >>> class Net(nn.Linear):
         ...     def training_step(self, batch):
@@ -65,6 +68,7 @@ class StepParallel(Engine):
     ) -> None:
         super().__init__(module, devices, **options)
         self.loss_reduction: LossReduction = loss_reduction
+        self.has_own_backward = False
         self._interrupted: Tensor | None = None
 
     def evaluate(self, method: str, shards: Shards, *args: Any) -> Any:
@@ -175,7 +179,22 @@ class StepParallel(Engine):
             self._interrupted = None
             self.worked(training=True)
 
-        return with_separate_backward(joint, backward_each)
+        return with_separate_backward(joint, backward_each, self._asked_for())
+
+    def _asked_for(self) -> list[nn.Parameter]:
+        """Parameters of which an own backward may ask gradients, without those that have hooks.
+
+        Autograd calls hooks although there is no gradient for them.
+        """
+        if not self.has_own_backward:
+            return []
+        return [
+            parameter
+            for parameter in self.replicas.parameters[0]
+            if parameter.requires_grad
+            and not parameter._backward_hooks
+            and not parameter._post_accumulate_grad_hooks
+        ]
 
     def _backward_in_workers(
         self, method: str, graphs: list[Graph], gradient: Tensor, keep_graph: bool, shards: Shards

@@ -1,0 +1,123 @@
+"""Steps and hooks that do less, or other things, than most: still what one device does."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from oracle import Classifier, Run, assert_same, loader, run
+from torch import Tensor
+
+pytestmark = pytest.mark.usefixtures("on", "one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _in_double_precision() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+class LeavesOut(Classifier):
+    """Its step returns None for two batches of five: there is no backward then."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in (1, 3) else loss
+
+
+class DoesNotLearn(Classifier):
+    """Its own backward does nothing for some batches."""
+
+    batches = 0
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.batches += 1
+        if self.batches % 5 not in (2, 4):
+            loss.backward()
+
+
+class EndsEpochs(Classifier):
+    """Ends its first epoch while gradients accumulate."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == 3 else None
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step. returned .None.")
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("make", [LeavesOut, DoesNotLearn, EndsEpochs])
+def test_gradients_that_wait_are_there_when_the_optimizer_steps(make: Any, accumulate: int) -> None:
+    def result(devices: int) -> Run:
+        data = lambda: loader(batch_size=11)  # noqa: E731
+        return run(make, devices, data=data, accumulate_grad_batches=accumulate)
+
+    assert_same(result(3), result(1))
+
+
+class OwnBackward(Classifier):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (0.5 * loss).backward(retain_graph=True)
+        (0.5 * loss).backward()
+
+
+class WithHook(OwnBackward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("make", [OwnBackward, WithHook])
+def test_an_own_backward(make: Any, mode: str) -> None:
+    assert_same(run(make, 3, strategy={"mode": mode}), run(make, 1))
+
+
+class OfSome(Classifier):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward(inputs=list(self.net[2].parameters()))
+
+
+class ByGrad(Classifier):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        parameters = list(self.parameters())
+        gradients = torch.autograd.grad(loss, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+@pytest.mark.parametrize("make", [OfSome, ByGrad])
+def test_gradients_of_some_parameters_are_refused_in_step_mode(make: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"all parameters of the module, got inputs="):
+        run(make, 2)
+    assert_same(run(make, 2, strategy={"mode": "forward"}), run(make, 1))
+
+
+class SwapsWeights(Callback):
+    """Validates with averaged weights, bound by `.data` where there is inference mode."""
+
+    def __init__(self) -> None:
+        self.average: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, job: Any, module: Any, *args: Any) -> None:
+        for name, parameter in module.named_parameters():
+            old = self.average.get(name, parameter.detach())
+            self.average[name] = 0.5 * old + 0.5 * parameter.detach()
+
+    def on_validation_epoch_start(self, job: Any, module: Any) -> None:
+        self.swap(module)
+
+    on_validation_epoch_end = on_validation_epoch_start
+
+    def swap(self, module: Any) -> None:
+        for name, parameter in module.named_parameters() if self.average else ():
+            own = parameter.detach().clone()
+            parameter.data = self.average[name].clone()
+            self.average[name] = own
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_weights_may_be_bound_to_inference_tensors(mode: str) -> None:
+    def result(devices: int) -> Run:
+        strategy = {"mode": mode}
+        return run(Classifier, devices, strategy=strategy, callbacks=[SwapsWeights()])
+
+    assert_same(result(3), result(1))

@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from functools import partial
 from operator import is_not
-from types import MemberDescriptorType, MethodType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
@@ -132,7 +132,10 @@ class Body:
         return (
             len(self._attributes) != self._size
             or bool(self._slots)  # nobody counts how often these are bound
-            or any(version_of(value) != seen for value, seen in self._copies)
+            or (
+                bool(self._copies)
+                and any(version_of(value) != seen for value, seen in self._copies)
+            )
         )
 
     def _copy_tensors(self) -> None:
@@ -165,13 +168,16 @@ def _slots_of(module: nn.Module) -> list[str]:
 def _translate(value: Any, twins: dict[int, Any]) -> Any:
     """`value` with the root's parameters and modules in it replaced by a replica's.
 
-    Recurrent layers keep a flat list of their weights, users keep lists of layers and bound
-    methods; a replica that followed such a reference would compute with the root's weights.
+    Recurrent layers keep a flat list of their weights, users keep lists of layers, bound methods
+    and functions made beside them (a hook that appends to `self.seen`); a replica that followed
+    such a reference would compute with the root's weights.
     """
     if isinstance(value, Tensor | nn.Module):
         return twins.get(id(value), value)
     if isinstance(value, MethodType) and id(value.__self__) in twins:
         return MethodType(value.__func__, twins[id(value.__self__)])
+    if isinstance(value, FunctionType) and value.__closure__:
+        return _with_other_cells(value, twins)
     if isinstance(value, weakref.ref) and id(value()) in twins:
         return weakref.ref(twins[id(value())])
     if type(value) in (dict, OrderedDict):  # a module's hooks are in ordered ones
@@ -186,3 +192,27 @@ def _translate(value: Any, twins: dict[int, Any]) -> Any:
         entries = [_translate(entry, twins) for entry in value]
         return type(value)(entries) if any(map(is_not, entries, value)) else value
     return value
+
+
+def _with_other_cells(function: FunctionType, twins: dict[int, Any]) -> FunctionType:
+    """A function that knows a replica's parts where the original knows the root's.
+
+    All else that it knows it shares with the original: counters go on counting.
+    """
+    cells = tuple(_other_cell(cell, twins) for cell in function.__closure__ or ())
+    if not any(map(is_not, cells, function.__closure__ or ())):
+        return function
+    defaults = function.__defaults__
+    twin = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__dict__.update(function.__dict__)
+    return twin
+
+
+def _other_cell(cell: CellType, twins: dict[int, Any]) -> CellType:
+    try:
+        content = cell.cell_contents
+    except ValueError:  # it is empty
+        return cell
+    # No further than to the parts themselves: functions may know each other in circles.
+    return CellType(twins[id(content)]) if id(content) in twins else cell

@@ -67,3 +67,38 @@ def test_frozen_weights_that_stay_are_not_copied() -> None:
         replicas.refresh()
     between = [pair for pair in torch.sim.copy_stats() if "cpu" not in str(pair)]
     assert not between
+
+
+class AveragingInItsStep(Distilled):
+    """The step itself moves the teacher."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for teacher, student in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            self.move(teacher, student)
+        return super().training_step(batch, batch_idx)
+
+    def move(self, teacher: nn.Parameter, student: nn.Parameter) -> None:
+        teacher.data = 0.9 * teacher.data + 0.1 * student.data
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        return
+
+
+class AveragingInPlace(AveragingInItsStep):
+    def move(self, teacher: nn.Parameter, student: nn.Parameter) -> None:
+        teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
+
+
+def test_a_teacher_that_a_step_binds_anew_is_as_on_one_device() -> None:
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(AveragingInItsStep, 3), run(AveragingInItsStep, 1))
+
+
+def test_a_teacher_that_a_step_writes_to_is_told_where_replicas_share_it(on: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    if on == "cpu":
+        with pytest.warns(UserWarning, match=r"A step writes in place to \d parameters") as caught:
+            run(AveragingInPlace, 3)
+        assert len([w for w in caught if "in place" in str(w.message)]) == 1
+    else:
+        assert_same(run(AveragingInPlace, 3), run(AveragingInPlace, 1))

@@ -210,7 +210,8 @@ class Engine:
         self.meeting = Meeting(shards.active_sizes, shards.active_order, self._dim)
         if training:
             self.meter.start(shards.sizes)
-        with self._around(self.replicas, name, shards, constants, self._is_rerun):
+        around = self._around(self.replicas, name, shards, constants, self._is_rerun)
+        with around, self.replicas.writing() if training else nullcontext():
             calls = [(k, partial(call, modules[k], shards.parts[k])) for k in shards.active]
             outputs, seconds = self._run(name, name, calls, shards, self.meeting)
         if training:

@@ -7,6 +7,7 @@ and owns only its gradients; elsewhere it owns a copy. Its parameters are real l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, TypeAlias
 
 import torch
@@ -16,7 +17,7 @@ from lightning_dp.parallel.layout import Layout, ReplicaRules, RootState, entrie
 from lightning_dp.parallel.limited_norm import LimitedNorms
 from lightning_dp.parallel.reduce import reduce_gradients
 from lightning_dp.parallel.replica import Replica
-from lightning_dp.parallel.silent_writes import SilentWrites
+from lightning_dp.parallel.silent_writes import SharedWrites, SilentWrites
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
@@ -123,6 +124,10 @@ class Replicas:
                 if k > 0:
                     self._others[k - 1].refresh_parameters(state)
 
+    def writing(self) -> AbstractContextManager[None]:
+        """What surrounds a step of the replicas: writes to shared weights are noticed."""
+        return nullcontext() if self._shared is None else self._shared.noticed()
+
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""
         for k in active:
@@ -173,3 +178,6 @@ class Replicas:
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
+            self._shared: SharedWrites | None = None
+            if any(replica.shares_memory for replica in self._others):
+                self._shared = SharedWrites(self._layout.parameters)

@@ -1,13 +1,15 @@
 """Parameters that change without a trace: through `.data`, while nobody trains them.
 
 Teachers and momentum encoders are often averaged that way. Versions do not show it, and copying
-every frozen weight in every step would cost what freezing is to save. So their norms are watched.
+every frozen weight in every step would cost what freezing is to save. So their norms are watched:
+between steps for replicas that have copies, and in steps for those that share the root's memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,17 +52,8 @@ class SilentWrites:
 
     def _read(self) -> dict[int, tuple[int, float]]:
         """Version and norm of every parameter that is not trained."""
-        frozen = {
-            i: parameter.data
-            for i, parameter in enumerate(self._parameters)
-            if not parameter.requires_grad and parameter.is_floating_point()
-        }
-        if not frozen:
-            return {}
-        norms: Sequence[Tensor] = torch._foreach_norm(list(frozen.values()))
-        values = torch.stack([norm.double() for norm in norms]).tolist()
-        versions = [self._parameters[i]._version for i in frozen]
-        return dict(zip(frozen, zip(versions, values, strict=True), strict=True))
+        norms = _norms_of_frozen(self._parameters)
+        return {i: (self._parameters[i]._version, norm) for i, norm in norms.items()}
 
     def _warn(self, new: set[int]) -> None:
         shapes = [tuple(self._parameters[i].shape) for i in sorted(new)[:3]]
@@ -71,3 +64,61 @@ class SilentWrites:
             "them under torch.no_grad() instead, such as p.copy_(...), and every step is right.",
             stacklevel=2,
         )
+
+
+class SharedWrites:
+    """Notices steps that write to weights that they do not train, where replicas share them.
+
+    Every replica then does it, once each. Those that are trained autograd watches itself.
+
+    Args:
+        parameters: the root's.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._steps = 0
+
+    @contextlib.contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Looks before and after a step, if it is time to; warns once."""
+        self._steps += 1
+        if self._steps > LOOKS and self._steps % LOOKS:
+            yield
+            return
+        memory = [parameter.data_ptr() for parameter in self._parameters]
+        before = _norms_of_frozen(self._parameters)
+        yield
+        after = _norms_of_frozen(self._parameters) if before else {}
+        written = [
+            i
+            for i, norm in after.items()
+            if before.get(i, norm) != norm and self._parameters[i].data_ptr() == memory[i]
+        ]
+        if written:
+            self._steps = -(2**62)  # not again
+            self._warn(written)
+
+    def _warn(self, written: list[int]) -> None:
+        shapes = [tuple(self._parameters[i].shape) for i in written[:3]]
+        warnings.warn(
+            f"A step writes in place to {len(written)} parameters that it does not train (of "
+            f"shapes {shapes}). Replicas on one device share them, and each of them does so: that "
+            "is right only where doing it again changes nothing. Do it in a hook, such as "
+            "on_train_batch_end, or bind new values: p.data = 0.9 * p.data + ....",
+            stacklevel=2,
+        )
+
+
+def _norms_of_frozen(parameters: Sequence[nn.Parameter]) -> dict[int, float]:
+    """The norms of the parameters that are not trained, by position."""
+    frozen = {
+        i: parameter.data
+        for i, parameter in enumerate(parameters)
+        if not parameter.requires_grad and parameter.is_floating_point()
+    }
+    if not frozen:
+        return {}
+    norms: Sequence[Tensor] = torch._foreach_norm(list(frozen.values()))
+    values = torch.stack([norm.double() for norm in norms]).tolist()
+    return dict(zip(frozen, values, strict=True))

@@ -78,12 +78,13 @@ class SharedWrites:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._steps = 0
+        self._has_warned = False
 
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
         """Looks before and after a step, if it is time to; warns once."""
         self._steps += 1
-        if self._steps > LOOKS and self._steps % LOOKS:
+        if self._has_warned or (self._steps > LOOKS and self._steps % LOOKS):
             yield
             return
         memory = [parameter.data_ptr() for parameter in self._parameters]
@@ -96,7 +97,7 @@ class SharedWrites:
             if before.get(i, norm) != norm and self._parameters[i].data_ptr() == memory[i]
         ]
         if written:
-            self._steps = -(2**62)  # not again
+            self._has_warned = True
             self._warn(written)
 
     def _warn(self, written: list[int]) -> None:

@@ -17,9 +17,16 @@ Attributes: TypeAlias = dict[str, Any]
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _ABSENT = object()
+_DIFFERENT = (
+    "A step binds {} to different values on different replicas; self keeps the first replica's"
+)
 _OF_ATTRIBUTES = (
     ", and with tensors every replica goes on from its own. That is all right for values that only "
     "the step itself reads, such as a recurrent state."
+)
+_IN_PLACE = (
+    "A step writes in place to {}, once on every replica: where replicas share it, each of them "
+    "does so, and elsewhere self keeps the first one's."
 )
 _OF_ENTRIES = (
     ". Bind a recurrent state to an attribute of its own: then every replica goes on from its own."
@@ -85,6 +92,8 @@ class ModuleState:
                 path = (module.number, name)
                 for entry in self._merge.into(path, before, after, module.root[name]):
                     self._warn(module, name, entry[2:])
+            for name in module.written():
+                self._warn(module, name, text=_IN_PLACE)
             for name, differs in module.rebound():
                 for k in self._active if module.holds_tensors(name) else ():
                     self._replicas.keep(k, module.number, name)
@@ -101,17 +110,20 @@ class ModuleState:
         for module in self._modules:
             module.release()
 
-    def _warn(self, module: _ModuleAttributes, name: str, path: Path = ()) -> None:
+    def _warn(
+        self, module: _ModuleAttributes, name: str, path: Path = (), text: str | None = None
+    ) -> None:
         key = (module.number, name)
-        advice = _OF_ENTRIES if path else _OF_ATTRIBUTES
-        if key not in self._memory.warned:
-            self._memory.warned.add(key)
-            warnings.warn(
-                f"A step binds {module.type_name}.{tree.name(path, name)} to different values on "
-                f"different replicas; self keeps the first replica's{advice} To collect over the "
-                "batch, append to a list on self, log the value or update a metric.",
-                stacklevel=2,
-            )
+        if key in self._memory.warned:
+            return
+        self._memory.warned.add(key)
+        text = text or _DIFFERENT + (_OF_ENTRIES if path else _OF_ATTRIBUTES)
+        what = f"{module.type_name}.{tree.name(path, name)}"
+        warnings.warn(
+            f"{text.format(what)} To collect over the batch, append to a list on self, log the "
+            "value or update a metric.",
+            stacklevel=2,
+        )
 
 
 class _ModuleAttributes:
@@ -131,6 +143,12 @@ class _ModuleAttributes:
         }
         for replica in self._others():
             replica.update({name: copied(items) for name, items in self._items.items()})
+        self._tensors = [
+            (name, value, value._version)
+            for replica in self._others()
+            for name, value in replica.items()
+            if isinstance(value, Tensor) and not value.is_inference()
+        ]
 
     def containers(self) -> list[tuple[str, Any, list[Any]]]:
         """Name, items before, and the replicas' containers after the step."""
@@ -139,6 +157,19 @@ class _ModuleAttributes:
             for name, before in self._items.items()
             if self.root.get(name) is self._bound[name]
         ]
+
+    def written(self) -> set[str]:
+        """Tensors that the step wrote to in place: one that replicas share, or different copies."""
+        names = {name for name, value, version in self._tensors if value._version != version}
+        first, *others = self._replicas
+        return {
+            name
+            for name in names
+            if any(
+                (value := replica.get(name)) is first.get(name) or not _agree(first[name], value)
+                for replica in others
+            )
+        }
 
     def rebound(self) -> list[tuple[str, bool]]:
         """Attributes that the step bound anew, and whether the replicas disagree on them."""

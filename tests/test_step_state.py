@@ -91,6 +91,20 @@ def test_tensors_on_self_are_where_their_replica_is(how: str) -> None:
     assert_same(run(kind, 3), run(kind, 1))
 
 
+def test_a_tensor_that_steps_write_to_in_place_is_named_once() -> None:
+    class Adding(Classifier):
+        def on_fit_start(self) -> None:
+            self.total = torch.zeros((), device=self.device)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.total += batch[0].sum().detach()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="writes in place to .*Adding.total, once on") as caught:
+        trainer(3, max_epochs=2).fit(Adding(), loader(), loader())
+    assert len([w for w in caught if "in place" in str(w.message)]) == 1
+
+
 @pytest.mark.parametrize("mode", ["step", "forward"])
 @pytest.mark.parametrize("how", ["in place", "assigned", "through data"])
 def test_averages_in_buffers_that_hooks_update(how: str, mode: str) -> None:

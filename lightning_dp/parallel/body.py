@@ -127,6 +127,11 @@ class Body:
             if name in self._attributes:
                 self._attributes[name] = _translate(self._attributes[name], others)
 
+    @property
+    def has_to_be_watched(self) -> bool:
+        """Whether it may become stale though nobody binds, sets or removes an attribute."""
+        return bool(self._slots or self._copies)
+
     def is_stale(self) -> bool:
         """Whether a step set or removed attributes, or a tensor was written to that we copied."""
         return (

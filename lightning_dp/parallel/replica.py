@@ -41,6 +41,10 @@ class Replica:
             body.own(compiled_attributes(original, twins[id(original)]))
         self.module: nn.Module = twins[id(source.root)]
         self.submodules: list[nn.Module] = [twins[id(m)] for m in source.modules]
+        self._attributes = [module.__dict__ for module in self.submodules]
+        self._attribute_versions: list[int] = []
+        self._attribute_counts: list[int] = []
+        self._watched: list[Body] = []
 
     def refresh(self, state: RootState, parameters: str, buffers: bool, silent: set[int]) -> None:
         """Follows the root, whose state is `state`.
@@ -51,15 +55,28 @@ class Replica:
             buffers: whether to look for buffers that changed, and copy them.
             silent: positions of parameters to copy although they look unchanged.
         """
-        for body, version in zip(self._bodies, self._source.attribute_versions, strict=True):
-            if body.version != version or body.is_stale():
-                body.refresh()
-                body.version = version
+        self._refresh_attributes(self._source.attribute_versions)
         self._refresh_parameters(state, parameters, silent)
         if buffers:
             self._refresh_buffers(state, everything=parameters == "all")
             self._seen_buffers = state
         self._seen = state
+
+    def _refresh_attributes(self, versions: list[int]) -> None:
+        # All at once first: nearly always nothing has changed.
+        if (
+            versions == self._attribute_versions
+            and list(map(len, self._attributes)) == self._attribute_counts
+            and not any(body.is_stale() for body in self._watched)
+        ):
+            return
+        for body, version in zip(self._bodies, versions, strict=True):
+            if body.version != version or body.is_stale():
+                body.refresh()
+                body.version = version
+        self._attribute_versions = list(versions)
+        self._attribute_counts = list(map(len, self._attributes))
+        self._watched = [body for body in self._bodies if body.has_to_be_watched]
 
     def refresh_parameters(self, state: RootState) -> None:
         """Follows the root's parameters alone, where they look changed."""

@@ -427,6 +427,7 @@ class Counting(DummyLogger):
 
 
 @pytest.mark.filterwarnings("ignore:check_first_step", "ignore:A step binds Leaving.calls")
+@pytest.mark.filterwarnings("ignore:A step writes in place to 2 parameters")
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [

@@ -138,7 +138,7 @@ class Lbfgs(Manual):
             optimizer.zero_grad()
             loss = self.loss(batch)
             self.manual_backward(loss)
-            return loss.detach()
+            return loss
 
         optimizer.step(closure)
 
@@ -169,19 +169,8 @@ class Masked(Manual):
     test_step = validation_step
 
 
-class MaskedClosures(Masked):
+class MaskedClosures(Lbfgs, Masked):
     """The optimizer looks at the losses that the closures return."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        optimizer.step(closure)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), max_iter=4, line_search_fn="strong_wolfe")

@@ -17,12 +17,17 @@ CONFORMS = "::test_as_one_device["
 
 SIM_IS_SLOW = {
     "test_callbacks",
+    "test_containers_on_self",
     "test_denoise",
     "test_faults",
     "test_first_step",
+    "test_forward_mode",
+    "test_lightning_demos",
+    "test_logs_and_metrics",
     "test_manual_optimisation",
     "test_stdlib_lm",
     "test_trainer_options",
+    "test_unusual_steps",
 }
 """Long files, whose runs on simulated devices are for `-m slow`; others cover these devices."""
 

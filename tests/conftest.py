@@ -25,6 +25,8 @@ SIM_IS_SLOW = {
     "test_lightning_demos",
     "test_logs_and_metrics",
     "test_manual_optimisation",
+    "test_modules_that_broke_dp",
+    "test_pytorch_lightning",
     "test_stdlib_lm",
     "test_trainer_options",
     "test_unusual_steps",

@@ -73,6 +73,7 @@ def test_ctrl_c_ends_at_once_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     torch.load(folder / "checkpoints" / "interrupted.ckpt", weights_only=True)
 
 
+@pytest.mark.slow
 def test_other_apps_can_take_the_trainer(tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "default.yaml").write_text(

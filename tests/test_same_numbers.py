@@ -136,6 +136,9 @@ class Normalised(Classifier):
         return (loss + 0.1 * slope.square().sum(1)).mean()
 
 
+SLOW_2, SLOW_4 = (pytest.param(k, marks=pytest.mark.slow) for k in (2, 4))
+"""Numbers of devices that the other ones cover nearly always."""
+
 MODELS: dict[str, Callable[[], Classifier]] = {
     "everything": Everything,
     "tied, frozen, unused": EmbeddingBagOfWords,
@@ -152,7 +155,7 @@ def oracle(name: str, dtype: torch.dtype) -> Run:
 
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
-@pytest.mark.parametrize("devices", [2, 3, 4, 7])
+@pytest.mark.parametrize("devices", [SLOW_2, 3, SLOW_4, 7])
 @pytest.mark.parametrize("name", MODELS)
 def test_several_devices_equal_one_in_double_precision(
     name: str, devices: int, executor: str

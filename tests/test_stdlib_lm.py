@@ -55,7 +55,7 @@ def one_device() -> dict[str, oracle.Run]:
     return {p: run(make, 1, data=data, precision=p) for p in ("32-true", "64-true")}
 
 
-@pytest.mark.parametrize("k", [3, 4])
+@pytest.mark.parametrize("k", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_everything_is_as_on_one_device(on: str, k: int, one_device: dict[str, oracle.Run]) -> None:
     for precision, one in one_device.items():
         several = run(make, k, strategy={"split": "cost"}, data=data, precision=precision)

@@ -40,7 +40,12 @@ SLOW = pytest.mark.slow
         pytest.param(
             ("--devices", "3", "--split", "chunk"), [10, 10, 10], [4, 4, 2], marks=pytest.mark.slow
         ),
-        (("--devices", "8", "--split", "chunk"), [4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
+        pytest.param(
+            ("--devices", "8", "--split", "chunk"),
+            [4, 4, 4, 4, 4, 4, 4, 2],
+            [2, 2, 2, 2, 2],
+            marks=pytest.mark.slow,
+        ),
         (("--devices", "8"), [4, 4, 4, 4, 4, 4, 3, 3], [2, 2, 1, 1, 1, 1, 1, 1]),
     ],
     ids=lambda value: " ".join(map(str, value)),

@@ -597,6 +597,7 @@ def test_data_loader_workers_and_pinning_leave_the_devices_alone() -> None:
     assert torch.equal(torch.cat(batches).to("sim:3").cpu(), data.tensors[0])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform does not fork")
 def test_a_forked_process_is_told_that_devices_are_out_of_reach() -> None:
     code = (

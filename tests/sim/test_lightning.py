@@ -208,6 +208,7 @@ def test_devices_that_are_not_there_are_refused(devices: Any) -> None:
         trainer(Path(), devices=devices)
 
 
+@pytest.mark.slow
 def test_the_trainer_enables_enough_devices_by_itself() -> None:
     code = (
         "import torch; from lightning.pytorch import Trainer; import lightning_dp.sim\n"

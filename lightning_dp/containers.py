@@ -9,6 +9,7 @@ from operator import is_
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.gather import gather
@@ -106,7 +107,7 @@ class Merge:
             root.pop(path[-1], None)
         else:
             root[path[-1]] = to_device(new, self._output_device)
-        if by_all and not all(tree.equal(value, new) for value in written):
+        if by_all and not all(agree(new, value) for value in written):
             yield path
 
     def _into_dict(
@@ -142,10 +143,10 @@ class Merge:
         if max(self._sizes) > 1:
             totals = [sum(counts.values()) for counts in added]
             self._per_sample[path] = differ or totals == self._sizes
-        if not differ and not self._per_sample.get(path, True):
-            return
+        # Of batches, one replica's count is right; the root's own, where it had no samples, is not.
+        counted = added if differ or self._per_sample.get(path, True) else added[:1]
         for key in keys:
-            root[key] = before.get(key, 0) + sum(counts.get(key, 0) for counts in added)
+            root[key] = before.get(key, 0) + sum(counts.get(key, 0) for counts in counted)
 
     def _look_for_labels(
         self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]]
@@ -194,6 +195,15 @@ def is_container(value: Any) -> bool:
     if type(value) is tuple:
         return any(map(is_container, value))
     return isinstance(value, list | dict) or type(value) is deque
+
+
+def agree(a: Any, b: Any) -> bool:
+    """Whether two replicas have equal values, each on its device."""
+    pairs = list(zip(tree.leaves(a), tree.leaves(b), strict=False))
+    return len(tree.leaves(b)) == len(pairs) == len(tree.leaves(a)) and all(
+        tree.equal(x, y.to(x.device) if isinstance(x, Tensor) and isinstance(y, Tensor) else y)
+        for x, y in pairs
+    )
 
 
 def copied(node: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a step leaves on `self`: items in lists and dicts, and attributes bound anew."""
+"""What a step leaves on `self`: items in containers, and attributes bound anew."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.containers import Merge, Path, copied, is_container, refill
+from lightning_dp.containers import Merge, Path, agree, copied, is_container, refill
 from lightning_dp.parallel import tree
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.shards import Shards
@@ -166,7 +166,7 @@ class _ModuleAttributes:
             name
             for name in names
             if any(
-                (value := replica.get(name)) is first.get(name) or not _agree(first[name], value)
+                (value := replica.get(name)) is first.get(name) or not agree(first[name], value)
                 for replica in others
             )
         }
@@ -187,7 +187,7 @@ class _ModuleAttributes:
             self.root.update({name: first[name] for name in rebound})
         others = self._replicas[1:]
         return [
-            (name, any(not _agree(first[name], replica.get(name)) for replica in others))
+            (name, any(not agree(first[name], replica.get(name)) for replica in others))
             for name in rebound
         ]
 
@@ -215,12 +215,3 @@ class _ModuleAttributes:
 
     def _others(self) -> list[Attributes]:
         return [replica for replica in self._replicas if replica is not self.root]
-
-
-def _agree(a: Any, b: Any) -> bool:
-    """Whether two replicas have bound equal values, each on its device."""
-    pairs = list(zip(tree.leaves(a), tree.leaves(b), strict=False))
-    return len(tree.leaves(b)) == len(pairs) == len(tree.leaves(a)) and all(
-        tree.equal(x, y.to(x.device) if isinstance(x, Tensor) and isinstance(y, Tensor) else y)
-        for x, y in pairs
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict, deque
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from oracle import Classifier, assert_equal_trees, loader, trainer
 from torch.nn import functional as F
+
+from lightning_dp import DataParallelStrategy
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 
@@ -114,6 +117,30 @@ def plain(kept: Any) -> Any:
     if isinstance(kept, set):
         return sorted(kept)
     return [plain(item) for item in kept] if isinstance(kept, list | tuple | deque) else kept
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 1], [0, 1, 1]], ids=str)
+def test_what_all_replicas_write_alike_is_no_news_and_reaches_an_idle_root(
+    weights: list[int],
+) -> None:
+    class Alike(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps: Counter[str] = Counter()
+            self.latest: dict[str, Any] = {"index": None, "kept": 1}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.steps["all"] += 1
+            self.latest["index"] = torch.tensor(batch_idx, device=self.device)
+            return super().training_step(batch, batch_idx)
+
+    module = Alike()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="A step binds")
+        trainer(3, DataParallelStrategy(weights=weights), max_epochs=2).fit(
+            module, loader(), loader()
+        )
+    assert module.steps == {"all": 6} and int(module.latest["index"]) == 2
 
 
 def test_an_entry_that_all_replicas_write_differently_is_named_once() -> None:

@@ -36,8 +36,10 @@ class Manual(Classifier):
         loss = self.loss(batch)
         self.manual_backward(loss)
         optimizer.step()
-        self.log("train/loss", loss, on_step=True, on_epoch=True)
-        self.log("train/after", self.loss(batch))
+        items = getattr(loss, "num_items", None)
+        size = None if items is None else int(items)
+        self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=size)
+        self.log("train/after", self.loss(batch), batch_size=size)
         return loss
 
 
@@ -154,14 +156,6 @@ class Masked(Manual):
         loss = F.cross_entropy(self.net(x), y, ignore_index=0)
         loss.num_items = (y != 0).sum()
         return loss
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=int(loss.num_items))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         return

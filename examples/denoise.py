@@ -37,7 +37,7 @@ from lightning_dp.app.scripts import (
     short_fits,
     whole_number,
 )
-from lightning_dp.history import Period
+from lightning_dp.monitor.history import Period
 
 Batch = tuple[Tensor, Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]

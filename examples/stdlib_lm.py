@@ -48,7 +48,7 @@ from lightning_dp.app.scripts import (
     short_fits,
     whole_number,
 )
-from lightning_dp.parallel.split import by_cost, chunk, even
+from lightning_dp.parallel.split.arithmetic import by_cost, chunk, even
 
 Batch: TypeAlias = dict[str, Tensor]
 """`text`, padded to the longest sample, uint8 of shape [B, L], and `lengths`, of shape [B]."""

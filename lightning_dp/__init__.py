@@ -7,13 +7,12 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_dp.checkpoint import ModulePrefixCheckpointIO
+from lightning_dp.checkpointing import ModulePrefixCheckpointIO
+from lightning_dp.keys import normalize_state_dict
 from lightning_dp.monitor import DataParallelMonitor
-from lightning_dp.parallel.drop_in import DataParallel
-from lightning_dp.parallel.gather import gather
+from lightning_dp.parallel.batch import gather, scatter
+from lightning_dp.parallel.data_parallel import DataParallel
 from lightning_dp.parallel.primitives import parallel_apply, replicate
-from lightning_dp.parallel.scatter import scatter
-from lightning_dp.parallel.state_dicts import normalize_state_dict
 from lightning_dp.strategy import DataParallelStrategy
 
 __all__ = [

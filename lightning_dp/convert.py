@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dp import checkpoint_files, safetensors_files
-from lightning_dp.checkpoint_contents import (
+from lightning_dp.checkpointing import (
     add_to,
     added_to,
     as_lightnings,
@@ -20,16 +19,19 @@ from lightning_dp.checkpoint_contents import (
     note_added,
     rename,
     rename_states,
+    safetensors_files,
     take_added,
 )
-from lightning_dp.parallel.renaming import (
+from lightning_dp.checkpointing import files as checkpoint_files
+from lightning_dp.keys import (
+    PREFIXES,
     Renaming,
     add_prefix,
     as_they_are,
+    renaming_like,
     shared_prefix,
     strip_prefix,
 )
-from lightning_dp.parallel.state_dicts import PREFIXES, renaming_like
 from lightning_dp.table import print_table
 
 State = Mapping[str, Any]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_dp.parallel import batch_norm
+from lightning_dp.parallel.workers import sync_batch_norm as batch_norm
 
 
 class ReplicaBatchNorm(LayerSync):

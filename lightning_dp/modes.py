@@ -13,18 +13,16 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_dp import metrics
-from lightning_dp.journal import Journals
-from lightning_dp.manual import ManualOptimization
-from lightning_dp.optimizer_groups import changed_once
-from lightning_dp.parallel.data_parallel import Engine
+from lightning_dp.manual_optimization import ManualOptimization
+from lightning_dp.metrics import Journals, is_metric
+from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.hidden import check_nothing_hidden
-from lightning_dp.parallel.loss import loss_of
-from lightning_dp.parallel.plan import Plan
-from lightning_dp.parallel.replicate import Replicas
-from lightning_dp.parallel.shards import Shards
+from lightning_dp.parallel.gradients import loss_of
+from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
+from lightning_dp.parallel.split import Plan
 from lightning_dp.parallel.step import StepParallel
+from lightning_dp.state import changed_once
 
 ModeName: TypeAlias = Literal["step", "forward"]
 MODES: tuple[ModeName, ...] = ("step", "forward")
@@ -81,7 +79,7 @@ class Mode(ABC):
         """
         raise error
 
-    def hush(self) -> None:
+    def mute(self) -> None:
         """From now on, what replicas log or measure reaches nobody."""
         self._journals.replays = False
 
@@ -220,7 +218,7 @@ class ForwardMode(Mode):
         )
         self._move_batch = move_batch
         for submodule in module.modules():
-            if metrics.is_metric(submodule):
+            if is_metric(submodule):
                 submodule.to(output_device)  # where the step's tensors are
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_dp.parallel import collectives
+from lightning_dp.parallel.workers import collectives
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy

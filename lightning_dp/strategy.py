@@ -16,27 +16,16 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_dp.checkpoint_hooks import CheckpointMixin
+from lightning_dp.checkpointing import CheckpointMixin
 from lightning_dp.first_step import FirstStep, check_first_step
 from lightning_dp.layer_sync import replicas_own
-from lightning_dp.modes import (
-    MODES,
-    ForwardMode,
-    Mode,
-    StepMode,
-    check_mode_options,
-)
-from lightning_dp.parallel.apply import EXECUTORS
+from lightning_dp.modes import MODES, ForwardMode, Mode, StepMode, check_mode_options
+from lightning_dp.parallel.batch import DeviceUsage, Override, check_overrides
 from lightning_dp.parallel.checks import check_choice, check_dim
-from lightning_dp.parallel.devices import resolve_devices, resolve_output_device
-from lightning_dp.parallel.join import Override, check_overrides
-from lightning_dp.parallel.learning import StepUsage
-from lightning_dp.parallel.loss import LOSS_REDUCTIONS
-from lightning_dp.parallel.policies import OwnSplit, check_split, split_policy
-from lightning_dp.parallel.reduce import BUFFERS
-from lightning_dp.parallel.seat import current_seat
-from lightning_dp.parallel.shards import DeviceUsage
-from lightning_dp.parallel.split import CostSplit
+from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
+from lightning_dp.parallel.gradients import BUFFERS, LOSS_REDUCTIONS
+from lightning_dp.parallel.split import CostSplit, OwnSplit, StepUsage, check_split, split_policy
+from lightning_dp.parallel.workers import EXECUTORS, current_participant
 
 _CONTEXTS = {
     "training_step": "train_step_context",
@@ -194,7 +183,12 @@ class DataParallelMixin(CheckpointMixin):
         """Takes the devices, ours or the Trainer's, and checks what depends on them."""
         self._parallel_devices = parallel_devices
         if parallel_devices:
-            self.split_policy = split_policy(self._split, self._weights, parallel_devices)
+            self.split_policy = split_policy(
+                self._split,
+                self._weights,
+                parallel_devices,
+                partial(memory_capacities, parallel_devices),
+            )
             self._resolved_output = resolve_output_device(self._output_device, parallel_devices)
 
     @property
@@ -367,7 +361,7 @@ class DataParallelMixin(CheckpointMixin):
     def block_backward_sync(self) -> Iterator[None]:
         """While it lasts, gradients accumulate on the replicas; the next backward sums them all."""
         # Not where a replica says so: there every backward is a joint one.
-        mode = None if current_seat() else self._mode
+        mode = None if current_participant() else self._mode
         if mode is not None:
             mode.engine.backward.accumulating = True
         try:

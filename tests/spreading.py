@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dp import DataParallel
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.split import weighted
+from lightning_dp.parallel.split.arithmetic import weighted
 
 CPU = torch.device("cpu")
 SIZES = (3, 2, 1)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_dp.parallel.adaptive import Adaptive
-from lightning_dp.parallel.learning import StepUsage
-from lightning_dp.parallel.split import Sizes, even, minimax
+from lightning_dp.parallel.split.adaptive import Adaptive
+from lightning_dp.parallel.split.arithmetic import Sizes, even, minimax
+from lightning_dp.parallel.split.usage import StepUsage
 
 Speeds = list[tuple[float, float]]
 """Of each device `(fixed, per_sample)`, in seconds."""

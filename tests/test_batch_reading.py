@@ -9,7 +9,7 @@ import torch
 from containers import Boxes, Graph, Pair, Sample, graph
 from torch import Tensor, zeros
 
-from lightning_dp.parallel.scatter import BatchSizeError, batch_size, cut
+from lightning_dp.parallel.batch.scatter import BatchSizeError, batch_size, cut
 
 
 def images(*heights: int) -> list[Tensor]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.before import Before
+from lightning_dp.first_step.snapshot import Before
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from lightning_dp import DataParallelStrategy, ModulePrefixCheckpointIO
-from lightning_dp.checkpoint import AtomicTorchCheckpointIO, ModulePrefixMixin
+from lightning_dp.checkpointing.io import AtomicTorchCheckpointIO, ModulePrefixMixin
 
 EXACT = {"atol": 0.0, "rtol": 0.0}
 W, B = torch.ones(2, 2), torch.zeros(2)

@@ -22,9 +22,9 @@ from oracle import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.parallel import collectives
-from lightning_dp.parallel.seat import MeetingError, current_seat
 from lightning_dp.parallel.step import StepParallel
+from lightning_dp.parallel.workers import collectives
+from lightning_dp.parallel.workers.participant import RendezvousError, current_participant
 
 CPU = torch.device("cpu")
 EXACT = {"atol": 1e-12, "rtol": 0.0}
@@ -72,9 +72,9 @@ def evaluated(step: Step, sizes: tuple[int, ...], executor: str = "threads") -> 
     seen: dict[int, Any] = {}
 
     def look(net: nn.Module, batch: Tensor) -> None:
-        seat = current_seat()
-        assert seat is not None
-        seen[seat.replica] = step(net, batch)
+        participant = current_participant()
+        assert participant is not None
+        seen[participant.replica] = step(net, batch)
 
     with engine_of(look, sizes, executor=executor) as engine:
         engine.evaluate("training_step", engine.scatter(batch_of(sizes)))
@@ -202,7 +202,7 @@ def test_outside_of_replicas_they_return_what_they_were_given() -> None:
 
 
 def test_samples_in_another_order_are_gathered_in_the_batchs() -> None:
-    from lightning_dp.parallel.policies import split_policy
+    from lightning_dp.parallel.split.policies import split_policy
 
     batch = batch_of((6,)).abs()
     batch[:, 0] = torch.tensor([5.0, 1, 1, 1, 1, 1])
@@ -239,7 +239,7 @@ def test_a_loss_over_the_whole_batch_is_exact(sizes: tuple[int, ...], executor: 
     engine = assert_as_one_device(
         lambda net, x: nt_xent(collectives.all_gather(net(x))), sizes, executor=executor
     )
-    assert engine.meeting.crossed
+    assert engine.rendezvous.crossed
 
 
 def test_rows_of_a_shard_against_the_whole_batch_are_exact(executor: str) -> None:
@@ -267,7 +267,7 @@ def test_without_gradients_every_replica_runs_its_own_backward() -> None:
             scale = collectives.all_gather(z).std()
         return (z / collectives.all_gather(z.detach()).norm()).square().mean() * scale
 
-    assert not assert_as_one_device(step, (3, 3)).meeting.crossed
+    assert not assert_as_one_device(step, (3, 3)).rendezvous.crossed
 
 
 def test_the_graph_is_gone_after_the_step(executor: str) -> None:
@@ -299,7 +299,7 @@ def test_the_graph_is_gone_after_the_step(executor: str) -> None:
 def assert_refused(step: Step, match: str, sizes: tuple[int, ...] = (3, 2, 1)) -> None:
     for executor in ("threads", "inorder"):
         with engine_of(step, sizes, executor=executor) as engine:
-            with pytest.raises(MeetingError, match=match) as caught:
+            with pytest.raises(RendezvousError, match=match) as caught:
                 engine.train("training_step", engine.scatter(batch_of(sizes)))
             assert caught.value.__cause__ is None
             engine.module.step = lambda net, x: collectives.reduce(net(x).mean())

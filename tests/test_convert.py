@@ -12,7 +12,7 @@ from programs import command_line
 from torch import Tensor, nn
 
 from lightning_dp import table
-from lightning_dp.checkpoint_files import read, weights_in
+from lightning_dp.checkpointing.files import read, weights_in
 from lightning_dp.convert import main
 
 EXACT = {"atol": 0.0, "rtol": 0.0}

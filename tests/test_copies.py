@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.policies import split_policy
-from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.replicas.replicate import Replicas
+from lightning_dp.parallel.split.policies import split_policy
 from lightning_dp.parallel.step import StepParallel
 
 LAYERS = 20

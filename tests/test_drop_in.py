@@ -18,7 +18,7 @@ from spreading import EXACT, inputs, perceptron, said, wrapping
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel
-from lightning_dp.parallel.split import chunk, even
+from lightning_dp.parallel.split.arithmetic import chunk, even
 
 pytestmark = pytest.mark.usefixtures("on")
 

@@ -10,15 +10,7 @@ from hydra import compose, initialize_config_module
 
 from lightning_dp.app.run import as_program
 from lightning_dp.app.train import train
-from lightning_dp.examples import (
-    contrastive,
-    denoise,
-    digits,
-    gan,
-    migrate,
-    stdlib_lm,
-    tutorial,
-)
+from lightning_dp.examples import contrastive, denoise, digits, gan, migrate, stdlib_lm, tutorial
 
 SCRIPTS = {
     "contrastive": contrastive,

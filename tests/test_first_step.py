@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.first_step import FirstStep
+from lightning_dp.first_step.check import FirstStep
 
 pytestmark = pytest.mark.usefixtures("on")
 

@@ -11,9 +11,9 @@ from batches import devices_in
 from containers import Boxes, Fixed, ModelOutput, Pair, Rows, Sample
 from oracle import assert_equal_trees, devices_of
 
-from lightning_dp.parallel import transfer
-from lightning_dp.parallel.gather import GatherError, gather
-from lightning_dp.parallel.transfer import to_device
+from lightning_dp.parallel.batch.gather import GatherError, gather
+from lightning_dp.parallel.batch.to_device import to_device
+from lightning_dp.parallel.links import transfer
 
 pytestmark = pytest.mark.usefixtures("on")
 

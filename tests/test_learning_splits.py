@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from oracle import Classifier, assert_same, loader, run, trainer
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.split import Sizes, minimax
+from lightning_dp.parallel.split.arithmetic import Sizes, minimax
 
 SECONDS = 2e-7
 """Per element of an op's output, on a fast device."""

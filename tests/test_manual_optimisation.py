@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.seat import MeetingError
+from lightning_dp.parallel.workers.participant import RendezvousError
 
 pytestmark = [
     pytest.mark.usefixtures("on"),
@@ -503,7 +503,9 @@ def test_replicas_that_do_different_things_are_named() -> None:
             if len(batch[0]) == 9:
                 optimizer.step()
 
-    with pytest.raises(MeetingError, match=r"replica 0 on \S+ is at step of LightningAdamW \(opti"):
+    with pytest.raises(
+        RendezvousError, match=r"replica 0 on \S+ is at step of LightningAdamW \(opti"
+    ):
         trainer(3).fit(Uneven(), loader(), loader())
 
 

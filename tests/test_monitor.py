@@ -22,10 +22,10 @@ from oracle import BATCH, EPOCHS, SAMPLES, Classifier, assert_same, loader, run,
 from programs import ROOT
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy, sim
-from lightning_dp.history import History, Period
+from lightning_dp.monitor.history import History, Period
+from lightning_dp.monitor.picture import draw
 from lightning_dp.parallel import meter
-from lightning_dp.parallel.learning import StepUsage
-from lightning_dp.picture import draw
+from lightning_dp.parallel.split.usage import StepUsage
 
 STEPS = EPOCHS * 3
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -9,7 +9,7 @@ import torch
 from oracle import devices_of
 from torch import Tensor, nn
 
-from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.replicas.replicate import Replicas
 
 pytestmark = pytest.mark.usefixtures("on")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from oracle import devices_of
 from torch import Tensor
 
-from lightning_dp.parallel.gather import gather
-from lightning_dp.parallel.scatter import batch_size, scatter
+from lightning_dp.parallel.batch.gather import gather
+from lightning_dp.parallel.batch.scatter import batch_size, scatter
 
 pytestmark = pytest.mark.usefixtures("on")
 

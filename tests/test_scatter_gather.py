@@ -12,9 +12,9 @@ from containers import Built, Sample, Slotted, Table
 from oracle import devices_of
 from torch import Tensor, nn
 
-from lightning_dp.parallel.gather import gather
-from lightning_dp.parallel.scatter import BatchSizeError, cut, scatter
-from lightning_dp.parallel.transfer import to_device
+from lightning_dp.parallel.batch.gather import gather
+from lightning_dp.parallel.batch.scatter import BatchSizeError, cut, scatter
+from lightning_dp.parallel.batch.to_device import to_device
 
 pytestmark = pytest.mark.usefixtures("on")
 

@@ -8,8 +8,8 @@ from oracle import Classifier, assert_same, devices_of, loader, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.parallel.replicate import Replicas
-from lightning_dp.parallel.silent_writes import LOOKS
+from lightning_dp.parallel.replicas.replicate import Replicas
+from lightning_dp.parallel.replicas.untracked_writes import LOOKS
 
 pytestmark = pytest.mark.usefixtures("on")
 

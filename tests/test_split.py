@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dp.parallel.policies import split_policy
-from lightning_dp.parallel.split import by_cost, chunk, even, minimax, weighted
+from lightning_dp.parallel.split.arithmetic import by_cost, chunk, even, minimax, weighted
+from lightning_dp.parallel.split.policies import split_policy
 
 counts = st.integers(0, 500)
 ks = st.integers(1, 12)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.split import even
+from lightning_dp.parallel.split.arithmetic import even
 
 pytestmark = pytest.mark.usefixtures("on")
 

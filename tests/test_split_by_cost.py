@@ -13,9 +13,9 @@ from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.gather import gather
-from lightning_dp.parallel.scatter import cut
-from lightning_dp.parallel.split import CostSplit
+from lightning_dp.parallel.batch.gather import gather
+from lightning_dp.parallel.batch.scatter import cut
+from lightning_dp.parallel.split.arithmetic import CostSplit
 from lightning_dp.parallel.step import StepParallel
 
 pytestmark = pytest.mark.usefixtures("on")

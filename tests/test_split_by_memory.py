@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.learning import StepUsage
-from lightning_dp.parallel.memory import Memory
-from lightning_dp.parallel.split import even
+from lightning_dp.parallel.split.arithmetic import even
+from lightning_dp.parallel.split.memory import Memory
+from lightning_dp.parallel.split.usage import StepUsage
 
 CLASSES, WIDTH, LENGTH = 8192, 32, 16
 MIB = 2**20

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_dp
 from lightning_dp import ModulePrefixCheckpointIO
-from lightning_dp.checkpoint_files import load_weights, read
+from lightning_dp.checkpointing.files import load_weights, read
 from lightning_dp.convert import main
 
 EXACT = {"atol": 0.0, "rtol": 0.0}
@@ -409,7 +409,7 @@ def test_damaged_files_are_named(complete: Path, data: st.DataObject) -> None:
 
 def test_safetensors_come_back_in_order_tied_and_of_their_own_size(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    from lightning_dp import safetensors_files
+    from lightning_dp.checkpointing import safetensors_files
 
     big = torch.arange(12.0).reshape(3, 4)
     state = {"z": torch.ones(2), "a": big[1], "tied": big, "b": big, "t": big.T, "e": big[:0]}
@@ -427,7 +427,7 @@ def test_safetensors_come_back_in_order_tied_and_of_their_own_size(tmp_path: Pat
 
 def test_views_in_safetensors_keep_their_values(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    from lightning_dp import safetensors_files
+    from lightning_dp.checkpointing import safetensors_files
 
     big, z = torch.arange(6.0).reshape(2, 3), torch.tensor([1 + 2j, 3 - 4j])
     state = {"big": big, "flat": big.view(6), "z": z, "conj": z.conj(), "neg": z.conj().imag}
@@ -437,7 +437,7 @@ def test_views_in_safetensors_keep_their_values(tmp_path: Path) -> None:
 
 def test_notes_in_safetensors_are_not_taken_for_keys(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
-    from lightning_dp import safetensors_files
+    from lightning_dp.checkpointing import safetensors_files
 
     weight = torch.ones(2)
     for state in ({"pt": weight}, {"pt": weight, "format": weight}):
@@ -459,7 +459,7 @@ def test_notes_in_safetensors_are_not_taken_for_keys(tmp_path: Path) -> None:
 )
 def test_what_safetensors_cannot_hold(value: Any, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    from lightning_dp import safetensors_files
+    from lightning_dp.checkpointing import safetensors_files
 
     with pytest.raises(ValueError, match=r"x\.safetensors: expected .*Write a \.pt or \.ckpt file"):
         safetensors_files.write({"w": value}, tmp_path / "x.safetensors")

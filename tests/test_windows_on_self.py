@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from oracle import Classifier, assert_same, run
 from torch import Tensor
 
-from lightning_dp.containers import Merge, copied, refill
-from lightning_dp.parallel.shards import Shards
+from lightning_dp.parallel.batch.shards import Shards
+from lightning_dp.state.containers import Merge, copied, refill
 
 SIZES = (3, 0, 2, 1)
 EXACT = {"atol": 0.0, "rtol": 0.0}

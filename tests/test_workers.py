@@ -15,7 +15,7 @@ from oracle import devices_of
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dp.parallel.apply import Executor, ExecutorName, Task
+from lightning_dp.parallel.workers.apply import Executor, ExecutorName, Task
 
 pytestmark = pytest.mark.usefixtures("on")
 

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from lightning_dp.app.callbacks import SamplesTested
 from lightning_dp.app.devices import check_devices
-from lightning_dp.checkpoint_files import load_weights
+from lightning_dp.checkpointing import load_weights
 
 log = logging.getLogger(__name__)
 

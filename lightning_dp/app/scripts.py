@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.app.devices import check_devices
-from lightning_dp.history import Period
+from lightning_dp.monitor import Period
 
 _ACCELERATORS = ("cpu", "sim", "gpu")
 _EVERY = 5

@@ -1,328 +1,214 @@
-"""The flow: split -> scatter -> replicate -> apply -> gather, each in the file of its name.
-
-What runs on the replicas, and what comes back, is for the two modes to say: `step` and `forward`.
-"""
+"""`DataParallel`: what `torch.nn.DataParallel` is used for, on the engine of forward mode."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from itertools import chain
+from typing import Any, Generic, TypeVar
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from lightning_dp.parallel.apply import Executor, ExecutorName, Task
-from lightning_dp.parallel.backward import Backward
-from lightning_dp.parallel.compiled import compiles
-from lightning_dp.parallel.gather import gather
-from lightning_dp.parallel.join import Override, Scalars
-from lightning_dp.parallel.layout import ReplicaRules
-from lightning_dp.parallel.limited_norm import limits_norms
-from lightning_dp.parallel.meeting import Meeting
-from lightning_dp.parallel.meter import Meter
-from lightning_dp.parallel.out_of_memory import Recovery
-from lightning_dp.parallel.plan import Plan, Planner
-from lightning_dp.parallel.ranges import Ranges, stage
-from lightning_dp.parallel.reduce import Buffers
-from lightning_dp.parallel.replicate import BufferCopies, ParameterCopies, Replicas
-from lightning_dp.parallel.scatter import batch_size_for, cut_for
-from lightning_dp.parallel.shards import Shards
-from lightning_dp.parallel.snapshot import Snapshot
-from lightning_dp.parallel.split import Order, Sizes, SplitPolicy
-from lightning_dp.parallel.transfer import to_device
+from lightning_dp.keys import PREFIXES, match_keys, normalize_state_dict
+from lightning_dp.parallel.batch import Override, check_overrides, to_device
+from lightning_dp.parallel.checks import check_choice, check_dim
+from lightning_dp.parallel.devices import (
+    DeviceLike,
+    all_devices,
+    memory_capacities,
+    resolve_devices,
+    resolve_output_device,
+)
+from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.gradients import BUFFERS, Buffers
+from lightning_dp.parallel.split import OwnSplit, check_split, split_policy
+from lightning_dp.parallel.workers import EXECUTORS, ExecutorName
 
-Transfer: TypeAlias = Callable[[Any, torch.device], Any]
-"""Moves one shard to a device."""
+_PREFIX = "module."
 
-T = TypeVar("T")
-
-Call: TypeAlias = Callable[[nn.Module, Any], Any]
-"""What one replica does with its shard."""
-
-Around: TypeAlias = Callable[
-    [Replicas, str, Shards, tuple[Any, ...], bool], AbstractContextManager[None]
-]
-"""Of the replicas, the method, the shards, the other arguments, and whether it is a rerun."""
+Module = TypeVar("Module", bound=nn.Module)
 
 
-class Engine:
-    """Runs something on all replicas of a module, each on its shard of the batch.
+class DataParallel(nn.Module, Generic[Module]):
+    """Spreads the calls of a module over several devices, for plain PyTorch.
+
+    A drop-in for `torch.nn.DataParallel`: arguments are cut along `dim`, every device calls
+    `forward` of its replica, and the outputs are joined on the output device; a backward fills
+    the gradients of `module`. What is different: replicas are built once and kept; nothing is cut
+    or dropped silently; dtypes of autocast and inference mode reach the replicas; parameters that
+    a call did not use keep the gradient None; hooks of `module` itself see whole batches; it works
+    on the CPU and on simulated devices; and `state_dict()` has no prefix `module.`.
 
     Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first; an entry may repeat.
-        output_device: where gathered outputs end up.
-        split: how many samples each device gets.
-        dim: the dimension along which batches are cut and outputs joined.
-        cost_key: for a split by cost the entry of the batch that holds the costs; None to ask the
-            module's method `sample_cost(batch)`.
-        buffers: which buffers (running statistics, say) the root keeps after a training step:
-            those of the `"first"` replica, or the `"mean"` of all, weighted by shard size.
-        executor: how the replicas run, see `Executor`.
-        scalars: how 0-dim outputs are gathered, see `gather`.
-        overrides: how outputs under certain keys are gathered, see `gather`.
-        rules: how special submodules are replicated.
-        around: entered around every apply; for what the replicas leave behind besides their
-            outputs. A rerun has done so before, and is to leave nothing.
+        module: the module. If it does not lie on the first device when it is called, it is moved
+            there, with a warning.
+        device_ids: the devices, root first: ids of the machine's accelerator, names or
+            `torch.device`; an entry may repeat (`["cpu"] * 4`). None for all accelerators of the
+            machine, or the CPU if it has none.
+        output_device: where outputs end up: an id, a name or a `torch.device`, also `"cpu"` or a
+            device outside of `device_ids`; None for the first device.
+        dim: the dimension along which arguments are cut and outputs joined.
+        split: `"even"`: sizes differ by at most one; `"chunk"`: those of `torch.chunk`, as in
+            `torch.nn.DataParallel`; `"adaptive"`: learnt from the times of calls in training;
+            `"cost"`: by what the module's method `sample_cost(arguments)` says; or a function
+            `(batch_size, devices) -> sizes`.
+        weights: fixed shares, one number per device; None for equal ones.
+        buffers: which buffers stay after a call in training: those of the `"first"` replica, or
+            the `"mean"` of all.
+        executor: `"threads"`, `"inorder"`, or `"auto"` for the faster of both.
+        gather_overrides: how outputs under certain keys are gathered, see `gather`. Without one,
+            0-dim outputs are stacked to shape [K].
 
     Attributes:
-        on_cpu: whether all replicas are on the CPU.
-        meter: what the devices do in training.
-        last_sizes: samples per device in the latest apply.
-        ranges: the stages, as profilers see them.
-        meeting: where the replicas met in the latest apply.
+        module: the module; its parameters are the ones to optimise.
+        device_ids: the indices of the devices (of CPU devices, None).
+        devices: the devices.
+        output_device: where outputs end up.
+        dim: the dimension.
+
+    Raises:
+        TypeError: `module` is no module.
+        ValueError: there is no such device, or an option is out of its range.
+
+    Example:
+        >>> import torch
+        >>> net = DataParallel(nn.Linear(3, 2), device_ids=["cpu", "cpu"])
+        >>> net(torch.randn(5, 3)).shape, net.last_sizes, list(net.state_dict())
+        (torch.Size([5, 2]), (3, 2), ['weight', 'bias'])
+        >>> net.close()
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        devices: Sequence[torch.device],
-        *,
-        output_device: torch.device,
-        split: SplitPolicy,
+        module: Module,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
         dim: int = 0,
-        cost_key: str | None = None,
+        split: str | OwnSplit = "even",
+        *,
+        weights: Sequence[float] | None = None,
         buffers: Buffers = "first",
         executor: ExecutorName = "auto",
-        scalars: Scalars = "merge",
-        overrides: Mapping[str, Override] | None = None,
-        rules: ReplicaRules | None = None,
-        around: Around = lambda *_: nullcontext(),
+        gather_overrides: Mapping[str, Override] | None = None,
     ) -> None:
+        _check_module(module)
+        check_split(split, weights)
+        check_dim(dim)
+        check_choice("buffers", buffers, BUFFERS)
+        check_choice("executor", executor, EXECUTORS)
+        check_overrides(gather_overrides)
+        super().__init__()
         self.module = module
-        self.devices = list(devices)
-        self.output_device = output_device
-        self.replicas = Replicas(module, devices, rules)
-        self.backward = Backward(self.replicas, buffers)
-        self.on_cpu = all(device.type == "cpu" for device in devices)
-        self.last_sizes: Sizes = ()
-        self.ranges = Ranges()
-        self.meeting = Meeting()
-        self.meter = Meter(devices)
-        self._planner = Planner(module, len(devices), split, cost_key)
-        if self._planner.learns:
-            self.meter.watch()
-        self._recovery = Recovery(devices, self._planner)
-        self._snapshot = None if self.on_cpu else Snapshot()
-        self._is_rerun = False
-        # On the CPU two threads may shorten the same row at the same time: twice.
-        in_turn = compiles(module) or (self.on_cpu and limits_norms(module))
-        self._executor = Executor(devices, "inorder" if in_turn else executor)
-        self._dim = dim
-        self._scalars: Scalars = scalars
-        self._overrides = overrides
-        self._around = around
-        self._stale = set(range(len(devices)))
-
-    def run(
-        self,
-        name: str,
-        call: Call,
-        shards: Shards,
-        *,
-        training: bool = False,
-        constants: tuple[Any, ...] = (),
-    ) -> Any:
-        """The flow from replicate to gather.
-
-        Args:
-            name: of what is called, for errors and for the executor's choice.
-            call: what each replica does with its shard.
-            shards: what `scatter` made of the batch.
-            training: whether the module trains, and may leave buffers behind.
-            constants: the call's other arguments, the same on every replica.
-        """
-        modules = self.replicate(shards, training=training)
-        outputs = self.apply(name, call, modules, shards, training=training, constants=constants)
-        return self.gather(outputs, shards.active_sizes, constants, shards.active_order)
-
-    @stage("scatter")
-    def scatter(
-        self,
-        batch: Any,
-        transfer: Transfer = to_device,
-        *,
-        training: bool = True,
-        plan: Plan | None = None,
-    ) -> Shards:
-        """Decides the sizes, once for the batch; cuts it and moves each shard to its device.
-
-        A module may cut itself, by a method `split_batch(batch, sizes)` that returns one shard
-        for each of the sizes. Where leaves disagree on the batch size, the first one then counts.
-
-        Args:
-            batch: what is cut.
-            transfer: moves a shard to its device.
-            training: whether the batch is trained on.
-            plan: sizes that were decided already; samples beyond their sum are left out.
-        """
-        self._planner.learn(self.meter.latest)
-        self._forget_step()
-        n = batch_size_for(self.module, batch, self._dim)
-        if not n:
-            return self.whole(batch, transfer)
-        plan = plan or self._planner.plan(batch, n, training=training)
-        left_out = n - sum(plan.sizes)
-        sizes = (*plan.sizes, left_out) if left_out else plan.sizes
-        parts = cut_for(self.module, batch, sizes, self._dim, plan.order)
-        cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
-        moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
-        return Shards(plan.sizes, moved, order=plan.order)
-
-    def whole(self, batch: Any, transfer: Transfer = to_device) -> Shards:
-        """A batch in which there is nothing to cut goes to the root alone."""
-        self._planner.nothing()
-        sizes = (1, *[0] * (len(self.devices) - 1))
-        return Shards(sizes, [transfer(batch, self.devices[0])], whole=True)
-
-    @stage("replicate")
-    def replicate(self, shards: Shards, *, training: bool = False) -> list[nn.Module]:
-        """The replicas, up to date on the devices that have samples."""
-        self.backward.settle()
-        self._forget_step()
-        stale = self._stale.intersection(shards.active)
-        parameters = "all" if stale else self._parameter_copies()
-        buffers: BufferCopies = "changed"
-        if training:
-            buffers = "read" if self.backward.root_keeps_its_buffers(shards) else "all"
-            if self._snapshot is not None:
-                self._snapshot.take(self.replicas.buffers[0])
-        self.replicas.refresh(shards.active, parameters=parameters, buffers=buffers)
-        self._stale -= stale
-        return self.replicas.modules
-
-    @stage("apply")
-    def apply(
-        self,
-        name: str,
-        call: Call,
-        modules: Sequence[nn.Module],
-        shards: Shards,
-        *,
-        training: bool = False,
-        constants: tuple[Any, ...] = (),
-    ) -> list[Any]:
-        """Calls every active replica with its shard; outputs in shard order."""
-        self.last_sizes = shards.sizes
-        self.meeting = Meeting(shards.active_sizes, shards.active_order, self._dim)
-        if training:
-            self.meter.start(shards.sizes)
-        around = self._around(self.replicas, name, shards, constants, self._is_rerun)
-        with around, self.replicas.writing() if training else nullcontext():
-            calls = [(k, partial(call, modules[k], shards.parts[k])) for k in shards.active]
-            outputs, seconds = self._run(name, name, calls, shards, self.meeting)
-        if training:
-            self.backward.after_forward(shards)
-            self.meter.count(shards.sizes)
-            for k, spent in zip(shards.active, seconds, strict=True):
-                self.meter.add(k, spent)
-        else:
-            self.replicas.adopt_rows(shards.active)
-        return outputs
-
-    @stage("gather")
-    def gather(
-        self,
-        outputs: Sequence[Any],
-        sizes: Sequence[int],
-        constants: tuple[Any, ...] = (),
-        order: Order | None = None,
-    ) -> Any:
-        """What one device would have returned for the whole batch, on the output device."""
-        return gather(
-            outputs,
-            self.output_device,
-            self._dim,
-            sizes=sizes,
-            scalars=self._scalars,
-            overrides=self._overrides,
-            constants=constants,
-            order=order,
+        self.devices = (
+            all_devices() if device_ids is None else resolve_devices(device_ids, "device_ids")
         )
+        self.device_ids = [device.index for device in self.devices]
+        self.output_device = resolve_output_device(output_device, self.devices)
+        self.dim = dim
+        self._options: dict[str, Any] = {
+            "output_device": self.output_device,
+            "dim": dim,
+            "buffers": buffers,
+            "executor": executor,
+            "overrides": gather_overrides,
+        }
+        capacities = partial(memory_capacities, self.devices)
+        split_policy(
+            split, weights, self.devices, capacities
+        )  # a wrong number of weights is told now
+        self._split = (
+            split,
+            weights,
+            self.devices,
+            capacities,
+        )  # the policy itself cannot be pickled
+        self._engine: ForwardParallel | None = None
+        self._identity = id(self)
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
-    def resync(self) -> None:
-        """Makes the next step copy everything to the replicas, changed or not."""
-        self.backward.settle()
-        self.backward.reduce_waiting()
-        self._stale = set(range(len(self.devices)))
+    @property
+    def last_sizes(self) -> tuple[int, ...]:
+        """Samples per device in the latest call; () before the first."""
+        return self._engine.last_sizes if self._engine is not None else ()
 
-    def fitting(
-        self,
-        name: str,
-        attempt: Callable[[], T],
-        trial: Callable[[Plan], object],
-        *,
-        training: bool,
-        failure: torch.OutOfMemoryError | None = None,
-    ) -> T:
-        """Makes an attempt at a step; where memory runs out, others with fewer samples there.
-
-        Args:
-            name: of the step, for people.
-            attempt: does all of it, from `scatter` on.
-            trial: does it with sizes that are given, on a part of the batch.
-            training: whether it trains.
-            failure: the error, if an attempt was made before.
-        """
-        return self._recovery.run(
-            name, attempt, trial, self._undo, training=training, failure=failure
-        )
-
-    def worked(self, *, training: bool) -> None:
-        """The step for which a batch was last cut is done, and has fitted."""
-        self._planner.worked(training=training)
-
-    @contextlib.contextmanager
-    def rerunning(self) -> Iterator[None]:
-        """While it lasts, replicas leave nothing behind but outputs, gradients and buffers."""
-        self._is_rerun = True
-        try:
-            yield
-        finally:
-            self._is_rerun = False
-
-    def _undo(self) -> None:
-        """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
-        self.backward.undo()
-        if self._snapshot is not None:
-            self._snapshot.restore()
-        self.meter.uncount()
-        self._forget_step()
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What `module(*inputs, **kwargs)` returns, computed on all devices."""
+        if self._identity != id(self):  # a wrapper around this one has replicated it
+            return self.module(*inputs, **kwargs)
+        self._move_module()
+        if len(self.devices) == 1:
+            args, options = to_device((inputs, kwargs), self.devices[0])
+            return to_device(self.module(*args, **options), self.output_device)
+        if self._engine is None:
+            split = split_policy(*self._split)
+            self._engine = ForwardParallel(
+                self.module, self.devices, split=split, always_copies=True, **self._options
+            )
+            weakref.finalize(self, self._engine.close)
+        with self._engine.spreading():
+            return self.module(*inputs, **kwargs)
 
     def close(self) -> None:
-        """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
-        self.backward.settle()
-        self._executor.close()
-        self.meter.read_peaks()
+        """Ends the worker threads; a later call starts new ones."""
+        if self._engine is not None:
+            self._engine.close()
 
-    def _forget_step(self) -> None:
-        """From here on there is nothing to undo."""
-        self.meter.keep()
-        if self._snapshot is not None:
-            self._snapshot.drop()
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """The module's own state, without the prefix `module.`."""
+        return self.module.state_dict(*args, prefix=prefix, **kwargs)
 
-    def _parameter_copies(self) -> ParameterCopies:
-        return "changed"
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads into the module, from keys with prefixes of wrappers or without them."""
+        own = normalize_state_dict(state_dict, self.module)
+        return self.module.load_state_dict(own, strict, assign)
 
-    def _run(
-        self,
-        kind: str,
-        stage: str,
-        calls: Sequence[tuple[int, Callable[[], Any]]],
-        shards: Shards,
-        meeting: Meeting | None = None,
-    ) -> tuple[list[Any], list[float]]:
-        """Runs calls of replicas; a stage that differs from the kind of work goes on with it."""
-        tasks = [
-            Task(k, self.devices[k], call, f", {stage}, {shards.samples(k)}") for k, call in calls
-        ]
-        results = self._executor.run(
-            kind,
-            tasks,
-            goes_on=stage != kind,
-            meeting=meeting,
+    def __getstate__(self) -> dict[str, Any]:
+        """Threads stay behind: a copy makes its own when it is first called."""
+        return {**self.__dict__, "_engine": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy is a wrapper of its own."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._identity = id(self)
+
+    def _move_module(self) -> None:
+        root = self.devices[0]
+        tensors = chain(self.module.parameters(), self.module.buffers())
+        elsewhere = next((t.device for t in tensors if t.device != root), None)
+        if elsewhere is not None:
+            warnings.warn(
+                f"DataParallel: expected the module on {root}, its first device, got a part of "
+                f"it on {elsewhere}: moved to {root}. Call module.to({str(root)!r}) yourself.",
+                stacklevel=4,
+            )
+            self.module.to(root)
+
+
+def _check_module(module: Any) -> None:
+    if isinstance(module, Optimizer):
+        raise TypeError(
+            "DataParallel: expected a module, got an optimizer. Optimizers need no wrapping: make "
+            f"{type(module).__qualname__}(net.parameters(), ...) of the wrapped module's "
+            "parameters and call its step() as always; gradients are summed there."
         )
-        return results, [task.seconds for task in tasks]
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"DataParallel: expected a torch.nn.Module, got {type(module).__qualname__}. "
+            "Wrap the module that computes the outputs."
+        )
+
+
+def _add_prefix(
+    wrapper: DataParallel[Any], state_dict: dict[str, Any], prefix: str, *args: Any
+) -> None:
+    """Lets a bigger module load its state into the wrapper, whichever prefixes keys have."""
+    own = [_PREFIX + key for key in wrapper.module.state_dict()]
+    keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+    names = match_keys(keys, own, PREFIXES).changes
+    values = [state_dict.pop(prefix + key) for key in names]
+    state_dict.update(zip([prefix + name for name in names.values()], values, strict=True))

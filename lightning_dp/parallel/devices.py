@@ -153,6 +153,22 @@ def memory_capacity(device: torch.device) -> int:
     return int(free + module.memory_reserved(device))
 
 
+def memory_capacities(devices: Sequence[torch.device]) -> list[int]:
+    """The `memory_capacity` of each device; zeros if all are the CPU, whose memory is shared.
+
+    Raises:
+        ValueError: some of the devices do not count their memory.
+    """
+    on_cpu = all(device.type == "cpu" for device in devices)
+    unknown = [] if on_cpu else [str(d) for d in devices if not counts_memory(d)]
+    if unknown:
+        raise ValueError(
+            "split='memory': expected devices that count their memory, such as GPUs, got "
+            f"{', '.join(unknown)} among them. Use weights=[...] for fixed shares."
+        )
+    return list(map(memory_capacity, devices))
+
+
 def counts_memory(device: torch.device) -> bool:
     """Whether a device tells what is in use on it, and how much it has."""
     return device.type != "cpu" and _counts_memory(torch.get_device_module(device))

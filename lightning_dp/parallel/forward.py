@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dp.parallel.data_parallel import Engine
-from lightning_dp.parallel.plan import Plan
-from lightning_dp.parallel.replicate import ParameterCopies
-from lightning_dp.parallel.shards import Shards
-from lightning_dp.parallel.transfer import to_device
+from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.replicas import ParameterCopies
+from lightning_dp.parallel.split import Plan
 
 
 class ForwardParallel(Engine):

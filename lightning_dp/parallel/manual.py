@@ -1,9 +1,9 @@
 """Manual optimisation: a step that calls backward and optimizers itself, on all replicas.
 
-Each such call is a meeting. It is made once, on the host, with the root's parameters and the sums
-of all replicas' gradients; then the replicas follow, and go on. So the code of a step sees what it
-would see on one device: new weights after an optimizer's step, and in `.grad` the gradient of the
-whole batch, of which every replica has a copy of its own.
+Each such call is a rendezvous. It is made once, on the host, with the root's parameters and the
+sums of all replicas' gradients; then the replicas follow, and go on. So the code of a step sees
+what it would see on one device: new weights after an optimizer's step, and in `.grad` the gradient
+of the whole batch, of which every replica has a copy of its own.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.gather import gather
-from lightning_dp.parallel.loss import (
+from lightning_dp.parallel.batch import Shards, gather
+from lightning_dp.parallel.gradients import (
     agreed_items,
     items_of,
     join_losses,
     loss_weights,
     with_separate_backward,
 )
-from lightning_dp.parallel.meeting import Meeting
-from lightning_dp.parallel.reduce import gradients_on
-from lightning_dp.parallel.shards import Shards
+from lightning_dp.parallel.links import gradients_on
 from lightning_dp.parallel.step import StepParallel, backward_at_once
+from lightning_dp.parallel.workers import Rendezvous
 
 T = TypeVar("T")
 
@@ -90,16 +89,16 @@ class ManualStep:
         self._engine.replicas.refresh_parameters(self._shards.active)
         self._gradients.follow()
 
-    def in_replicas(self, meeting: Meeting, functions: Sequence[Callable[[], Any]]) -> Any:
+    def in_replicas(self, rendezvous: Rendezvous, functions: Sequence[Callable[[], Any]]) -> Any:
         """Lets the replicas make a call as a part of their steps; what one device would have."""
         self.follow()
-        results = meeting.call(functions, as_replicas=True)
+        results = rendezvous.call(functions, as_replicas=True)
         self._gradients.adopt()
         return self.gather(results)
 
     def backward(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         losses: Sequence[Tensor],
         inputs: Sequence[Any],
         call: Callable[[Tensor], T],
@@ -107,7 +106,7 @@ class ManualStep:
         """A backward of the losses of all replicas.
 
         Args:
-            meeting: where the replicas wait.
+            rendezvous: where the replicas wait.
             losses: one for each of them, of one element; a mean over its samples (or their sum,
                 as `loss_reduction` has it), or over as many items as its attribute `num_items`
                 tells.
@@ -126,13 +125,13 @@ class ManualStep:
             joint = join_losses(losses, weights, self._engine.output_device)
         if any(loss.requires_grad for loss in losses):
             graphs = list(zip(range(len(losses)), losses, weights, strict=True))
-            backward_each = partial(self._backward_each, meeting, graphs, inputs)
+            backward_each = partial(self._backward_each, rendezvous, graphs, inputs)
             joint = with_separate_backward(joint, backward_each)
         return self.once(lambda: call(joint))
 
     def _backward_each(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         graphs: list[tuple[int, Tensor, float]],
         inputs: Sequence[Any],
         gradient: Tensor,
@@ -143,14 +142,14 @@ class ManualStep:
         graphs = [graph for graph in graphs if graph[1].requires_grad and graph[2] != 0]
         engine.backward.before()
         self._gradients.put_aside()
-        if meeting.crossed or not engine.on_cpu:
+        if rendezvous.crossed or not engine.on_cpu:
             backward_at_once(graphs, gradient, keep_graph, _all_of(inputs))
         else:
             calls: list[Callable[[], Any]] = [_nothing] * len(inputs)
             for i, loss, weight in graphs:
                 options = {"retain_graph": keep_graph, "inputs": inputs[i]}
                 calls[i] = partial(loss.backward, gradient * weight, **options)
-            meeting.call(calls, as_replicas=False)
+            rendezvous.call(calls, as_replicas=False)
         engine.backward.after()
         self._gradients.put_back()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_dp.parallel.batch import DeviceUsage
 from lightning_dp.parallel.devices import (
     allocated_memory,
     busy_clock,
@@ -17,9 +18,7 @@ from lightning_dp.parallel.devices import (
     peak_memory,
     reset_peak_memory,
 )
-from lightning_dp.parallel.learning import StepUsage
-from lightning_dp.parallel.shards import DeviceUsage
-from lightning_dp.parallel.split import Sizes
+from lightning_dp.parallel.split import Sizes, StepUsage
 
 _UNREAD = 16
 """Steps that may wait for a GPU to be through with them; older ones are dropped."""

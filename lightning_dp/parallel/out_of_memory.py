@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from lightning_dp.parallel.devices import empty_cache, memory_text, out_of_memory_count
-from lightning_dp.parallel.plan import Plan, Planner
-from lightning_dp.parallel.split import Sizes
+from lightning_dp.parallel.split import Plan, Planner, Sizes
 
 T = TypeVar("T")
 
@@ -157,3 +157,36 @@ def _forget(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__context__
+
+
+class Snapshot:
+    """The values of buffers at one moment; taken again and again into the same memory."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    @torch.no_grad()
+    def take(self, buffers: Sequence[Tensor | None]) -> None:
+        """Copies the buffers."""
+        self._buffers = [buffer for buffer in buffers if buffer is not None]
+        pairs = zip(self._buffers, self._values, strict=False)
+        if len(self._buffers) != len(self._values) or not all(_are_alike(*pair) for pair in pairs):
+            self._values = [buffer.clone() for buffer in self._buffers]
+        elif self._values:
+            torch._foreach_copy_(self._values, self._buffers)
+
+    def drop(self) -> None:
+        """There is nothing to restore any more; the memory is kept for the next one."""
+        self._buffers = []
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Gives the buffers their values back, without a trace, as batch norm writes to its own."""
+        for buffer, value in zip(self._buffers, self._values, strict=False):
+            if not torch.equal(buffer, value):
+                buffer.data.copy_(value)
+
+
+def _are_alike(buffer: Tensor, value: Tensor) -> bool:
+    return (buffer.shape, buffer.dtype, buffer.device) == (value.shape, value.dtype, value.device)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dp.parallel.apply import Executor, Task
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
-from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.workers import Executor, Task
 
 
 def replicate(module: nn.Module, devices: Sequence[DeviceLike]) -> list[nn.Module]:

@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.data_parallel import Engine, Transfer
-from lightning_dp.parallel.loss import (
+from lightning_dp.parallel.batch import Shards, batch_size, to_device
+from lightning_dp.parallel.engine import Engine, Transfer
+from lightning_dp.parallel.gradients import (
+    EarlierGradients,
     LossReduction,
     StepOutput,
     agreed_items,
@@ -21,10 +23,6 @@ from lightning_dp.parallel.loss import (
     with_separate_backward,
 )
 from lightning_dp.parallel.ranges import stage
-from lightning_dp.parallel.reduce import EarlierGradients
-from lightning_dp.parallel.scatter import batch_size
-from lightning_dp.parallel.shards import Shards
-from lightning_dp.parallel.transfer import to_device
 
 Graph: TypeAlias = tuple[int, Tensor, float]
 """A replica, its loss with its graph, and the weight of that in the joint loss."""
@@ -160,7 +158,7 @@ class StepParallel(Engine):
             if graph[2] != 0 and graph[1].requires_grad
         ]
         # Where graphs go on in each other, none of them has a backward of its own.
-        is_joint = not self.on_cpu or self.meeting.crossed
+        is_joint = not self.on_cpu or self.rendezvous.crossed
 
         def backward_each(gradient: Tensor, keep_graph: bool) -> None:
             self._interrupted = gradient

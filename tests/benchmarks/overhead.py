@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.policies import split_policy
+from lightning_dp.parallel.split.policies import split_policy
 from lightning_dp.parallel.step import StepParallel
 
 CPU = torch.device("cpu")

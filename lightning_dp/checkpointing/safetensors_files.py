@@ -1,0 +1,158 @@
+"""State dicts in `.safetensors` files, which need the extra `safetensors`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from lightning_dp.checkpointing.atomic_files import replacing
+
+SUFFIX = ".safetensors"
+_LONGEST_HEADER = 100_000_000  # by the format
+_ORDER = "lightning_dp.order"  # the format itself sorts names
+
+
+def is_one(head: bytes) -> bool:
+    """Whether a file that begins so is one: eight bytes of a length, then that much JSON."""
+    return head[8:9] == b"{" and 1 < int.from_bytes(head[:8], "little") <= _LONGEST_HEADER
+
+
+def read(
+    file: BinaryIO, path: str | os.PathLike[str], size: int, map_location: Any
+) -> dict[str, Tensor]:
+    """The state dict in a file, tied weights tied, in the order that `write` has noted.
+
+    Raises:
+        ImportError: the extra is not installed.
+        ValueError: the file is cut short or damaged.
+    """
+    notes: dict[str, str] = _header(file, path, size).get("__metadata__", {})
+    library = _library()
+    file.seek(0)
+    name = getattr(file, "name", None)  # a local file needs no copy in memory
+    tensors: dict[str, Tensor]
+    try:
+        order = json.loads(notes.get(_ORDER, "[]"))
+        tensors = library.load(file.read()) if name is None else library.load_file(name)
+    except Exception as error:  # the library's own types of errors
+        raise ValueError(
+            f"{path}: expected a .safetensors file, got a damaged one: {error}"
+        ) from error
+    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+    tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
+    # Other notes, such as the format, may happen to say a tensor's name.
+    tied = notes.keys() & set(order) if order else notes.keys() - {"format"}
+    tensors |= {key: tensors[notes[key]] for key in tied if notes[key] in tensors}
+    return {key: tensors[key] for key in order} if set(order) == set(tensors) else tensors
+
+
+def keeps_order(path: Path) -> bool:
+    """Whether the order of keys in a file is that of the module, and not of the alphabet."""
+    if path.suffix.lower() != SUFFIX:
+        return True
+    with path.open("rb") as file:
+        notes: dict[str, str] = _header(file, path, path.stat().st_size).get("__metadata__", {})
+    return _ORDER in notes
+
+
+def write(state: Mapping[str, Any], path: Path) -> None:
+    """Writes a state dict; of tied weights one is written, and which are tied to it is noted.
+
+    Until the file is complete an old one stays.
+
+    Raises:
+        ImportError: the extra is not installed.
+        OSError: the file cannot be written.
+        ValueError: a value is no tensor, or one that the format does not hold.
+    """
+    library = _library()
+    from safetensors import SafetensorError
+
+    for key, value in state.items():
+        _check_value(key, value, path)
+    tensors, notes = _untied(state)
+    with replacing(path) as temporary:
+        try:
+            library.save_file(tensors, temporary, {**notes, _ORDER: json.dumps(list(state))})
+        except KeyError as error:
+            raise ValueError(
+                f"{path}: expected dtypes that .safetensors files can hold, got {error}. Write a "
+                ".pt or .ckpt file."
+            ) from error
+        except SafetensorError as error:  # such as a full disk; no OSError
+            raise OSError(f"{path}: {error}") from error
+
+
+def _check_value(key: str, value: Any, path: Path) -> None:
+    found = None
+    if not isinstance(value, Tensor):
+        found = f"of type {type(value).__qualname__}"
+    elif value.is_meta:
+        found = "on the device meta"
+    elif value.layout is not torch.strided or value.is_nested or value.is_quantized:
+        found = "which is sparse, nested or quantized"
+    if found is not None:
+        raise ValueError(
+            f"{path}: expected tensors only, dense ones with values, as the format holds no "
+            f"others; got {key!r} {found}. Write a .pt or .ckpt file."
+        )
+
+
+def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors that share no memory, and of tied ones the key of the one that is kept."""
+    # The library writes memory as it is: conjugated and negated views are to be computed before.
+    values = {key: value.detach().resolve_conj().resolve_neg() for key, value in state.items()}
+    notes = {"format": "pt"}
+    kept: dict[Any, str] = {}
+    tensors: dict[str, Tensor] = {}
+    storages: set[Any] = set()
+    for key, tensor in values.items():
+        first = kept.setdefault(_memory_of(tensor) if tensor.numel() else key, key)
+        if first != key:
+            notes[key] = first
+            continue
+        # A copy of its own, where it is a part or a view of another tensor.
+        storage = tensor.untyped_storage()
+        place = tensor.device, storage.data_ptr()
+        own = storage.nbytes() == tensor.nbytes and place not in storages
+        storages.add(place)
+        tensors[key] = (tensor if own else tensor.clone()).cpu().contiguous()
+    return tensors, notes
+
+
+def _memory_of(tensor: Tensor) -> Any:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _header(file: BinaryIO, path: str | os.PathLike[str], size: int) -> dict[str, Any]:
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header: dict[str, Any] = json.loads(file.read(length))
+        ends = [part["data_offsets"][1] for key, part in header.items() if key != "__metadata__"]
+        expected = 8 + length + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        expected = max(size + 1, 8 + length)
+    if size != expected:
+        raise ValueError(
+            f"{path}: expected a .safetensors file of {expected:,} bytes by its header, got "
+            f"{size:,} bytes: it is cut short or damaged."
+        )
+    return header
+
+
+def _library() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "A .safetensors file needs the package safetensors: python -m pip install "
+            "'lightning-dp[safetensors]'."
+        ) from error
+    return safetensors.torch

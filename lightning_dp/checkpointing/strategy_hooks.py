@@ -1,0 +1,69 @@
+"""The strategy's checkpoints: names that fit the module, and what a split has learnt."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
+from typing_extensions import override
+
+from lightning_dp.checkpointing.contents import check_training_state
+from lightning_dp.checkpointing.files import weights_in
+from lightning_dp.checkpointing.io import ModulePrefixCheckpointIO, name_as_module
+from lightning_dp.one_process import OneProcessMixin
+from lightning_dp.parallel.split import LearningSplit, SplitPolicy
+
+_CHECKPOINT_KEY = "lightning_dp"
+
+
+class CheckpointMixin(OneProcessMixin):
+    """Saves clean names, loads any, and keeps what a split has learnt.
+
+    Attributes:
+        split_policy: the split.
+    """
+
+    split_policy: SplitPolicy
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or ours; in a wrapper that was given none it is ours too."""
+        given = self._checkpoint_io
+        if given is None:
+            self._checkpoint_io = ModulePrefixCheckpointIO()
+        elif getattr(given, "checkpoint_io", self) is None:
+            given.checkpoint_io = ModulePrefixCheckpointIO()  # type: ignore[attr-defined]
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Adds what a split has learnt."""
+        if isinstance(self.split_policy, LearningSplit):
+            checkpoint[_CHECKPOINT_KEY] = {"split": self.split_policy.state_dict()}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        weights_in(checkpoint, checkpoint_path)
+        own = checkpoint.get(_CHECKPOINT_KEY, {})
+        if "split" in own and isinstance(self.split_policy, LearningSplit):
+            self.split_policy.load_state_dict(own["split"])
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        module = cast(LightningModule, self.lightning_module)
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            check_training_state(checkpoint, module.trainer.ckpt_path)
+        name_as_module(checkpoint, module, self.checkpoint_io)
+        super().load_model_state_dict(checkpoint, strict=strict)

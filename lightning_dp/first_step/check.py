@@ -1,0 +1,265 @@
+"""The check of the first step: is a split batch's step that of the root alone, and if not, why?"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lightning_dp.first_step.compare import Difference, Outcome
+from lightning_dp.first_step.diagnosis import Diagnosis
+from lightning_dp.first_step.snapshot import Before
+from lightning_dp.metrics import is_metric
+from lightning_dp.modes import ForwardMode, Mode, Transfer
+from lightning_dp.parallel.batch import to_device
+from lightning_dp.parallel.gradients import LossReduction, StepOutput
+from lightning_dp.parallel.split import Sizes
+
+_SCALE = 256.0
+"""Of the loss before a backward in float16, whose small gradients would become zero."""
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """What the check of the first step has found.
+
+    Attributes:
+        sizes: samples per device.
+        difference: relative differences of loss and gradient between the split batch and the root
+            alone; None if nothing was compared.
+        tolerance: up to which they are rounding.
+        causes: what makes the difference, each with what to choose; empty if there is none.
+        not_checked: why nothing was compared.
+    """
+
+    sizes: Sizes = ()
+    difference: Difference | None = None
+    tolerance: float = 0.0
+    causes: Mapping[str, str] = field(default_factory=dict)
+    not_checked: str = ""
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both gave the same step."""
+        return self.difference is not None and self.difference.largest <= self.tolerance
+
+    def __str__(self) -> str:
+        """What is told."""
+        if self.difference is None:
+            return f"check_first_step: nothing was compared: {self.not_checked}"
+        return (
+            f"check_first_step: {sum(self.sizes)} samples split over the devices as "
+            f"{', '.join(map(str, self.sizes))} {'give' if self.is_same else 'do not give'} the "
+            f"step of the root alone. Relative difference of the loss {self.difference.loss:.1e}, "
+            f"of the gradient {self.difference.gradient:.1e} (rounding: up to "
+            f"{self.tolerance:.1e})." + "".join(f"\n- {text}" for text in self.causes.values())
+        )
+
+    def tell(self) -> None:
+        """On the console and to the log; what is not the same is a warning."""
+        if self.is_same or self.difference is None:
+            rank_zero_info(str(self))
+        else:
+            warnings.warn(str(self), stacklevel=2)
+
+
+class Runs:
+    """Runs of one training step on one batch, alone and split, each as if it were the only one.
+
+    Args:
+        module: the user's module.
+        mode: of its own, for nothing else; its replicas run in order.
+        batch: as the step gets it.
+        args: the step's other arguments.
+        transfer: moves a batch.
+        precision: the Trainer's.
+        devices: the replicas' and the output device.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        mode: Mode,
+        batch: Any,
+        args: tuple[Any, ...],
+        *,
+        transfer: Transfer,
+        precision: Precision,
+        devices: Sequence[torch.device],
+    ) -> None:
+        self.module = module
+        self.spreads_forward = isinstance(mode, ForwardMode)
+        self._mode = mode
+        self._root = devices[0]
+        self._batch = batch
+        self._args = args
+        self._transfer = transfer
+        self._precision = precision
+        scaler = getattr(precision, "scaler", None)
+        self._scale = 1.0 if scaler is None or not scaler.is_enabled() else _SCALE
+        self._parameters = list(module.parameters())
+        groups = [optimizer.param_groups for optimizer in module.trainer.strategy.optimizers]
+        self._before = Before(module, devices, groups)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Samples per device in the latest split run."""
+        return self._mode.engine.last_sizes
+
+    @property
+    def tolerance(self) -> float:
+        """The relative difference that rounding can make: half of the digits.
+
+        GPUs compute convolutions, and matrix products if told to, with 10 bits of float32's 23.
+        """
+        precisions = {p.dtype for p in self._parameters if p.is_floating_point()}
+        if "16" in str(self._precision.precision):
+            precisions.add(torch.bfloat16 if self._scale == 1 else torch.float16)
+        eps: float = max((torch.finfo(dtype).eps for dtype in precisions), default=0.0)
+        half: float = eps**0.5
+        return max(half, 1e-2 if self._root.type == "cuda" and eps > 1e-9 else 0.0)
+
+    def alone(
+        self,
+        shard: int | None = None,
+        *,
+        off: Callable[[], None] = lambda: None,
+        seed: int | None = None,
+    ) -> Outcome:
+        """The step on the root, of the whole batch or of one shard of it, as on one device.
+
+        Args:
+            shard: of which device; None for the batch.
+            off: turns layers off.
+            seed: of other random numbers than those of the other runs.
+        """
+        return self._run(lambda: self._step_alone(shard), off, seed)
+
+    def split(self, *, off: Callable[[], None] = lambda: None) -> Outcome:
+        """The step split over the devices."""
+        return self._run(self._step_split, off)
+
+    def end(self) -> None:
+        """Leaves everything as it was."""
+        self._before.end()
+        self._mode.engine.close()
+
+    def _run(
+        self, step: Callable[[], Any], off: Callable[[], None], seed: int | None = None
+    ) -> Outcome:
+        try:
+            self.module.__dict__["log"] = _say_nothing
+            off()
+            if seed is not None:
+                self._before.reseed(seed)
+            with self._precision.train_step_context():
+                output = step()
+            if output is None:
+                raise ValueError("training_step returned None")
+            loss: Tensor = StepOutput.parse(output).loss
+            with self._mode.during_backward():
+                (loss * self._scale).backward()  # type: ignore[no-untyped-call]
+            return Outcome.of(loss, self._parameters)
+        finally:
+            self._before.restore()
+
+    def _step_alone(self, shard: int | None) -> Any:
+        batch = copy.deepcopy(self._batch)
+        if shard is not None:
+            batch = self._mode.engine.scatter(batch, lambda part, _: part).parts[shard]
+        if self.spreads_forward:
+            batch = to_device(batch, self._root)
+            for submodule in self.module.modules():
+                if is_metric(submodule):
+                    submodule.to(self._root)
+        else:
+            batch = self._transfer(batch, self._root, 0)
+        return self.module.training_step(batch, *self._args)
+
+    def _step_split(self) -> Any:
+        self._mode.engine.resync()
+        return self._mode.step("training_step", copy.deepcopy(self._batch), self._args)
+
+
+def check_first_step(
+    module: LightningModule,
+    batch: Any,
+    args: tuple[Any, ...],
+    *,
+    make_mode: Callable[[], Mode],
+    loss_reduction: LossReduction,
+    **options: Any,
+) -> FirstStep:
+    """Runs a training step on the root alone and split, compares, and looks for the cause.
+
+    Leaves no trace: gradients, buffers, random numbers, metrics, logs and attributes are as before.
+
+    Args:
+        module: the user's module.
+        batch: as the step gets it.
+        args: the step's other arguments.
+        make_mode: makes a mode as the training's, whose replicas run in order.
+        loss_reduction: of the training.
+        options: see `Runs`.
+    """
+    if not module.automatic_optimization:
+        return FirstStep(not_checked="with manual optimisation the step itself trains.")
+    if isinstance(batch, Iterator):
+        return FirstStep(not_checked="the step takes an iterator, which gives a batch only once.")
+    with _unheard(module):
+        try:
+            mode = make_mode()
+            mode.mute()
+            runs = Runs(module, mode, batch, args, **options)
+            try:
+                return _compared(runs, loss_reduction)
+            finally:
+                runs.end()
+        except Exception as error:  # whatever it is, training will say it better
+            return FirstStep(not_checked=f"{type(error).__name__}: {error}")
+
+
+def _compared(runs: Runs, loss_reduction: LossReduction) -> FirstStep:
+    alone = runs.alone()
+    if not alone.is_finite:
+        return FirstStep(not_checked="the loss or its gradient is no number, on the root alone.")
+    difference = Difference.between(runs.split(), alone)
+    sizes = runs.sizes
+    if len([size for size in sizes if size]) < 2:
+        return FirstStep(not_checked="the batch ran on one device.")
+    found = FirstStep(sizes, difference, runs.tolerance)
+    if found.is_same:
+        return found
+    try:
+        causes = Diagnosis(runs, alone, loss_reduction).causes()
+    except Exception as error:
+        causes = {"unknown": f"The cause was not found ({type(error).__name__}: {error})."}
+    return FirstStep(sizes, difference, runs.tolerance, causes)
+
+
+@contextlib.contextmanager
+def _unheard(module: LightningModule) -> Iterator[None]:
+    """Loggers hear nothing, and nobody hears warnings, which training will give again."""
+    trainer = module.trainer
+    loggers = list(trainer.loggers)
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        trainer.loggers = loggers
+
+
+def _say_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for `self.log`."""

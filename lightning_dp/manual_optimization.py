@@ -1,0 +1,222 @@
+"""Manual optimisation in step mode: what a step does with optimizers, all replicas do together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.gradients import items_of
+from lightning_dp.parallel.manual import ManualStep
+from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.step import StepParallel
+from lightning_dp.parallel.workers import Rendezvous, current_participant
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
+Conduct: TypeAlias = Callable[[ManualStep, Rendezvous, Callable[..., Any], list[Arguments]], Any]
+"""What the host does for all replicas: given the step, the rendezvous, the method that they called,
+and each one's arguments."""
+
+_ABSENT = object()
+
+
+class ManualOptimization:
+    """Runs the training steps of a module that calls its optimizers itself.
+
+    While such a step runs, these act once for all replicas, whichever way the step gets hold of
+    them: `manual_backward`, `toggle_optimizer`, `untoggle_optimizer` and `clip_gradients` of the
+    module, `step`, `zero_grad` and `add_param_group` of its optimizers, `step` of its schedulers,
+    and every backward, `loss.backward()` too.
+
+    Args:
+        module: the user's module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._step: ManualStep | None = None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The module's, also where it does not call them itself."""
+        return self._module.trainer.strategy.optimizers
+
+    def run(self, engine: StepParallel, method: str, shards: Shards, args: tuple[Any, ...]) -> Any:
+        """Runs a step on all replicas, and returns what one device would have returned."""
+        self._step = ManualStep(engine, shards)
+        try:
+            return self._step.run(method, *args)
+        finally:
+            self._step = None
+
+    @contextlib.contextmanager
+    def acting_together(self, replicas: Replicas) -> Iterator[None]:
+        """While it lasts, what replicas do with optimizers is done once."""
+        step = self._step
+        if step is None:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            for owner, name, what, conduct in self._methods():
+                call = _Collective(step, what, getattr(owner, name), conduct)
+                owners = replicas.modules if owner is self._module else [owner]
+                for each in owners:
+                    stack.enter_context(_replaced(each, name, call))
+            direct = _Collective(step, "backward", torch.autograd.backward, _backward)
+            stack.enter_context(_replaced(torch.autograd, "backward", direct))
+            yield
+
+    def _methods(self) -> Iterator[tuple[Any, str, str, Conduct]]:
+        """Object, method, name for people, and what the host does in its place."""
+        yield self._module, "manual_backward", "manual_backward", _manual_backward
+        for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
+            yield self._module, name, name, _once
+        strategy = self._module.trainer.strategy
+        for optimizers in (strategy._lightning_optimizers, strategy.optimizers):
+            for i, optimizer in enumerate(optimizers):
+                label = f"{type(optimizer).__name__} (optimizer {i})"
+                yield optimizer, "step", f"step of {label}", _optimizer_step
+                yield optimizer, "zero_grad", f"zero_grad of {label}", _once
+                yield optimizer, "add_param_group", f"add_param_group of {label}", _once
+        for i, config in enumerate(strategy.lr_scheduler_configs):
+            label = f"{type(config.scheduler).__name__} (scheduler {i})"
+            yield config.scheduler, "step", f"step of {label}", _scheduler_step
+
+
+class _Collective:
+    """Stands for a method: called in a replica, it waits for the others and acts once for all."""
+
+    def __init__(
+        self, step: ManualStep, what: str, original: Callable[..., Any], conduct: Conduct
+    ) -> None:
+        self._step = step
+        self._what = what
+        self._original = original
+        self._conduct = conduct
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        participant = current_participant()
+        if participant is None:
+            return self._original(*args, **kwargs)
+        return participant.meet(self._what, (args, kwargs), self._act)
+
+    def __getattr__(self, name: str) -> Any:
+        """The method's own: schedulers mark the `step` of optimizers."""
+        if "_original" not in vars(self):  # a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._original, name)
+
+    def _act(self, rendezvous: Rendezvous, calls: list[Arguments]) -> list[Any]:
+        return [self._conduct(self._step, rendezvous, self._original, calls)] * len(calls)
+
+
+def _once(
+    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
+) -> Any:
+    args, kwargs = calls[0]
+    return step.once(lambda: method(*args, **kwargs))
+
+
+def _scheduler_step(
+    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
+) -> Any:
+    """A metric that every replica has of its shard is the batch's."""
+    args, kwargs = calls[0]
+    args = tuple(_joined(step, [args[i] for args, _ in calls]) for i in range(len(args)))
+    kwargs = {name: _joined(step, [kwargs[name] for _, kwargs in calls]) for name in kwargs}
+    return step.once(lambda: method(*args, **kwargs))
+
+
+def _joined(step: ManualStep, values: list[Any]) -> Any:
+    is_number = isinstance(values[0], float | Tensor)
+    return step.gather(values) if is_number else values[0]
+
+
+def _optimizer_step(
+    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
+) -> Any:
+    """Closures run in the replicas, whose steps they are a part of, as often as it asks for."""
+    closures = [_closure_of(*call) for call in calls]
+    args, kwargs = calls[0]
+    if closures[0] is not None:
+        kwargs = {**kwargs, "closure": lambda: step.in_replicas(rendezvous, closures)}
+        args = args[1:]
+    return step.once(lambda: method(*args, **kwargs))
+
+
+def _closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("closure")
+
+
+def _manual_backward(
+    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
+) -> Any:
+    losses = [args[0] if args else kwargs["loss"] for args, kwargs in calls]
+    return _joint_backward(step, rendezvous, losses, method, calls)
+
+
+def _backward(
+    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
+) -> Any:
+    """`loss.backward()`, which comes here as `torch.autograd.backward(loss, ...)`."""
+    losses = [_sum_of(args[0] if args else kwargs["tensors"]) for args, kwargs in calls]
+    return _joint_backward(step, rendezvous, losses, method, calls)
+
+
+def _joint_backward(
+    step: ManualStep,
+    rendezvous: Rendezvous,
+    losses: list[Tensor],
+    method: Callable[..., Any],
+    calls: list[Arguments],
+) -> Any:
+    inputs = [kwargs.get("inputs") for _, kwargs in calls]
+    return step.backward(rendezvous, losses, inputs, partial(_call_with_loss, method, *calls[0]))
+
+
+def _call_with_loss(
+    method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Tensor
+) -> Any:
+    """Makes a replica's call of a backward with the joint loss in the place of its own."""
+    device = loss.device
+    moved = [x.to(device) if isinstance(x, Tensor) else x for x in args[1:]]
+    others = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in kwargs.items()
+        if name not in ("inputs", "loss", "tensors")
+    }
+    return method(loss, *moved, **others)
+
+
+def _sum_of(tensors: Any) -> Tensor:
+    """Several losses whose backward runs at once are their sum."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if any(items_of(tensor) is not None for tensor in tensors):
+        raise ValueError(
+            f"Expected one loss with num_items, got a backward of {len(tensors)} tensors, some "
+            "with num_items. Make a backward of each: shards weigh differently in each of them."
+        )
+    return torch.stack([tensor.reshape(()) for tensor in tensors]).sum()
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, call: Any) -> Iterator[None]:
+    """Gives an object another attribute for a while."""
+    attributes = vars(owner)
+    before = attributes.get(name, _ABSENT)
+    attributes[name] = call
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            del attributes[name]
+        else:
+            attributes[name] = before

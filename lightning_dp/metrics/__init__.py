@@ -1,0 +1,14 @@
+"""Metrics: what all replicas log and measure in a step becomes one call each.
+
+Decided here: what a replica writes down (`journal`), how values of `self.log` are merged (`logs`),
+and how metrics of torchmetrics record on replicas (`torchmetrics_on_replicas`) and are called with
+the whole batch (`arguments`).
+"""
+
+from lightning_dp.metrics.journal import Journals
+from lightning_dp.metrics.torchmetrics_on_replicas import is_metric
+
+__all__ = [
+    "Journals",
+    "is_metric",
+]

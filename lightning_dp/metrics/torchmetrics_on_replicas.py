@@ -1,0 +1,217 @@
+"""torchmetrics used inside replicas give what one device gives.
+
+Inside a step no metric accumulates. Calls of `update`, `forward` and `reset` are written to the
+replica's journal, and after the step they are made once on the module's own metric, with the
+arguments of all replicas joined in shard order: the very call that one device would have made.
+Where arguments cannot be joined, the calls are made one after another in shard order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricMethod, join_arguments
+from lightning_dp.parallel.batch import to_device, tree
+from lightning_dp.parallel.split import Order
+
+_SHADOWED = ("forward", "update", "compute", "reset")
+
+
+def is_metric(module: nn.Module) -> bool:
+    """Whether a module is a torchmetrics metric or a collection of them."""
+    return isinstance(module, Metric | MetricCollection)
+
+
+def replay(calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None = None) -> None:
+    """Makes one call of all replicas on the module's own metric.
+
+    Args:
+        calls: the same call of each replica that made it, in shard order.
+        sizes: samples of these replicas.
+        order: the positions of their samples in the batch; None for shard order.
+    """
+    metric, method = calls[0].metric, calls[0].method
+    if method == "reset":
+        metric.reset()
+        return
+    device = _device(metric)
+    joined = join_arguments(calls, sizes, device, order)
+    if joined is None:
+        _call_in_order(calls, device)
+    else:
+        args, kwargs = joined
+        metric(*args, **kwargs) if method == "forward" else metric.update(*args, **kwargs)
+
+
+def is_per_sample(rows: Sequence[Sequence[MetricCall]], sizes: Sequence[int]) -> bool:
+    """Whether the replicas called a metric once per sample, or each a number of times of its own.
+
+    Args:
+        rows: for each n, the n-th calls of those replicas that made so many.
+        sizes: samples of all replicas that worked.
+    """
+    if any(len(row) < len(sizes) for row in rows):
+        return True
+    is_count = len(rows) > 1 and all(size == len(rows) for size in sizes)
+    return is_count and join_arguments(rows[0], sizes, _device(rows[0][0].metric)) is None
+
+
+class MetricFaces:
+    """Metric objects that a replica sees in the place of the module's own.
+
+    A face has the class and the attributes of the metric that it stands for, and a recorder of
+    its own. Replica 0, which is the module itself, wears the recorders only during a step.
+
+    Args:
+        record: takes the calls that the replica makes.
+        device: the replica's device.
+    """
+
+    def __init__(self, record: Callable[[MetricCall], None], device: torch.device) -> None:
+        self._record = record
+        self._device = device
+        self._originals: dict[int, AnyMetric] = {}
+        self._recorders: dict[int, _Recorder] = {}
+
+    def original(self, value: Any) -> Any:
+        """The module's own metric, if `value` is a face of it; else `value`."""
+        return self._originals.get(id(value), value)
+
+    def make(self, metric: nn.Module) -> nn.Module:
+        """A face of `metric`, with faces of the metrics in it."""
+        face = copy.copy(metric)
+        face.__dict__["_modules"] = {
+            name: self.make(child) if child is not None and is_metric(child) else child
+            for name, child in metric._modules.items()
+        }
+        if isinstance(metric, Metric | MetricCollection):
+            self._originals[id(face)] = metric
+            face.__dict__.update(_Recorder(metric, self._record, self._device).shadows())
+        return face
+
+    @contextlib.contextmanager
+    def worn(self, leaves: Sequence[nn.Module]) -> Iterator[None]:
+        """While it lasts, the metrics in `leaves` record instead of accumulating."""
+        metrics = [
+            m for leaf in leaves for m in leaf.modules() if isinstance(m, Metric | MetricCollection)
+        ]
+        own = [{n: m.__dict__[n] for n in _SHADOWED if n in m.__dict__} for m in metrics]
+        for metric in metrics:
+            metric.__dict__.update(self._recorder(metric).shadows())
+        try:
+            yield
+        finally:
+            for metric, attributes in zip(metrics, own, strict=True):
+                for name in _SHADOWED:
+                    metric.__dict__.pop(name, None)
+                metric.__dict__.update(attributes)
+
+    def _recorder(self, metric: AnyMetric) -> _Recorder:
+        if id(metric) not in self._recorders:
+            self._recorders[id(metric)] = _Recorder(metric, self._record, self._device)
+        return self._recorders[id(metric)]
+
+
+class _Recorder:
+    """Writes down the calls that one replica makes on one metric."""
+
+    def __init__(
+        self, metric: AnyMetric, record: Callable[[MetricCall], None], device: torch.device
+    ) -> None:
+        self._metric = metric
+        self._record = record
+        self._device = device
+        self._scratch: AnyMetric | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
+        """Copying a metric that wears this recorder does not copy what hangs on it."""
+        return self
+
+    def shadows(self) -> dict[str, Callable[..., Any]]:
+        """What stands in front of a metric's own methods."""
+        return {name: getattr(self, name) for name in _SHADOWED}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The value over the replica's own samples: that of all samples comes after the step."""
+        self._append("forward", args, kwargs)
+        if self._scratch is None:
+            self._scratch = _bare(copy.deepcopy(self._metric)).to(self._device)
+        self._scratch.reset()
+        try:
+            return self._scratch(*args, **kwargs)
+        except Exception:
+            # Too few samples, perhaps: then there is no value over this shard. If the arguments
+            # are at fault, the call on the module's own metric raises the same error.
+            return _no_value(self._scratch)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._append("update", args, kwargs)
+
+    def reset(self) -> None:
+        self._append("reset", (), {})
+
+    def compute(self) -> Any:
+        raise RuntimeError(
+            f"Expected compute() of {type(self._metric).__qualname__} to be called after the step: "
+            "during it a replica knows only its own samples. Log the metric object with "
+            "self.log(name, metric), or call compute() in an epoch-end hook."
+        )
+
+    def _append(self, method: MetricMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._record(MetricCall(self._metric, method, _snapshot(args), _snapshot(kwargs)))
+
+
+def _snapshot(arguments: Any) -> Any:
+    """Detached copies: what the step does to its tensors afterwards must not matter."""
+    return tree.map_leaves(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, arguments
+    )
+
+
+def _bare(metric: AnyMetric) -> AnyMetric:
+    """A copied metric without the recorders that the original wore."""
+    for module in metric.modules():
+        for name in _SHADOWED:
+            if isinstance(getattr(module.__dict__.get(name), "__self__", None), _Recorder):
+                del module.__dict__[name]
+    return metric
+
+
+def _no_value(metric: AnyMetric) -> Any:
+    if isinstance(metric, MetricCollection):
+        return {name: torch.tensor(math.nan) for name in metric.keys(keep_base=False)}
+    return torch.tensor(math.nan)
+
+
+def _device(metric: AnyMetric) -> torch.device:
+    members = [m for m in metric.modules() if isinstance(m, Metric)]
+    return members[0].device
+
+
+def _call_in_order(calls: Sequence[MetricCall], device: torch.device) -> None:
+    metric = calls[0].metric
+    moved = [(to_device(call.args, device), to_device(call.kwargs, device)) for call in calls]
+    for args, kwargs in moved:
+        metric.update(*args, **kwargs)
+    if calls[0].method == "forward":
+        batch = copy.deepcopy(metric)
+        batch.reset()
+        for args, kwargs in moved:
+            batch.update(*args, **kwargs)
+        batch.compute()
+        _take_batch_values(metric, batch)
+
+
+def _take_batch_values(metric: AnyMetric, batch: AnyMetric) -> None:
+    """Gives a metric the value over this batch, as its own forward leaves it for the log."""
+    for own, other in zip(metric.modules(), batch.modules(), strict=True):
+        if isinstance(own, Metric) and isinstance(other, Metric) and other.update_called:
+            own._forward_cache = other.compute()

@@ -1,0 +1,13 @@
+"""Monitor: what the devices did, for people.
+
+Decided here: what is kept of the steps (`history`), how it is drawn (`picture`) and told
+(`callback`).
+"""
+
+from lightning_dp.monitor.callback import DataParallelMonitor
+from lightning_dp.monitor.history import Period
+
+__all__ = [
+    "DataParallelMonitor",
+    "Period",
+]

@@ -1,0 +1,217 @@
+"""A callback that watches the devices: their samples, their time and their memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_dp.monitor.history import History, Period
+from lightning_dp.parallel.devices import memory_capacity
+from lightning_dp.parallel.split import StepUsage
+
+MIB = 2**20
+
+
+class MeasuredStrategy(Protocol):
+    """What the callback needs of a strategy; `DataParallelStrategy` offers it."""
+
+    parallel_devices: Sequence[torch.device] | None
+
+    def watch(self) -> None:
+        """Measures every training step from now on."""
+
+    def measured_steps(self, *, wait: bool = ...) -> Iterable[StepUsage]:
+        """The steps that were measured since the last time."""
+
+
+class DataParallelMonitor(Callback):
+    """Shows whether the devices share the work well: samples, time and memory of each.
+
+    Every training step of `DataParallelStrategy` with several devices is measured. Where there is
+    one device or another strategy, the callback does nothing.
+
+    Into every logger of the Trainer go, in the rows of `Trainer(log_every_n_steps=...)`:
+
+    - `dp/<device>/samples`: samples per step
+    - `dp/<device>/busy_seconds`: seconds per step in which the device worked
+    - `dp/<device>/waiting_seconds`: seconds per step in which it had nothing to do, since others
+      still worked
+    - `dp/<device>/peak_MiB`: the most memory in use on it, where devices count it
+
+    The first three are means over the steps since the row before, the last is the largest in them,
+    so that nothing between two rows is lost. `<device>` is the name of the device (`cuda:1`), and
+    for a device with several replicas its name and the replica's number (`cpu/replica_2`).
+
+    A step is a call of `training_step`: with gradient accumulation each micro-batch, and for a
+    closure that is evaluated several times each of them. In forward mode it is a spread call of
+    the module, and its time that of the forward alone. When a device is busy is told
+
+    - by its own clock, on simulated devices with a speed;
+    - by events on GPUs: from the step's start until the device is through with it, so that gaps in
+      between count as busy;
+    - elsewhere by the calls of its worker: on the CPU forward and backward, and what the step does
+      besides (logs, the joint loss) counts as waiting, as do the other replicas' turns where
+      replicas run one after another; on other devices the forward.
+
+    Nothing waits for a GPU until training ends: a row may be without the steps that GPUs are still
+    at.
+
+    Args:
+        max_points: how many points over time are kept for the picture, at least 2. In longer
+            trainings each point stands for several steps, so that memory stays bounded; `total`
+            is of all steps.
+
+    Raises:
+        ValueError: `max_points` is not an integer of at least 2.
+
+    Attributes:
+        devices: the names of the replicas' devices in the latest fit, root first; empty if there
+            was nothing to measure.
+        total: all steps of the latest fit together; see `Period`.
+        periods: the latest fit over time: `total` in at most `max_points` parts.
+
+    Example:
+        >>> monitor = DataParallelMonitor()
+        >>> trainer = Trainer(
+        ...     strategy="dp_custom", accelerator="cpu", devices=4, callbacks=[monitor]
+        ... )
+        >>> trainer.fit(model, data)  # doctest: +SKIP
+        >>> monitor.plot("devices.png")  # doctest: +SKIP
+    """
+
+    def __init__(self, *, max_points: int = 512) -> None:
+        if isinstance(max_points, bool) or not isinstance(max_points, int) or max_points < 2:
+            raise ValueError(
+                f"max_points: expected an integer of at least 2, got {max_points!r}. The default "
+                "of 512 is as fine as the picture can show."
+            )
+        self._max_points = max_points
+        self._begin([])
+
+    @property
+    def periods(self) -> list[Period]:
+        """The latest fit over time, oldest first."""
+        return list(self._history.periods)
+
+    def plot(self, path: str | os.PathLike[str]) -> Path:
+        """Draws the latest fit into a PNG file: shares, busy and waiting time, and memory.
+
+        Needs matplotlib. Can be called during the fit, too, for what there is by then.
+
+        Args:
+            path: the file; its folder is made where it is missing.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: no training on several devices has been measured.
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        if not self.total.steps:
+            raise ValueError(
+                "plot: expected a training step on several devices under DataParallelStrategy "
+                "(strategy='dp_custom'), got none. Give this callback to such a Trainer, and plot "
+                "after trainer.fit(...)."
+            )
+        from lightning_dp.monitor.picture import draw
+
+        return draw(Path(path), self.devices, self.total, self.periods, self._capacities)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets the fit before."""
+        self._begin([])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins to measure, where there are several devices to compare."""
+        strategy = _strategy_to_watch(trainer)
+        self._begin([] if strategy is None else strategy.parallel_devices or [])
+        if strategy is not None:
+            strategy.watch()
+            strategy.measured_steps()  # what came before (to find a learning rate) is no training
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Notes what the devices are through with, and logs if it is time to."""
+        self._note(trainer)
+        if self._unlogged.steps and _is_time_to_log(trainer):
+            self._log(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for what the devices are still at."""
+        self._note(trainer, wait=True)
+
+    def _begin(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(map(str, devices))
+        self.total = Period()
+        self._history = History(self._max_points)
+        self._unlogged = Period()
+        self._capacities: tuple[int, ...] = ()
+
+    def _note(self, trainer: Trainer, *, wait: bool = False) -> None:
+        if not self.devices:
+            return
+        strategy = cast(MeasuredStrategy, trainer.strategy)
+        for step in strategy.measured_steps(wait=wait):
+            self._add(step)
+
+    def _add(self, step: StepUsage) -> None:
+        if not self.total.steps:
+            self._capacities = tuple(
+                memory_capacity(torch.device(device)) if peak else 0
+                for device, peak in zip(self.devices, step.peak_bytes, strict=True)
+            )
+        period = Period.of(step)
+        self.total += period
+        self._unlogged += period
+        self._history.add(period)
+
+    def _log(self, trainer: Trainer) -> None:
+        # As Lightning's own rows count steps, so that a logger sees them in order.
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        values = _values(self.devices, self._unlogged)
+        for logger in trainer.loggers:
+            separator = logger.group_separator
+            logger.log_metrics(
+                {separator.join(names): value for names, value in values.items()},
+                step=step,
+            )
+        self._unlogged = Period()
+
+
+def _strategy_to_watch(trainer: Trainer) -> MeasuredStrategy | None:
+    """The strategy if it is ours, in either of Lightning's packages, and has several devices."""
+    strategy: Any = trainer.strategy
+    is_ours = hasattr(strategy, "measured_steps")
+    return strategy if is_ours and len(strategy.parallel_devices or []) > 1 else None
+
+
+def _is_time_to_log(trainer: Trainer) -> bool:
+    """Whether Lightning logs the values of this step, too."""
+    module = trainer.lightning_module
+    if module.automatic_optimization and trainer.fit_loop._should_accumulate():
+        return False
+    is_due = trainer._logger_connector.should_update_logs
+    return bool(is_due or getattr(trainer, "fast_dev_run", False))
+
+
+def _values(devices: Sequence[str], period: Period) -> dict[tuple[str, ...], float]:
+    """What is logged of a period, each under the parts of its name."""
+    values: dict[tuple[str, ...], float] = {}
+    for k, device in enumerate(devices):
+        replica = (f"replica_{k}",) if devices.count(device) > 1 else ()
+        measured = {
+            "samples": period.samples[k] / period.steps,
+            "busy_seconds": period.busy_seconds[k] / period.steps,
+            "waiting_seconds": period.waiting_seconds[k] / period.steps,
+        }
+        if period.peak_bytes[k]:
+            measured["peak_MiB"] = period.peak_bytes[k] / MIB
+        values |= {("dp", device, *replica, name): value for name, value in measured.items()}
+    return values

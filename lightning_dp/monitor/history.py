@@ -1,0 +1,112 @@
+"""What the devices did over many training steps, in few numbers. No tensor, no device."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_dp.parallel.split import StepUsage
+
+
+@dataclass(frozen=True)
+class Period:
+    """What the devices did over some training steps; one entry per replica, root first.
+
+    Periods are added with `+`; an empty one changes nothing.
+
+    Attributes:
+        steps: how many training steps.
+        samples: the samples of all steps.
+        busy_seconds: how long the replica's device worked, in all steps together.
+        waiting_seconds: how long it had nothing to do meanwhile.
+        peak_bytes: the most bytes in use on its device in any of the steps; 0 where none counts.
+
+    Example:
+        >>> step = StepUsage((3, 1), (0.75, 0.25), step_seconds=0.75, peak_bytes=(10, 20))
+        >>> period = Period.of(step) + Period.of(step)
+        >>> period.steps, period.samples, period.peak_bytes
+        (2, (6, 2), (10, 20))
+        >>> period.imbalance(period.busy_seconds)
+        1.5
+    """
+
+    steps: int = 0
+    samples: tuple[int, ...] = ()
+    busy_seconds: tuple[float, ...] = ()
+    waiting_seconds: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, step: StepUsage) -> Period:
+        """The period of one step."""
+        peaks = step.peak_bytes or (0,) * len(step.sizes)
+        return cls(1, step.sizes, step.busy_seconds, step.waiting_seconds, peaks)
+
+    def __add__(self, other: Period) -> Period:
+        """Both periods as one."""
+        if not self.steps or not other.steps:
+            return self if self.steps else other
+        return Period(
+            self.steps + other.steps,
+            tuple(map(operator.add, self.samples, other.samples)),
+            tuple(map(operator.add, self.busy_seconds, other.busy_seconds)),
+            tuple(map(operator.add, self.waiting_seconds, other.waiting_seconds)),
+            tuple(map(max, self.peak_bytes, other.peak_bytes)),
+        )
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Each replica's part of the samples, from 0 to 1."""
+        total = sum(self.samples)
+        return tuple(n / total if total else 0.0 for n in self.samples)
+
+    @property
+    def waiting_share(self) -> float:
+        """The part of all devices' time, from 0 to 1, that went by waiting."""
+        waiting, busy = sum(self.waiting_seconds), sum(self.busy_seconds)
+        return waiting / (waiting + busy) if waiting + busy else 0.0
+
+    @staticmethod
+    def imbalance(values: Sequence[float]) -> float:
+        """The largest value over the mean: 1 where all are equal, K where one has everything."""
+        return max(values) * len(values) / sum(values) if any(values) else 1.0
+
+
+class History:
+    """Periods in order: few enough to keep and to draw, however long the training is.
+
+    All but the latest span equally many steps. When there are too many, every two become one.
+
+    Args:
+        limit: how many periods at most; at least 2.
+
+    Attributes:
+        periods: the periods, oldest first. Their sum is the sum of all that was added.
+
+    Example:
+        >>> history = History(limit=4)
+        >>> for _ in range(11):
+        ...     history.add(Period.of(StepUsage((2,), (0.1,), 0.1)))
+        >>> [period.steps for period in history.periods]
+        [4, 4, 3]
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.periods: list[Period] = []
+        self._limit = limit
+        self._span = 1
+
+    def add(self, step: Period) -> None:
+        """Takes in the next step."""
+        if len(self.periods) == self._limit and self.periods[-1].steps == self._span:
+            self._halve()
+        if self.periods and self.periods[-1].steps < self._span:
+            self.periods[-1] += step
+        else:
+            self.periods.append(step)
+
+    def _halve(self) -> None:
+        pairs = [self.periods[i : i + 2] for i in range(0, len(self.periods), 2)]
+        self.periods = [sum(pair, Period()) for pair in pairs]
+        self._span *= 2

@@ -1,0 +1,292 @@
+"""The monitor's picture: each device's share over time, its time and its memory, in one PNG.
+
+Drawn without pyplot: nothing of matplotlib's global state is touched and no window is opened, so
+that any thread of any program may draw.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_dp.monitor.history import Period
+
+# Okabe and Ito's colours, told apart by colour-blind people too, with a grey in place of black.
+COLORS = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#5A5A5A",
+)
+WAITING = "#D4D4D4"
+INK = "#222222"
+FAINT = "#6B6B6B"
+LINES = "#B0B0B0"
+
+WIDTH, DPI = 11.0, 110  # inches, and pixels per inch
+BAR = 0.68  # of a row's height
+TEXT = 9  # points
+LABEL = 0.17  # inches from one label to the next, at least
+
+
+def draw(
+    path: Path,
+    devices: Sequence[str],
+    total: Period,
+    periods: Sequence[Period],
+    capacities: Sequence[int],
+) -> Path:
+    """Draws a training into a PNG file.
+
+    Args:
+        path: the file; its folder is made where it is missing.
+        devices: the names of the replicas' devices, root first; a name may repeat.
+        total: all of the training.
+        periods: the training over time.
+        capacities: the bytes that there are for each replica on its device; 0 where nobody knows.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "plot: expected the package matplotlib, which is not installed. Install it: "
+            "python -m pip install matplotlib",
+            name=error.name,
+        ) from error
+    counts_memory = any(total.peak_bytes)
+    height = 4.2 + 0.26 * max(0, len(devices) - 6)
+    figure = Figure((WIDTH, height), DPI, facecolor="white", layout="constrained")
+    widths = [1.5, 1.3, 1.0] if counts_memory else [1.5, 1.3]
+    grid = figure.add_gridspec(2, len(widths), width_ratios=widths, height_ratios=[3.2, 1])
+    names = replica_names(devices)
+    _shares(figure.add_subplot(grid[0, 0]), names, periods, gap=LABEL / (0.58 * height))
+    _waiting(figure.add_subplot(grid[1, 0]), periods)
+    _time(figure.add_subplot(grid[:, 1]), names, total)
+    if counts_memory:
+        _memory(figure.add_subplot(grid[:, 2]), devices, total, capacities)
+    figure.suptitle(headline(devices, total), color=INK, fontsize=13, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", facecolor="white", metadata={"Software": None})
+    return path
+
+
+def replica_names(devices: Sequence[str]) -> list[str]:
+    """The devices' names, with the replica's number where a device has several.
+
+    Example:
+        >>> replica_names(["cuda:0", "cuda:0", "cuda:1"])
+        ['cuda:0 #0', 'cuda:0 #1', 'cuda:1']
+    """
+    return [
+        f"{device} #{k}" if devices.count(device) > 1 else device
+        for k, device in enumerate(devices)
+    ]
+
+
+def headline(devices: Sequence[str], total: Period) -> str:
+    """What there is to say in one line."""
+    steps = f"{total.steps:,} training step" + "s" * (total.steps != 1)
+    parts = [
+        f"{len(devices)} devices, {steps}",
+        f"busy time max/mean {total.imbalance(total.busy_seconds):.2f}",
+    ]
+    if any(total.peak_bytes):
+        # Once per device, and only of those that count it.
+        of_devices = dict(zip(devices, total.peak_bytes, strict=True)).values()
+        peaks = [peak for peak in of_devices if peak]
+        parts.append(f"peak memory max/mean {total.imbalance(peaks):.2f}")
+    return "   |   ".join(parts)
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """How many of a unit a second is, and its name, for times of about so many seconds.
+
+    Example:
+        >>> time_unit(0.02)
+        (1000.0, 'ms')
+    """
+    if seconds >= 1:
+        return 1.0, "s"
+    return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+
+
+def memory_unit(size: int) -> tuple[float, str]:
+    """How many of a unit a byte is, and its name, for sizes of about so many bytes.
+
+    Example:
+        >>> memory_unit(3 * 2**30)[1], memory_unit(2**20)[1], memory_unit(5)[1]
+        ('GiB', 'MiB', 'KiB')
+    """
+    power, name = next(
+        ((power, name) for power, name in ((30, "GiB"), (20, "MiB")) if size >= 2**power),
+        (10, "KiB"),
+    )
+    return 1 / 2**power, name
+
+
+def apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Heights in falling order, from 0 to 1, moved as little as need be to lie `gap` apart.
+
+    Example:
+        >>> [round(height, 3) for height in apart([0.9, 0.5, 0.49, 0], 0.1)]
+        [0.9, 0.545, 0.445, 0.0]
+    """
+    last = max(1, len(heights) - 1)
+    gap = min(gap, 1 / last)
+    # Each shifted up by its gaps, so that "apart" is "not rising": neighbours that rise are pooled.
+    pools: list[tuple[float, int]] = []
+    for i, height in enumerate(heights):
+        mean, count = height + i * gap, 1
+        while pools and pools[-1][0] < mean:
+            above, n = pools.pop()
+            mean, count = (above * n + mean * count) / (n + count), n + count
+        pools.append((mean, count))
+    pooled = [mean for mean, count in pools for _ in range(count)]
+    return [min(max(mean, last * gap), 1.0) - i * gap for i, mean in enumerate(pooled)]
+
+
+def _shares(axes: Any, names: Sequence[str], periods: Sequence[Period], gap: float) -> None:
+    """Stacked bands, the root device's on top, each with its name at its right end."""
+    edges = _edges(periods)
+    upper = [1.0] * len(edges)
+    middles = []
+    for k, color in enumerate(_colors(len(names))):
+        shares = [period.shares[k] for period in periods]
+        lower = [top - share for top, share in zip(upper, [*shares, shares[-1]], strict=True)]
+        axes.fill_between(edges, upper, lower, step="post", color=color, linewidth=0)
+        if k:
+            axes.step(edges, upper, where="post", color="white", linewidth=0.8)
+        middles.append((upper[-1] + lower[-1]) / 2)
+        upper = lower
+    # Over some steps: the very last may be of a smaller batch.
+    latest = sum(periods[-max(1, len(periods) // 10) :], Period()).shares
+    labels = [f"{name}  {share:.0%}" for name, share in zip(names, latest, strict=True)]
+    _labels(axes, labels, middles, gap)
+    _plain(axes, "Share of the samples", "")
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
+    _over_steps(axes, edges, labels=False)
+
+
+def _labels(axes: Any, labels: Sequence[str], heights: Sequence[float], gap: float) -> None:
+    """Texts at the right edge, each with a line to its band."""
+    colors = _colors(len(labels))
+    for label, height, place, color in zip(
+        labels, heights, apart(heights, gap), colors, strict=True
+    ):
+        axes.annotate(
+            label,
+            (1, height),
+            (1.03, place),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            fontsize=TEXT,
+            color=INK,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": color,
+                "linewidth": 2,
+                "shrinkA": 0,
+                "shrinkB": 0,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def _waiting(axes: Any, periods: Sequence[Period]) -> None:
+    """How much of the devices' time goes by waiting."""
+    edges = _edges(periods)
+    shares = [period.waiting_share for period in periods]
+    axes.fill_between(edges, [*shares, shares[-1]], step="post", color="#8C8C8C", linewidth=0)
+    _plain(axes, "Part of the devices' time spent waiting", "training step")
+    axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
+    _over_steps(axes, edges, labels=True)
+    axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _time(axes: Any, names: Sequence[str], total: Period) -> None:
+    """A bar per replica, busy and then waiting."""
+    pairs = list(zip(total.busy_seconds, total.waiting_seconds, strict=True))
+    longest = max(map(sum, pairs)) / total.steps
+    scale, unit = time_unit(longest)
+    for row, ((busy, waiting), color) in enumerate(zip(pairs, _colors(len(names)), strict=True)):
+        both = busy + waiting
+        axes.barh(row, scale * both / total.steps, color=WAITING, height=BAR)
+        axes.barh(row, scale * busy / total.steps, color=color, height=BAR)
+        text = f" {busy / both if both else 0:.0%} busy"
+        _text(axes, scale * both / total.steps, row, text)
+    _plain(axes, "Time per step: busy, then waiting (grey)", unit)
+    axes.set_xlim(0, longest * scale * 1.3 or 1)
+    _rows(axes, names)
+
+
+def _memory(axes: Any, devices: Sequence[str], total: Period, capacities: Sequence[int]) -> None:
+    """A bar per device, as replicas on one device share its memory; framed by what it has."""
+    first = [k for k, device in enumerate(devices) if device not in devices[:k]]
+    most, largest = max(total.peak_bytes), max(capacities)
+    framed = most >= largest / 10  # else the bars could not be told apart
+    scale, unit = memory_unit(most)
+    colors = _colors(len(devices))
+    for row, k in enumerate(first):
+        peak, capacity = total.peak_bytes[k], capacities[k] * framed
+        text = f" {_amount(peak * scale)} {unit}" if peak else " not counted"
+        if capacity:
+            text = f" {_amount(peak * scale)} of {_amount(capacity * scale)} {unit}"
+            axes.barh(row, capacity * scale, color="white", edgecolor=LINES, height=BAR)
+        axes.barh(row, peak * scale, color=colors[k], height=BAR)
+        _text(axes, max(peak, capacity) * scale, row, text)
+    _plain(axes, "Peak memory", unit)
+    axes.set_xlim(0, max(most, largest * framed) * scale * (1.75 if framed and largest else 1.4))
+    _rows(axes, [devices[k] for k in first])
+
+
+def _amount(value: float) -> str:
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def _over_steps(axes: Any, edges: Sequence[int], labels: bool) -> None:
+    axes.set(xlim=(edges[0], edges[-1]), ylim=(0, 1))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(labelbottom=labels)
+
+
+def _edges(periods: Sequence[Period]) -> list[int]:
+    """Where the periods begin, and where the last one ends."""
+    return [0, *itertools.accumulate(period.steps for period in periods)]
+
+
+def _colors(count: int) -> list[str]:
+    return list(itertools.islice(itertools.cycle(COLORS), count))
+
+
+def _text(axes: Any, x: float, row: int, text: str) -> None:
+    axes.text(x, row, text, va="center", fontsize=TEXT, color=INK)
+
+
+def _rows(axes: Any, names: Sequence[str]) -> None:
+    """A row for each name, the first on top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+
+
+def _plain(axes: Any, title: str, unit: str) -> None:
+    """Set here and not by rcParams, which are the program's own."""
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.set_xlabel(unit, fontsize=TEXT, color=FAINT)
+    axes.set_facecolor("white")
+    axes.tick_params(labelsize=TEXT, colors=FAINT, labelcolor=INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(LINES)

@@ -1,0 +1,38 @@
+"""Batch: what is a batch, how many samples has it, how is it cut, how are outputs joined.
+
+Decided here: which containers there are (`tree`), which leaves can be cut and how (`leaves`), how
+many samples a batch has (`sizes`), what one shard of it is (`scatter`), and what the replicas'
+outputs are together (`gather`, whose table is in `join`).
+"""
+
+from lightning_dp.parallel.batch import tree
+from lightning_dp.parallel.batch.cost import sample_costs
+from lightning_dp.parallel.batch.gather import gather
+from lightning_dp.parallel.batch.join import (
+    Override,
+    Scalars,
+    as_rows,
+    check_overrides,
+    weighted_mean,
+)
+from lightning_dp.parallel.batch.scatter import batch_size, batch_size_for, cut_for, scatter
+from lightning_dp.parallel.batch.shards import DeviceUsage, Shards
+from lightning_dp.parallel.batch.to_device import to_device
+
+__all__ = [
+    "DeviceUsage",
+    "Override",
+    "Scalars",
+    "Shards",
+    "as_rows",
+    "batch_size",
+    "batch_size_for",
+    "check_overrides",
+    "cut_for",
+    "gather",
+    "sample_costs",
+    "scatter",
+    "to_device",
+    "tree",
+    "weighted_mean",
+]

@@ -1,0 +1,269 @@
+"""Gather: the replicas' outputs become what one device would have returned for the whole batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.batch import tree
+from lightning_dp.parallel.batch.join import (
+    GatherError,
+    Join,
+    Override,
+    Scalars,
+    check_overrides,
+    join_arrays,
+    join_as,
+    join_plain,
+    join_tensors,
+    weighted_mean,
+)
+from lightning_dp.parallel.batch.leaves import is_array, kind_of, move
+from lightning_dp.parallel.batch.sizes import BatchSizeError, read
+from lightning_dp.parallel.batch.to_device import to_device_together
+from lightning_dp.parallel.checks import check_choice
+from lightning_dp.parallel.devices import DeviceLike, resolve_devices
+from lightning_dp.parallel.split import Order, Sizes
+
+__all__ = ["GatherError", "Override", "Scalars", "check_overrides", "gather", "weighted_mean"]
+
+_CPU = torch.device("cpu")
+
+
+def gather(
+    outputs: Sequence[Any],
+    output_device: DeviceLike,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    scalars: Scalars = "merge",
+    overrides: Mapping[str, Override] | None = None,
+    constants: Sequence[Any] = (),
+    order: Order | None = None,
+) -> Any:
+    """Joins the replicas' outputs, in shard order, on the output device.
+
+    | leaf on every replica                   | result                                         |
+    |-----------------------------------------|------------------------------------------------|
+    | tensor, NumPy array                     | concatenated along `dim`, or along the only    |
+    |                                         | dim that counts the shards' samples            |
+    | the same without samples, equal         | that tensor                                    |
+    | the same, differing beside `dim`        | list with one per replica                      |
+    | 0-dim floating tensor, float            | mean, weighted by shard size                   |
+    | 0-dim integer tensor                    | sum                                            |
+    | 0-dim tensor, with `scalars="stack"`    | stacked to shape [K]                           |
+    | int: the shard's size, or not equal     | sum                                            |
+    | list with one item per sample, tuple    |                                                |
+    | with one string per sample; either, of  |                                                |
+    | different lengths                       | joined                                         |
+    | dicts and other mappings, tuples, named | gathered child by child; keys that some        |
+    | tuples, dataclasses, other lists        | replicas lack, from those that have them, into |
+    |                                         | a dict                                         |
+    | packed sequences, graphs, TensorDicts,  |                                                |
+    | objects whose class has `cat`           | joined in their own way, see `leaves`          |
+    | strings, bools and all else, equal      | that value                                     |
+    | strings, bools and all else, not equal  | list with one value per replica                |
+    | None from some replicas                 | left out                                       |
+
+    Tensors cross in few copies per source device and dtype, asynchronously; on return they can be
+    read, also on the CPU. Differentiable.
+
+    Args:
+        outputs: one output per replica, whose tensors may lie on any device; None for a replica
+            without samples, which is left out together with its size.
+        output_device: where the result's tensors end up, as `torch.device`, name or id; it may
+            be any device.
+        dim: the dimension along which tensors are joined.
+        sizes: samples of each of these outputs. None: the outputs' own batch sizes if all have
+            one, else equal shards.
+        scalars: `"merge"` for the table's means and sums of 0-dim tensors, `"stack"` for one value
+            per replica, as `torch.nn.DataParallel` gives (also of one replica). Python's numbers
+            are merged in either case.
+        overrides: how to join what has a certain key or field name, at any depth, or lies at a
+            dotted path such as `"aux.count"` (`""` is the output itself, `"0"` the first of a
+            tuple), in the place of the table: `"mean"` (weighted by
+            shard size), `"sum"`, `"stack"` (along a new first dim), `"cat"`, `"first"` (the first
+            replica's) or `"list"` (one per replica). For a container it holds for all that is
+            in it.
+        constants: integers that are no counts even if they happen to equal a shard's size: what
+            every replica was called with, such as the index of the batch.
+        order: for each of these outputs the positions of its samples in the batch, if the batch
+            was cut in another order than its own; what has one row or item per sample is brought
+            into the batch's order.
+
+    Raises:
+        GatherError: the outputs have different structures, or do not allow an override.
+        ValueError: an unknown option, no such device, or not one size per output.
+
+    Example:
+        >>> first = {"y": torch.tensor([1, 2]), "loss": 1.0, "count": torch.tensor(2)}
+        >>> second = {"y": torch.tensor([3]), "loss": 4.0, "count": torch.tensor(1)}
+        >>> gather([first, second], "cpu", sizes=[2, 1])
+        {'y': tensor([1, 2, 3]), 'loss': 2.0, 'count': tensor(3)}
+        >>> gather([first, second], "cpu", scalars="stack", overrides={"loss": "list"})
+        {'y': tensor([1, 2, 3]), 'loss': [1.0, 4.0], 'count': tensor([2, 1])}
+    """
+    check_choice("scalars", scalars, get_args(Scalars))
+    check_overrides(overrides)
+    device = output_device if output_device == _CPU else resolve_devices([output_device])[0]
+    sizes = _own_sizes(outputs, dim) if sizes is None else tuple(sizes)
+    if len(sizes) != len(outputs):
+        raise ValueError(
+            f"sizes: expected {len(outputs)} numbers, one per output, got {len(sizes)}: {sizes}. "
+            "Give the size of every shard of which there is an output."
+        )
+    moved = to_device_together(outputs, device)
+    rules = Join(sizes, dim, scalars, device, tuple(constants), order)
+    return _Gather(rules, dict(overrides or {})).node(moved, ())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gather:
+    """Walks the outputs of all replicas at once; their tensors are on the output device."""
+
+    rules: Join
+    overrides: Mapping[str, Override]
+
+    @property
+    def sizes(self) -> Sizes:
+        return self.rules.sizes
+
+    def of(self, present: list[int]) -> _Gather:
+        """The same for some of the replicas."""
+        return _Gather(self.rules.of(present), self.overrides)
+
+    def node(self, nodes: list[Any], path: tree.Path, override: Override | None = None) -> Any:
+        present = [i for i, node in enumerate(nodes) if node is not None]
+        if len(present) < len(nodes):
+            kept = [nodes[i] for i in present]
+            return self.of(present).node(kept, path, override) if present else None
+        override = self._override(path) or override
+        if override in ("first", "list"):
+            return nodes[0] if override == "first" else nodes
+        if all(tree.is_list(node) for node in nodes):
+            return self._lists(nodes, path, override)
+        if tree.children(nodes[0]) is not None:
+            return self._containers(nodes, path, override)
+        if override is not None:
+            return join_as(override, nodes, self.rules, _name(path))
+        return self._leaves(nodes)
+
+    def _leaves(self, leaves: list[Any]) -> Any:
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            return join_tensors(leaves, self.rules)
+        if len(leaves) == 1:
+            return leaves[0]
+        if all(is_array(leaf) for leaf in leaves):
+            return join_arrays(leaves, self.rules)
+        kind = kind_of(leaves[0])
+        if kind is not None and all(kind_of(leaf) is kind for leaf in leaves):
+            # Joining makes new tensors, such as a batch of graphs has: they may be on the CPU.
+            joined = move(kind.join(leaves, self.rules.dim), self.rules.device)
+            lengths = [kind.size(leaf, self.rules.dim) or 0 for leaf in leaves]
+            return self.rules.in_order(joined, lengths, self.rules.dim)
+        return join_plain(leaves, self.rules)
+
+    def _lists(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
+        if override == "cat" or self._are_columns(nodes):
+            joined = type(nodes[0])([item for node in nodes for item in node])
+            return self.rules.in_order(joined, [len(node) for node in nodes], 0)
+        return self._containers(nodes, path, override)
+
+    def _are_columns(self, nodes: list[Any]) -> bool:
+        """Whether lists have one item per sample, or in any case no items that correspond."""
+        lengths = tuple(len(node) for node in nodes)
+        if len(set(lengths)) > 1:
+            return True
+        if lengths != self.sizes or self._are_parts(nodes):
+            return False
+        items = [item for node in nodes for item in node]
+        is_tuple = all(isinstance(node, tuple) for node in nodes)
+        # Steps return tuples of several values, and the tuples of names that DataLoaders make.
+        return not is_tuple or lengths[0] == 1 or all(isinstance(i, str | bytes) for i in items)
+
+    def _are_parts(self, nodes: list[Any]) -> bool:
+        """Whether the items are themselves parts of a batch: `[predictions, targets]`, say."""
+        pairs = zip(nodes, self.sizes, strict=True)
+        have_rows = [_rows(i, self.rules.dim) == size for node, size in pairs for i in node]
+        return any(have_rows) and (all(have_rows) or not _are_alike(nodes))
+
+    def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
+        _check_types(nodes, path)
+        columns = [dict(tree.children(node) or ()) for node in nodes]
+        keys = list(dict.fromkeys(key for column in columns for key in column))
+        if any(len(column) != len(keys) for column in columns):
+            keys = [key for key in keys if not isinstance(key, tree.Attribute)]
+            return {k: self._where_present(columns, k, path, override) for k in keys}
+        values = [self.node([c[k] for c in columns], (*path, k), override) for k in keys]
+        return tree.rebuild(nodes[0], values)
+
+    def _where_present(
+        self,
+        columns: list[dict[Any, Any]],
+        key: Any,
+        path: tree.Path,
+        override: Override | None,
+    ) -> Any:
+        present = [i for i, column in enumerate(columns) if key in column]
+        values = [columns[i][key] for i in present]
+        return self.of(present).node(values, (*path, key), override)
+
+    def _override(self, path: tree.Path) -> Override | None:
+        if not self.overrides:
+            return None
+        if not path:
+            return self.overrides.get("")
+        keys = [k.name if isinstance(k, tree.Attribute) else str(k) for k in path]
+        return self.overrides.get(".".join(keys)) or self.overrides.get(keys[-1])
+
+
+def _own_sizes(outputs: Sequence[Any], dim: int) -> Sizes:
+    """What the outputs' tensors say of the shards' sizes; equal ones if they do not."""
+    sizes = [None if output is None else _own_size(output, dim) for output in outputs]
+    known = [
+        size for size, output in zip(sizes, outputs, strict=True) if size and output is not None
+    ]
+    if len(known) < sum(output is not None for output in outputs):
+        return (1,) * len(outputs)
+    return tuple(size or 0 for size in sizes)
+
+
+def _own_size(output: Any, dim: int) -> int | None:
+    try:
+        size, reading = read(output, dim)
+    except BatchSizeError:
+        return None
+    return None if reading == "samples" and isinstance(output, tuple) else size
+
+
+def _are_alike(nodes: list[Any]) -> bool:
+    """Whether all items are tensors with rows of one shape."""
+    items = [item for node in nodes for item in node]
+    return (
+        all(isinstance(item, Tensor) for item in items) and len({i.shape[1:] for i in items}) == 1
+    )
+
+
+def _rows(item: Any, dim: int) -> int | None:
+    kind = kind_of(item)
+    if kind is not None:
+        return kind.size(item, dim)
+    return len(item) if tree.is_list(item) else None
+
+
+def _check_types(nodes: list[Any], path: tree.Path) -> None:
+    kinds = {type(node) for node in nodes}
+    if len(kinds) > 1:
+        names = sorted(kind.__qualname__ for kind in kinds)
+        raise GatherError(
+            f"{_name(path)}: expected the same type from every replica, got {names}. "
+            "Return the same structure for every shard."
+        )
+
+
+def _name(path: tree.Path) -> str:
+    return tree.name(path, "output")

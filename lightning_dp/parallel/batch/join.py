@@ -1,0 +1,234 @@
+"""How the leaves of all replicas become one: the rules of gather's table, and its overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.batch import tree
+from lightning_dp.parallel.batch.leaves import TENSORS, is_array, kind_of, move, pick
+from lightning_dp.parallel.split import Order, Sizes, batch_order
+
+Scalars: TypeAlias = Literal["merge", "stack"]
+Override: TypeAlias = Literal["mean", "sum", "stack", "cat", "first", "list"]
+
+
+class GatherError(ValueError):
+    """The replicas' outputs do not fit together; the message names the leaf."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """What the rules depend on, as the arguments of `gather` give it.
+
+    Attributes:
+        sizes: samples of each replica that has the leaf.
+        dim: the dimension along which tensors are joined.
+        scalars: what happens to 0-dim tensors.
+        device: where tensors that are made of numbers go.
+        constants: integers that are no counts.
+        order: of each replica, the positions of its samples in the batch; None for shard order.
+    """
+
+    sizes: Sizes
+    dim: int
+    scalars: Scalars
+    device: torch.device
+    constants: tuple[Any, ...]
+    order: Order | None = None
+
+    def of(self, present: Sequence[int]) -> Join:
+        """The same for some of the replicas."""
+        sizes = tuple(self.sizes[i] for i in present)
+        order = None if self.order is None else [self.order[i] for i in present]
+        return replace(self, sizes=sizes, order=order)
+
+    def in_order(self, joined: Any, lengths: Sequence[int], dim: int) -> Any:
+        """Brings joined shards of these lengths into the batch's order, if they are of samples."""
+        is_of_samples = self.order is not None and tuple(lengths) == self.sizes
+        places = batch_order(self.order or ()) if is_of_samples else None
+        if places is None:
+            return joined
+        if tree.is_list(joined):
+            return type(joined)([joined[i] for i in places])
+        return pick(joined, places, dim)
+
+
+def check_overrides(overrides: Mapping[str, str] | None) -> None:
+    """Raises a ValueError unless `overrides` maps keys to `Override`."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"overrides: expected a mapping such as {{'loss': 'mean'}}, got {overrides!r}. "
+            "Map keys or dotted paths of the outputs to how they are joined."
+        )
+    for key, override in (overrides or {}).items():
+        if override not in get_args(Override):
+            raise ValueError(
+                f"gather overrides, {key!r}: expected one of {sorted(get_args(Override))}, "
+                f"got {override!r}. Correct it, or leave it out for gather's own rule."
+            )
+
+
+def join_tensors(tensors: list[Tensor], rules: Join) -> Any:
+    """Joins what are tensors on every replica; a list if they do not fit.
+
+    Example:
+        >>> rules = Join((2, 1), 0, "merge", torch.device("cpu"), ())
+        >>> join_tensors([torch.tensor([1, 2]), torch.tensor([3])], rules)
+        tensor([1, 2, 3])
+        >>> join_tensors([torch.tensor(1.0), torch.tensor(4.0)], rules)
+        tensor(2.)
+    """
+    if all(not t.is_nested and t.dim() == 0 for t in tensors):
+        return _join_scalars(tensors, rules)
+    return _join_rows(as_rows(tensors, rules.sizes), rules, TENSORS.join)
+
+
+def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
+    """Where some replicas have one number per sample, a `squeeze` took the dim of one sample."""
+    dims = [t.dim() for t in tensors]
+    shapes = [(n,) if dim else () for dim, n in zip(dims, sizes, strict=True)]
+    if not any(dims) or all(dims) or [tuple(t.shape) for t in tensors] != shapes:
+        return tensors
+    are_single = all(n == 1 for dim, n in zip(dims, sizes, strict=True) if dim == 0)
+    return [t.reshape(-1) for t in tensors] if are_single else tensors
+
+
+def join_arrays(arrays: list[Any], rules: Join) -> Any:
+    """Joins what are NumPy arrays, or its scalars, on every replica."""
+    kind = kind_of(arrays[0])
+    if kind is not None:
+        return _join_rows(arrays, rules, kind.join)
+    if any(array.ndim or array.dtype.kind not in "biufc" for array in arrays):
+        return join_plain(arrays, rules)
+    scalars = [torch.as_tensor(array) for array in arrays]
+    return _merge_scalars(scalars, rules.sizes).numpy()[()]
+
+
+def join_plain(values: list[Any], rules: Join) -> Any:
+    """Joins numbers, strings and whatever else is no tensor."""
+    first = values[0]
+    is_count = type(first) is int and first not in rules.constants
+    if is_count and tuple(values) == rules.sizes:
+        return sum(values)
+    if all(type(value) is type(first) and tree.equal(value, first) for value in values):
+        return first
+    if not all(_is_number(value) for value in values):
+        return values
+    if all(isinstance(value, int) for value in values):
+        return sum(values)
+    return _mean(values, rules.sizes)
+
+
+def join_as(override: Override, leaves: list[Any], rules: Join, name: str) -> Any:
+    """Joins leaves as the user says.
+
+    Raises:
+        GatherError: they are of a type or shape for which that has no meaning.
+    """
+    if override == "cat":
+        return _concatenate(leaves, rules, name)
+    if all(_is_number(leaf) for leaf in leaves) and override != "stack":
+        return sum(leaves) if override == "sum" else _mean(leaves, rules.sizes)
+    if not all(isinstance(leaf, Tensor) or is_array(leaf) or _is_number(leaf) for leaf in leaves):
+        raise _cannot(override, "tensors or numbers", leaves, name)
+    tensors = [torch.as_tensor(leaf, device=rules.device) for leaf in leaves]
+    if len({tensor.shape for tensor in tensors}) > 1:
+        raise _cannot(override, "tensors of one shape", leaves, name)
+    if override == "mean":
+        return weighted_mean(tensors, rules.sizes)
+    stacked = torch.stack(tensors)
+    return stacked if override == "stack" else stacked.sum(0)
+
+
+def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Sum of w_i * x_i over the sum of w_i; the x_i share one shape and device.
+
+    Example:
+        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+        tensor(2.)
+    """
+    total = float(sum(weights))
+    terms = [scalar * (weight / total) for scalar, weight in zip(scalars, weights, strict=True)]
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+
+
+def _join_scalars(scalars: list[Tensor], rules: Join) -> Tensor:
+    if rules.scalars == "stack":
+        return torch.cat([scalar.reshape(1) for scalar in scalars])
+    return scalars[0] if len(scalars) == 1 else _merge_scalars(scalars, rules.sizes)
+
+
+def _merge_scalars(scalars: list[Tensor], sizes: Sizes) -> Tensor:
+    if scalars[0].is_floating_point() or scalars[0].is_complex():
+        return weighted_mean(scalars, sizes)
+    return torch.stack(scalars).sum()
+
+
+def _join_rows(leaves: list[Any], rules: Join, cat: Callable[[Sequence[Any], int], Any]) -> Any:
+    """Tensors or arrays, along the dim that counts the shards' samples."""
+    first = leaves[0]
+    if len(leaves) == 1:
+        return first
+    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+        return leaves
+    dims = [d for d in range(first.ndim) if _has_shards(leaves, d, rules.sizes)]
+    if rules.dim % max(first.ndim, 1) not in dims and all(map(partial(tree.equal, first), leaves)):
+        return first
+    dim = rules.dim if rules.dim in dims or len(dims) != 1 else dims[0]
+    if not _fit(leaves, dim):
+        return leaves
+    return rules.in_order(cat(leaves, dim), [leaf.shape[dim] for leaf in leaves], dim)
+
+
+def _concatenate(leaves: list[Any], rules: Join, name: str) -> Any:
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        rows = [leaf if leaf.dim() else leaf.reshape(1) for leaf in leaves]
+        if not _fit(rows, rules.dim):
+            raise _cannot("cat", f"shapes that differ in dim {rules.dim} only", leaves, name)
+        return torch.cat(rows, rules.dim)
+    kind = kind_of(leaves[0])
+    if kind is None or any(kind_of(leaf) is not kind for leaf in leaves):
+        raise _cannot("cat", "tensors, arrays or lists", leaves, name)
+    return move(kind.join(leaves, rules.dim), rules.device)
+
+
+def _has_shards(leaves: list[Any], dim: int, sizes: Sizes) -> bool:
+    """Whether `dim` counts the samples of each shard."""
+    return _fit(leaves, dim) and tuple(leaf.shape[dim] for leaf in leaves) == sizes
+
+
+def _fit(leaves: list[Any], dim: int) -> bool:
+    """Whether tensors or arrays can be joined along `dim`."""
+    shapes = [list(leaf.shape) for leaf in leaves]
+    if any(not -len(shape) <= dim < len(shape) for shape in shapes):
+        return False
+    for shape in shapes:
+        del shape[dim]
+    return all(shape == shapes[0] for shape in shapes)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _mean(values: list[Any], sizes: Sizes) -> float:
+    return float(sum(v * n for v, n in zip(values, sizes, strict=True)) / sum(sizes))
+
+
+def _cannot(override: str, expected: str, leaves: list[Any], name: str) -> GatherError:
+    got = ", ".join(_described(leaf) for leaf in leaves)
+    return GatherError(
+        f"{name}: expected {expected} for the override {override!r}, got {got}. "
+        "Choose another override, such as 'list', or return what it can join."
+    )
+
+
+def _described(leaf: Any) -> str:
+    shape = getattr(leaf, "shape", None)
+    return type(leaf).__qualname__ + ("" if shape is None else f" of shape {tuple(shape)}")

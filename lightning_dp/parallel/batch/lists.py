@@ -1,0 +1,124 @@
+"""What the lists in a batch look like: samples, columns, or names and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_dp.parallel.batch import tree
+from lightning_dp.parallel.batch.leaves import is_array, is_movable, kind_of
+
+
+def may_be_samples(items: Sequence[Any]) -> bool:
+    """Whether a list or tuple with tensors in it may have one item per sample: they are alike.
+
+    A tuple of lists may not: it is a tuple of columns.
+    """
+    return not is_tuple_of_lists(items) and are_alike(items)
+
+
+def is_tuple_of_lists(node: Sequence[Any]) -> bool:
+    """Whether a node is a tuple with lists or tuples in it."""
+    return isinstance(node, tuple) and any(tree.is_list(item) for item in node)
+
+
+def are_alike(items: Sequence[Any]) -> bool:
+    """Whether items have one structure, and their tensors one dtype and number of dims each.
+
+    Items may be missing: None is like every other.
+
+    Example:
+        >>> import torch
+        >>> are_alike([torch.zeros(5, 4), None, torch.zeros(2, 4)])
+        True
+        >>> are_alike([torch.zeros(8, 3), torch.zeros(8)])
+        False
+    """
+    return len({_signature(item) for item in items if item is not None}) == 1
+
+
+def may_be_images(items: Sequence[Any]) -> bool:
+    """Whether all items are tensors of channels, rows and columns."""
+    return all(is_tensor(item) and item.ndim == 3 for item in items)
+
+
+def may_be_views(items: Sequence[Any]) -> bool:
+    """Whether all items are batches of images of one shape, as the views of one batch are."""
+    are_batches = all(is_tensor(item) and item.ndim == 4 for item in items)
+    return are_batches and len({tuple(item.shape) for item in items}) == 1
+
+
+def are_different_columns(items: Sequence[Any]) -> bool:
+    """Whether few tensors differ in the shape of their rows, as `[x, y]` do."""
+    are_few_arrays = len(items) <= 3 and all(is_tensor(item) for item in items)
+    return are_few_arrays and len({tuple(item.shape[1:]) for item in items}) > 1
+
+
+def is_record(item: Any) -> bool:
+    """Whether an item is a mapping or an object: no tensor, and no list of some."""
+    return not is_tensor(item) and not tree.is_list(item)
+
+
+def has_label(item: Any) -> bool:
+    """Whether an item has a number in it, beside other things: it is one sample.
+
+    Example:
+        >>> import torch
+        >>> has_label((torch.zeros(3), 1)), has_label({"x": torch.zeros(3), "name": "a"})
+        (True, False)
+    """
+    return any(_is_number(child) for _, child in tree.children(item) or ())
+
+
+def _is_number(node: Any) -> bool:
+    return node.ndim == 0 if is_tensor(node) else type(node) in (int, float)
+
+
+def is_table(node: Sequence[Any]) -> bool:
+    """Lists of strings of one length in a list: columns of a batch, as `default_collate` makes."""
+    lengths = {len(item) if _is_strings(item) else None for item in node}
+    return len(lengths) == 1 and None not in lengths
+
+
+def has_rows(node: Any, dim: int) -> bool:
+    """Whether any leaf has a size along `dim`."""
+
+    def counts(leaf: Any) -> bool:
+        kind = kind_of(leaf)
+        return kind is not None and kind.size(leaf, dim) is not None
+
+    return _any_leaf(node, counts)
+
+
+def has_tensors(node: Any) -> bool:
+    """Whether there are tensors in a node, 0-dim ones too, or objects that go to a device."""
+    return _any_leaf(node, lambda leaf: kind_of(leaf) is not None or is_movable(leaf))
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a node is a tensor, or an array of NumPy."""
+    return isinstance(node, Tensor) or is_array(node)
+
+
+def _signature(node: Any) -> Any:
+    if is_tensor(node):
+        return node.dtype, node.ndim
+    pairs = None if kind_of(node) else tree.children(node)
+    if pairs is None:
+        return type(node) if is_movable(node) else None
+    if not tree.is_list(node):
+        return type(node), tuple((key, _signature(child)) for key, child in pairs)
+    signatures = [_signature(child) for _, child in pairs]
+    is_of_one_kind = len(set(signatures)) <= 1  # then its length may vary, as of lists of boxes
+    return list, tuple(signatures[:1] if is_of_one_kind else signatures)
+
+
+def _is_strings(node: Any) -> bool:
+    return tree.is_list(node) and bool(node) and all(isinstance(x, str | bytes) for x in node)
+
+
+def _any_leaf(node: Any, test: Callable[[Any], bool]) -> bool:
+    pairs = tree.children(node)
+    return test(node) if pairs is None else any(_any_leaf(child, test) for _, child in pairs)

@@ -1,0 +1,23 @@
+"""Replicas: one module on every device, built once, kept, and refreshed where the root changed.
+
+Decided here: what a module is made of (`structure`), what stands for each part of it on another
+device (`replica` for tensors, `attributes` for all else), what of it has changed since the last
+step, also where a write leaves no trace (`untracked_writes`, `limited_norm`), and which modules
+cannot be replicated (`structure`, `hidden_layers`).
+"""
+
+from lightning_dp.parallel.replicas.compiled import compiles
+from lightning_dp.parallel.replicas.hidden_layers import check_nothing_hidden
+from lightning_dp.parallel.replicas.limited_norm import limits_norms
+from lightning_dp.parallel.replicas.replicate import BufferCopies, ParameterCopies, Replicas
+from lightning_dp.parallel.replicas.structure import ReplicaRules
+
+__all__ = [
+    "BufferCopies",
+    "ParameterCopies",
+    "ReplicaRules",
+    "Replicas",
+    "check_nothing_hidden",
+    "compiles",
+    "limits_norms",
+]

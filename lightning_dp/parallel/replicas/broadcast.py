@@ -1,0 +1,71 @@
+"""Broadcast: the root's parameters inside a replica's graph, so that gradients find their way back.
+
+A replica's own parameters are leaves: right for a step, whose gradients the engine sums. In forward
+mode the graph goes on outside of the replicas, and its end is autograd's business alone: any
+backward, `torch.autograd.grad` and second derivatives must reach the root's parameters, whose
+hooks then see one sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.links import gradients_on
+
+
+def broadcast(
+    roots: Sequence[nn.Parameter],
+    twins: Sequence[nn.Parameter],
+    after_backward: Callable[[], None],
+) -> list[Tensor]:
+    """The values of `twins`, as functions of `roots`.
+
+    Args:
+        roots: the root's parameters.
+        twins: a replica's, with the same values.
+        after_backward: called at the end of every backward that came through here.
+
+    Returns:
+        For each parameter that is trained a tensor in the twin's memory; the others' twins.
+    """
+    tensors: list[Tensor] = list(twins)
+    for group in _groups(roots):
+        aliases = _Broadcast.apply(  # type: ignore[no-untyped-call]
+            [twins[i] for i in group], after_backward, *(roots[i] for i in group)
+        )
+        for i, alias in zip(group, aliases, strict=True):
+            # Tensors with a graph refuse to be copied; what a forward copies are the parameters.
+            alias.__dict__["__deepcopy__"] = twins[i].__deepcopy__
+            tensors[i] = alias
+    return tensors
+
+
+def _groups(roots: Sequence[nn.Parameter]) -> list[list[int]]:
+    """Which trained parameters share a node: all, but those with hooks stand alone.
+
+    A node hands None to the parameters that a step did not use. Autograd passes that over, but
+    calls hooks with it, which would not be called on one device.
+    """
+    trained = [i for i, root in enumerate(roots) if root.requires_grad]
+    alone = [[i] for i in trained if roots[i]._backward_hooks]
+    together = [i for i in trained if not roots[i]._backward_hooks]
+    return [*alone, together] if together else alone
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, twins: list[Tensor], after_backward: Callable[[], None], *roots: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # None stays None: AdamW moves parameters that get zeros
+        ctx.device, ctx.after_backward = roots[0].device, after_backward
+        return tuple(twin.detach() for twin in twins)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        torch.autograd.Variable._execution_engine.queue_callback(ctx.after_backward)
+        return None, None, *gradients_on(ctx.device, list(gradients))

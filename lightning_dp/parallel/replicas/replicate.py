@@ -1,0 +1,192 @@
+"""Replicate: one module on every device. Built once, kept, and refreshed where the root changed.
+
+Replica 0 is the user's module. A replica on the root's device shares the root's parameter memory
+and owns only its gradients; elsewhere it owns a copy. Its parameters are real leaf parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
+from lightning_dp.parallel.replicas.replica import Replica
+from lightning_dp.parallel.replicas.structure import (
+    ModuleStructure,
+    ReplicaRules,
+    RootState,
+    entries,
+)
+from lightning_dp.parallel.replicas.untracked_writes import SharedWrites, SilentWrites
+
+ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
+BufferCopies: TypeAlias = Literal["changed", "all", "read"]
+
+
+class Replicas:
+    """A module and its replicas, one per device; `modules[0]` is the module itself.
+
+    Args:
+        root: the module; its parameters lie on `devices[0]`.
+        devices: the devices, root first; an entry may repeat.
+        rules: how special modules are copied.
+        before_rebuild: called with the parameters of all replicas before other replicas take
+            their place: what has accumulated on them must not go with them.
+
+    Raises:
+        ValueError: a parameter is not initialised yet, or a submodule cannot be replicated.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        devices: Sequence[torch.device],
+        rules: ReplicaRules | None = None,
+        before_rebuild: Callable[[Sequence[Sequence[nn.Parameter]]], None] = lambda _: None,
+    ) -> None:
+        self._root = root
+        self._devices = list(devices)
+        self._rules = rules or ReplicaRules()
+        self._before_rebuild = before_rebuild
+        self._build()
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The replicas, in the order of the devices."""
+        return [self._root, *(replica.module for replica in self._others)]
+
+    @property
+    def submodules(self) -> list[list[nn.Module]]:
+        """All modules in every replica; equal positions correspond."""
+        return [self._structure.modules, *(replica.submodules for replica in self._others)]
+
+    @property
+    def parameters(self) -> list[list[nn.Parameter]]:
+        """The parameters of every replica; equal positions correspond, tied ones appear once."""
+        return [self._structure.parameters, *(replica.parameters for replica in self._others)]
+
+    @property
+    def buffers(self) -> list[list[Tensor | None]]:
+        """The buffers of every replica; equal positions correspond."""
+        return [self._structure.buffers(), *(entries(r.buffer_tables) for r in self._others)]
+
+    def refresh(
+        self,
+        active: Iterable[int] | None = None,
+        *,
+        parameters: ParameterCopies = "changed",
+        buffers: BufferCopies = "changed",
+    ) -> None:
+        """Brings replicas up to date with the root.
+
+        Plain attributes (`training`, hooks, a dropout rate) always follow the root. Parameters
+        and buffers are copied where the root's changed since the replica saw them. A root with
+        other parameters or submodules than before gets new replicas.
+
+        Args:
+            active: the replicas to refresh; None for all.
+            parameters: which parameters are copied. `"changed"`: those that look changed. Writing
+                through `.data` leaves no trace, so `"trained"` copies those that are trained too,
+                and `"all"` copies everything, buffers included. Those that are not trained are
+                watched, see `SilentWrites`.
+            buffers: which buffers are copied. `"changed"`: those that look changed. `"all"`: batch
+                norm writes to its buffers and leaves no trace. `"read"`: all, but none if a
+                forward writes to them without reading them, as batch norm does in training.
+        """
+        others = [k for k in (active or range(len(self._devices))) if k > 0]
+        # An inference tensor could never be trained, and evaluation often comes before training.
+        with torch.inference_mode(False), torch.no_grad():
+            if self._structure.signature() != self._signature:
+                # The weights of a functional call accumulate nothing.
+                if all(parameter.is_leaf for parameter in self._structure.parameters):
+                    self._before_rebuild(self.parameters)
+                self._build()
+            elif others:
+                self._structure.look_at_attributes()
+                copied = parameters == "all" or buffers != "read" or self._structure.reads_buffers()
+                state = RootState(
+                    self._structure,
+                    versions=not all(replica.shares_memory for replica in self._others),
+                    buffer_versions=buffers == "changed",
+                    buffers=copied,
+                )
+                silent = set() if self._silent is None else self._silent.look()
+                silent |= self._limited.positions
+                for k in others:
+                    self._others[k - 1].refresh(state, parameters, copied, silent)
+
+    def refresh_parameters(self, active: Iterable[int]) -> None:
+        """Brings the parameters of some replicas up to date, in the middle of a step.
+
+        Attributes and buffers stay as the step has left them on each replica.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            versions = not all(replica.shares_memory for replica in self._others)
+            state = RootState(
+                self._structure, versions=versions, buffer_versions=False, buffers=False
+            )
+            for k in active:
+                if k > 0:
+                    self._others[k - 1].refresh_parameters(state)
+
+    def writing(self) -> AbstractContextManager[None]:
+        """What surrounds a step of the replicas: writes to shared weights are noticed."""
+        return nullcontext() if self._shared is None else self._shared.noticed()
+
+    def adopt_rows(self, active: Iterable[int]) -> None:
+        """Gives the root the rows of embeddings that a forward has shortened on replicas."""
+        for k in active:
+            if k > 0 and not self._others[k - 1].shares_memory:
+                self._limited.adopt(self._others[k - 1].parameters)
+
+    def keep(self, k: int, position: int, name: str) -> None:
+        """Lets replica k keep an attribute that it has bound, until the root's is bound anew.
+
+        Args:
+            k: the replica; the root needs no leave.
+            position: of the submodule in `submodules`.
+            name: of the attribute.
+        """
+        if k > 0:
+            self._others[k - 1].keep(position, name)
+
+    def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
+        """Makes the replicas compute with functions of the root's parameters, until told otherwise.
+
+        A backward then goes through them to the root's parameters. Without gradients, the
+        replicas compute with their own parameters again.
+
+        Args:
+            active: the replicas that are going to run.
+            after_backward: called at the end of every backward that came through a replica.
+        """
+        for k in active:
+            if k > 0:
+                self._others[k - 1].connect(after_backward)
+
+    def disconnect(self) -> None:
+        """Makes the replicas compute with their own parameters again."""
+        for replica in self._others:
+            replica.disconnect()
+
+    def _build(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._structure = ModuleStructure(self._root, self._rules)
+            self._signature = self._structure.signature()
+            self._limited = LimitedNorms(self._structure.modules, self._structure.parameters)
+            self._silent: SilentWrites | None = None
+            if any(device != self._devices[0] for device in self._devices):
+                self._silent = SilentWrites(self._structure.parameters)
+            self._rules.on_build(self._structure.leaves)
+            self._others = [
+                Replica(self._structure, k, device, self._rules)
+                for k, device in enumerate(self._devices)
+                if k > 0
+            ]
+            self._shared: SharedWrites | None = None
+            if any(replica.shares_memory for replica in self._others):
+                self._shared = SharedWrites(self._structure.parameters)

@@ -1,0 +1,241 @@
+"""ModuleStructure: what a module is made of, and what of it may have changed."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import cached_property
+from itertools import chain
+from operator import attrgetter, is_not, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
+
+from lightning_dp.parallel.replicas.hidden_layers import layers_in
+
+# Tables that every module has for good; those of hooks may be replaced, the others are not.
+_TABLES = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Tables of hooks that run in a forward or because of one; every replica has its own."""
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class ReplicaRules:
+    """What is special about some modules when they are replicated; by default nothing is."""
+
+    def on_build(self, leaves: list[nn.Module]) -> None:
+        """Told which of the root's modules are leaves whenever replicas are built."""
+
+    def is_leaf(self, module: nn.Module) -> bool:
+        """Whether `copy_leaf` copies this module with all that is in it."""
+        return False
+
+    def copy_leaf(self, module: nn.Module, k: int, device: torch.device) -> nn.Module:
+        """Replica k's own copy of a leaf module."""
+        return copy.deepcopy(module).to(device)
+
+    def own_attributes(self, module: nn.Module, k: int, device: torch.device) -> dict[str, Any]:
+        """Attributes that replica k of a module keeps for itself instead of following the root."""
+        return {}
+
+
+class ModuleStructure:
+    """The submodules, parameters and buffer tables of a module, each once and in a fixed order."""
+
+    def __init__(self, root: nn.Module, rules: ReplicaRules) -> None:
+        self.root = root
+        self.modules: list[nn.Module] = []
+        self.leaves: list[nn.Module] = []
+        self._walk(root, rules, set())
+        unique = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
+        self.parameters: list[nn.Parameter] = list(unique.values())
+        self.buffer_tables = [m._buffers for m in self.modules]
+        self._with_buffers = [m for m in self.modules if m._buffers]
+        self._attributes = _PlainAttributes(self.modules)
+        fixed: list[dict[str, Any]] = [
+            *(m._parameters for m in self.modules),
+            *(m._modules for m in self.modules),
+        ]
+        hooks: list[dict[int, Any]] = [m.__dict__[name] for m in self.modules for name in HOOKS]
+        self._fixed_tables = [table for table in fixed if table]
+        self._filled_buffer_tables = [table for table in self.buffer_tables if table]
+        self._hook_tables = [table for table in hooks if table]
+        tables: list[dict[Any, Any]] = [*fixed, *self.buffer_tables, *hooks]
+        self._empty_tables = [table for table in tables if not table]
+
+    @property
+    def attribute_versions(self) -> list[int]:
+        """For each module a number that grows when one of its attributes is bound anew."""
+        return self._attributes.versions
+
+    def _walk(self, module: nn.Module, rules: ReplicaRules, seen: set[int]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        _check_replicable(module)
+        if rules.is_leaf(module):
+            self.leaves.append(module)
+            return
+        self.modules.append(module)
+        for child in module._modules.values():
+            if child is not None:
+                self._walk(child, rules, seen)
+        for name, value in module.__dict__.items():
+            for _, hidden in layers_in(value, name):
+                if rules.is_leaf(hidden):  # it is replicated by hand, wherever it is kept
+                    self._walk(hidden, rules, seen)
+
+    def signature(self) -> list[int]:
+        """Changes when a parameter, submodule, buffer name or hook comes, goes or is replaced."""
+        entries = chain.from_iterable(map(dict.values, self._fixed_tables))
+        filled = any(self._empty_tables)
+        hooks = chain.from_iterable(self._hook_tables)  # each has a number of its own, for good
+        return [filled, *map(id, entries), *map(len, self._filled_buffer_tables), *hooks]
+
+    def look_at_attributes(self) -> None:
+        """Brings `attribute_versions` up to date: once per step, for all replicas."""
+        self._attributes.look()
+
+    def reads_buffers(self) -> bool:
+        """Whether a forward may read a buffer. Batch norm in training writes to its own only."""
+        return any(type(m) not in _NORMS or not m.training for m in self._with_buffers)
+
+    def buffers(self) -> list[Tensor | None]:
+        """The present buffers, with None where a registered one is absent."""
+        return entries(self.buffer_tables)
+
+
+class _PlainAttributes:
+    """The attributes of modules that are neither parameters, buffers nor submodules.
+
+    Attributes:
+        versions: for each module a number that grows when one of them is bound anew, comes or
+            goes.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._now = [m.__dict__ for m in modules]
+        self.versions = [0] * len(modules)
+        self._seen: list[tuple[Any, ...]] = []
+        self._learn_names()
+
+    def look(self) -> None:
+        """Compares with the last look."""
+        try:
+            values = self._values()
+        except KeyError:  # one went
+            values = []
+        # All at once first: nearly always nothing has changed.
+        if list(map(len, self._now)) != self._sizes or not values:
+            self._learn_names()
+            self.versions = [version + 1 for version in self.versions]
+        elif any(map(is_not, chain.from_iterable(values), chain.from_iterable(self._seen))):
+            for j, pair in enumerate(zip(values, self._seen, strict=True)):
+                self.versions[j] += any(map(is_not, *pair))
+            self._seen = values
+
+    def _values(self) -> list[tuple[Any, ...]]:
+        return [names(now) for names, now in zip(self._names, self._now, strict=True)]
+
+    def _learn_names(self) -> None:
+        self._sizes = list(map(len, self._now))
+        # Of two names at least, as itemgetter returns a tuple only then.
+        self._names = [
+            itemgetter("_modules", "_modules", *(name for name in now if name not in _TABLES))
+            for now in self._now
+        ]
+        self._seen = self._values()
+
+
+class RootState:
+    """What of the root may have changed since a replica looked: identities and versions.
+
+    Args:
+        structure: the root's.
+        versions: whether to look at the parameters' versions, for replicas that own copies.
+        buffer_versions: whether to look at the buffers'; without them, nothing is known of them.
+        buffers: whether to look at the buffers at all; else the state has none.
+    """
+
+    def __init__(
+        self,
+        structure: ModuleStructure,
+        *,
+        versions: bool,
+        buffer_versions: bool,
+        buffers: bool = True,
+    ) -> None:
+        parameters = structure.parameters
+        self.buffers = structure.buffers() if buffers else []
+        self.pointers = list(map(Tensor.data_ptr, parameters))
+        self.versions = [p._version for p in parameters] if versions else []
+        self.requires_grad = list(map(_REQUIRES_GRAD, parameters))
+        self.buffer_ids = list(map(id, self.buffers))
+        self.buffer_versions = [version_of(b) for b in self.buffers] if buffer_versions else None
+
+    @cached_property
+    def packed_buffers(self) -> dict[torch.dtype, Tensor]:
+        """All buffers of each dtype in one tensor, for replicas that hold them as one."""
+        return {
+            dtype: _flatten_dense_tensors(group).detach()  # type: ignore[no-untyped-call]
+            for dtype, group in by_dtype(self.buffers).items()
+        }
+
+
+def entries(tables: list[dict[str, Tensor | None]]) -> list[Tensor | None]:
+    """All buffers of some modules' tables, in order."""
+    return [buffer for table in tables for buffer in table.values()]
+
+
+def by_dtype(buffers: list[Tensor | None]) -> dict[torch.dtype, list[Tensor]]:
+    """The buffers that are there, grouped, in order."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers:
+        if buffer is not None:
+            groups.setdefault(buffer.dtype, []).append(buffer)
+    return groups
+
+
+def version_of(buffer: Tensor | None) -> float:
+    """Equal to what it was as long as the tensor is unchanged.
+
+    Inference tensors do not count their changes; NaN is never equal to itself.
+    """
+    if buffer is None:
+        return -1
+    return math.nan if buffer.is_inference() else buffer._version
+
+
+def _check_replicable(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"Expected modules written in Python, got {type(module).__qualname__}, which "
+            "torch.jit compiled and which cannot be replicated. Use the original module, or "
+            "one device."
+        )
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise ValueError(
+            f"Expected modules that are not compiled in place, got {type(module).__qualname__}, "
+            "whose compile() was called: it would compute with the root's weights on every "
+            "replica. Write module.layer = torch.compile(module.layer) instead."
+        )
+    for name, parameter in module._parameters.items():
+        if parameter is not None and nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"Expected initialised parameters, got {type(module).__qualname__}.{name}, whose "
+                "shape is not known yet. Run one batch through the module before training."
+            )

@@ -1,0 +1,224 @@
+"""Adaptive splitting: what a sample costs on every device, learnt from the times of steps.
+
+No tensor and no device in here: sizes and seconds in, sizes out.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import statistics
+from functools import lru_cache
+from typing import Any
+
+from lightning_dp.parallel.split.arithmetic import Sizes, minimax
+from lightning_dp.parallel.split.usage import Caps, StepUsage
+
+REST = 0.06
+"""Spread of the devices' times, (slowest - fastest) / slowest, below which nothing moves."""
+
+NUDGE = 0.15
+"""Spread up to which one sample moves; above, the split is solved anew."""
+
+COOLDOWN = 2
+"""Steps after a change until the next decision. Noise only adds time: the shorter one counts."""
+
+SIGNAL = 3
+"""How many times the noise a spread has to be, to be taken for a difference of the devices."""
+
+PATIENCE = 20
+"""Steps of an uneven split, all of more noise than `REST`, after which it is even again."""
+
+WARM_UP = 1
+"""First steps that do not count: they build caches."""
+
+PROBE_EVERY = 50
+"""Steps after which devices without samples get one, to see whether they are still as slow."""
+
+
+_solve = lru_cache(maxsize=64)(minimax)  # most steps pose the same problem
+
+
+class DeviceTime:
+    """The times of one device's steps, as a line: seconds = fixed + per_sample * samples."""
+
+    MEMORY = 8
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float]] = []
+        self.is_in_doubt = False
+        """Whether the latest step contradicts the line: the next one will tell."""
+
+    def add(self, samples: int, seconds: float) -> None:
+        """Notes a step.
+
+        One that contradicts the line, and a next one that agrees with it, mean that the device
+        has changed: what was before is forgotten.
+        """
+        expected = self.seconds(samples)
+        was_in_doubt, latest = self.is_in_doubt, self.steps[-1:]
+        self.is_in_doubt = expected is not None and _differ(seconds, expected)
+        self.steps = [*self.steps[1 - self.MEMORY :], (samples, seconds)]
+        if was_in_doubt and not any(_differ(seconds / samples, s / n) for n, s in latest):
+            self.steps, self.is_in_doubt = self.steps[-2:], False
+
+    def line(self) -> tuple[float, float] | None:
+        """`(fixed, per_sample)`; None before the first step.
+
+        Through the smallest and the largest size, if they are far enough apart for their
+        difference to be more than noise; else in proportion to the samples.
+        """
+        if not self.steps:
+            return None
+        low, high = min(n for n, _ in self.steps), max(n for n, _ in self.steps)
+        if high - low >= max(2, high // 4):
+            slope = (self._shortest(high) - self._shortest(low)) / (high - low)
+            fixed = self._shortest(low) - slope * low
+            if slope > 0 and fixed >= 0:
+                return fixed, slope
+        latest = self.steps[-1][0]
+        return 0.0, self._shortest(latest) / latest
+
+    def seconds(self, samples: int) -> float | None:
+        """What a step with so many samples takes."""
+        line = self.line()
+        return None if line is None else line[0] + line[1] * samples
+
+    def noise(self, samples: int) -> float:
+        """How far times of one size scatter above their shortest, relative to it."""
+        times = [seconds for n, seconds in self.steps if n == samples]
+        return statistics.median(times) / min(times) - 1 if times else 0.0
+
+    def _shortest(self, samples: int) -> float:
+        """Of the latest steps with so many samples."""
+        times = [seconds for n, seconds in self.steps if n == samples]
+        return min(times[-COOLDOWN:])
+
+
+def _differ(seconds: float, expected: float) -> bool:
+    return abs(seconds - expected) > NUDGE * expected
+
+
+class Adaptive:
+    """A split that follows the devices' speeds, so that all end at the same time.
+
+    It begins even. Every few steps it looks at how far apart the devices end: below 6 % it rests,
+    up to 15 % it moves one sample from the slowest to the fastest, above it solves `minimax` for
+    what it has learnt of each device. Differences that could be noise, since the times of one
+    device differ as much among each other, move nothing.
+
+    Args:
+        k: the number of devices.
+
+    Example:
+        >>> split = Adaptive(2)
+        >>> for _ in range(8):
+        ...     a, b = split(12)
+        ...     split.learn(StepUsage((a, b), (a * 0.1, b * 0.2)))
+        >>> split(12)
+        (8, 4)
+    """
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self._devices = [DeviceTime() for _ in range(k)]
+        self._caps: list[float] = [math.inf] * k
+        self._lines: list[tuple[float, float]] | None = None
+        self._moved: dict[int, Sizes] = {}
+        self._rest = WARM_UP + COOLDOWN
+        self._steps = 0
+        self._noise = 0.0
+        self._doubts = 0
+
+    def __call__(self, n: int, caps: Caps | None = None) -> Sizes:
+        """The sizes for a batch of n samples, none above its cap."""
+        self._caps = [math.inf if cap is None else cap for cap in caps or [None] * self._k]
+        sizes = self._moved.get(n)
+        if sizes is None or any(map(operator.gt, sizes, self._caps)):
+            sizes = self._solved(n, caps)
+        is_probe = self._steps % PROBE_EVERY == PROBE_EVERY - 1
+        return _with_probes(sizes) if is_probe and 0 in sizes else sizes
+
+    def learn(self, step: StepUsage) -> None:
+        """Takes in a step: what each device had, and how long it took."""
+        self._steps += 1
+        self._rest -= 1
+        if self._steps <= WARM_UP:
+            return
+        for device, samples, spent in zip(
+            self._devices, step.sizes, step.busy_seconds, strict=True
+        ):
+            if samples and spent > 0:
+                device.add(samples, spent)
+        self._doubt()
+        is_known = all(device.steps and not device.is_in_doubt for device in self._devices)
+        if self._rest <= 0 and is_known:
+            self._decide(step.sizes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learnt, in plain numbers."""
+        return {
+            "steps": [list(map(list, device.steps)) for device in self._devices],
+            "lines": None if self._lines is None else list(map(list, self._lines)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another left off; with another number of devices it begins anew."""
+        if len(state["steps"]) != len(self._devices):
+            return
+        for device, steps in zip(self._devices, state["steps"], strict=True):
+            device.steps = [(int(n), float(seconds)) for n, seconds in steps]
+        lines = state["lines"]
+        self._lines = None if lines is None else [(float(a), float(b)) for a, b in lines]
+
+    def _solved(self, n: int, caps: Caps | None) -> Sizes:
+        lines = self._lines or [(0.0, 1.0)] * self._k
+        fixed, per_sample = zip(*lines, strict=True)
+        return _solve(n, fixed, per_sample, None if caps is None else tuple(caps))
+
+    def _decide(self, sizes: Sizes) -> None:
+        """Rests, moves one sample or solves anew, by the times of a batch of these sizes."""
+        ends = {k: self._end(k, size) for k, size in enumerate(sizes) if size}
+        slowest = max(ends, key=ends.__getitem__)
+        # Nothing can move to a device that is at its cap.
+        fastest = min(
+            (k for k in ends if sizes[k] < self._caps[k]), key=ends.__getitem__, default=slowest
+        )
+        spread = (ends[slowest] - ends[fastest]) / ends[slowest]
+        # A few steps may agree by chance: noise that has been seen is forgotten slowly.
+        self._noise = max(0.95 * self._noise, *(self._devices[k].noise(sizes[k]) for k in ends))
+        if spread < max(REST, SIGNAL * self._noise):
+            return
+        self._doubts = 0
+        if spread <= NUDGE:
+            moved = list(sizes)
+            moved[slowest] -= 1
+            moved[fastest] += 1
+            if self._end(fastest, moved[fastest]) < ends[slowest]:
+                self._moved[sum(sizes)] = tuple(moved)
+        else:
+            self._lines = [device.line() or (0.0, 0.0) for device in self._devices]
+            self._moved.clear()
+        self._rest = COOLDOWN
+
+    def _doubt(self) -> None:
+        """Goes back to even if for long nothing but noise has spoken for another split."""
+        is_even = self._lines is None and not self._moved
+        self._doubts = 0 if is_even or self._noise < REST else self._doubts + 1
+        if self._doubts >= PATIENCE:
+            self._lines, self._doubts = None, 0
+            self._moved.clear()
+
+    def _end(self, k: int, samples: int) -> float:
+        return self._devices[k].seconds(samples) or 0.0
+
+
+def _with_probes(sizes: Sizes) -> Sizes:
+    """One sample for each idle device, from those that have most."""
+    probing = list(sizes)
+    for k, size in enumerate(sizes):
+        most = max(range(len(sizes)), key=probing.__getitem__)
+        if size == 0 and probing[most] > 1:
+            probing[most] -= 1
+            probing[k] = 1
+    return tuple(probing)

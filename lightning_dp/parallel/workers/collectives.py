@@ -1,0 +1,250 @@
+"""Collectives: what replicas tell each other in the middle of a call.
+
+Called in a replica, each of them waits until all replicas that have samples have called it, and
+gives all of them what one device would have with the whole batch. Outside of replicas there is
+nobody to wait for: they return what they were given, as on one device.
+
+Gradients flow through: the graph of one replica then goes on in the others, and the step's backward
+runs through all of them at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Number
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.batch import gather, to_device, tree, weighted_mean
+from lightning_dp.parallel.workers.participant import current_participant
+from lightning_dp.parallel.workers.rendezvous import Rendezvous
+
+T = TypeVar("T")
+
+_OPS = {
+    "mean": "mean",
+    "avg": "mean",
+    "sum": "sum",
+    "min": "min",
+    "max": "max",
+    "product": "product",
+    "prod": "product",
+}
+
+
+def all_gather(x: T) -> T:
+    """The batch's `x`, in every replica: tensors are joined as a step's outputs are.
+
+    Tensors with a row for each sample are concatenated in the order of the batch, whatever the
+    sizes of the shards; 0-dim floating tensors become their mean, weighted by shard size. See
+    `gather` for the whole table. Each replica gets tensors of its own, on its device.
+
+    Args:
+        x: a tensor, or containers of tensors of the same structure on every replica.
+
+    Raises:
+        RendezvousError: a replica ended its call, or is at another collective.
+        GatherError: the structures differ.
+    """
+    return meet("all_gather", x, _all_gather)
+
+
+def reduce(x: T, op: Any = "mean") -> T:
+    """The replicas' tensors or numbers `x` in one, in every replica.
+
+    Args:
+        x: a tensor of the same shape on every replica, or a number.
+        op: `"mean"` (or `"avg"`), weighted by shard size, which makes of the shards' means that of
+            the batch; `"sum"`, `"min"`, `"max"`, `"product"`; or a `torch.distributed.ReduceOp`.
+
+    Raises:
+        RendezvousError: a replica ended its call, or is at another collective.
+        ValueError: an unknown `op`, or the shapes differ.
+    """
+    name = op if current_participant() is None else _name_of(op)
+    return meet(f"reduce with op={name!r}", x, partial(_reduce, name))
+
+
+def broadcast(x: T, src: int = 0) -> T:
+    """The `x` of one replica in all of them; its tensors on each one's device.
+
+    Args:
+        x: anything; what is not a tensor or a container of tensors is shared.
+        src: which replica's, counted among those that have samples.
+
+    Raises:
+        RendezvousError: a replica ended its call, or is at another collective.
+        ValueError: there is no such replica.
+    """
+    return meet(f"broadcast from {src}", x, partial(_broadcast, src))
+
+
+def barrier(name: str | None = None) -> None:
+    """Waits for all replicas.
+
+    Args:
+        name: for the error if one does not come.
+
+    Raises:
+        RendezvousError: a replica ended its call, or is at another collective.
+    """
+    meet(
+        "barrier" if name is None else f"barrier {name!r}", None, lambda rendezvous, values: values
+    )
+
+
+def decide(decision: bool, *, everybody: bool = True) -> bool:
+    """Whether all replicas, or with `everybody=False` any of them, say so."""
+    rule = all if everybody else any
+    act = lambda rendezvous, values: [rule(values)] * len(values)  # noqa: E731
+    return meet("reduce_boolean_decision", bool(decision), act)
+
+
+def must_meet(what: str) -> bool:
+    """Whether there are other replicas to wait for, in a collective that people know as `what`."""
+    participant = current_participant()
+    if participant is None:
+        _refuse_recomputation(what)
+    return participant is not None and len(participant.rendezvous.participants) > 1
+
+
+def meet(what: str, x: T, act: Callable[[Rendezvous, list[Any]], Sequence[Any]]) -> T:
+    """A collective of one's own: what `act` makes of the replicas' `x`, see `Participant.meet`.
+
+    Where there are no other replicas it is `x`.
+    """
+    if not must_meet(what) or (participant := current_participant()) is None:
+        return x
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    result: T = participant.meet(what, (x, modes), partial(_in_replicas_modes, act))
+    return result
+
+
+def _in_replicas_modes(
+    act: Callable[[Rendezvous, list[Any]], Sequence[Any]],
+    rendezvous: Rendezvous,
+    brought: list[Any],
+) -> Sequence[Any]:
+    """Acts under the modes of the code that calls the collective, which may not be the host's."""
+    values = [value for value, _ in brought]
+    grad, inference = brought[0][1]
+    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+        return act(rendezvous, values)
+
+
+def _refuse_recomputation(what: str) -> None:
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
+            "recomputes the part of the step that calls it, where the replicas do not meet. Leave "
+            "this part out of the checkpoint."
+        )
+
+
+def _all_gather(rendezvous: Rendezvous, values: list[Any]) -> list[Any]:
+    sizes, order, devices = rendezvous.sizes, rendezvous.order, _devices(rendezvous)
+    linked = [link(rendezvous, value) for value in values]
+    joined = [
+        gather(linked, device, rendezvous.dim, sizes=sizes, order=order) for device in devices
+    ]
+    return [_own(node, linked) for node in joined]
+
+
+def _reduce(op: str, rendezvous: Rendezvous, values: list[Any]) -> list[Any]:
+    if not all(isinstance(value, Tensor | Number) for value in values):
+        return values
+    device = rendezvous.participants[0].device
+    tensors = [torch.as_tensor(to_device(link(rendezvous, value), device)) for value in values]
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"Expected tensors of one shape to reduce, got {shapes}. Use all_gather for those that "
+            "have a row for each sample."
+        )
+    total = _reduced(op, tensors, rendezvous.sizes or [1] * len(tensors)).to(tensors[0].dtype)
+    if not isinstance(values[0], Tensor):
+        return [total.item()] * len(values)
+    return [total.to(device, copy=True) for device in _devices(rendezvous)]
+
+
+def _reduced(op: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    if op == "mean":
+        exact = [t if t.is_floating_point() or t.is_complex() else t.double() for t in tensors]
+        return weighted_mean(exact, list(map(float, sizes)))
+    stacked = torch.stack(tensors)
+    if op == "product":
+        return stacked.prod(0)
+    if op == "sum":
+        return stacked.sum(0)
+    return stacked.amin(0) if op == "min" else stacked.amax(0)
+
+
+def _broadcast(src: int, rendezvous: Rendezvous, values: list[Any]) -> list[Any]:
+    if not 0 <= src < len(values):
+        raise ValueError(
+            f"broadcast: expected src from 0 to {len(values) - 1}, one of the {len(values)} "
+            f"replicas that have samples, got {src}."
+        )
+    source = link(rendezvous, values[src])
+    copies = [_own(to_device(source, device), [source]) for device in _devices(rendezvous)]
+    copies[src] = values[src]
+    return copies
+
+
+def link(rendezvous: Rendezvous, node: Any) -> Any:
+    """Prepares a replica's tensors for the graphs of other replicas."""
+
+    def linked(leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
+            return leaf
+        rendezvous.crossed = True
+        return _Link.apply(leaf, rendezvous)  # type: ignore[no-untyped-call]
+
+    return tree.map_leaves(linked, node)
+
+
+class _Link(torch.autograd.Function):
+    """Where the graph of a replica goes on in others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rendezvous: Rendezvous) -> Tensor:
+        ctx.rendezvous = rendezvous
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.rendezvous.is_open and not ctx.rendezvous.is_conducting:
+            raise RuntimeError(
+                "Expected no backward and no torch.autograd.grad through a collective (all_gather, "
+                "or batch norm with sync_batchnorm=True) inside of training_step: other replicas "
+                "are part of this graph, and their losses are not there yet. Return the loss, or "
+                'use DataParallelStrategy(mode="forward").'
+            )
+        return gradient, None
+
+
+def _own(node: Any, others: Any) -> Any:
+    """A replica's own tensors: those that others have too are copied."""
+    shared = {id(leaf) for leaf in tree.leaves(others)}
+
+    def own(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in shared else leaf
+
+    return tree.map_leaves(own, node)
+
+
+def _devices(rendezvous: Rendezvous) -> list[torch.device]:
+    return [participant.device for participant in rendezvous.participants]
+
+
+def _name_of(op: Any) -> str:
+    """Of an operation, as people or `torch.distributed` name it."""
+    text = op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]
+    if text.lower() not in _OPS:
+        raise ValueError(
+            f"reduce: expected op 'mean', 'sum', 'min', 'max' or 'product', got {op!r}."
+        )
+    return _OPS[text.lower()]

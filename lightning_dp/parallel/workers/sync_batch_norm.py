@@ -1,0 +1,164 @@
+"""Batch norm over all replicas: the mean and the variance of the whole batch.
+
+Every replica takes the moments of its shard; they meet, and merge them into those of the batch
+(Chan et al., "Algorithms for computing the sample variance", 1983: no large numbers are
+subtracted). The merged moments are functions of all replicas' inputs: the step's backward goes
+through all graphs, and so brings each replica what the others' losses owe it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_dp.parallel.workers.collectives import link, meet, must_meet
+from lightning_dp.parallel.workers.rendezvous import Rendezvous
+
+Moments: TypeAlias = tuple[int, Tensor, Tensor]
+"""Values per channel, their means [C] and their variances [C], divided by their number."""
+
+
+def forward(self: _BatchNorm, x: Tensor) -> Tensor:
+    """Stands for the `forward` of a batch norm layer whose statistics are those of the batch.
+
+    Outside of replicas, where one replica has the whole batch, and where the running statistics
+    normalise, the layer's own forward does the same.
+
+    Args:
+        self: the layer.
+        x: input of shape [N, C, ...].
+
+    Raises:
+        ValueError: the batch has only one value per channel, as on one device.
+        RendezvousError: another replica does not call the layer.
+    """
+    uses_batch = self.training or (self.running_mean is None and self.running_var is None)
+    if not uses_batch or not must_meet("batch norm"):
+        return type(self).forward(self, x)
+    self._check_input_dim(x)  # type: ignore[no-untyped-call]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    mean, var = _Moments.apply(x, wide)  # type: ignore[no-untyped-call]
+    own: Moments = (x.numel() // x.size(1), mean, var)
+    n, mean, var = meet("batch norm", own, _merge)
+    if self.training and self.track_running_stats:
+        _track(self, n, mean.detach(), var.detach())
+    invstd = torch.rsqrt(var + self.eps)
+    result: Tensor = _Normalize.apply(x, mean, invstd, self.weight, self.bias)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _merge(rendezvous: Rendezvous, moments: list[Moments]) -> list[Moments]:
+    total = sum(n for n, _, _ in moments)
+    if total == 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training with batch norm, got 1 in the "
+            "whole batch. Use larger batches, or drop_last=True in the DataLoader."
+        )
+    device = rendezvous.participants[0].device
+    linked = [(link(rendezvous, mean), link(rendezvous, var)) for _, mean, var in moments]
+    means = torch.stack([mean.to(device) for mean, _ in linked])
+    variances = torch.stack([var.to(device) for _, var in linked])
+    weights = torch.tensor([[n / total] for n, _, _ in moments], dtype=means.dtype, device=device)
+    mean = (weights * means).sum(0)
+    var = (weights * (variances + (means - mean).square())).sum(0)
+    return [
+        (total, mean.to(participant.device), var.to(participant.device))
+        for participant in rendezvous.participants
+    ]
+
+
+@torch.no_grad()
+def _track(layer: _BatchNorm, n: int, mean: Tensor, var: Tensor) -> None:
+    """Updates a replica's running statistics, which are then those of all replicas.
+
+    They are written without a trace, as by the layer's own forward.
+    """
+    factor = layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(layer.num_batches_tracked)
+    unbiased = var * (n / (n - 1))
+    for running, value in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+        if running is not None:
+            running.data.mul_(1 - (factor or 0.0)).add_(
+                value.to(running.dtype), alpha=factor or 0.0
+            )
+
+
+def can_be_synced(module: nn.Module) -> bool:
+    """Whether a module is a batch norm layer whose `forward` is torch's own."""
+    is_own = "forward" not in module.__dict__ and type(module).forward is _BatchNorm.forward
+    return isinstance(module, _BatchNorm) and is_own
+
+
+def _channels(vector: Tensor, x: Tensor) -> Tensor:
+    """A vector [C] in a shape that goes with x, [N, C, ...]."""
+    return vector.view([1, -1] + [1] * (x.dim() - 2))
+
+
+def _per_channel(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+class _Moments(torch.autograd.Function):
+    """Mean and variance of each channel, in at least single precision; saves the input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        var, mean = torch.var_mean(x.to(wide), _per_channel(x), correction=0)
+        ctx.save_for_backward(x, mean)
+        return mean, var
+
+    @staticmethod
+    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> tuple[Tensor, None]:
+        _refuse_second_derivatives()
+        x, mean = ctx.saved_tensors
+        n = x.numel() // x.size(1)
+        gradient = (x.to(mean.dtype) - _channels(mean, x)).mul_(_channels(of_var * (2 / n), x))
+        return gradient.add_(_channels(of_mean / n, x)).to(x.dtype), None
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) * invstd * weight + bias; saves no other tensor of the input's size than x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, invstd, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        y = (x.to(mean.dtype) - _channels(mean, x)).mul_(_channels(_scale(invstd, weight), x))
+        if bias is not None:
+            y.add_(_channels(bias, x))
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        x, mean, invstd, weight = ctx.saved_tensors
+        wide, dims = of_y.to(mean.dtype), _per_channel(x)
+        scale = _scale(invstd, weight)
+        total = wide.sum(dims)
+        product = (x.to(mean.dtype) - _channels(mean, x)).mul_(wide).sum(dims)
+        of_weight = None if weight is None else (product * invstd).to(weight.dtype)
+        of_bias = None if ctx.bias_dtype is None else total.to(ctx.bias_dtype)
+        of_invstd = product if weight is None else product * weight
+        of_x = (wide * _channels(scale, x)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        return of_x, -total * scale, of_invstd, of_weight, of_bias
+
+
+def _scale(invstd: Tensor, weight: Tensor | None) -> Tensor:
+    return invstd if weight is None else invstd * weight
+
+
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Expected no create_graph=True in a backward through batch norm with "
+            "sync_batchnorm=True: its gradients have no graph. Leave out sync_batchnorm, or use a "
+            "norm over each sample (GroupNorm, LayerNorm)."
+        )

@@ -1,0 +1,15 @@
+"""State: what a step leaves on `self` and in its optimizers.
+
+Decided here: how containers that every replica has filled become one (`containers`), which of the
+attributes that a step has bound stay (`module_state`), and that options of optimizers change once
+(`optimizer_groups`).
+"""
+
+from lightning_dp.state.module_state import ModuleState, StateMemory
+from lightning_dp.state.optimizer_groups import changed_once
+
+__all__ = [
+    "ModuleState",
+    "StateMemory",
+    "changed_once",
+]

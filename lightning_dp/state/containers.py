@@ -1,0 +1,294 @@
+"""What steps do to containers on `self`: the replicas' copies become what one device would have."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.batch import Shards, gather, to_device, tree
+from lightning_dp.parallel.split import Order, batch_order
+
+Path: TypeAlias = tuple[Any, ...]
+
+_ABSENT = object()
+
+
+class Merge:
+    """Brings what the replicas did to their containers into the root's.
+
+    The k-th new items of all replicas' lists are gathered into the one item that one device would
+    have appended. Where they appended one item per sample, or different numbers of items, the items
+    follow each other in shard order. Items that went from the front of a list or deque go. Values
+    under new keys of a dict are gathered; an entry that only some replicas have written is theirs,
+    that of the last samples; counts are added up. Tuples and containers in containers are entered.
+
+    Args:
+        output_device: where the items end up.
+        args: what the step was called with besides its shard.
+        shards: the step's shards.
+        per_sample: which lists get one item per sample, and which counts one per sample, from
+            step to step.
+    """
+
+    def __init__(
+        self,
+        output_device: torch.device,
+        args: tuple[Any, ...],
+        shards: Shards,
+        per_sample: dict[Path, bool],
+    ) -> None:
+        self._output_device = output_device
+        self._args = args
+        self._sizes = shards.active_sizes
+        self._order = shards.active_order
+        self._per_sample = per_sample
+
+    def into(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
+        """Makes `root` of what it was `before` and is `after` the step on every replica.
+
+        Yields:
+            The paths of entries that all replicas have written, with different values: the
+            first one's stays.
+        """
+        if any(type(other) is not type(before) for other in [*after, root]):
+            return
+        if isinstance(before, tuple):
+            yield from self._entries(path, before, after, root, range(len(before)))
+        elif isinstance(before, dict):
+            yield from self._into_dict(path, before, after, root)
+        else:
+            yield from self._into_list(path, before, after, root)
+
+    def _into_list(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
+        if any(_has_other_entries(before, other) for other in after):
+            yield from self._entries(path, before, after, root, range(len(before)))
+            return
+        gone = [_gone(before, other) for other in after]
+        count = len(before) - gone[0]  # of items that stay
+        kept = list(root)[:count] if root is after[0] else list(root)[gone[0] :]
+        for i, item in enumerate(kept):
+            if is_container(item):
+                others = [other[i] for other in after]
+                yield from self.into((*path, i), before[gone[0] + i], others, item)
+        tails = [list(other)[len(before) - n :] for other, n in zip(after, gone, strict=True)]
+        if any(tails) or gone[0]:
+            in_turn = _overflows(before, tails)
+            new = self._appended(path, tails, self._sizes, self._order, in_turn=in_turn)
+            root.clear()
+            root.extend([*kept, *new])
+
+    def _entries(
+        self, path: Path, before: Any, after: list[Any], root: Any, keys: Iterator[Any] | range
+    ) -> Iterator[Path]:
+        """Entries that were there before the step."""
+        for key in keys:
+            old = before[key]
+            values = [other[key] if _has(other, key) else _ABSENT for other in after]
+            if is_container(old):
+                now = root[key] if _has(root, key) else None
+                yield from self.into((*path, key), old, values, now)
+            elif not all(value is old for value in values):
+                yield from self._entry((*path, key), old, values, root)
+
+    def _entry(self, path: Path, old: Any, values: list[Any], root: Any) -> Iterator[Path]:
+        written = [value for value in values if value is not old]
+        by_all = len(written) == len(values)
+        new = written[0] if by_all else written[-1]
+        if new is _ABSENT:
+            root.pop(path[-1], None)
+        else:
+            root[path[-1]] = to_device(new, self._output_device)
+        if by_all and not all(agree(new, value) for value in written):
+            yield path
+
+    def _into_dict(
+        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
+    ) -> Iterator[Path]:
+        if _counts(before):
+            self._count(path, before, after, root)
+            return
+        self._look_for_labels(path, before, after)
+        yield from self._entries(path, before, after, root, iter(before))
+        for key in dict.fromkeys(k for other in after for k in other if k not in before):
+            present = [i for i, other in enumerate(after) if key in other]
+            values = [after[i][key] for i in present]
+            sizes = [self._sizes[i] for i in present]
+            order = None if self._order is None else [self._order[i] for i in present]
+            if all(type(value) is list for value in values):
+                root[key] = self._appended((*path, key), values, sizes, order)
+            elif len(values) == len(after) and isinstance(values[0], defaultdict | Counter):
+                empty = copied(values[0])
+                empty.clear()
+                root[key] = copied(empty)
+                yield from self.into((*path, key), empty, values, root[key])
+            else:
+                root[key] = self._gathered(values, sizes, order)
+
+    def _count(
+        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
+    ) -> None:
+        """Samples are counted by each replica, batches by all of them."""
+        keys = dict.fromkeys(key for other in after for key in other)
+        added = [{k: other[k] - before.get(k, 0) for k in keys if k in other} for other in after]
+        differ = any(counts != added[0] for counts in added)
+        if max(self._sizes) > 1:
+            totals = [sum(counts.values()) for counts in added]
+            self._per_sample[path] = differ or totals == self._sizes
+        # Of batches, one replica's count is right; the root's own, where it had no samples, is not.
+        counted = added if differ or self._per_sample.get(path, True) else added[:1]
+        for key in keys:
+            root[key] = before.get(key, 0) + sum(counts.get(key, 0) for counts in counted)
+
+    def _look_for_labels(
+        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]]
+    ) -> None:
+        """Lists under integers, to which replicas append differently often, are of samples."""
+        keys = dict.fromkeys(key for other in after for key in other)
+        lists = [[other.get(key, []) for other in after] for key in keys]
+        if not keys or not all(type(key) is int for key in keys):
+            return
+        if all(isinstance(items, list) for row in lists for items in row):
+            olds = [before.get(key, []) for key in keys]
+            counts = [
+                [len(x) - len(old) for x in row] for row, old in zip(lists, olds, strict=True)
+            ]
+            if any(len(set(row)) > 1 for row in counts):
+                self._per_sample.update(dict.fromkeys(((*path, key) for key in keys), True))
+
+    def _gathered(self, values: list[Any], sizes: list[int], order: Order | None) -> Any:
+        device, args = self._output_device, self._args
+        return gather(values, device, sizes=sizes, constants=args, order=order)
+
+    def _appended(
+        self,
+        path: Path,
+        tails: list[list[Any]],
+        sizes: list[int],
+        order: Order | None,
+        *,
+        in_turn: bool = False,
+    ) -> list[Any]:
+        """The items that one device would have appended; in turn, if they are surely samples'."""
+        counts = [len(tail) for tail in tails]
+        known = self._per_sample
+        differ = len(set(counts)) > 1
+        if max(sizes) > 1 and any(counts) and not (known.get(path) and type(path[-1]) is int):
+            known[path] = counts == sizes or differ
+        if in_turn or differ or known.get(path, _are_labels(tails)):
+            appended = [to_device(item, self._output_device) for tail in tails for item in tail]
+            places = None if order is None or counts != sizes else batch_order(order)
+            return appended if places is None else [appended[i] for i in places]
+        return [self._gathered(list(items), sizes, order) for items in zip(*tails, strict=True)]
+
+
+def is_container(value: Any) -> bool:
+    """Whether steps may put something into a value, or into what is in it."""
+    if type(value) is tuple:
+        return any(map(is_container, value))
+    return isinstance(value, list | dict) or type(value) is deque
+
+
+def agree(a: Any, b: Any) -> bool:
+    """Whether two replicas have equal values, each on its device."""
+    pairs = list(zip(tree.leaves(a), tree.leaves(b), strict=False))
+    return len(tree.leaves(b)) == len(pairs) == len(tree.leaves(a)) and all(
+        tree.equal(x, y.to(x.device) if isinstance(x, Tensor) and isinstance(y, Tensor) else y)
+        for x, y in pairs
+    )
+
+
+def copied(node: Any) -> Any:
+    """Containers anew, with the same items.
+
+    Example:
+        >>> before = ([1], deque([2], maxlen=3))
+        >>> after = copied(before)
+        >>> after, after[0] is before[0]
+        (([1], deque([2], maxlen=3)), False)
+    """
+    if isinstance(node, dict):
+        clone = copy.copy(node)
+        for key, item in node.items():
+            clone[key] = copied(item)
+        return clone
+    if type(node) is deque:
+        return deque(map(copied, node), node.maxlen)
+    if type(node) is list or (type(node) is tuple and is_container(node)):
+        return type(node)(map(copied, node))
+    return node
+
+
+def refill(container: Any, items: Any) -> None:
+    """Gives a container, and those in it, the items back that it had when these were copied."""
+    if container is items:
+        return
+    keys = list(items) if isinstance(items, dict) else range(len(items))
+    kept = {key: items[key] for key in keys}
+    for key, item in kept.items():
+        now = container[key] if _has(container, key) else None
+        if is_container(item) and type(now) is type(item):
+            refill(now, item)
+            kept[key] = now
+    if isinstance(container, dict):
+        container.clear()
+        container.update(kept)
+    elif not isinstance(container, tuple):
+        container.clear()
+        container.extend(kept.values())
+
+
+def _has(container: Any, key: Any) -> bool:
+    return key in container if isinstance(container, dict) else key < len(container)
+
+
+def _has_other_entries(before: Any, after: Any) -> bool:
+    """Whether a list has the length that it had, and other items in some of its places."""
+    if len(before) != len(after) or all(map(is_, before, after)):
+        return False
+    same = list(map(_same, before, after))
+    return any(same) and not all(same) and _gone(before, after) == len(before)
+
+
+def _gone(before: Any, after: Any) -> int:
+    """How many items a step has taken from the front: with the others the list begins now.
+
+    Example:
+        >>> [_gone(list("ab"), list(after)) for after in ("abc", "bc", "c", "")]
+        [0, 1, 2, 2]
+    """
+    if len(before) <= len(after) and all(map(is_, before, after)):
+        return 0  # nearly always
+    items, new = list(before), list(after)
+    for n in range(len(items) if new else 0):
+        fits = len(items) - n <= len(new) and _same(items[n], new[0])
+        if fits and all(map(_same, items[n:], new)):
+            return n
+    return len(items)
+
+
+def _overflows(before: Any, tails: Sequence[list[Any]]) -> bool:
+    """Whether a deque got as many items in one step as it holds: those are one per sample."""
+    limit = before.maxlen if isinstance(before, deque) else None
+    return limit is not None and limit > 1 and all(len(tail) == limit for tail in tails)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two items are the same; copied containers are, if they are of one type."""
+    return a is b or (is_container(a) and type(a) is type(b))
+
+
+def _counts(node: dict[Any, Any]) -> bool:
+    """Whether a dict is for counting: a `Counter`, or a `defaultdict` of numbers."""
+    is_default = isinstance(node, defaultdict) and node.default_factory in (int, float)
+    return isinstance(node, Counter) or is_default
+
+
+def _are_labels(tails: Sequence[list[Any]]) -> bool:
+    """Integers and strings of shards of one sample: each belongs to its sample."""
+    return all(isinstance(item, int | str) for tail in tails for item in tail)

@@ -1,0 +1,107 @@
+"""Options of optimizers that a step changes: changed once, however many replicas do it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_dp.parallel.workers import current_participant
+
+Options = dict[str, Any]
+
+
+@contextlib.contextmanager
+def changed_once(
+    optimizers: Sequence[Optimizer], leader: int, *, is_rerun: bool = False
+) -> Iterator[None]:
+    """While it lasts, `group["lr"] *= 0.9` in every replica's step takes effect once.
+
+    One replica's change is the optimizer's; each of the others sees what it has written itself. A
+    rerun, and a step that did not fit and will run again, change nothing.
+
+    Args:
+        optimizers: those whose groups are changed.
+        leader: the replica whose changes count.
+        is_rerun: whether the step has run before.
+    """
+    shared = [(optimizer.param_groups, _share(optimizer, leader)) for optimizer in optimizers]
+    keeps = not is_rerun
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        keeps = False
+        raise
+    finally:
+        for groups, own in shared:
+            # Those that were added in the meantime come after these.
+            groups[: len(own)] = [group.release(keeps) for group in own]
+
+
+def _share(optimizer: Optimizer, leader: int) -> list[_SharedGroup]:
+    own = [_SharedGroup(group, leader) for group in optimizer.param_groups]
+    optimizer.param_groups[:] = own
+    return own
+
+
+class _SharedGroup(Options):
+    """A group of an optimizer, of whose options every replica but the leader has a copy."""
+
+    def __init__(self, group: Options, leader: int) -> None:
+        super().__init__(group)
+        self._group = group
+        self._leader = leader
+        self._before = dict(group)
+        self._copied = dict(group)  # what the copies begin with
+        self._copies: dict[int, Options] = {}
+
+    def release(self, keeps: bool) -> Options:
+        """The optimizer's own group, with the changes if they are to be kept."""
+        now = dict(self)
+        if keeps and (now.keys() != self._before.keys() or self._differs(now)):
+            self._group.clear()
+            self._group.update(now)
+        return self._group
+
+    def _differs(self, now: Options) -> bool:
+        return any(now[key] is not value for key, value in self._before.items())
+
+    def _own(self) -> Options | None:
+        """The calling replica's copy; None for the leader, and for code outside of replicas."""
+        participant = current_participant()
+        if participant is None or participant.replica == self._leader:
+            return None
+        return self._copies.setdefault(participant.replica, dict(self._copied))
+
+    def __getitem__(self, key: str) -> Any:
+        own = self._own()
+        return super().__getitem__(key) if own is None else own[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As `dict.get`."""
+        own = self._own()
+        return super().get(key, default) if own is None else own.get(key, default)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        own = self._own()
+        if own is not None:
+            own[key] = value
+            return
+        super().__setitem__(key, value)
+        if current_participant() is None:  # all replicas stand still
+            self._copied[key] = value
+            for copy in self._copies.values():
+                copy[key] = value
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As `dict.update`."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """As `dict.setdefault`."""
+        own = self._own()
+        return super().setdefault(key, default) if own is None else own.setdefault(key, default)

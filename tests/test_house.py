@@ -1,0 +1,117 @@
+"""The house: which wing may import which, and that a wing offers what its `__init__` names."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from programs import ROOT
+
+PACKAGE = ROOT / "lightning_dp"
+
+FLOORS = [
+    ["__main__"],
+    ["app"],
+    ["__init__", "convert", "pytorch_lightning"],
+    ["strategy"],
+    ["first_step"],
+    ["modes"],
+    ["manual_optimization", "layer_sync", "metrics"],
+    ["state", "checkpointing", "monitor"],
+    ["one_process", "table"],
+    ["parallel.data_parallel", "parallel.primitives", "parallel.manual"],
+    ["parallel.step", "parallel.forward"],
+    ["parallel.engine"],
+    ["parallel.out_of_memory", "parallel.gradients"],
+    ["parallel.replicas", "parallel.workers", "parallel.meter"],
+    ["parallel.batch"],
+    ["parallel.links"],
+    ["parallel.split", "parallel.devices", "parallel.checks", "parallel.ranges", "keys"],
+]
+"""Top to bottom; what is on one floor does not import each other."""
+
+WINGS = {
+    ".".join(file.parent.relative_to(PACKAGE).parts)
+    for file in PACKAGE.rglob("__init__.py")
+    if file.parent not in (PACKAGE, PACKAGE / "parallel")
+}
+LEVELS = {room: level for level, floor in enumerate(reversed(FLOORS)) for room in floor}
+
+
+def room_of(module: str) -> str:
+    """The wing that a module belongs to, or the module itself, without the package's name."""
+    parts = module.split(".")[1:]
+    depth = 2 if parts[:1] == ["parallel"] else 1
+    return ".".join(parts[:depth]) or "__init__"
+
+
+def imports(file: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of all that a file imports from the package."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_dp"):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            yield from ((name, "") for name in names if name.startswith("lightning_dp"))
+
+
+def arrows() -> Iterator[tuple[str, str, str, str, str]]:
+    """File, its room, the imported room, the module and the name, where a room imports another."""
+    for file in PACKAGE.rglob("*.py"):
+        parts = file.relative_to(PACKAGE).with_suffix("").parts
+        module = ".".join(("lightning_dp", *(p for p in parts if p != "__init__")))
+        here = room_of(module)
+        for target, name in imports(file):
+            is_module = (PACKAGE / Path(*target.split(".")[1:]) / f"{name}.py").exists()
+            is_room = target in ("lightning_dp", "lightning_dp.parallel")
+            there = room_of(f"{target}.{name}" if is_module and is_room else target)
+            if here != there:
+                yield ".".join(parts), here, there, target, name
+
+
+@pytest.mark.parametrize("here, there", sorted({arrow[1:3] for arrow in arrows()}))
+def test_a_room_imports_what_is_below_it(here: str, there: str) -> None:
+    if here == "sim":
+        pytest.fail(f"sim stands apart, and imports {there}")
+    if there == "sim":
+        assert here == "app", f"{here} imports sim, which app, examples and tests alone may use"
+        return
+    assert LEVELS[there] < LEVELS[here], f"{here} imports {there}, which is not below it"
+
+
+def test_a_wing_is_asked_for_what_it_offers() -> None:
+    past = [
+        f"{file} imports {name} from {target}"
+        for file, _, there, target, name in arrows()
+        if there in WINGS - {"sim", "app"} and target != f"lightning_dp.{there}"
+    ]
+    assert not past, past
+
+
+@pytest.mark.parametrize("wing", sorted(WINGS - {"app", "sim"}))
+def test_a_wing_says_what_is_decided_there_and_names_what_it_offers(wing: str) -> None:
+    tree = ast.parse((PACKAGE / Path(*wing.split(".")) / "__init__.py").read_text())
+    paragraphs = (ast.get_docstring(tree) or "").split("\n\n")
+    assert any(text.startswith("Decided here:") for text in paragraphs)
+    offered = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert offered and offered[0]
+
+
+def test_every_room_has_its_floor() -> None:
+    files = {".".join(f.relative_to(PACKAGE).with_suffix("").parts) for f in PACKAGE.rglob("*.py")}
+    rooms = {room_of(f"lightning_dp.{name}") for name in files if name != "parallel.__init__"}
+    assert rooms - {"sim"} == set(LEVELS)
+
+
+def test_every_split_is_importable_by_its_name() -> None:
+    from lightning_dp.parallel.split import by_cost, chunk, even, minimax, weighted
+
+    assert even(9, 4) == (3, 2, 2, 2) and chunk(9, 4) == (3, 3, 3, 0)
+    assert weighted(8, [1, 3]) == (2, 6) and minimax(4, [0, 0], [1, 1]) == (2, 2)
+    assert by_cost([3, 1], 2) == [[0], [1]]

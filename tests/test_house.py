@@ -28,7 +28,14 @@ FLOORS = [
     ["parallel.replicas", "parallel.workers", "parallel.meter"],
     ["parallel.batch"],
     ["parallel.links"],
-    ["parallel.split", "parallel.devices", "parallel.checks", "parallel.ranges", "keys"],
+    [
+        "parallel.split",
+        "parallel.devices",
+        "parallel.checks",
+        "parallel.ranges",
+        "parallel.replaced",
+        "keys",
+    ],
 ]
 """Top to bottom; what is on one floor does not import each other."""
 

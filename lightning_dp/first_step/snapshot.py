@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_dp.parallel.gradients import (
+    GradientsAside,
+    HooksOff,
+    clear_gradients,
+    hooked_positions,
+)
 
 Restore = Callable[[], None]
 
@@ -30,7 +37,7 @@ _LEFT_ALONE = (set(sys.stdlib_module_names) - _BASES) | _FRAMEWORKS | _TRACKERS
 """Packages whose objects are not looked into, unless they are modules or containers."""
 
 
-class Before:
+class Snapshot:
     """A module at one moment, with all that hangs on it, and the random numbers to come.
 
     That is the values of parameters, buffers and other tensors and arrays, gradients, the items of
@@ -52,20 +59,22 @@ class Before:
         self._generators = _process_generators(devices)
         self._own_generators: list[Any] = []
         self._objects = self._walk([module, *others])
-        self._parameters = [_Gradient(parameter) for parameter in module.parameters()]
+        self._parameters = list(module.parameters())
+        self._hooks = [HooksOff(self._parameters[i]) for i in hooked_positions(self._parameters)]
+        self._gradients = GradientsAside(self._parameters)
 
     def restore(self) -> None:
         """Puts everything back; gradients are None."""
         for restore in (*self._objects, *self._generators):
             restore()
-        for parameter in self._parameters:
-            parameter.drop()
+        clear_gradients(self._parameters)
 
     def end(self) -> None:
         """Puts everything back, gradients and hooks of parameters too."""
         self.restore()
-        for parameter in self._parameters:
-            parameter.put_back()
+        self._gradients.put_back()
+        for hooks in self._hooks:
+            hooks.put_back()
 
     def reseed(self, seed: int) -> None:
         """Lets all these generators give other numbers, until the next `restore`."""
@@ -92,30 +101,6 @@ class Before:
             if restore is not None and _is_generator(node):
                 self._own_generators.append(node)
         return restores
-
-
-class _Gradient:
-    """The gradient and the hooks of a parameter, taken off."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-        self._before = parameter.grad
-        self._hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        if any(self._hooks):
-            # None would not take them off: autograd goes on with the table it was last given.
-            parameter._backward_hooks = OrderedDict()
-            parameter._post_accumulate_grad_hooks = OrderedDict()
-        self.drop()
-
-    def drop(self) -> None:
-        self._parameter.grad = None
-
-    def put_back(self) -> None:
-        self._parameter.grad = self._before
-        if any(self._hooks):
-            on_gradient, on_parameter = self._hooks
-            self._parameter._backward_hooks = on_gradient
-            self._parameter._post_accumulate_grad_hooks = on_parameter
 
 
 def _look_at(node: Any) -> tuple[Restore | None, Iterable[Any]]:

@@ -19,11 +19,15 @@ class Plan:
         sizes: samples per device.
         order: the positions of each device's samples in the batch; None for the batch's own order.
         loads: what each device's samples cost, where they are split by cost.
+        left_out: samples of the batch that no device gets.
+        whole: whether there is nothing to cut: the root gets the batch as it is.
     """
 
     sizes: Sizes
     order: Order | None = None
     loads: tuple[float, ...] = field(default=(), repr=False)
+    left_out: int = 0
+    whole: bool = False
 
 
 class Planner:
@@ -62,12 +66,14 @@ class Planner:
         sizes = self._capacity[training].trial(n)
         if sizes is None:
             return None
-        self.latest = Plan(sizes)
+        self.latest = Plan(sizes, left_out=n - sum(sizes))
         return self.latest
 
-    def nothing(self) -> None:
-        """A batch in which there is nothing to cut, and so nothing to decide."""
-        self.latest = Plan((0,) * len(self.latest.sizes))
+    def whole(self) -> Plan:
+        """For a batch in which there is nothing to cut, and so nothing to learn of what fits."""
+        k = len(self.latest.sizes)
+        self.latest = Plan((0,) * k)
+        return Plan((1, *[0] * (k - 1)), whole=True)
 
     def learn(self, step: StepUsage | None) -> None:
         """Shows a training step to a policy that learns, once."""
@@ -77,14 +83,14 @@ class Planner:
                 self._learner.learn(step)
             self._learnt = step
 
-    def worked(self, *, training: bool) -> None:
+    def record_success(self, *, training: bool) -> None:
         """The latest plan's step was done."""
-        self._capacity[training].worked(self.latest.sizes)
+        self._capacity[training].record_success(self.latest.sizes)
 
-    def failed(self, devices: Sequence[int], *, training: bool) -> None:
+    def record_oom(self, devices: Sequence[int], *, training: bool) -> None:
         """In the latest plan's step these devices ran out of memory: they get less from now on."""
         if not self.latest.loads:
-            self._capacity[training].failed(self.latest.sizes, devices)
+            self._capacity[training].record_oom(self.latest.sizes, devices)
             return
         for k in devices:
             self._load_caps[training][k] = self.latest.loads[k] * (1 - 1 / MARGIN)

@@ -108,7 +108,7 @@ def must_meet(what: str) -> bool:
     participant = current_participant()
     if participant is None:
         _refuse_recomputation(what)
-    return participant is not None and len(participant.rendezvous.participants) > 1
+    return participant is not None and len(participant.calls.participants) > 1
 
 
 def meet(what: str, x: T, act: Callable[[Rendezvous, list[Any]], Sequence[Any]]) -> T:

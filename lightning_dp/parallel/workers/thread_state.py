@@ -38,10 +38,10 @@ class ThreadState:
     root: torch.device
     grad: bool
     inference: bool
-    autocasts: tuple[tuple[str, torch.dtype, bool], ...]
+    autocasts: Sequence[tuple[str, torch.dtype, bool]]
     default_device: torch.device | None
-    function_modes: tuple[Any, ...]
-    dispatch_modes: tuple[Any, ...]
+    function_modes: Sequence[Any]
+    dispatch_modes: Sequence[Any]
     saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None
     streams: dict[torch.device, torch.Stream | None]
 
@@ -50,21 +50,22 @@ class ThreadState:
         """The calling thread's state, as far as it concerns work on `devices` (root first)."""
         modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         defaults = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
+        kinds = {"cpu", *[device.type for device in devices]}
         cache = torch.is_autocast_cache_enabled()
         return cls(
             root=devices[0],
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocasts=tuple(
+            autocasts=[
                 (kind, torch.get_autocast_dtype(kind), cache)
-                for kind in {"cpu", *(device.type for device in devices)}
+                for kind in kinds
                 if torch.is_autocast_enabled(kind)
-            ),
+            ],
             default_device=defaults[-1] if defaults else None,
-            function_modes=tuple(mode for mode in modes if not isinstance(mode, DeviceContext)),
-            dispatch_modes=tuple(dispatch._get_current_dispatch_mode_stack()),
+            function_modes=[mode for mode in modes if not isinstance(mode, DeviceContext)],
+            dispatch_modes=dispatch._get_current_dispatch_mode_stack(),
             saved_tensors=torch._C._autograd._top_saved_tensors_default_hooks(False),
-            streams={device: current_stream(device) for device in devices},
+            streams={d: current_stream(d) for d in devices if d.type != "cpu"},
         )
 
     @contextlib.contextmanager

@@ -85,17 +85,25 @@ def requested_devices(trainer: Any) -> list[torch.device]:
 # Checkpoints
 
 
-def inner_io(checkpoint_io: Any) -> Any:
-    """What a CheckpointIO wraps, also where it does not offer it as `checkpoint_io`; or None.
+def given_io(strategy: Any) -> Any:
+    """The CheckpointIO that a strategy was given, or None; `checkpoint_io` would give it one."""
+    return found(strategy, "_checkpoint_io")
 
-    Gone: None, and files of the wrapped one are not written atomically.
+
+def wrapped_io(checkpoint_io: Any) -> Any:
+    """The one that another one wraps, whether it offers it as `checkpoint_io` or not; or None.
+
+    Gone: None, and what Lightning's own wrappers wrap writes files in its own way, not atomically.
     """
     return getattr(checkpoint_io, "_checkpoint_io", None)
 
 
-def set_inner_io(checkpoint_io: Any, inner: Any) -> None:
-    """Lets a CheckpointIO wrap another one: to set `checkpoint_io` replaces none that is there."""
-    checkpoint_io._checkpoint_io = inner
+def set_io(owner: Any, checkpoint_io: Any) -> None:
+    """Gives a strategy or a wrapper another CheckpointIO. A wrapper that has one has no other way.
+
+    Only after it has been asked for its own, which shows that the name is still right.
+    """
+    owner._checkpoint_io = checkpoint_io
 
 
 # Loops

@@ -116,12 +116,22 @@ def test_requested_devices_are_in(name: str) -> None:
 def test_checkpoint_io_of_a_wrapper() -> None:
     plain = TorchCheckpointIO()
     wrapper = AsyncCheckpointIO(plain)
-    assert private.inner_io(wrapper) is plain and private.inner_io(plain) is None
+    assert private.wrapped_io(wrapper) is plain and private.wrapped_io(plain) is None
     wrapper.checkpoint_io = TorchCheckpointIO()
     assert wrapper.checkpoint_io is plain, "the public way is for wrappers without one"
     other = TorchCheckpointIO()
-    private.set_inner_io(wrapper, other)
+    private.set_io(wrapper, other)
     assert wrapper.checkpoint_io is other
+
+
+def test_checkpoint_io_of_a_strategy() -> None:
+    plain = TorchCheckpointIO()
+    assert private.given_io(SingleDeviceStrategy("cpu")) is None
+    strategy = SingleDeviceStrategy("cpu", checkpoint_io=plain)
+    assert private.given_io(strategy) is plain is strategy.checkpoint_io
+    other = TorchCheckpointIO()
+    private.set_io(strategy, other)
+    assert strategy.checkpoint_io is other
 
 
 class _Steps(Callback):

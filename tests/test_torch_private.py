@@ -153,7 +153,7 @@ def test_orig_mod_is_in_a_compiled_module() -> None:
     assert torch.equal(twin(x), other(x)) and torch.equal(wrapper(x), inner(x))
 
 
-def test_batch_norm_is_the_class_of_all_layers() -> None:
+def test_BatchNorm_is_the_class_of_all_layers() -> None:
     layers = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d]
     assert all(issubclass(layer, private.BatchNorm) for layer in layers)
     assert not issubclass(nn.InstanceNorm1d, private.BatchNorm)

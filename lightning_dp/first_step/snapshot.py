@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_dp.parallel.torch_private import hooked, put_hooks_back, take_hooks_off
 
 Restore = Callable[[], None]
 
@@ -100,11 +102,7 @@ class _Gradient:
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
         self._before = parameter.grad
-        self._hooks = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-        if any(self._hooks):
-            # None would not take them off: autograd goes on with the table it was last given.
-            parameter._backward_hooks = OrderedDict()
-            parameter._post_accumulate_grad_hooks = OrderedDict()
+        self._hooks = take_hooks_off(parameter) if hooked([parameter]) else None
         self.drop()
 
     def drop(self) -> None:
@@ -112,10 +110,8 @@ class _Gradient:
 
     def put_back(self) -> None:
         self._parameter.grad = self._before
-        if any(self._hooks):
-            on_gradient, on_parameter = self._hooks
-            self._parameter._backward_hooks = on_gradient
-            self._parameter._post_accumulate_grad_hooks = on_parameter
+        if self._hooks is not None:
+            put_hooks_back(self._parameter, self._hooks)
 
 
 def _look_at(node: Any) -> tuple[Restore | None, Iterable[Any]]:

@@ -7,9 +7,9 @@ from types import MethodType
 
 from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
+from lightning_dp.parallel.torch_private import BatchNorm
 from lightning_dp.parallel.workers import sync_batch_norm as batch_norm
 
 
@@ -27,7 +27,7 @@ class ReplicaBatchNorm(LayerSync):
         for module in model.modules():
             if batch_norm.can_be_synced(module):
                 module.__dict__["forward"] = MethodType(batch_norm.forward, module)
-            elif isinstance(module, _BatchNorm) and not _is_synced(module):
+            elif isinstance(module, BatchNorm) and not _is_synced(module):
                 others.add(type(module).__qualname__)
         if others:
             warnings.warn(

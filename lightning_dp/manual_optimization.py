@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dp.lightning_private import lightning_optimizers
 from lightning_dp.parallel.gradients import items_of
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import replaced
@@ -78,7 +79,7 @@ class ManualOptimization:
         for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
             yield self._module, name, name, _once
         strategy = self._module.trainer.strategy
-        for optimizers in (strategy._lightning_optimizers, strategy.optimizers):
+        for optimizers in (lightning_optimizers(strategy), strategy.optimizers):
             for i, optimizer in enumerate(optimizers):
                 label = f"{type(optimizer).__name__} (optimizer {i})"
                 yield optimizer, "step", f"step of {label}", _optimizer_step

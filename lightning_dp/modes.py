@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_dp.lightning_private import own_device
 from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Journals, is_metric
 from lightning_dp.parallel.batch import Shards
@@ -199,15 +200,23 @@ class ForwardMode(Mode):
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
-        with self.engine.spreading(), replaced(self._module, _device=self.engine.output_device):
+        with (
+            self.engine.spreading(),
+            _at(self._module, self.engine.output_device),
+        ):
             return getattr(self._module, method)(batch, *args)
 
     @contextlib.contextmanager
     def during_backward(self) -> Iterator[None]:
         """Checkpoints call the module again, and must find the calls spread as they were."""
-        here = replaced(self._module, _device=self.engine.output_device)
+        here = _at(self._module, self.engine.output_device)
         with super().during_backward(), self.engine.spreading(), here:
             yield
+
+
+def _at(module: LightningModule, device: torch.device) -> AbstractContextManager[None]:
+    """While it lasts, `self.device` is where the running code's tensors are."""
+    return replaced(module, **own_device(module, device))
 
 
 def _moved(transfer: Transfer, dataloader_idx: int, shard: Any, device: torch.device) -> Any:
@@ -239,7 +248,7 @@ def _around_forward(
     journals: Journals, module: LightningModule, device: torch.device, *step: Any
 ) -> Iterator[None]:
     """What replicas log and measure inside of a spread call is joined as in a step."""
-    with journals.around(*step), replaced(module, _device=device):
+    with journals.around(*step), _at(module, device):
         yield
 
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_dp.checkpointing import CheckpointMixin
 from lightning_dp.first_step import FirstStep, check_first_step
 from lightning_dp.layer_sync import replicas_own
+from lightning_dp.lightning_private import layer_sync, set_layer_sync
 from lightning_dp.modes import MODES, ForwardMode, Mode, StepMode, check_mode_options
 from lightning_dp.parallel.batch import DeviceUsage, Override, check_overrides
 from lightning_dp.parallel.checks import check_choice, check_dim
@@ -176,12 +177,12 @@ class DataParallelMixin(CheckpointMixin):
     @property
     @override
     def parallel_devices(self) -> list[torch.device] | None:
-        return self._parallel_devices
+        return self._devices
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
         """Takes the devices, ours or the Trainer's, and checks what depends on them."""
-        self._parallel_devices = parallel_devices
+        self._devices = parallel_devices
         if parallel_devices:
             self.split_policy = split_policy(
                 self._split,
@@ -250,9 +251,10 @@ class DataParallelMixin(CheckpointMixin):
         super().setup(trainer)
         if len(devices) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
-        if self._layer_sync is not None:
-            self._layer_sync = replicas_own(self._layer_sync)
-            self._layer_sync.apply(cast(LightningModule, self.lightning_module))
+        plugin = layer_sync(self)
+        if plugin is not None:
+            set_layer_sync(self, replicas_own(plugin))
+            layer_sync(self).apply(cast(LightningModule, self.lightning_module))
         self._mode = self._new_mode()
         profiler = cast(Any, trainer).profiler
         if type(profiler).__name__ == "SimpleProfiler":  # others see what torch.profiler sees
@@ -290,8 +292,8 @@ class DataParallelMixin(CheckpointMixin):
     @override
     def teardown(self) -> None:
         self._close()
-        if self._layer_sync is not None and self.lightning_module is not None:
-            self._layer_sync.revert(self.lightning_module)
+        if layer_sync(self) is not None and self.lightning_module is not None:
+            layer_sync(self).revert(self.lightning_module)
         super().teardown()
 
     # Steps

@@ -225,7 +225,7 @@ def test_what_is_no_layer_of_its_own_may_be_in_plain_containers() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layers = [self.net[0], self.net[2], nn.ReLU(), nn.CrossEntropyLoss()]
-            self.save_hyperparameters({"of": "the layers"})
+            self.save_hyperparameters({"layers": [nn.Linear(1, 1)]})
 
     oracle.trainer(2, max_epochs=1).fit(Keeps(), loader(), loader())
 

@@ -20,6 +20,7 @@ from lightning_dp.keys import (
     renaming_like,
     strip_prefix,
 )
+from lightning_dp.parallel.torch_private import is_extra_state
 
 WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
 """Under which keys people save a model's state; the first one is Lightning's."""
@@ -45,7 +46,7 @@ def is_model_state(value: Any) -> bool:
         isinstance(value, Mapping)
         and any(isinstance(part, Tensor) for part in value.values())
         and all(
-            isinstance(key, str) and (isinstance(part, Tensor) or key.endswith("_extra_state"))
+            isinstance(key, str) and (isinstance(part, Tensor) or is_extra_state(key))
             for key, part in value.items()
         )
     )

@@ -23,6 +23,7 @@ from lightning_dp.checkpointing.contents import (
     take_added,
 )
 from lightning_dp.keys import PREFIXES, Renaming, shared_prefix, strip_prefix
+from lightning_dp.lightning_private import set_io, wrapped_io
 from lightning_dp.parallel.checks import check_choice
 
 log = logging.getLogger(__name__)
@@ -212,8 +213,8 @@ def _with_atomic_files(checkpoint_io: Any | None) -> Any:
     if hasattr(last, "checkpoint_io"):
         last.checkpoint_io = AtomicTorchCheckpointIO()
     for outer in _chain(checkpoint_io):
-        if _is_plain(getattr(outer, "_checkpoint_io", None)):
-            outer._checkpoint_io = AtomicTorchCheckpointIO()  # there is no public way
+        if _is_plain(wrapped_io(outer)):
+            set_io(outer, AtomicTorchCheckpointIO())
     return checkpoint_io
 
 

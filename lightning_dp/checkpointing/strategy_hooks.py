@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_dp.checkpointing.contents import check_training_state
 from lightning_dp.checkpointing.files import weights_in
 from lightning_dp.checkpointing.io import ModulePrefixCheckpointIO, name_as_module
+from lightning_dp.lightning_private import given_io, set_io
 from lightning_dp.one_process import OneProcessMixin
 from lightning_dp.parallel.split import LearningSplit, SplitPolicy
 
@@ -31,16 +32,16 @@ class CheckpointMixin(OneProcessMixin):
     @override
     def checkpoint_io(self) -> CheckpointIO:
         """The user's, or ours; in a wrapper that was given none it is ours too."""
-        given = self._checkpoint_io
+        given = given_io(self)
         if given is None:
-            self._checkpoint_io = ModulePrefixCheckpointIO()
+            set_io(self, ModulePrefixCheckpointIO())
         elif getattr(given, "checkpoint_io", self) is None:
-            given.checkpoint_io = ModulePrefixCheckpointIO()  # type: ignore[attr-defined]
+            given.checkpoint_io = ModulePrefixCheckpointIO()
         return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
+        set_io(self, io)
 
     @override
     def save_checkpoint(

@@ -6,14 +6,23 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_dp.first_step.compare import Difference, Outcome, fitted_weights, weighted_sum
 from lightning_dp.parallel.gradients import LossReduction, loss_weights
+from lightning_dp.parallel.torch_private import BatchNorm
 
 if TYPE_CHECKING:
     from lightning_dp.first_step.check import Runs
+
+
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
 
 
 class Diagnosis:
@@ -130,11 +139,11 @@ class _Layers:
 
 
 def _normalises(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm) and layer.training
+    return isinstance(layer, BatchNorm) and layer.training
 
 
 def _drops(layer: nn.Module) -> bool:
-    if isinstance(layer, _DropoutNd):
+    if isinstance(layer, _DROPOUTS):
         return layer.training and layer.p > 0
     return isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0
 

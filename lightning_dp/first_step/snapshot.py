@@ -16,8 +16,8 @@ from lightning_dp.parallel.gradients import (
     GradientsAside,
     HooksOff,
     clear_gradients,
-    hooked_positions,
 )
+from lightning_dp.parallel.torch_private import hooked
 
 Restore = Callable[[], None]
 
@@ -60,7 +60,7 @@ class Snapshot:
         self._own_generators: list[Any] = []
         self._objects = self._walk([module, *others])
         self._parameters = list(module.parameters())
-        self._hooks = [HooksOff(self._parameters[i]) for i in hooked_positions(self._parameters)]
+        self._hooks = [HooksOff(self._parameters[i]) for i in hooked(self._parameters)]
         self._gradients = GradientsAside(self._parameters)
 
     def restore(self) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dp.keys.matching import bare, match_keys
 from lightning_dp.keys.renaming import Renaming, shared_prefix, strip_prefix
+from lightning_dp.parallel.torch_private import format_versions, set_format_versions
 
 log = logging.getLogger(__name__)
 
@@ -95,11 +96,11 @@ def renamed(state_dict: Mapping[str, Any], renaming: Renaming) -> OrderedDict[st
             )
         found.setdefault(name, value)
         sources.setdefault(name, key)
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        # Of each module, by path: the version of its format. A wrapper's own comes first.
-        metadata = OrderedDict((renaming.module(path), value) for path, value in metadata.items())
-        found._metadata = metadata  # type: ignore[attr-defined]
+    versions = format_versions(state_dict)
+    if versions is not None:
+        # A wrapper's own comes first.
+        named = OrderedDict((renaming.module(path), value) for path, value in versions.items())
+        set_format_versions(found, named)
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.logs import LogCall, LogMerger
 from lightning_dp.metrics.torchmetrics_on_replicas import (
@@ -85,7 +86,7 @@ class Journals(ReplicaRules):
 
     def own_attributes(self, module: nn.Module, k: int, device: torch.device) -> dict[str, Any]:
         """`self.device` and `self.log` of a replica."""
-        own: dict[str, Any] = {"_device": device} if "_device" in module.__dict__ else {}
+        own: dict[str, Any] = {**own_device(module, device)}
         if module is self._module:
             own["log"] = self._journals[k].log
         return own

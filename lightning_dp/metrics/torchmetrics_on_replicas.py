@@ -18,9 +18,16 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_dp.lightning_private import keep_batch_value
 from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricMethod, join_arguments
 from lightning_dp.parallel.batch import to_device, tree
 from lightning_dp.parallel.split import Order
+from lightning_dp.parallel.torch_private import (
+    buffer_table,
+    child_table,
+    parameter_table,
+    tables_as_attributes,
+)
 
 _SHADOWED = ("forward", "update", "compute", "reset")
 
@@ -88,10 +95,12 @@ class MetricFaces:
     def make(self, metric: nn.Module) -> nn.Module:
         """A face of `metric`, with faces of the metrics in it."""
         face = copy.copy(metric)
-        face.__dict__["_modules"] = {
+        children = {
             name: self.make(child) if child is not None and is_metric(child) else child
-            for name, child in metric._modules.items()
+            for name, child in child_table(metric).items()
         }
+        tables = tables_as_attributes(parameter_table(metric), buffer_table(metric), children)
+        face.__dict__.update(tables)
         if isinstance(metric, Metric | MetricCollection):
             self._originals[id(face)] = metric
             face.__dict__.update(_Recorder(metric, self._record, self._device).shadows())
@@ -214,4 +223,4 @@ def _take_batch_values(metric: AnyMetric, batch: AnyMetric) -> None:
     """Gives a metric the value over this batch, as its own forward leaves it for the log."""
     for own, other in zip(metric.modules(), batch.modules(), strict=True):
         if isinstance(own, Metric) and isinstance(other, Metric) and other.update_called:
-            own._forward_cache = other.compute()
+            keep_batch_value(own, other.compute())

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_dp.lightning_private import is_accumulating, is_time_to_log, logged_step
 from lightning_dp.monitor.history import History, Period
 from lightning_dp.parallel.devices import memory_capacity
 from lightning_dp.parallel.split import StepUsage
@@ -174,7 +175,7 @@ class DataParallelMonitor(Callback):
 
     def _log(self, trainer: Trainer) -> None:
         # As Lightning's own rows count steps, so that a logger sees them in order.
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = logged_step(trainer)
         values = _values(self.devices, self._unlogged)
         for logger in trainer.loggers:
             separator = logger.group_separator
@@ -195,10 +196,9 @@ def _strategy_to_watch(trainer: Trainer) -> MeasuredStrategy | None:
 def _is_time_to_log(trainer: Trainer) -> bool:
     """Whether Lightning logs the values of this step, too."""
     module = trainer.lightning_module
-    if module.automatic_optimization and trainer.fit_loop._should_accumulate():
+    if module.automatic_optimization and is_accumulating(trainer):
         return False
-    is_due = trainer._logger_connector.should_update_logs
-    return bool(is_due or getattr(trainer, "fast_dev_run", False))
+    return is_time_to_log(trainer) or bool(getattr(trainer, "fast_dev_run", False))
 
 
 def _values(devices: Sequence[str], period: Period) -> dict[tuple[str, ...], float]:

@@ -31,6 +31,7 @@ from lightning_dp.parallel.gradients import (
 )
 from lightning_dp.parallel.links import gradients_on
 from lightning_dp.parallel.step import EvaluationStep
+from lightning_dp.parallel.torch_private import norm_of_each, version
 from lightning_dp.parallel.workers import Rendezvous
 
 T = TypeVar("T")
@@ -244,7 +245,7 @@ class _FollowedGradients:
 def _marks(parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor | None, int]]:
     """The gradients and how often they have been written to."""
     gradients = [parameter.grad for parameter in parameters]
-    return [(g, -1 if g is None else g._version) for g in gradients]
+    return [(g, -1 if g is None else version(g)) for g in gradients]
 
 
 def _differ(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:
@@ -263,7 +264,7 @@ def _copies(gradients: list[Tensor | None], of: Sequence[nn.Parameter]) -> list[
 def _norms(gradients: Sequence[Tensor | None]) -> list[float]:
     """Where there is no gradient, -1."""
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
-    norms: Sequence[Tensor] = torch._foreach_norm(dense)
+    norms: Sequence[Tensor] = norm_of_each(dense)
     values = iter(torch.stack([norm.double() for norm in norms]).tolist() if dense else ())
     return [-1.0 if g is None else next(values) for g in gradients]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_dp.parallel.devices import empty_cache, memory_text, out_of_memory_count
 from lightning_dp.parallel.split import Plan, Planner, Sizes
+from lightning_dp.parallel.torch_private import copy_to_each
 
 T = TypeVar("T")
 
@@ -172,7 +173,7 @@ class Snapshot:
         if len(self._buffers) != len(self._values) or not all(_are_alike(*pair) for pair in pairs):
             self._values = [buffer.clone() for buffer in self._buffers]
         elif self._values:
-            torch._foreach_copy_(self._values, self._buffers)
+            copy_to_each(self._values, self._buffers)
 
     def drop(self) -> None:
         """There is nothing to restore any more; the memory is kept for the next one."""

@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-import torch
 from torch.profiler import record_function
+
+from lightning_dp.parallel.torch_private import is_profiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,18 +32,18 @@ class Ranges:
 
     def of(self, stage: str) -> AbstractContextManager[None]:
         """The range of a stage. Inside of itself, as a stage may call its own parts, it is none."""
-        is_profiling = torch._C._autograd._profiler_enabled()
-        if stage in self._open or not (is_profiling or self.profile):
+        told = is_profiling()
+        if stage in self._open or not (told or self.profile):
             return contextlib.nullcontext()
-        return self._entered(stage, is_profiling)
+        return self._entered(stage, told)
 
     @contextlib.contextmanager
-    def _entered(self, stage: str, is_profiling: bool) -> Iterator[None]:
+    def _entered(self, stage: str, told: bool) -> Iterator[None]:
         name = f"lightning_dp.{stage}"
         self._open.add(stage)
         try:
             with ExitStack() as stack:
-                if is_profiling:
+                if told:
                     stack.enter_context(record_function(name))
                 if self.profile is not None:
                     stack.enter_context(self.profile(name))

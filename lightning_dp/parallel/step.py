@@ -20,11 +20,11 @@ from lightning_dp.parallel.gradients import (
     LossReduction,
     StepOutput,
     agreed_items,
-    hooked_positions,
     join_losses,
     loss_of,
     loss_weights,
 )
+from lightning_dp.parallel.torch_private import hooked
 
 
 class StepParallel(Engine):
@@ -83,8 +83,8 @@ class StepParallel(Engine):
         if not self.has_own_backward:
             return []
         parameters = self.replicas.parameters[0]
-        hooked = set(hooked_positions(parameters))
-        return [p for i, p in enumerate(parameters) if p.requires_grad and i not in hooked]
+        with_hooks = set(hooked(parameters))
+        return [p for i, p in enumerate(parameters) if p.requires_grad and i not in with_hooks]
 
 
 class EvaluationStep(ReplicaCall):

@@ -10,6 +10,7 @@ from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from lightning_dp.lightning_private import requested_devices, set_root_device
 from lightning_dp.sim import device_module
 from lightning_dp.sim.backend import DEFAULT_DEVICE_COUNT, MAX_DEVICE_COUNT, enable, is_enabled
 
@@ -39,11 +40,7 @@ class SimAccelerator(Accelerator):
         """Put right what Lightning chose for an unknown accelerator, before the model moves."""
         strategy, precision = trainer.strategy, trainer.precision_plugin
         if isinstance(strategy, self._single_device) and strategy.root_device.type == "cpu":
-            # Lightning keeps the devices it was asked for, and that strategy's device, in private
-            # attributes only.
-            strategy._root_device = torch.device(
-                trainer._accelerator_connector._parallel_devices[0]
-            )
+            set_root_device(strategy, torch.device(requested_devices(trainer)[0]))
         if isinstance(precision, self._mixed_precision) and precision.device == "cuda":
             precision.device = "sim"
             if precision.scaler is not None:

@@ -11,6 +11,7 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
+from lightning_dp.parallel.torch_private import add_device_module, out_of_tree_backend
 from lightning_dp.sim import device_module
 from lightning_dp.sim.extension import load_extension
 from lightning_dp.sim.parameters import let_parameters_move
@@ -65,7 +66,7 @@ def _check_same_count(device_count: int) -> None:
 
 
 def _enable(device_count: int) -> None:
-    backend = torch._C._get_privateuse1_backend_name()
+    backend = out_of_tree_backend()
     if backend not in ("privateuseone", "sim"):
         raise RuntimeError(
             f"PyTorch takes one out-of-tree backend per process, and {backend!r} is in use. "
@@ -76,7 +77,7 @@ def _enable(device_count: int) -> None:
     extension.initialize(device_count, _host_memory())
     extension.start_autograd_threads(device_count)
     device_module.attach(extension)
-    torch._register_device_module("sim", device_module)  # type: ignore[no-untyped-call]
+    add_device_module("sim", device_module)
     generate_methods_for_privateuse1_backend()
     let_parameters_move(extension)
     device_module.manual_seed_all(torch.initial_seed())

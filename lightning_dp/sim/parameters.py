@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dp.parallel.torch_private import can_take_data, set_can_take_data
+
 _KINDS = ({"cpu", "sim"}, {"sim"})
 
 
 def let_parameters_move(extension: ModuleType) -> None:
     """Lets ``tensor.data = ...`` cross between the CPU and simulated devices."""
-    own_data: Any = torch._C.TensorBase.data
-    own_test = torch._has_compatible_shallow_copy_type
+    own_data: Any = Tensor.data
+    own_test = can_take_data
 
     def may_cross(tensor: Tensor, data: Tensor) -> bool:
         dense = tensor.layout == data.layout == torch.strided
@@ -38,5 +40,5 @@ def let_parameters_move(extension: ModuleType) -> None:
         else:
             own_data.__set__(tensor, data)
 
-    torch._has_compatible_shallow_copy_type = is_compatible  # type: ignore[assignment]
+    set_can_take_data(is_compatible)
     setattr(Tensor, "data", property(own_data.__get__, set_data, doc=own_data.__doc__))  # noqa: B010

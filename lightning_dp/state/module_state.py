@@ -8,8 +8,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.lightning_private import is_device
 from lightning_dp.parallel.batch import Shards, tree
 from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.torch_private import version
 from lightning_dp.state.containers import Merge, Path, agree, copied, is_container, refill
 
 Attributes: TypeAlias = dict[str, Any]
@@ -143,7 +145,7 @@ class _ModuleAttributes:
         for replica in self._others():
             replica.update({name: copied(items) for name, items in self._items.items()})
         self._tensors = [
-            (name, value, value._version)
+            (name, value, version(value))
             for replica in self._others()
             for name, value in replica.items()
             if isinstance(value, Tensor) and not value.is_inference()
@@ -159,7 +161,7 @@ class _ModuleAttributes:
 
     def written(self) -> set[str]:
         """Tensors that the step wrote to in place: one that replicas share, or different copies."""
-        names = {name for name, value, version in self._tensors if value._version != version}
+        names = {name for name, value, seen in self._tensors if version(value) != seen}
         first, *others = self._replicas
         return {
             name
@@ -210,7 +212,7 @@ class _ModuleAttributes:
 
     def _is_own(self, name: str, replica: Attributes) -> bool:
         """Whether a replica's attribute was set by the step, and not by being a replica."""
-        return not callable(replica[name]) and name != "_device"
+        return not callable(replica[name]) and not is_device(name)
 
     def _others(self) -> list[Attributes]:
         return [replica for replica in self._replicas if replica is not self.root]

@@ -66,7 +66,7 @@ class _Tensors:
         pieces = [leaf.narrow(dim, start, stop - start) for start, stop in _ranges(sizes)]
         # Views share a version counter: one replica that writes to its piece would seem to have
         # written to what the others have saved for their backward.
-        has_derivatives = leaf.requires_grad or forward_ad._current_level >= 0
+        has_derivatives = leaf.requires_grad or _has_tangent(leaf)
         return pieces if has_derivatives else [piece.data for piece in pieces]
 
     def join(self, leaves: Sequence[Tensor], dim: int) -> Tensor:
@@ -74,6 +74,10 @@ class _Tensors:
 
     def to(self, leaf: Tensor, device: torch.device) -> Tensor:
         return leaf.to(device, non_blocking=_may_overlap(device))
+
+
+def _has_tangent(leaf: Tensor) -> bool:
+    return forward_ad.unpack_dual(leaf).tangent is not None  # type: ignore[no-untyped-call]
 
 
 class _Arrays:

@@ -9,7 +9,6 @@ from lightning_dp.parallel.gradients.aside import (
     GradientsAside,
     HooksOff,
     clear_gradients,
-    hooked_positions,
 )
 from lightning_dp.parallel.gradients.backward import JointBackward, backward_at_once
 from lightning_dp.parallel.gradients.loss import (
@@ -39,7 +38,6 @@ __all__ = [
     "agreed_items",
     "backward_at_once",
     "clear_gradients",
-    "hooked_positions",
     "items_of",
     "join_losses",
     "loss_of",

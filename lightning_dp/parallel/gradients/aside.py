@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
+
+from lightning_dp.parallel.torch_private import add_to_each, put_hooks_back, take_hooks_off
 
 
 class GradientsAside:
@@ -41,7 +40,7 @@ class GradientsAside:
                 terms.append(parameter.grad)
             parameter.grad = earlier
         if sums:
-            torch._foreach_add_(sums, terms)
+            add_to_each(sums, terms)
 
 
 class HooksOff:
@@ -53,16 +52,11 @@ class HooksOff:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
-        self._on_gradient = parameter._backward_hooks
-        self._on_parameter = parameter._post_accumulate_grad_hooks
-        # None would not take them off: autograd goes on with the table it was last given.
-        parameter._backward_hooks = OrderedDict()
-        parameter._post_accumulate_grad_hooks = OrderedDict()
+        self._hooks = take_hooks_off(parameter)
 
     def put_back(self) -> None:
         """Autograd calls them again."""
-        self._parameter._backward_hooks = self._on_gradient
-        self._parameter._post_accumulate_grad_hooks = self._on_parameter
+        put_hooks_back(self._parameter, self._hooks)
 
     def call(self, earlier: Tensor | None) -> None:
         """Calls them with the gradient that has come in the meantime, and adds the earlier one."""
@@ -70,11 +64,11 @@ class HooksOff:
         parameter.grad = earlier
         if gradient is None:
             return
-        for hook in _values(self._on_gradient):
+        for hook in (self._hooks.on_gradient or {}).values():
             answer = hook(gradient)
             gradient = gradient if answer is None else answer
         parameter.grad = gradient if earlier is None else earlier + gradient
-        for hook in _values(self._on_parameter):
+        for hook in (self._hooks.on_parameter or {}).values():
             hook(parameter)
 
 
@@ -82,16 +76,3 @@ def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Their gradients are None from now on."""
     for parameter in parameters:
         parameter.grad = None
-
-
-def hooked_positions(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Where somebody is to be told of the gradient."""
-    return [
-        i
-        for i, parameter in enumerate(parameters)
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    ]
-
-
-def _values(hooks: dict[int, Any] | None) -> list[Any]:
-    return list((hooks or {}).values())

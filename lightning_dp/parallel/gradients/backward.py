@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.gradients.loss import Graph
+from lightning_dp.parallel.torch_private import keeps_graph, will_run
 
 Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
 """Runs the replicas' backwards and gives all parameters their gradients, given the gradient of the
@@ -88,7 +89,7 @@ def _refuse_graph_of_backward() -> None:
 def _refuse_some_gradients(node: Any) -> None:
     """Raises an error in a backward that is not for all leaves: those come first in the graph."""
     leaf, _ = node.next_functions[0]
-    if not torch._C._will_engine_execute_node(leaf):
+    if not will_run(leaf):
         raise RuntimeError(
             "Expected loss.backward() for all parameters of the module, got inputs=... or "
             "torch.autograd.grad on the joint loss, which has no graph of its own. Take such "
@@ -111,6 +112,6 @@ class _JointLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         _refuse_graph_of_backward()
         _refuse_some_gradients(ctx)
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep_graph = keeps_graph()
         ctx.joint_backward(gradient, keep_graph)
         return tuple(None for _ in range(ctx.num_inputs))

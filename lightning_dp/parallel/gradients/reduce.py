@@ -18,10 +18,10 @@ from lightning_dp.parallel.gradients.aside import (
     GradientsAside,
     HooksOff,
     clear_gradients,
-    hooked_positions,
 )
 from lightning_dp.parallel.links import gradients_on
 from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.torch_private import add_to_each, hooked
 
 Buffers: TypeAlias = Literal["first", "mean"]
 BUFFERS: tuple[Buffers, ...] = ("first", "mean")
@@ -73,7 +73,7 @@ class Reducer:
             can_fail: whether the backward may run out of memory, to be undone and done again.
         """
         parameters = self._replicas.parameters
-        for i in hooked_positions(parameters[0]):
+        for i in hooked(parameters[0]):
             own, root = [replica[i] for replica in parameters], parameters[0][i]
             self._hooked.append((own, HooksOff(root), root.grad))
             root.grad = None
@@ -226,4 +226,4 @@ def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
                 targets.append(total)
                 terms.append(gradient)
     if targets:
-        torch._foreach_add_(cast(list[Tensor], targets), cast(list[Tensor], terms))
+        add_to_each(cast(list[Tensor], targets), cast(list[Tensor], terms))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.devices import current_stream
+from lightning_dp.parallel.torch_private import copy_to_each
 
 BUCKET_BYTES = 32 * 2**20
 """A bucket is sent once it holds this much; larger tensors travel alone."""
@@ -26,11 +27,11 @@ def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None
     if not sources:
         return
     if sources[0].device == targets[0].device:
-        torch._foreach_copy_(list(targets), list(sources))
+        copy_to_each(list(targets), list(sources))
         return
     for positions in _buckets(sources):
         parts = to_device_coalesced([sources[i] for i in positions], targets[0].device)
-        torch._foreach_copy_([targets[i] for i in positions], parts)
+        copy_to_each([targets[i] for i in positions], parts)
 
 
 def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.replicas.structure import HOOKS, version_of
+from lightning_dp.parallel.replicas.structure import version_of
+from lightning_dp.parallel.torch_private import (
+    child_table,
+    copy_hook_tables,
+    parameter_table,
+    tables_as_attributes,
+)
 
 _ABSENT = object()
 
@@ -27,6 +33,8 @@ class AttributeMirror:
         "_kept",
         "_original",
         "_own",
+        "_own_parameters",
+        "_root_parameters",
         "_seen",
         "_size",
         "_slots",
@@ -50,12 +58,10 @@ class AttributeMirror:
         self._twins = twins
         self._source = source
         self._device = device
-        self._own = {
-            "_parameters": _translate(dict(original._parameters), twins),
-            "_modules": _translate(dict(original._modules), twins),
-            "_buffers": buffers,
-            **own,
-        }
+        self._root_parameters = parameter_table(original)
+        self._own_parameters = _translate(dict(self._root_parameters), twins)
+        children = _translate(dict(child_table(original)), twins)
+        self._own = {**tables_as_attributes(self._own_parameters, buffers, children), **own}
         self._seen: dict[str, Any] = {}
         self._translated: dict[str, Any] = {}
         self._slots = [(name, original, twins[id(original)]) for name in _slots_of(original)]
@@ -69,8 +75,7 @@ class AttributeMirror:
         """Follows the original's plain attributes; references to its parts become ours."""
         attributes = self._attributes
         attributes.update(self._original)
-        for name in HOOKS:  # a step may add hooks, which are for its replica's calls alone
-            attributes[name] = OrderedDict(attributes[name])
+        copy_hook_tables(attributes)  # a step may add hooks, for its replica's calls alone
         self._look_for_parts()
         attributes.update(self._translated)
         for name, original, twin in self._slots:
@@ -111,18 +116,16 @@ class AttributeMirror:
 
     def bind(self, twins: dict[int, Any]) -> None:
         """Puts other twins in the place of parameters, also where attributes refer to them."""
-        own = self._own["_parameters"]
-        for name, parameter in self._original["_parameters"].items():
+        for name, parameter in self._root_parameters.items():
             if parameter is not None:
-                own[name] = twins[id(parameter)]
+                self._own_parameters[name] = twins[id(parameter)]
         for name in self._translated:
             if name in self._original:
                 self._attributes[name] = _translate(self._original[name], twins)
 
     def replace(self, others: dict[int, Any]) -> None:
         """Puts other tensors in the place of those that it has, whatever the original has now."""
-        parameters = self._own["_parameters"]
-        parameters.update(_translate(dict(parameters), others))
+        self._own_parameters.update(_translate(dict(self._own_parameters), others))
         for name in self._translated:
             if name in self._attributes:
                 self._attributes[name] = _translate(self._attributes[name], others)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.links import gradients_on
+from lightning_dp.parallel.torch_private import at_end_of_backward, has_gradient_hooks
 
 
 def broadcast(
@@ -51,8 +52,8 @@ def _groups(roots: Sequence[nn.Parameter]) -> list[list[int]]:
     calls hooks with it, which would not be called on one device.
     """
     trained = [i for i, root in enumerate(roots) if root.requires_grad]
-    alone = [[i] for i in trained if roots[i]._backward_hooks]
-    together = [i for i in trained if not roots[i]._backward_hooks]
+    alone = [[i] for i in trained if has_gradient_hooks(roots[i])]
+    together = [i for i in trained if not has_gradient_hooks(roots[i])]
     return [*alone, together] if together else alone
 
 
@@ -67,5 +68,5 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.after_backward)
+        at_end_of_backward(ctx.after_backward)
         return None, None, *gradients_on(ctx.device, list(gradients))

@@ -6,10 +6,7 @@ from typing import Any
 
 from torch import nn
 
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is the wrapper that `torch.compile` puts around another one."""
-    return "_orig_mod" in module._modules
+from lightning_dp.parallel.torch_private import compiled_inner, compiled_like
 
 
 def compiles(module: nn.Module) -> bool:
@@ -18,7 +15,7 @@ def compiles(module: nn.Module) -> bool:
     `torch.compile` compiles during calls. It does so once at a time, but what it looks at to tell
     whether it has to is not safe from other threads: now and then it would compile for no reason.
     """
-    return any(map(is_compiled, module.modules()))
+    return any(compiled_inner(each) is not None for each in module.modules())
 
 
 def compiled_attributes(original: nn.Module, twin: nn.Module) -> dict[str, Any]:
@@ -28,10 +25,9 @@ def compiled_attributes(original: nn.Module, twin: nn.Module) -> dict[str, Any]:
         original: a module of the root.
         twin: the replica's, with the attributes of the original; a wrapper calls its inner module.
     """
-    if not is_compiled(original):
+    inner = compiled_inner(twin)
+    if inner is None:
         return {}
-    inner: Any = twin._modules["_orig_mod"]
-    # The root's wrapper has been compiled with options that only its context knows.
-    compiled = type(original)(inner, original.dynamo_ctx)
+    compiled = compiled_like(original, inner)
     tables = nn.Module().__dict__.keys() | {"dynamo_ctx"}
     return {name: value for name, value in compiled.__dict__.items() if name not in tables}

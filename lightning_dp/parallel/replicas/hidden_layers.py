@@ -12,7 +12,8 @@ def check_nothing_hidden(root: nn.Module) -> None:
     """Refuses layers with weights or buffers that a module keeps in a plain container only.
 
     They are neither moved to a device nor trained nor saved, and they cannot be replicated: a
-    replica would compute with the root's, on another device.
+    replica would compute with the root's, on another device. Lightning's hyperparameters, which may
+    be layers, are in a dict of its own class, which is not looked into.
 
     Raises:
         ValueError: names the first such layer.
@@ -21,9 +22,6 @@ def check_nothing_hidden(root: nn.Module) -> None:
     known = set(map(id, modules))
     for module in modules:
         for name, value in module.__dict__.items():
-            # Lightning keeps copies of hyperparameters, which may be layers.
-            if name.startswith("_hparams"):
-                continue
             for path, hidden in layers_in(value, name):
                 if id(hidden) not in known and [*hidden.parameters(), *hidden.buffers()]:
                     raise ValueError(

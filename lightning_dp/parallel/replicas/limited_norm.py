@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from lightning_dp.parallel.torch_private import parameter_table
+
 Limited = nn.Embedding | nn.EmbeddingBag
 
 
@@ -31,9 +33,9 @@ class LimitedNorms:
         places = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._parameters = parameters
         self._modules: dict[int, Limited] = {
-            places[id(module._parameters["weight"])]: module
+            places[id(parameter_table(module)["weight"])]: module
             for module in modules
-            if isinstance(module, Limited) and module._parameters.get("weight") is not None
+            if isinstance(module, Limited) and parameter_table(module).get("weight") is not None
         }
 
     @property

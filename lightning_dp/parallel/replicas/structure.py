@@ -11,24 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors
 
 from lightning_dp.parallel.replicas.hidden_layers import layers_in
-
-# Tables that every module has for good; those of hooks may be replaced, the others are not.
-_TABLES = frozenset(nn.Module().__dict__) - {"training", "_forward_hooks", "_forward_pre_hooks"}
-
-
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
+from lightning_dp.parallel.torch_private import (
+    FIXED_NAMES,
+    buffer_table,
+    child_table,
+    compiled_call,
+    flattened,
+    hook_tables,
+    parameter_table,
+    version,
 )
-"""Tables of hooks that run in a forward or because of one; every replica has its own."""
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -61,16 +55,17 @@ class ModuleStructure:
         self.modules: list[nn.Module] = []
         self.leaves: list[nn.Module] = []
         self._walk(root, rules, set())
-        unique = {id(p): p for m in self.modules for p in m._parameters.values() if p is not None}
+        parameter_tables = list(map(parameter_table, self.modules))
+        unique = {id(p): p for table in parameter_tables for p in table.values() if p is not None}
         self.parameters: list[nn.Parameter] = list(unique.values())
-        self.buffer_tables = [m._buffers for m in self.modules]
-        self._with_buffers = [m for m in self.modules if m._buffers]
+        self.buffer_tables = list(map(buffer_table, self.modules))
+        self._with_buffers = [m for m in self.modules if buffer_table(m)]
         self._attributes = _PlainAttributes(self.modules)
         fixed: list[dict[str, Any]] = [
-            *(m._parameters for m in self.modules),
-            *(m._modules for m in self.modules),
+            *parameter_tables,
+            *map(child_table, self.modules),
         ]
-        hooks: list[dict[int, Any]] = [m.__dict__[name] for m in self.modules for name in HOOKS]
+        hooks = list(chain.from_iterable(map(hook_tables, self.modules)))
         self._fixed_tables = [table for table in fixed if table]
         self._filled_buffer_tables = [table for table in self.buffer_tables if table]
         self._hook_tables = [table for table in hooks if table]
@@ -91,7 +86,7 @@ class ModuleStructure:
             self.leaves.append(module)
             return
         self.modules.append(module)
-        for child in module._modules.values():
+        for child in child_table(module).values():
             if child is not None:
                 self._walk(child, rules, seen)
         for name, value in module.__dict__.items():
@@ -153,10 +148,9 @@ class _PlainAttributes:
 
     def _learn_names(self) -> None:
         self._sizes = list(map(len, self._now))
-        # Of two names at least, as itemgetter returns a tuple only then.
+        # itemgetter returns a tuple, as of three names at least: `training` and tables of hooks.
         self._names = [
-            itemgetter("_modules", "_modules", *(name for name in now if name not in _TABLES))
-            for now in self._now
+            itemgetter(*(name for name in now if name not in FIXED_NAMES)) for now in self._now
         ]
         self._seen = self._values()
 
@@ -182,7 +176,7 @@ class RootState:
         parameters = structure.parameters
         self.buffers = structure.buffers() if buffers else []
         self.pointers = list(map(Tensor.data_ptr, parameters))
-        self.versions = [p._version for p in parameters] if versions else []
+        self.versions = list(map(version, parameters)) if versions else []
         self.requires_grad = list(map(_REQUIRES_GRAD, parameters))
         self.buffer_ids = list(map(id, self.buffers))
         self.buffer_versions = [version_of(b) for b in self.buffers] if buffer_versions else None
@@ -190,10 +184,7 @@ class RootState:
     @cached_property
     def packed_buffers(self) -> dict[torch.dtype, Tensor]:
         """All buffers of each dtype in one tensor, for replicas that hold them as one."""
-        return {
-            dtype: _flatten_dense_tensors(group).detach()  # type: ignore[no-untyped-call]
-            for dtype, group in by_dtype(self.buffers).items()
-        }
+        return {dtype: flattened(group).detach() for dtype, group in by_dtype(self.buffers).items()}
 
 
 def entries(tables: list[dict[str, Tensor | None]]) -> list[Tensor | None]:
@@ -217,7 +208,7 @@ def version_of(buffer: Tensor | None) -> float:
     """
     if buffer is None:
         return -1
-    return math.nan if buffer.is_inference() else buffer._version
+    return math.nan if buffer.is_inference() else version(buffer)
 
 
 def _check_replicable(module: nn.Module) -> None:
@@ -227,13 +218,13 @@ def _check_replicable(module: nn.Module) -> None:
             "torch.jit compiled and which cannot be replicated. Use the original module, or "
             "one device."
         )
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    if compiled_call(module) is not None:
         raise ValueError(
             f"Expected modules that are not compiled in place, got {type(module).__qualname__}, "
             "whose compile() was called: it would compute with the root's weights on every "
             "replica. Write module.layer = torch.compile(module.layer) instead."
         )
-    for name, parameter in module._parameters.items():
+    for name, parameter in parameter_table(module).items():
         if parameter is not None and nn.parameter.is_lazy(parameter):
             raise ValueError(
                 f"Expected initialised parameters, got {type(module).__qualname__}.{name}, whose "

@@ -12,7 +12,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+
+from lightning_dp.parallel.torch_private import norm_of_each, version
 
 LOOKS = 16
 """So many looks in a row at first; from then on every so manieth step looks."""
@@ -53,7 +55,7 @@ class SilentWrites:
     def _read(self) -> dict[int, tuple[int, float]]:
         """Version and norm of every parameter that is not trained."""
         norms = _norms_of_frozen(self._parameters)
-        return {i: (self._parameters[i]._version, norm) for i, norm in norms.items()}
+        return {i: (version(self._parameters[i]), norm) for i, norm in norms.items()}
 
     def _warn(self, new: set[int]) -> None:
         shapes = [tuple(self._parameters[i].shape) for i in sorted(new)[:3]]
@@ -120,6 +122,6 @@ def _norms_of_frozen(parameters: Sequence[nn.Parameter]) -> dict[int, float]:
     }
     if not frozen:
         return {}
-    norms: Sequence[Tensor] = torch._foreach_norm(list(frozen.values()))
+    norms = norm_of_each(list(frozen.values()))
     values = torch.stack([norm.double() for norm in norms]).tolist()
     return dict(zip(frozen, values, strict=True))

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from lightning_dp.parallel.checks import check_choice
+from lightning_dp.parallel.torch_private import saved_tensors_functions
 from lightning_dp.parallel.workers.calls import Calls
 from lightning_dp.parallel.workers.participant import Participant, Task
 from lightning_dp.parallel.workers.thread_state import ThreadState
@@ -178,7 +179,7 @@ def _is_checkpointing() -> bool:
 
     It knows the tensors that it saves by their order alone, which threads would not repeat.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensors_functions()
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 

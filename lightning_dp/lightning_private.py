@@ -1,0 +1,124 @@
+"""Private names of Lightning and torchmetrics: all that the package uses stand here, nowhere else.
+
+A release may take any of them away. What asks for it then raises an error that tells the name and
+the release, unless it is said below what happens instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def found(owner: Any, name: str) -> Any:
+    """A private attribute of an object of Lightning's or torchmetrics'.
+
+    Raises:
+        RuntimeError: this release has it no longer.
+    """
+    if not hasattr(owner, name):
+        package = type(owner).__module__.partition(".")[0]
+        release = getattr(sys.modules.get(package), "__version__", "of an unknown release")
+        raise RuntimeError(
+            f"Expected {type(owner).__qualname__} to have {name}, got {package} {release} without "
+            "it. Install lightning 2.6 and torchmetrics 1.9, with which lightning_dp has been "
+            "tested, or a later lightning_dp."
+        )
+    return getattr(owner, name)
+
+
+# Modules
+
+
+def own_device(module: nn.Module, device: torch.device) -> dict[str, torch.device]:
+    """What makes `module.device` a device, put into its `__dict__`; nothing if it has no such.
+
+    Lightning sets it when it moves a module, and a replica is not moved. Gone: nothing, and
+    `self.device` is the root's on every replica.
+    """
+    return {"_device": device} if "_device" in vars(module) else {}
+
+
+def is_device(name: str) -> bool:
+    """Whether an attribute is what `own_device` gives a module."""
+    return name == "_device"
+
+
+def keep_batch_value(metric: nn.Module, value: Any) -> None:
+    """Lets a metric be logged with this value of a batch, as after a call of its `forward`."""
+    found(metric, "_forward_cache")
+    metric._forward_cache = value
+
+
+# Strategies
+
+
+def lightning_optimizers(strategy: Any) -> list[Any]:
+    """What `self.optimizers()` gives: the optimizers in wrappers, of which `step` counts steps."""
+    return list(found(strategy, "_lightning_optimizers"))
+
+
+def layer_sync(strategy: Any) -> Any:
+    """The plugin that `Trainer(sync_batchnorm=True)` has given a strategy, or None."""
+    return found(strategy, "_layer_sync")
+
+
+def set_layer_sync(strategy: Any, plugin: Any) -> None:
+    """Gives a strategy another such plugin."""
+    strategy._layer_sync = plugin
+
+
+def set_root_device(strategy: Any, device: torch.device) -> None:
+    """Gives the strategy of a single device another one."""
+    found(strategy, "_root_device")
+    strategy._root_device = device
+
+
+def requested_devices(trainer: Any) -> list[torch.device]:
+    """The devices that `Trainer(devices=...)` means, also where its strategy has others."""
+    return list(found(found(trainer, "_accelerator_connector"), "_parallel_devices"))
+
+
+# Checkpoints
+
+
+def given_io(strategy: Any) -> Any:
+    """The CheckpointIO that a strategy was given, or None; `checkpoint_io` would give it one."""
+    return found(strategy, "_checkpoint_io")
+
+
+def wrapped_io(checkpoint_io: Any) -> Any:
+    """The one that another one wraps, whether it offers it as `checkpoint_io` or not; or None.
+
+    Gone: None, and what Lightning's own wrappers wrap writes files in its own way, not atomically.
+    """
+    return getattr(checkpoint_io, "_checkpoint_io", None)
+
+
+def set_io(owner: Any, checkpoint_io: Any) -> None:
+    """Gives a strategy or a wrapper another CheckpointIO. A wrapper that has one has no other way.
+
+    Only after it has been asked for its own, which shows that the name is still right.
+    """
+    owner._checkpoint_io = checkpoint_io
+
+
+# Loops
+
+
+def logged_step(trainer: Any) -> int:
+    """The number of steps that Lightning gives loggers: of batches, however many optimizers."""
+    return int(found(trainer.fit_loop.epoch_loop, "_batches_that_stepped"))
+
+
+def is_accumulating(trainer: Any) -> bool:
+    """Whether the batch that is being trained on ends without a step of the optimizer."""
+    return bool(found(trainer.fit_loop, "_should_accumulate")())
+
+
+def is_time_to_log(trainer: Any) -> bool:
+    """Whether `log_every_n_steps` has come round."""
+    return bool(found(trainer, "_logger_connector").should_update_logs)

@@ -1,0 +1,302 @@
+"""Private names of torch: all that the package uses stand here, and nowhere else.
+
+A release of torch may take any of them away. That ends the import of this file, with an error that
+tells the name and the release, unless it is said below what happens instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
+from types import ModuleType
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm
+from torch.utils import _device, _python_dispatch
+
+Tensors: TypeAlias = Sequence[Tensor]
+Table: TypeAlias = dict[str, Any]
+"""A table of a module, as it is: parameters, buffers or children by name, or None for one."""
+
+
+def found(owner: Any, name: str) -> Any:
+    """A private name of torch's.
+
+    Raises:
+        ImportError: this release of torch has it no longer.
+    """
+    if not hasattr(owner, name):
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise ImportError(
+            f"Expected torch to have {where}.{name}, got torch {torch.__version__} without it. "
+            "Install torch 2.13, with which lightning_dp has been tested, or a later lightning_dp."
+        )
+    return getattr(owner, name)
+
+
+_AUTOGRAD = found(torch._C, "_autograd")
+
+
+def _getter(example: Any, *names: str) -> Any:
+    """A function that reads attributes, which an example must have."""
+    for name in names:
+        found(example, name)
+    return attrgetter(*names)
+
+
+# Modules
+
+
+parameter_table: Callable[[nn.Module], Table] = _getter(nn.Module(), "_parameters")
+"""The parameters of a module itself. `named_parameters` leaves out None, and takes its time."""
+
+buffer_table: Callable[[nn.Module], Table] = _getter(nn.Module(), "_buffers")
+"""The buffers of a module itself."""
+
+child_table: Callable[[nn.Module], Table] = _getter(nn.Module(), "_modules")
+"""The children of a module."""
+
+
+def tables_as_attributes(parameters: Table, buffers: Table, children: Table) -> dict[str, Table]:
+    """What gives a module these tables, put into its `__dict__`: it may have had no `__init__`."""
+    return {"_parameters": parameters, "_buffers": buffers, "_modules": children}
+
+
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+hook_tables: Callable[[nn.Module], Sequence[dict[int, Any]]] = _getter(nn.Module(), *_HOOK_TABLES)
+"""A module's tables of hooks that run in a forward or because of one. One that is new in a release
+would not be copied: a test tells."""
+
+FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+"""Attributes that every module has, and that stay the same objects; some tables of hooks do not."""
+
+
+def copy_hook_tables(attributes: dict[str, Any]) -> None:
+    """Gives a module, by its `__dict__`, tables of its own with the hooks that it has."""
+    for name in _HOOK_TABLES:
+        attributes[name] = OrderedDict(attributes[name])
+
+
+compiled_call: Callable[[nn.Module], Any] = _getter(nn.Module, "_compiled_call_impl")
+"""What calls of a module go to after `module.compile()`; None before."""
+
+
+def compiled_inner(module: nn.Module) -> nn.Module | None:
+    """What is in the wrapper that `torch.compile(module)` returns; None for any other module.
+
+    Gone: no wrapper is known as one, and its replicas compute with the root's weights.
+    """
+    return child_table(module).get("_orig_mod")
+
+
+def compiled_like(wrapper: nn.Module, inner: nn.Module) -> nn.Module:
+    """A wrapper around another module; only the first one's context knows its options."""
+    new: nn.Module = type(wrapper)(inner, wrapper.dynamo_ctx)
+    return new
+
+
+BatchNorm = batchnorm._BatchNorm
+"""The class of batch norm layers of all dimensions."""
+
+
+def check_batch_norm_input(layer: BatchNorm, x: Tensor) -> None:
+    """Raises the layer's own error if it does not take inputs of so many dimensions."""
+    layer._check_input_dim(x)  # type: ignore[no-untyped-call]
+
+
+# State dicts
+
+
+def format_versions(state_dict: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The versions of their formats that modules have noted, by path.
+
+    Gone: None. Weights are then loaded as if the oldest releases had saved them.
+    """
+    return getattr(state_dict, "_metadata", None)
+
+
+def set_format_versions(state_dict: OrderedDict[str, Any], versions: Mapping[str, Any]) -> None:
+    """Notes such versions in a state dict. Gone: nobody reads them."""
+    state_dict._metadata = versions  # type: ignore[attr-defined]
+
+
+def is_extra_state(key: str) -> bool:
+    """Whether a key of a state dict is what a module's `get_extra_state` has returned.
+
+    Gone: checkpoints have it nevertheless.
+    """
+    return key.endswith("_extra_state")
+
+
+# Tensors
+
+
+version: Callable[[Tensor], int] = _getter(Tensor, "_version")
+"""How often a tensor was written to, though not through `.data`. Inference tensors raise."""
+
+add_to_each: Callable[[Tensors, Tensors], None] = found(torch, "_foreach_add_")
+"""Adds a term to each tensor, in place: few kernels for many tensors."""
+
+copy_to_each: Callable[[Tensors, Tensors], None] = found(torch, "_foreach_copy_")
+"""Copies into each tensor of the first list what is in the second: few kernels."""
+
+norm_of_each: Callable[[Tensors], Tensors] = found(torch, "_foreach_norm")
+"""The 2-norm of each tensor, without dimension: few kernels."""
+
+flattened: Callable[[Tensors], Tensor] = found(torch._utils, "_flatten_dense_tensors")
+"""Tensors in one of a single dimension, without a Python call for each; it may be a view of one."""
+
+
+# Hooks of parameters
+
+
+class ParameterHooks(NamedTuple):
+    """Hooks of a parameter; a table is None as long as there has been no hook.
+
+    Attributes:
+        on_gradient: of `register_hook`: given the gradient, they may return another one.
+        on_parameter: of `register_post_accumulate_grad_hook`: given the parameter.
+    """
+
+    on_gradient: Mapping[int, Callable[[Tensor], Tensor | None]] | None
+    on_parameter: Mapping[int, Callable[[Tensor], None]] | None
+
+
+_hooks_of = _getter(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooked(parameters: Iterable[Tensor]) -> list[int]:
+    """Positions of the parameters that have hooks of either kind."""
+    return [i for i, (a, b) in enumerate(map(_hooks_of, parameters)) if a or b]
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether autograd calls a hook with the gradient, and with None where there is none."""
+    return bool(parameter._backward_hooks)
+
+
+def take_hooks_off(parameter: Tensor) -> ParameterHooks:
+    """Autograd calls no hook of the parameter until they are put back."""
+    hooks = ParameterHooks(*_hooks_of(parameter))
+    # None would not take them off: autograd goes on with the table it was last given.
+    put_hooks_back(parameter, ParameterHooks(OrderedDict(), OrderedDict()))
+    return hooks
+
+
+def put_hooks_back(parameter: Any, hooks: ParameterHooks) -> None:
+    """The parameter has these hooks, and no others."""
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+# Autograd
+
+
+is_profiling: Callable[[], bool] = found(_AUTOGRAD, "_profiler_enabled")
+"""Whether a profiler wants to know of ranges."""
+
+keeps_graph: Callable[[], bool] = found(_AUTOGRAD, "_get_current_graph_task_keep_graph")
+"""In a node: whether this backward was called with `retain_graph=True`."""
+
+will_run: Callable[[Any], bool] = found(torch._C, "_will_engine_execute_node")
+"""In a node: whether this backward, which may be for some `inputs=` alone, runs another node."""
+
+_backward_id = found(torch._C, "_current_graph_task_id")
+_saved_tensors_functions = found(_AUTOGRAD, "_top_saved_tensors_default_hooks")
+_engine = found(torch.autograd.Variable, "_execution_engine")
+
+
+def is_in_backward() -> bool:
+    """Whether the calling thread runs a node of a backward."""
+    return bool(_backward_id() != -1)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """In a node: lets this backward, once it has run all nodes, call something."""
+    _engine.queue_callback(callback)
+
+
+def saved_tensors_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The functions of the innermost `saved_tensors_hooks` of the calling thread."""
+    functions: tuple[Any, Any] | None = _saved_tensors_functions(False)
+    return functions
+
+
+# Modes
+
+
+class Modes(NamedTuple):
+    """What a thread is in, outermost first.
+
+    Attributes:
+        default_device: of `torch.set_default_device` or `with torch.device(...)`, or None.
+        function: torch function modes, but for that of the default device.
+        dispatch: torch dispatch modes.
+    """
+
+    default_device: torch.device | None
+    function: tuple[Any, ...]
+    dispatch: tuple[Any, ...]
+
+
+_function_modes = found(torch.overrides, "_get_current_function_mode_stack")
+_push_function_mode = found(torch.overrides, "_push_mode")
+_pop_function_mode = found(torch.overrides, "_pop_mode")
+_dispatch_modes = found(_python_dispatch, "_get_current_dispatch_mode_stack")
+_push_dispatch_mode = found(_python_dispatch, "_push_mode")
+_pop_dispatch_mode = found(_python_dispatch, "_pop_mode")
+
+
+def current_modes() -> Modes:
+    """Those of the calling thread."""
+    modes = _function_modes()
+    devices = [mode.device for mode in modes if isinstance(mode, _device.DeviceContext)]
+    others = tuple(mode for mode in modes if not isinstance(mode, _device.DeviceContext))
+    return Modes(devices[-1] if devices else None, others, tuple(_dispatch_modes()))
+
+
+def enter_modes(modes: Modes, stack: contextlib.ExitStack) -> None:
+    """Gives the calling thread these modes until the stack is closed.
+
+    They are pushed: to enter them writes to the objects, or to a global that names the default
+    device, and other threads are entering the same ones.
+    """
+    if modes.default_device is not None:
+        _push_function_mode(_device.DeviceContext(modes.default_device))
+        stack.callback(_pop_function_mode)
+    for mode in modes.function:
+        _push_function_mode(mode)
+        stack.callback(_pop_function_mode)
+    for mode in modes.dispatch:
+        _push_dispatch_mode(mode)
+        stack.callback(_pop_dispatch_mode)
+
+
+# Devices that are not torch's own
+
+
+out_of_tree_backend: Callable[[], str] = found(torch._C, "_get_privateuse1_backend_name")
+"""The name of the one kind of device that a package may add; "privateuseone" if none has."""
+
+add_device_module: Callable[[str, ModuleType], None] = found(torch, "_register_device_module")
+"""Makes `torch.<kind>` a module, after which `torch.get_device_module` and others find it."""
+
+can_take_data: Callable[[Tensor, Tensor], bool] = found(torch, "_has_compatible_shallow_copy_type")
+"""Whether modules that move keep a parameter and give it other data, as torch has it."""
+
+
+def set_can_take_data(test: Callable[[Tensor, Tensor], bool]) -> None:
+    """Puts another test in the place of `can_take_data`, for the whole process."""
+    torch._has_compatible_shallow_copy_type = test  # type: ignore[assignment]

@@ -1,0 +1,197 @@
+"""Each private name of Lightning and torchmetrics does what `lightning_private` says of it.
+
+A test is named after the name that it is about, so that a new release tells which one it changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_dp import lightning_private as private
+
+
+def _trainer(**options: Any) -> Trainer:
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**{**defaults, **options})
+
+
+def test_a_name_that_is_gone_is_told_with_the_release() -> None:
+    release = f"lightning {lightning.__version__}"
+    with pytest.raises(RuntimeError, match=f"Trainer to have _gone, got {release} without it"):
+        private.found(_trainer(), "_gone")
+
+
+def test_device_of_a_lightning_module() -> None:
+    module = BoringModel()
+    own = private.own_device(module, torch.device("meta"))
+    vars(module).update(own)
+    assert module.device == torch.device("meta")
+    assert [name for name in own if private.is_device(name)] == list(own) != []
+    assert not private.is_device("device")
+    assert private.own_device(nn.Linear(1, 1), torch.device("meta")) == {}
+
+
+def test_forward_cache_of_a_metric_is_what_is_logged() -> None:
+    class Logs(BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean.update(1.0)
+            private.keep_batch_value(self.mean, torch.tensor(7.0))
+            self.log("mean", self.mean, on_step=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = _trainer(limit_train_batches=1, limit_val_batches=0)
+    trainer.fit(Logs())
+    assert trainer.callback_metrics["mean"] == 7
+
+
+def test_forward_cache_is_left_by_a_call_of_the_metric() -> None:
+    metric = MeanMetric()
+    metric(3.0)
+    assert private.found(metric, "_forward_cache") == 3
+
+
+def test_lightning_optimizers() -> None:
+    module, trainer = BoringModel(), _trainer(limit_train_batches=1, limit_val_batches=0)
+    trainer.fit(module)
+    wrappers = private.lightning_optimizers(trainer.strategy)
+    assert [isinstance(w, LightningOptimizer) for w in wrappers] == [True]
+    assert wrappers[0] is module.optimizers()
+    assert wrappers[0].optimizer is trainer.optimizers[0]
+
+
+def test_layer_sync() -> None:
+    strategy = _trainer(strategy=DDPStrategy(), sync_batchnorm=True).strategy
+    assert type(private.layer_sync(strategy)) is TorchSyncBatchNorm
+    other = TorchSyncBatchNorm()
+    private.set_layer_sync(strategy, other)
+    assert private.layer_sync(strategy) is other
+    assert private.layer_sync(_trainer(strategy=DDPStrategy()).strategy) is None
+
+
+def test_root_device() -> None:
+    strategy = SingleDeviceStrategy("cpu")
+    private.set_root_device(strategy, torch.device("meta"))
+    assert strategy.root_device == torch.device("meta")
+
+
+@pytest.mark.parametrize("name", ["_accelerator_connector", "_parallel_devices"])
+def test_requested_devices_are_in(name: str) -> None:
+    trainer = _trainer()
+    owner = (
+        trainer
+        if name == "_accelerator_connector"
+        else private.found(trainer, "_accelerator_connector")
+    )
+    assert hasattr(owner, name)
+    assert list(map(torch.device, private.requested_devices(trainer))) == [torch.device("cpu")]
+
+
+def test_checkpoint_io_of_a_wrapper() -> None:
+    plain = TorchCheckpointIO()
+    wrapper = AsyncCheckpointIO(plain)
+    assert private.wrapped_io(wrapper) is plain and private.wrapped_io(plain) is None
+    wrapper.checkpoint_io = TorchCheckpointIO()
+    assert wrapper.checkpoint_io is plain, "the public way is for wrappers without one"
+    other = TorchCheckpointIO()
+    private.set_io(wrapper, other)
+    assert wrapper.checkpoint_io is other
+
+
+def test_checkpoint_io_of_a_strategy() -> None:
+    plain = TorchCheckpointIO()
+    assert private.given_io(SingleDeviceStrategy("cpu")) is None
+    strategy = SingleDeviceStrategy("cpu", checkpoint_io=plain)
+    assert private.given_io(strategy) is plain is strategy.checkpoint_io
+    other = TorchCheckpointIO()
+    private.set_io(strategy, other)
+    assert strategy.checkpoint_io is other
+
+
+class _Steps(Callback):
+    """Notes what Lightning tells of each batch."""
+
+    def __init__(self) -> None:
+        self.accumulating: list[bool] = []
+        self.due: list[bool] = []
+        self.steps: list[int] = []
+
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        self.accumulating.append(private.is_accumulating(trainer))
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.due.append(private.is_time_to_log(trainer))
+        self.steps.append(private.logged_step(trainer))
+
+
+class _Rows(Logger):
+    """Keeps the numbers of the steps that Lightning logs."""
+
+    name = version = "rows"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "loss" in metrics:
+            self.steps.append(-1 if step is None else step)
+
+
+class _Logs(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.log("loss", output["loss"])
+        return output
+
+
+def _fit(**options: Any) -> tuple[_Steps, _Rows]:
+    steps, rows = _Steps(), _Rows()
+    _trainer(callbacks=[steps], logger=rows, limit_val_batches=0, **options).fit(_Logs())
+    return steps, rows
+
+
+def test_should_accumulate() -> None:
+    steps, _ = _fit(limit_train_batches=5, accumulate_grad_batches=2)
+    assert steps.accumulating == [True, False, True, False, False]
+
+
+def test_batches_that_stepped_are_the_steps_of_loggers() -> None:
+    steps, rows = _fit(limit_train_batches=6, accumulate_grad_batches=2, log_every_n_steps=1)
+    assert rows.steps == [0, 1, 2]
+    assert steps.steps == [0, 0, 1, 1, 2, 2], "as it is when a batch ends"
+
+
+def test_logger_connector_tells_when_logs_are_due() -> None:
+    steps, rows = _fit(limit_train_batches=6, log_every_n_steps=3)
+    assert steps.due == [False, False, True, False, False, True]
+    assert rows.steps == [2, 5]

@@ -18,9 +18,9 @@ from lightning_dp.parallel.batch import (
     Override,
     Scalars,
     Shards,
-    batch_size_for,
     cut_for,
     gather,
+    infer_for,
     sample_costs,
     to_device,
 )
@@ -62,6 +62,7 @@ class Engine:
         output_device: where gathered outputs end up.
         split: how many samples each device gets.
         dim: the dimension along which batches are cut and outputs joined.
+        columns: whether lists are containers of columns whatever is in them.
         cost_key: for a split by cost the entry of the batch that holds the costs; None to ask the
             module's method `sample_cost(batch)`.
         buffers: which buffers (running statistics, say) the root keeps after a training step:
@@ -89,6 +90,7 @@ class Engine:
         output_device: torch.device,
         split: SplitPolicy,
         dim: int = 0,
+        columns: bool = False,
         cost_key: str | None = None,
         buffers: Buffers = "first",
         executor: ExecutorName = "auto",
@@ -118,6 +120,7 @@ class Engine:
         in_turn = compiles(module) or (self.on_cpu and limits_norms(module))
         self._executor = Executor(devices, "inorder" if in_turn else executor)
         self._dim = dim
+        self._columns = columns
         self._scalars: Scalars = scalars
         self._overrides = overrides
         self._around = around
@@ -156,8 +159,8 @@ class Engine:
     ) -> Shards:
         """Decides the sizes, once for the batch; cuts it and moves each shard to its device.
 
-        A module may cut itself, by a method `split_batch(batch, sizes)` that returns one shard
-        for each of the sizes. Where leaves disagree on the batch size, the first one then counts.
+        A module may say by a method `batch_size(batch)` how many samples there are, and cut by
+        itself, with a method `split_batch(batch, sizes)` that returns one shard for each size.
 
         Args:
             batch: what is cut.
@@ -167,14 +170,15 @@ class Engine:
         """
         self._planner.learn(self.meter.latest)
         self._forget_step()
-        n = batch_size_for(self.module, batch, self._dim)
+        inferred = infer_for(self.module, batch, self._dim, columns=self._columns)
+        n = inferred.size
         if not n:
             return self.whole(batch, transfer)
         costs = partial(sample_costs, self.module, batch, n, self._cost_key)
         plan = plan or self._planner.plan(n, costs, training=training)
         left_out = n - sum(plan.sizes)
         sizes = (*plan.sizes, left_out) if left_out else plan.sizes
-        parts = cut_for(self.module, batch, sizes, self._dim, plan.order)
+        parts = cut_for(self.module, batch, inferred, sizes, self._dim, plan.order)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order)

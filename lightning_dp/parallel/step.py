@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, batch_size, to_device
+from lightning_dp.parallel.batch import Shards, infer_for, to_device
 from lightning_dp.parallel.engine import Engine, Transfer
 from lightning_dp.parallel.gradients import (
     EarlierGradients,
@@ -111,7 +111,7 @@ class StepParallel(Engine):
     def scatter(self, batch: Any, transfer: Transfer = to_device, **options: Any) -> Shards:
         """As every scatter; a batch in which there is nothing to cut is warned about."""
         shards = super().scatter(batch, transfer, **options)
-        if shards.whole and batch_size(batch, self._dim) is None:
+        if shards.whole and infer_for(self.module, batch, self._dim).size is None:
             warnings.warn(
                 "The batch has no tensor and no list that could be cut: it runs on the root "
                 f"device alone. Yield tensors whose dim {self._dim} counts the samples.",

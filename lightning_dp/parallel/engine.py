@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import (
+    Inferred,
     Override,
     Scalars,
     Shards,
-    batch_size_for,
     cut_for,
     gather,
+    infer_for,
     sample_costs,
     to_device,
 )
@@ -65,6 +66,7 @@ class Engine:
         output_device: where gathered outputs end up.
         split: how many samples each device gets.
         dim: the dimension along which batches are cut and outputs joined.
+        columns: whether lists are containers of columns whatever is in them.
         cost_key: for a split by cost the entry of the batch that holds the costs; None to ask the
             module's method `sample_cost(batch)`.
         buffers: which buffers (running statistics, say) the root keeps after a training step:
@@ -94,6 +96,7 @@ class Engine:
         output_device: torch.device,
         split: SplitPolicy,
         dim: int = 0,
+        columns: bool = False,
         cost_key: str | None = None,
         buffers: Buffers = "first",
         executor: ExecutorName = "auto",
@@ -123,6 +126,7 @@ class Engine:
         in_turn = compiles(module) or (self.on_cpu and limits_norms(module))
         self._executor = Executor(devices, "inorder" if in_turn else executor)
         self._dim = dim
+        self._columns = columns
         self._cost_key = cost_key
         self._scalars: Scalars = scalars
         self._overrides = overrides
@@ -167,10 +171,13 @@ class Engine:
 
     @stage("plan")
     def plan(self, batch: Any, *, training: bool = True) -> Plan:
-        """Decides which samples each device gets, once for everything in the batch."""
+        """Decides which samples each device gets, once for everything in the batch.
+
+        A module may say by a method `batch_size(batch)` how many samples there are.
+        """
         self._planner.learn(self.meter.latest)
         self._forget_step()
-        n = batch_size_for(self.module, batch, self._dim)
+        n, reading = infer_for(self.module, batch, self._dim, columns=self._columns)
         if n is None and self._expects_samples:
             warnings.warn(
                 "The batch has no tensor and no list that could be cut: it runs on the root "
@@ -180,7 +187,7 @@ class Engine:
         if not n:
             return self._planner.whole()
         costs = partial(sample_costs, self.module, batch, n, self._cost_key)
-        return self._planner.plan(n, costs, training=training)
+        return self._planner.plan(n, costs, training=training, reading=reading)
 
     @stage("scatter")
     def scatter(
@@ -200,7 +207,8 @@ class Engine:
         if plan.whole:
             return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True)
         sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
-        parts = cut_for(self.module, batch, sizes, self._dim, plan.order)
+        inferred = Inferred(sum(sizes), plan.reading)
+        parts = cut_for(self.module, batch, inferred, sizes, self._dim, plan.order)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_dp.parallel.split.arithmetic import CostSplit, Order, Sizes, SplitPolicy
 from lightning_dp.parallel.split.capacity import MARGIN, Capacity
@@ -21,6 +22,7 @@ class Plan:
         loads: what each device's samples cost, where they are split by cost.
         left_out: samples of the batch that no device gets.
         whole: whether there is nothing to cut: the root gets the batch as it is.
+        reading: how the batch was read, for those who cut it.
     """
 
     sizes: Sizes
@@ -28,6 +30,7 @@ class Plan:
     loads: tuple[float, ...] = field(default=(), repr=False)
     left_out: int = 0
     whole: bool = False
+    reading: Any = "columns"
 
 
 class Planner:
@@ -56,9 +59,24 @@ class Planner:
         """Whether the policy wants to see the steps."""
         return self._learner is not None
 
-    def plan(self, n: int, costs: Callable[[], Sequence[float]], *, training: bool) -> Plan:
-        """Decides for a batch of n samples; their costs are asked for if the split is by cost."""
-        self.latest = self._by_cost(costs, training) or Plan(self._sizes(n, training))
+    def plan(
+        self,
+        n: int,
+        costs: Callable[[], Sequence[float]],
+        *,
+        training: bool,
+        reading: Any = "columns",
+    ) -> Plan:
+        """Decides for a batch.
+
+        Args:
+            n: its number of samples.
+            costs: asked for what they cost, if the split is by cost.
+            training: whether the batch is trained on.
+            reading: how the batch was read.
+        """
+        plan = self._by_cost(costs, training) or Plan(self._sizes(n, training))
+        self.latest = replace(plan, reading=reading)
         return self.latest
 
     def trial(self, n: int, *, training: bool) -> Plan | None:
@@ -66,7 +84,7 @@ class Planner:
         sizes = self._capacity[training].trial(n)
         if sizes is None:
             return None
-        self.latest = Plan(sizes, left_out=n - sum(sizes))
+        self.latest = Plan(sizes, left_out=n - sum(sizes), reading=self.latest.reading)
         return self.latest
 
     def whole(self) -> Plan:

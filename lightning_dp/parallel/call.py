@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, to_device
 from lightning_dp.parallel.replicas import ParameterCopies
+from lightning_dp.parallel.workers import Task
+
+Transfer: TypeAlias = Callable[[Any, torch.device], Any]
+"""Moves one shard to a device."""
 
 
 class ReplicaCall(ABC):
@@ -37,7 +42,7 @@ class ReplicaCall(ABC):
         constants: tuple[Any, ...] = (),
         *,
         training: bool = False,
-        transfer: Callable[[Any, torch.device], Any] = to_device,
+        transfer: Transfer = to_device,
     ) -> None:
         self.name = name
         self.constants = constants
@@ -51,6 +56,20 @@ class ReplicaCall(ABC):
     @abstractmethod
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """What a replica does with its shard."""
+
+    def tasks(
+        self, modules: Sequence[nn.Module], shards: Shards, devices: Sequence[torch.device]
+    ) -> list[Task]:
+        """The calls of the replicas that work."""
+        return [
+            Task(
+                k,
+                devices[k],
+                partial(self.on_replica, modules[k], shards.parts[k]),
+                partial(shards.place, self.name, k),
+            )
+            for k in shards.active
+        ]
 
     @abstractmethod
     def gather(self, outputs: list[Any], shards: Shards) -> Any:

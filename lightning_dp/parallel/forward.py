@@ -12,10 +12,10 @@ from torch import nn
 
 from lightning_dp.parallel.batch import Shards, to_device
 from lightning_dp.parallel.call import ReplicaCall
-from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.out_of_memory import RecoveringEngine
 
 
-class ForwardParallel(Engine):
+class ForwardParallel(RecoveringEngine):
     """Spreads calls of a module over its replicas; what they return is gathered.
 
     While `spreading` lasts, `module(x)` cuts its arguments, runs `forward` on all replicas and
@@ -158,7 +158,7 @@ class SpreadCall(ReplicaCall):
         """Joined; what the root has returned alone stays as it is."""
         if shards.whole:
             return to_device(outputs[0], self._engine.output_device)
-        return self._engine.join(outputs, shards.active_sizes, (), shards.active_order)
+        return self._engine.join(outputs, sizes=shards.active_sizes, order=shards.active_order)
 
 
 class _SpreadForward:

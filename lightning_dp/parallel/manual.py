@@ -71,7 +71,9 @@ class ManualStep(EvaluationStep):
             return gather(outputs, engine.output_device, overrides={"": "sum"})
         if isinstance(outputs[0], Tensor) and items_of(outputs[0]) is not None:
             return join_losses(self._graphs(outputs), engine.output_device)
-        return engine.join(outputs, shards.active_sizes, constants, shards.active_order)
+        return engine.join(
+            outputs, sizes=shards.active_sizes, constants=constants, order=shards.active_order
+        )
 
     def _graphs(self, losses: Sequence[Tensor]) -> list[Graph]:
         """The losses of all replicas, with their weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,17 +47,17 @@ class Shards:
     whole: bool = False
     order: Order | None = field(default=None, repr=False)
 
-    @property
+    @cached_property
     def active(self) -> list[int]:
         """The replicas that have samples."""
         return [k for k, size in enumerate(self.sizes) if size > 0]
 
-    @property
+    @cached_property
     def active_sizes(self) -> list[int]:
         """The sizes of the shards of the active replicas."""
         return [size for size in self.sizes if size > 0]
 
-    @property
+    @cached_property
     def active_order(self) -> Order | None:
         """The positions of the samples of the active replicas, if they are not in order."""
         return None if self.order is None else [self.order[k] for k in self.active]
@@ -68,3 +69,7 @@ class Shards:
             return f"samples {some} of {sum(self.sizes)}"
         start = sum(self.sizes[:k])
         return f"samples {start} to {start + self.sizes[k] - 1} of {sum(self.sizes)}"
+
+    def place(self, stage: str, k: int) -> str:
+        """Completes the sentence "in replica 2 on cuda:1, ..." in an error."""
+        return f", {stage}, {self.samples(k)}"

@@ -23,6 +23,7 @@ from lightning_dp.parallel.gradients.loss import (
     loss_weights,
 )
 from lightning_dp.parallel.gradients.reduce import BUFFERS, Buffers, Reducer, reduce_gradients
+from lightning_dp.parallel.gradients.snapshot import Snapshot
 
 __all__ = [
     "BUFFERS",
@@ -34,6 +35,7 @@ __all__ = [
     "JointBackward",
     "LossReduction",
     "Reducer",
+    "Snapshot",
     "StepOutput",
     "agreed_items",
     "backward_at_once",

@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricMethod, join_arguments
 from lightning_dp.parallel.batch import to_device, tree
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import Order
 
 _SHADOWED = ("forward", "update", "compute", "reset")
@@ -103,16 +104,10 @@ class MetricFaces:
         metrics = [
             m for leaf in leaves for m in leaf.modules() if isinstance(m, Metric | MetricCollection)
         ]
-        own = [{n: m.__dict__[n] for n in _SHADOWED if n in m.__dict__} for m in metrics]
-        for metric in metrics:
-            metric.__dict__.update(self._recorder(metric).shadows())
-        try:
+        with contextlib.ExitStack() as stack:
+            for metric in metrics:
+                stack.enter_context(replaced(metric, **self._recorder(metric).shadows()))
             yield
-        finally:
-            for metric, attributes in zip(metrics, own, strict=True):
-                for name in _SHADOWED:
-                    metric.__dict__.pop(name, None)
-                metric.__dict__.update(attributes)
 
     def _recorder(self, metric: AnyMetric) -> _Recorder:
         if id(metric) not in self._recorders:

@@ -26,9 +26,10 @@ from lightning_dp.metrics.torchmetrics_on_replicas import (
     replay,
 )
 from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
 from lightning_dp.parallel.split import Order, batch_order
-from lightning_dp.state import ModuleState, StateMemory
+from lightning_dp.state import ModuleState
 
 Call: TypeAlias = LogCall | MetricCall
 
@@ -69,7 +70,7 @@ class Journals(ReplicaRules):
         self._devices = list(devices)
         self._logs = LogMerger()
         self._metrics: list[nn.Module] = []
-        self._memory = StateMemory()
+        self._state = ModuleState(output_device)
         self.replays = True
 
     def on_build(self, leaves: list[nn.Module]) -> None:
@@ -107,33 +108,22 @@ class Journals(ReplicaRules):
         """
         for journal in self._journals:
             journal.calls.clear()
-        state = ModuleState(replicas, shards, self._output_device, args, self._memory)
+        state = self._state
+        state.begin(replicas.submodules, shards.active)
         try:
-            with self._root_records(replicas.modules[0]):
+            # Replica 0 is the user's module: it records only while the step lasts.
+            own = self._journals[0]
+            with replaced(self._module, log=own.log), own.faces.worn(self._metrics):
                 yield
             if is_rerun:
                 state.undo()
             else:
-                state.settle()
+                state.settle(replicas, shards, args)
         except torch.OutOfMemoryError:
             state.undo()
             raise
-        finally:
-            state.release()
         if not is_rerun:
             self._replay(hook, shards)
-
-    @contextlib.contextmanager
-    def _root_records(self, root: nn.Module) -> Iterator[None]:
-        """Replica 0 is the user's module: it records only while the step lasts."""
-        own_log = {"log": root.__dict__["log"]} if "log" in root.__dict__ else {}
-        root.__dict__["log"] = self._journals[0].log
-        try:
-            with self._journals[0].faces.worn(self._metrics):
-                yield
-        finally:
-            del root.__dict__["log"]
-            root.__dict__.update(own_log)
 
     def _replay(self, hook: str, shards: Shards) -> None:
         if not self.replays:

@@ -21,6 +21,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_dp.lightning_private import keep_batch_value
 from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricMethod, join_arguments
 from lightning_dp.parallel.batch import to_device, tree
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import (
     buffer_table,
@@ -112,16 +113,10 @@ class MetricFaces:
         metrics = [
             m for leaf in leaves for m in leaf.modules() if isinstance(m, Metric | MetricCollection)
         ]
-        own = [{n: m.__dict__[n] for n in _SHADOWED if n in m.__dict__} for m in metrics]
-        for metric in metrics:
-            metric.__dict__.update(self._recorder(metric).shadows())
-        try:
+        with contextlib.ExitStack() as stack:
+            for metric in metrics:
+                stack.enter_context(replaced(metric, **self._recorder(metric).shadows()))
             yield
-        finally:
-            for metric, attributes in zip(metrics, own, strict=True):
-                for name in _SHADOWED:
-                    metric.__dict__.pop(name, None)
-                metric.__dict__.update(attributes)
 
     def _recorder(self, metric: AnyMetric) -> _Recorder:
         if id(metric) not in self._recorders:

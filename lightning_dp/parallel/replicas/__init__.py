@@ -10,9 +10,10 @@ from lightning_dp.parallel.replicas.compiled import compiles
 from lightning_dp.parallel.replicas.hidden_layers import check_nothing_hidden
 from lightning_dp.parallel.replicas.limited_norm import limits_norms
 from lightning_dp.parallel.replicas.replicate import BufferCopies, ParameterCopies, Replicas
-from lightning_dp.parallel.replicas.structure import ReplicaRules
+from lightning_dp.parallel.replicas.structure import AttributeVersions, ReplicaRules
 
 __all__ = [
+    "AttributeVersions",
     "BufferCopies",
     "ParameterCopies",
     "ReplicaRules",

@@ -12,19 +12,17 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_dp.parallel.batch import Shards
+from lightning_dp.lightning_private import lightning_optimizers
 from lightning_dp.parallel.gradients import items_of
 from lightning_dp.parallel.manual import ManualStep
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas
-from lightning_dp.parallel.step import StepParallel
 from lightning_dp.parallel.workers import Rendezvous, current_participant
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 Conduct: TypeAlias = Callable[[ManualStep, Rendezvous, Callable[..., Any], list[Arguments]], Any]
 """What the host does for all replicas: given the step, the rendezvous, the method that they called,
 and each one's arguments."""
-
-_ABSENT = object()
 
 
 class ManualOptimization:
@@ -48,13 +46,15 @@ class ManualOptimization:
         """The module's, also where it does not call them itself."""
         return self._module.trainer.strategy.optimizers
 
-    def run(self, engine: StepParallel, method: str, shards: Shards, args: tuple[Any, ...]) -> Any:
-        """Runs a step on all replicas, and returns what one device would have returned."""
-        self._step = ManualStep(engine, shards)
+    @contextlib.contextmanager
+    def running(self, step: ManualStep) -> Iterator[ManualStep]:
+        """While it lasts, what the replicas do with optimizers is a part of this step."""
+        self._step = step
         try:
-            return self._step.run(method, *args)
+            yield step
         finally:
             self._step = None
+            step.end()
 
     @contextlib.contextmanager
     def acting_together(self, replicas: Replicas) -> Iterator[None]:
@@ -68,9 +68,9 @@ class ManualOptimization:
                 call = _Collective(step, what, getattr(owner, name), conduct)
                 owners = replicas.modules if owner is self._module else [owner]
                 for each in owners:
-                    stack.enter_context(_replaced(each, name, call))
+                    stack.enter_context(replaced(each, **{name: call}))
             direct = _Collective(step, "backward", torch.autograd.backward, _backward)
-            stack.enter_context(_replaced(torch.autograd, "backward", direct))
+            stack.enter_context(replaced(torch.autograd, backward=direct))
             yield
 
     def _methods(self) -> Iterator[tuple[Any, str, str, Conduct]]:
@@ -79,7 +79,7 @@ class ManualOptimization:
         for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
             yield self._module, name, name, _once
         strategy = self._module.trainer.strategy
-        for optimizers in (strategy._lightning_optimizers, strategy.optimizers):
+        for optimizers in (lightning_optimizers(strategy), strategy.optimizers):
             for i, optimizer in enumerate(optimizers):
                 label = f"{type(optimizer).__name__} (optimizer {i})"
                 yield optimizer, "step", f"step of {label}", _optimizer_step
@@ -136,7 +136,7 @@ def _scheduler_step(
 
 def _joined(step: ManualStep, values: list[Any]) -> Any:
     is_number = isinstance(values[0], float | Tensor)
-    return step.gather(values) if is_number else values[0]
+    return step.joined(values) if is_number else values[0]
 
 
 def _optimizer_step(
@@ -205,18 +205,3 @@ def _sum_of(tensors: Any) -> Tensor:
             "with num_items. Make a backward of each: shards weigh differently in each of them."
         )
     return torch.stack([tensor.reshape(()) for tensor in tensors]).sum()
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, call: Any) -> Iterator[None]:
-    """Gives an object another attribute for a while."""
-    attributes = vars(owner)
-    before = attributes.get(name, _ABSENT)
-    attributes[name] = call
-    try:
-        yield
-    finally:
-        if before is _ABSENT:
-            del attributes[name]
-        else:
-            attributes[name] = before

@@ -13,15 +13,16 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_dp.lightning_private import own_device
 from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Journals, is_metric
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.gradients import loss_of
+from lightning_dp.parallel.manual import ManualStep
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
-from lightning_dp.parallel.split import Plan
-from lightning_dp.parallel.step import StepParallel
+from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
 from lightning_dp.state import changed_once
 
 ModeName: TypeAlias = Literal["step", "forward"]
@@ -111,80 +112,50 @@ class StepMode(Mode):
         _check_step_mode(module)
         super().__init__(module, devices, transfer, output_device)
         self._manual = ManualOptimization(module)
-        around = partial(_around_step, self._journals, self._manual)
-        options |= {"rules": self._journals, "around": around}
+        context = partial(_around_step, self._journals, self._manual)
+        options |= {"rules": self._journals, "context": context}
         self.engine: StepParallel = StepParallel(
             module, devices, output_device=output_device, **options
         )
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
         self._batch: Any = None
-        self._shards: Shards | None = None
+        self._call: EvaluationStep | None = None
         self._dataloader_idx = 0
-        self._latest: tuple[str, tuple[Any, ...]] = ("", ())
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Leaves the batch where it is: the step cuts it first and then moves each shard.
 
         Hooks and callbacks between here and the step see the whole batch, and may still change it.
         """
-        self._batch, self._shards, self._dataloader_idx = batch, None, dataloader_idx
+        self._batch, self._call, self._dataloader_idx = batch, None, dataloader_idx
         return batch
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs it on all replicas; where it does not fit, again with fewer samples there."""
-        training = method == "training_step"
+        engine, training = self.engine, method == "training_step"
+        transfer = partial(_moved, self._transfer, self._dataloader_idx)
         if training and not self._module.automatic_optimization:
             # Not again if it does not fit: it has moved weights by then.
-            shards = self.engine.scatter(batch, self._to_device)
-            return self._manual.run(self.engine, method, shards, args)
-        run = self.engine.train if training else self.engine.evaluate
-        self._latest = (method, args)
-
-        def attempt() -> Any:
-            # An optimizer's closure may come for the same batch again.
-            shards, self._shards = self._shards if batch is self._batch else None, None
-            if shards is None:
-                shards = self.engine.scatter(batch, self._to_device, training=training)
-            output = run(method, shards, *args)
-            self._batch, self._shards = batch, shards
-            return output
-
-        trial = partial(self._try_part, batch, training)
-        return self.engine.fitting(method, attempt, trial, training=training)
+            with self._manual.running(ManualStep(engine, method, args, transfer)) as step:
+                return engine.step(step, batch)
+        # An optimizer's closure may come for the same batch again.
+        again = self._call if batch is self._batch else None
+        shards = None if again is None else again.shards
+        kind = TrainingStep if training else EvaluationStep
+        self._batch, self._call = batch, None
+        call = kind(engine, method, args, transfer)
+        output = engine.run(call, batch, shards)
+        self._call = call
+        return output
 
     def recover_backward(
         self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Does the step and its backward again, with fewer samples where memory ran out.
-
-        What the step has logged and left on the module was right, and stays.
-        """
-        gradient = self.engine.interrupted()
-        if gradient is None:
+        """Does the step and its backward again, with fewer samples where memory ran out."""
+        call, self._call = self._call, None
+        if call is None:
             raise error
-        (method, args), batch, self._shards = self._latest, self._batch, None
-
-        def attempt() -> None:
-            shards = self.engine.scatter(batch, self._to_device)
-            with context(), self.engine.rerunning():
-                loss = loss_of(self.engine.train(method, shards, *args))
-            if loss is not None:
-                loss.backward(gradient)  # type: ignore[no-untyped-call]
-
-        trial = partial(self._try_part, batch, True)
-        self.engine.fitting(f"{method}'s backward", attempt, trial, training=True, failure=error)
-
-    def _try_part(self, batch: Any, training: bool, plan: Plan) -> None:
-        method, args = self._latest
-        shards = self.engine.scatter(batch, self._to_device, training=training, plan=plan)
-        if training:
-            self.engine.train_apart(method, shards, *args)
-        else:
-            with self.engine.rerunning():
-                self.engine.evaluate(method, shards, *args)
-
-    def _to_device(self, shard: Any, device: torch.device) -> Any:
-        return self._transfer(shard, device, self._dataloader_idx)
+        self.engine.rerun(call, self._batch, context, error)
 
 
 class ForwardMode(Mode):
@@ -211,8 +182,8 @@ class ForwardMode(Mode):
     ) -> None:
         super().__init__(module, devices, transfer, output_device)
         # The mode itself would be a cycle, which keeps replicas alive until it is found.
-        around = partial(_around_forward, self._journals, module, devices[0])
-        options |= {"rules": self._journals, "around": around}
+        context = partial(_around_forward, self._journals, module, devices[0])
+        options |= {"rules": self._journals, "context": context}
         self.engine: ForwardParallel = ForwardParallel(
             module, devices, output_device=output_device, **options
         )
@@ -229,15 +200,27 @@ class ForwardMode(Mode):
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
-        with self.engine.spreading(), _self_device(self._module, self.engine.output_device):
+        with (
+            self.engine.spreading(),
+            _at(self._module, self.engine.output_device),
+        ):
             return getattr(self._module, method)(batch, *args)
 
     @contextlib.contextmanager
     def during_backward(self) -> Iterator[None]:
         """Checkpoints call the module again, and must find the calls spread as they were."""
-        here = _self_device(self._module, self.engine.output_device)
+        here = _at(self._module, self.engine.output_device)
         with super().during_backward(), self.engine.spreading(), here:
             yield
+
+
+def _at(module: LightningModule, device: torch.device) -> AbstractContextManager[None]:
+    """While it lasts, `self.device` is where the running code's tensors are."""
+    return replaced(module, **own_device(module, device))
+
+
+def _moved(transfer: Transfer, dataloader_idx: int, shard: Any, device: torch.device) -> Any:
+    return transfer(shard, device, dataloader_idx)
 
 
 @contextlib.contextmanager
@@ -265,19 +248,8 @@ def _around_forward(
     journals: Journals, module: LightningModule, device: torch.device, *step: Any
 ) -> Iterator[None]:
     """What replicas log and measure inside of a spread call is joined as in a step."""
-    with journals.around(*step), _self_device(module, device):
+    with journals.around(*step), _at(module, device):
         yield
-
-
-@contextlib.contextmanager
-def _self_device(module: LightningModule, device: torch.device) -> Iterator[None]:
-    """`self.device` is where the running code's tensors are."""
-    before = module._device
-    module._device = device
-    try:
-        yield
-    finally:
-        module._device = before
 
 
 def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:

@@ -353,7 +353,7 @@ class DataParallelMixin(CheckpointMixin):
         def with_all_gradients() -> Any:
             result = closure()
             # Of a training step that returned None, no backward has come.
-            mode.engine.backward.reduce_waiting()
+            mode.engine.reducer.reduce_waiting()
             return result
 
         return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
@@ -365,12 +365,12 @@ class DataParallelMixin(CheckpointMixin):
         # Not where a replica says so: there every backward is a joint one.
         mode = None if current_participant() else self._mode
         if mode is not None:
-            mode.engine.backward.accumulating = True
+            mode.engine.reducer.accumulating = True
         try:
             yield
         finally:
             if mode is not None:
-                mode.engine.backward.accumulating = False
+                mode.engine.reducer.accumulating = False
 
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.
 

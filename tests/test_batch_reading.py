@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from containers import Boxes, Graph, Pair, Sample, graph
-from torch import Tensor, zeros
+from torch import Tensor, nn, zeros
 
+from lightning_dp.parallel.batch import cut_for, infer_for
 from lightning_dp.parallel.batch.scatter import BatchSizeError, batch_size, cut
 
 
@@ -34,13 +36,15 @@ COLUMNS = {
     "a row for all, alike": ([zeros(8, 3), zeros(1, 3)], 8),
     "names beside": ({"x": zeros(8), "name": ["a"] * 8, "classes": ["c"] * 10}, 8),
     "views and labels": ([[zeros(8, 3), zeros(8, 3)], zeros(8)], 8),
-    "views of images alone": ({"views": [zeros(8, 3, 4, 4), zeros(8, 3, 4, 4)]}, 8),
-    "two views of two images": ({"views": [zeros(2, 3, 4, 4), zeros(2, 3, 4, 4)]}, 2),
     "views and labels of two samples": ([[zeros(2, 3), zeros(2, 3)], zeros(2)], 2),
     "views and labels of one sample": ([[zeros(1, 3), zeros(1, 3)], zeros(1)], 1),
     "views and names": ({"views": [zeros(8, 3), zeros(8, 3)], "name": ["a"] * 8}, 8),
     "two loaders": ({"a": [zeros(8, 10), zeros(8, 1)], "b": [zeros(8, 10), zeros(8, 1)]}, 8),
     "two loaders of one tensor": ({"a": [zeros(8, 3)], "b": [zeros(8, 3)]}, 8),
+    "one loader exhausted": ([zeros(8, 3), None], 8),
+    "one loader exhausted, two samples": ([zeros(2, 3), None], 2),
+    "nested loaders exhausted": ({"a": [zeros(2, 3), None], "b": [None, None]}, 2),
+    "nested pairs exhausted": ({"a": [zeros(2, 3), zeros(2, 1)], "b": [None, None]}, 2),
     "two loaders in a list": ([[zeros(8, 3), zeros(8)], [zeros(8, 3), zeros(8)]], 8),
     "two loaders with names": ([(zeros(8, 3), "a"), (zeros(8, 3), "b")], 8),
     "dicts of two views": ([{"x": zeros(8, 3)}, {"x": zeros(8, 3)}], 8),
@@ -52,7 +56,7 @@ LISTS = {
     "as many images as channels and boxes": ((images(9, 9, 9), targets(3, 3, 3)), 3),
     "one image": ((images(20), targets(5)), 1),
     "one image, three boxes": ((images(20), targets(3)), 1),
-    "images only": ({"images": images(20, 30, 20, 30)}, 4),
+    "images only": ({"images": images(20, 30, 20, 30), "id": [7, 8, 9, 4]}, 4),
     "columns and boxes": ({"x": zeros(8, 3), "boxes": [zeros(n, 4) for n in range(8)]}, 8),
     "columns and boxes, one each": ({"x": zeros(2, 9), "boxes": [zeros(2, 4), zeros(1, 4)]}, 2),
     "sizes of 1 inside": ((images(20, 30), with_ids(5, 2)), 2),
@@ -164,14 +168,16 @@ def test_a_shape_is_no_list_of_samples() -> None:
 def test_two_batch_sizes_are_an_error_that_names_both_leaves(batch: Any, names: str) -> None:
     with pytest.raises(BatchSizeError, match=names) as error:
         batch_size(batch)
-    assert "Give both the same number" in str(error.value) and "split_batch" in str(error.value)
-    assert len(error.value.sizes) == 2
+    assert "Give both the same number" in str(error.value)
+    assert "batch_size(batch)" in str(error.value) and "split_batch(batch, " in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("batch", "readings"),
     [
         ({"views": [zeros(8, 3), zeros(8, 3)]}, r"8 samples if batch\['views'\] holds .* 2 if"),
+        ({"views": [zeros(2, 3), zeros(2, 3)]}, r"2 samples if batch\['views'\] holds .* 2 if"),
+        ({"images": images(20, 30, 20, 30)}, r"3 samples if .*'images'\] holds columns, 4 if"),
         ({"points": [zeros(99, 3)] * 5}, r"99 samples if batch\['points'\] holds columns, 5 if"),
         (
             [[zeros(5), zeros(4)], [zeros(3), zeros(9)], [zeros(2), zeros(8)]],
@@ -182,8 +188,7 @@ def test_two_batch_sizes_are_an_error_that_names_both_leaves(batch: Any, names: 
 def test_a_batch_that_can_be_read_in_two_ways_is_an_error(batch: Any, readings: str) -> None:
     with pytest.raises(BatchSizeError, match=readings) as error:
         batch_size(batch)
-    assert "split_batch(batch, sizes)" in str(error.value)
-    assert len(error.value.sizes) == 2
+    assert "batch_size(batch)" in str(error.value) and "split_batch(batch, " in str(error.value)
 
 
 def test_the_ways_out_of_an_ambiguity_work() -> None:
@@ -191,6 +196,84 @@ def test_the_ways_out_of_an_ambiguity_work() -> None:
     assert batch_size({"points": points, "index": list(range(5))}) == 5
     assert batch_size({"views": dict(enumerate(views))}) == 8
     assert batch_size({"views": torch.stack(views, 1)}) == 8
+
+
+def test_what_a_loader_that_is_exhausted_leaves_keeps_its_length() -> None:
+    for shard in cut({"a": [zeros(2, 3), None], "b": [None, None]}, (1, 1)):
+        assert shapes(shard) == [[(1, 3), None], [None, None]]
+    assert [shapes(shard) for shard in cut([zeros(2, 3), None], (1, 1))] == [[(1, 3), None]] * 2
+
+
+class Telling(nn.Module):
+    """Says how many samples a batch has."""
+
+    def __init__(self, n: Any) -> None:
+        super().__init__()
+        self.n = n
+
+    def batch_size(self, batch: Any) -> Any:
+        return self.n
+
+
+def told(batch: Any, n: Any) -> list[Any]:
+    """The shards of a batch of n samples: all but one, and one."""
+    module = Telling(n)
+    return cut_for(module, batch, infer_for(module, batch), (n - 1, 1))
+
+
+def test_a_module_says_how_many_samples_a_batch_has() -> None:
+    first, second = told({"x": zeros(8, 3), "classes": zeros(10)}, 8)
+    assert shapes(first) == [(7, 3), (10,)] and shapes(second) == [(1, 3), (10,)]
+    first, second = told({"points": [zeros(99, 3)] * 5}, 5)
+    assert len(first["points"]) == 4 and shapes(second["points"]) == [(99, 3)]
+    first, second = told({"points": [zeros(99, 3)] * 5}, 99)
+    assert shapes(second["points"]) == [(1, 3)] * 5
+    first, second = told([{"x": zeros(5)}, {"x": zeros(5)}, {"x": zeros(5)}], 3)
+    assert len(first) == 2 and len(second) == 1
+    with pytest.raises(BatchSizeError, match=r"2 samples if .* 2 if it holds one item per sample"):
+        told({"views": [zeros(2, 3), zeros(2, 3)]}, 2)
+
+
+@pytest.mark.parametrize("n", [-1, 2.0, True, "3", None, torch.tensor(2)])
+def test_a_batch_size_is_a_number_of_samples(n: Any) -> None:
+    with pytest.raises(BatchSizeError, match=r"Telling.batch_size: expected the number of samples"):
+        infer_for(Telling(n), zeros(4))
+
+
+def test_an_attribute_that_is_a_number_is_no_method() -> None:
+    module = nn.Identity()
+    module.batch_size = 32  # type: ignore[assignment]  # as Lightning's scaler of batch sizes has it
+    assert infer_for(module, zeros(4)).size == 4
+
+
+class Molecules:
+    """Atoms of several molecules; only the module knows how to cut it."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+        self.atoms = zeros(sum(counts), 3)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+
+@dataclass
+class Collated(Molecules):
+    """The same as a dataclass, whose leaves disagree."""
+
+    counts: list[int]
+
+    def __post_init__(self) -> None:
+        super().__init__(self.counts)
+
+
+def test_the_length_of_an_object_counts_where_the_module_cuts_it() -> None:
+    module = nn.Identity()
+    module.split_batch = lambda batch, sizes: [batch] * len(sizes)  # type: ignore[assignment]
+    for make in (Molecules, Collated):
+        assert infer_for(module, make([4, 30, 2])).size == 3
+    with pytest.raises(BatchSizeError, match=r"'atoms'\] has 36 .*define batch_size\(batch\)"):
+        infer_for(module, {"atoms": zeros(36, 3), "energy": zeros(9)})
 
 
 def nodes(node: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.first_step.snapshot import Before
+from lightning_dp.first_step.snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def test_everything_is_put_back() -> None:
     weight.register_hook(lambda gradient: gradient * 2)
     pictured = state(module), weight.grad, dict(weight._backward_hooks)
     memory = weight.data_ptr(), module.layer.bias.data_ptr()
-    before = Before(module, [torch.device("cpu")])
+    before = Snapshot(module, [torch.device("cpu")])
     assert weight.grad is None and not weight._backward_hooks
     numbers = []
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_everything_is_put_back() -> None:
 
 def test_objects_stay_the_same_objects() -> None:
     module = Holder()
-    before = Before(module, [])
+    before = Snapshot(module, [])
     objects = {name: id(value) for name, value in vars(module).items()}
     inner = id(module.list[1]), id(module.queue.items), id(module.norm.running_mean)
     everything(module)
@@ -129,7 +129,7 @@ def test_other_random_numbers_come_from_every_generator_until_they_are_put_back(
         own = torch.rand(1, generator=module.own).item(), module.own_numpy.random()
         return [*own, module.own_python.random(), *map(float, (random.random(), np.random.rand()))]
 
-    before = Before(module, [])
+    before = Snapshot(module, [])
     first = draw()
     before.restore()
     before.reseed(1)
@@ -148,7 +148,7 @@ def test_objects_of_frameworks_are_left_alone() -> None:
             self.thread = threading.Thread()
 
     module = Trained()
-    before = Before(module, [])
+    before = Snapshot(module, [])
     module.optimizer.param_groups[0]["lr"] = 0.2
     before.end()
     assert module.optimizer.param_groups[0]["lr"] == 0.2
@@ -159,7 +159,7 @@ def test_values_are_kept_off_the_devices(on: str) -> None:
     device = torch.device("sim", 1) if on == "sim" else torch.device("cpu")
     module = nn.Linear(200, 200).to(device)
     held = torch.sim.memory_allocated(1) if on == "sim" else 0
-    before = Before(module, [device])
+    before = Snapshot(module, [device])
     assert held == (torch.sim.memory_allocated(1) if on == "sim" else 0)
     numbers = torch.rand(2, device=device)
     module.weight.data.zero_()

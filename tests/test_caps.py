@@ -13,9 +13,9 @@ def run(capacity: Capacity, sizes: tuple[int, ...], room: list[int]) -> bool:
     """A step on devices with so much room: what it tells is noted."""
     failed = [k for k, size in enumerate(sizes) if size > room[k]]
     if failed:
-        capacity.failed(sizes, failed)
+        capacity.record_oom(sizes, failed)
     else:
-        capacity.worked(sizes)
+        capacity.record_success(sizes)
     return not failed
 
 
@@ -43,7 +43,7 @@ def test_what_fits_is_left_as_wanted(room: list[int], n: int, k: int) -> None:
     wanted = even(n, len(room))
     assert capacity.within(wanted) == wanted
     k %= len(room)
-    capacity.failed((100,) * len(room), [k])
+    capacity.record_oom((100,) * len(room), [k])
     caps = capacity.caps or []
     assert [cap for i, cap in enumerate(caps) if i != k] == [None] * (len(room) - 1)
     if wanted[k] <= (caps[k] or 0):
@@ -52,19 +52,19 @@ def test_what_fits_is_left_as_wanted(room: list[int], n: int, k: int) -> None:
 
 def test_the_others_get_more_in_proportion() -> None:
     capacity = Capacity(4)
-    capacity.failed((32, 16, 16, 0), [0])
+    capacity.record_oom((32, 16, 16, 0), [0])
     assert capacity.within((32, 16, 16, 0)) == (28, 18, 18, 0)
 
 
 def test_a_device_that_was_to_have_nothing_gets_something_only_if_nobody_else_has_room() -> None:
     capacity = Capacity(3)
-    capacity.failed((8, 8, 0), [0, 1])
+    capacity.record_oom((8, 8, 0), [0, 1])
     assert capacity.within((8, 8, 0)) == (7, 7, 2)
 
 
 def test_a_heavier_batch_makes_less_fit() -> None:
     capacity = Capacity(2)
-    capacity.worked((20, 20))
-    capacity.failed((20, 20), [0])
+    capacity.record_success((20, 20))
+    capacity.record_oom((20, 20), [0])
     assert capacity.within((20, 20))[0] < 20
     assert capacity.fits == (19, 20)

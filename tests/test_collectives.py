@@ -239,7 +239,7 @@ def test_a_loss_over_the_whole_batch_is_exact(sizes: tuple[int, ...], executor: 
     engine = assert_as_one_device(
         lambda net, x: nt_xent(collectives.all_gather(net(x))), sizes, executor=executor
     )
-    assert engine.rendezvous.crossed
+    assert engine.calls.crossed
 
 
 def test_rows_of_a_shard_against_the_whole_batch_are_exact(executor: str) -> None:
@@ -267,7 +267,7 @@ def test_without_gradients_every_replica_runs_its_own_backward() -> None:
             scale = collectives.all_gather(z).std()
         return (z / collectives.all_gather(z.detach()).norm()).square().mean() * scale
 
-    assert not assert_as_one_device(step, (3, 3)).rendezvous.crossed
+    assert not assert_as_one_device(step, (3, 3)).calls.crossed
 
 
 def test_the_graph_is_gone_after_the_step(executor: str) -> None:

@@ -493,3 +493,34 @@ def test_optimizers_and_other_things_are_refused_with_an_explanation() -> None:
 def test_unusable_options_are_refused_at_once(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DataParallel(perceptron(), **options)
+
+
+class Summing(nn.Module):
+    """Sums what two columns in a container are mapped to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 2)
+
+    def forward(self, pair: Any) -> Tensor:
+        first, second = pair
+        result: Tensor = self.net(first) - self.net(second)
+        return result
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_lists_and_tuples_are_columns(container: Any, n: int) -> None:
+    net = Summing()
+    pair = container([torch.randn(n, 3), torch.randn(n, 3)])
+    wrapper = DataParallel(net, device_ids=["cpu"] * 3)
+    torch.testing.assert_close(wrapper(pair), net(pair))
+    assert sum(wrapper.last_sizes) == n
+    wrapper.close()
+
+
+def test_a_list_of_unequal_tensors_is_no_list_of_samples() -> None:
+    wrapper = DataParallel(Summing(), device_ids=["cpu"] * 2)
+    with pytest.raises(ValueError, match=r"batch\[0\]\[0\] has 5 and batch\[0\]\[1\] has 4"):
+        wrapper([torch.zeros(5, 3), torch.zeros(4, 3)])
+    wrapper.close()

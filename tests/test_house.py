@@ -24,7 +24,7 @@ FLOORS = [
     ["parallel.data_parallel", "parallel.primitives", "parallel.manual"],
     ["parallel.step", "parallel.forward"],
     ["parallel.engine"],
-    ["parallel.out_of_memory", "parallel.gradients"],
+    ["parallel.call", "parallel.out_of_memory", "parallel.gradients"],
     ["parallel.replicas", "parallel.workers", "parallel.meter"],
     ["parallel.batch"],
     ["parallel.links"],

@@ -28,22 +28,6 @@ PACKAGE = ROOT / "lightning_dp"
 ROOMS = {"parallel/torch_private.py": "test_torch_private.py"}
 ROOMS["lightning_private.py"] = "test_lightning_private.py"
 
-OWED = {
-    "manual_optimization.py",
-    "modes.py",
-    "parallel/gradients/hooks.py",
-    "parallel/gradients/loss.py",
-    "parallel/gradients/reduce.py",
-    "parallel/manual.py",
-    "parallel/out_of_memory.py",
-    "parallel/step.py",
-    "parallel/workers/apply.py",
-    "parallel/workers/collectives.py",
-    "parallel/workers/sync_batch_norm.py",
-    "parallel/workers/thread_state.py",
-}
-"""Files that still have some. A file that has none any more must go from here."""
-
 PUBLIC = {
     "_fields": "of named tuples: documented, the underscore is there for the sake of field names",
     "_target_": "of Hydra's configs: documented",
@@ -184,15 +168,10 @@ def _found_in(file: str) -> list[tuple[int | str, str]]:
     return [*foreign_names(source), *inherited]
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file not in {*ROOMS, *OWED}])
+@pytest.mark.parametrize("file", [file for file in FILES if file not in ROOMS])
 def test_only_the_two_rooms_touch_private_names_of_others(file: str) -> None:
     found = _found_in(file)
     assert not found, f"{file}: give these a function in {' or '.join(ROOMS)}: {found}"
-
-
-@pytest.mark.parametrize("file", sorted(OWED))
-def test_what_is_owed_is_not_yet_paid(file: str) -> None:
-    assert _found_in(file), f"{file} touches none any more: take it from the list of those owed"
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -62,6 +62,9 @@ class BagClassifier(Classifier):
 
 
 class Splitting(BagClassifier):
+    def batch_size(self, batch: dict[str, Tensor]) -> int:
+        return len(batch["count"])
+
     def split_batch(self, batch: dict[str, Tensor], sizes: tuple[int, ...]) -> list[Any]:
         counts = batch["count"].split(list(sizes))
         instances = batch["instances"].split([int(c.sum()) for c in counts])
@@ -79,8 +82,16 @@ def test_what_only_the_module_can_cut_trains_as_on_one_device(devices: int) -> N
 
 
 def test_without_it_the_error_names_both_leaves_and_the_hook() -> None:
-    with pytest.raises(ValueError, match=r"'label'.*'instances'.*split_batch"):
+    with pytest.raises(ValueError, match=r"'label'.*'instances'.*batch_size.*split_batch"):
         run(lambda: BagClassifier().double(), 2, data=bag_loader)
+
+
+def test_sizes_are_never_made_of_an_arbitrary_leaf() -> None:
+    class Uncounted(Splitting):
+        batch_size = None  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match=r"'label'.*'instances'.*batch_size\(batch\).*split_batch"):
+        run(lambda: Uncounted().double(), 2, data=bag_loader)
 
 
 def test_a_wrong_number_of_shards_is_an_error() -> None:
@@ -103,6 +114,9 @@ def test_in_forward_mode_it_gets_the_arguments_of_the_call() -> None:
         def forward(self, x: Tensor, *, state: Tensor) -> Tensor:
             output: Tensor = self.rnn(x, state)[0]
             return output
+
+        def batch_size(self, batch: dict[Any, Tensor]) -> int:
+            return len(batch[0])
 
         def split_batch(self, batch: dict[Any, Tensor], sizes: tuple[int, ...]) -> list[Any]:
             pairs = zip(

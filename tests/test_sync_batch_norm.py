@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.layer_sync import ReplicaBatchNorm
-from lightning_dp.parallel.step import StepParallel
+from lightning_dp.parallel.step import StepParallel, TrainingStep
 
 CPU = torch.device("cpu")
 EXACT = {"atol": 1e-10, "rtol": 0.0}
@@ -69,7 +69,7 @@ def train(
         for _ in range(steps):
             losses.append(engine.train("training_step", engine.scatter(batch)))
             losses[-1].backward()
-        engine.replicate(engine.scatter(batch), training=True)
+        engine.replicate(TrainingStep(engine, "training_step"), engine.scatter(batch))
         assert_replicas_follow(engine, sizes)
     finally:
         engine.close()

@@ -180,10 +180,10 @@ def test_gradients_accumulate_on_the_replicas_until_they_are_reduced() -> None:
     module, oracle = Regression(mean_loss), Regression(mean_loss)
     with engine_of(module, (2, 2, 2)) as engine:
         for i, batch in enumerate(batches):
-            engine.backward.accumulating = i < 2
+            engine.reducer.accumulating = i < 2
             engine.train("training_step", engine.scatter(batch)).backward()
             waiting = [p.grad is not None for p in engine.replicas.parameters[1]]
-            assert any(waiting) is engine.backward.accumulating
+            assert any(waiting) is engine.reducer.accumulating
     for batch in batches:
         oracle.training_step(batch).backward()
     assert_same_gradients(module, oracle)
@@ -209,7 +209,7 @@ def test_gradient_hooks_of_parameters_see_the_sum_once(
     with engine_of(module, (2, 2, 1)) as engine:
         monkeypatch.setattr(engine, "on_cpu", on_cpu)
         for i, batch in enumerate(batches):
-            engine.backward.accumulating = i == 1
+            engine.reducer.accumulating = i == 1
             engine.train("training_step", engine.scatter(batch)).backward()
     for batch in batches:
         oracle.training_step(batch).backward()
@@ -238,10 +238,10 @@ def test_gradients_that_accumulate_outlive_new_replicas() -> None:
     batches = torch.randn(2, 6, 4, dtype=torch.float64)
     module, oracle = Regression(mean_loss), Regression(mean_loss)
     with engine_of(module, (2, 2, 2)) as engine:
-        engine.backward.accumulating = True
+        engine.reducer.accumulating = True
         engine.train("training_step", engine.scatter(batches[0])).backward()
         module.net[0].register_forward_hook(lambda *_: None)
-        engine.backward.accumulating = False
+        engine.reducer.accumulating = False
         engine.train("training_step", engine.scatter(batches[1])).backward()
     for batch in batches:
         oracle.training_step(batch).backward()

@@ -22,7 +22,10 @@ pytestmark = pytest.mark.usefixtures("on")
 
 def tasks_of(*calls: Callable[[], Any]) -> list[Task]:
     devices = devices_of(len(calls))
-    return [Task(k, devices[k], call, f", samples of {k}") for k, call in enumerate(calls)]
+    return [
+        Task(k, devices[k], call, partial(", samples of {}".format, k))
+        for k, call in enumerate(calls)
+    ]
 
 
 def run(*calls: Callable[[], Any], how: ExecutorName = "threads") -> list[Any]:

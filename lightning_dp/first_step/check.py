@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_dp.first_step.compare import Difference, Outcome
 from lightning_dp.first_step.diagnosis import Diagnosis
-from lightning_dp.first_step.snapshot import Before
+from lightning_dp.first_step.snapshot import Snapshot
 from lightning_dp.metrics import is_metric
 from lightning_dp.modes import ForwardMode, Mode, Transfer
 from lightning_dp.parallel.batch import to_device
@@ -109,7 +109,7 @@ class Runs:
         self._scale = 1.0 if scaler is None or not scaler.is_enabled() else _SCALE
         self._parameters = list(module.parameters())
         groups = [optimizer.param_groups for optimizer in module.trainer.strategy.optimizers]
-        self._before = Before(module, devices, groups)
+        self._snapshot = Snapshot(module, devices, groups)
 
     @property
     def sizes(self) -> Sizes:
@@ -151,7 +151,7 @@ class Runs:
 
     def end(self) -> None:
         """Leaves everything as it was."""
-        self._before.end()
+        self._snapshot.end()
         self._mode.engine.close()
 
     def _run(
@@ -161,7 +161,7 @@ class Runs:
             self.module.__dict__["log"] = _say_nothing
             off()
             if seed is not None:
-                self._before.reseed(seed)
+                self._snapshot.reseed(seed)
             with self._precision.train_step_context():
                 output = step()
             if output is None:
@@ -171,7 +171,7 @@ class Runs:
                 (loss * self._scale).backward()  # type: ignore[no-untyped-call]
             return Outcome.of(loss, self._parameters)
         finally:
-            self._before.restore()
+            self._snapshot.restore()
 
     def _step_alone(self, shard: int | None) -> Any:
         batch = copy.deepcopy(self._batch)

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.torch_private import hooked, put_hooks_back, take_hooks_off
+from lightning_dp.parallel.gradients import (
+    GradientsAside,
+    HooksOff,
+    clear_gradients,
+)
+from lightning_dp.parallel.torch_private import hooked
 
 Restore = Callable[[], None]
 
@@ -32,7 +37,7 @@ _LEFT_ALONE = (set(sys.stdlib_module_names) - _BASES) | _FRAMEWORKS | _TRACKERS
 """Packages whose objects are not looked into, unless they are modules or containers."""
 
 
-class Before:
+class Snapshot:
     """A module at one moment, with all that hangs on it, and the random numbers to come.
 
     That is the values of parameters, buffers and other tensors and arrays, gradients, the items of
@@ -54,20 +59,22 @@ class Before:
         self._generators = _process_generators(devices)
         self._own_generators: list[Any] = []
         self._objects = self._walk([module, *others])
-        self._parameters = [_Gradient(parameter) for parameter in module.parameters()]
+        self._parameters = list(module.parameters())
+        self._hooks = [HooksOff(self._parameters[i]) for i in hooked(self._parameters)]
+        self._gradients = GradientsAside(self._parameters)
 
     def restore(self) -> None:
         """Puts everything back; gradients are None."""
         for restore in (*self._objects, *self._generators):
             restore()
-        for parameter in self._parameters:
-            parameter.drop()
+        clear_gradients(self._parameters)
 
     def end(self) -> None:
         """Puts everything back, gradients and hooks of parameters too."""
         self.restore()
-        for parameter in self._parameters:
-            parameter.put_back()
+        self._gradients.put_back()
+        for hooks in self._hooks:
+            hooks.put_back()
 
     def reseed(self, seed: int) -> None:
         """Lets all these generators give other numbers, until the next `restore`."""
@@ -94,24 +101,6 @@ class Before:
             if restore is not None and _is_generator(node):
                 self._own_generators.append(node)
         return restores
-
-
-class _Gradient:
-    """The gradient and the hooks of a parameter, taken off."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-        self._before = parameter.grad
-        self._hooks = take_hooks_off(parameter) if hooked([parameter]) else None
-        self.drop()
-
-    def drop(self) -> None:
-        self._parameter.grad = None
-
-    def put_back(self) -> None:
-        self._parameter.grad = self._before
-        if self._hooks is not None:
-            put_hooks_back(self._parameter, self._hooks)
 
 
 def _look_at(node: Any) -> tuple[Restore | None, Iterable[Any]]:

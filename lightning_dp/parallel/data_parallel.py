@@ -111,6 +111,7 @@ class DataParallel(nn.Module, Generic[Module]):
         self._options: dict[str, Any] = {
             "output_device": self.output_device,
             "dim": dim,
+            "columns": True,
             "buffers": buffers,
             "executor": executor,
             "overrides": gather_overrides,

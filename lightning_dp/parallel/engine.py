@@ -1,53 +1,57 @@
-"""The flow: split -> scatter -> replicate -> apply -> gather, each in the file of its name.
+"""THE FLOW: plan -> scatter -> replicate -> apply -> gather -> backward -> reduce.
 
-What runs on the replicas, and what comes back, is for the two modes to say: `step` and `forward`.
+`Engine.step` is all of it. What runs on a replica, and what becomes of its result, is a
+`ReplicaCall`: those of `step`, `manual` and `forward`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import (
+    Inferred,
     Override,
     Scalars,
     Shards,
-    batch_size_for,
     cut_for,
     gather,
+    infer_for,
     sample_costs,
     to_device,
 )
-from lightning_dp.parallel.gradients import Backward, Buffers, reduce_gradients
+from lightning_dp.parallel.call import ReplicaCall
+from lightning_dp.parallel.gradients import (
+    Buffers,
+    JointBackward,
+    Reducer,
+    backward_at_once,
+    reduce_gradients,
+)
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.out_of_memory import Recovery, Snapshot
 from lightning_dp.parallel.ranges import Ranges, stage
 from lightning_dp.parallel.replicas import (
     BufferCopies,
-    ParameterCopies,
     ReplicaRules,
     Replicas,
     compiles,
     limits_norms,
 )
 from lightning_dp.parallel.split import Order, Plan, Planner, Sizes, SplitPolicy
-from lightning_dp.parallel.workers import Executor, ExecutorName, Rendezvous, Task
+from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, Task
 
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
 """Moves one shard to a device."""
 
-T = TypeVar("T")
-
-Call: TypeAlias = Callable[[nn.Module, Any], Any]
-"""What one replica does with its shard."""
-
-Around: TypeAlias = Callable[
+StepContext: TypeAlias = Callable[
     [Replicas, str, Shards, tuple[Any, ...], bool], AbstractContextManager[None]
 ]
 """Of the replicas, the method, the shards, the other arguments, and whether it is a rerun."""
@@ -62,6 +66,7 @@ class Engine:
         output_device: where gathered outputs end up.
         split: how many samples each device gets.
         dim: the dimension along which batches are cut and outputs joined.
+        columns: whether lists are containers of columns whatever is in them.
         cost_key: for a split by cost the entry of the batch that holds the costs; None to ask the
             module's method `sample_cost(batch)`.
         buffers: which buffers (running statistics, say) the root keeps after a training step:
@@ -70,15 +75,17 @@ class Engine:
         scalars: how 0-dim outputs are gathered, see `gather`.
         overrides: how outputs under certain keys are gathered, see `gather`.
         rules: how special submodules are replicated.
-        around: entered around every apply; for what the replicas leave behind besides their
+        expects_samples: whether to warn of batches in which there is nothing to cut.
+        context: entered around every apply; for what the replicas leave behind besides their
             outputs. A rerun has done so before, and is to leave nothing.
 
     Attributes:
         on_cpu: whether all replicas are on the CPU.
+        reducer: brings gradients and buffers to the root.
         meter: what the devices do in training.
         last_sizes: samples per device in the latest apply.
         ranges: the stages, as profilers see them.
-        rendezvous: where the replicas met in the latest apply.
+        calls: of the replicas, in the latest apply.
     """
 
     def __init__(
@@ -89,26 +96,27 @@ class Engine:
         output_device: torch.device,
         split: SplitPolicy,
         dim: int = 0,
+        columns: bool = False,
         cost_key: str | None = None,
         buffers: Buffers = "first",
         executor: ExecutorName = "auto",
         scalars: Scalars = "merge",
         overrides: Mapping[str, Override] | None = None,
         rules: ReplicaRules | None = None,
-        around: Around = lambda *_: nullcontext(),
+        expects_samples: bool = False,
+        context: StepContext = lambda *_: nullcontext(),
     ) -> None:
         self.module = module
         self.devices = list(devices)
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules, before_rebuild=reduce_gradients)
-        self.backward = Backward(self.replicas, buffers)
+        self.reducer = Reducer(self.replicas, buffers)
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.last_sizes: Sizes = ()
         self.ranges = Ranges()
-        self.rendezvous = Rendezvous()
+        self.calls = Calls()
         self.meter = Meter(devices)
         self._planner = Planner(len(devices), split)
-        self._cost_key = cost_key
         if self._planner.learns:
             self.meter.watch()
         self._recovery = Recovery(devices, self._planner)
@@ -118,127 +126,160 @@ class Engine:
         in_turn = compiles(module) or (self.on_cpu and limits_norms(module))
         self._executor = Executor(devices, "inorder" if in_turn else executor)
         self._dim = dim
+        self._columns = columns
+        self._cost_key = cost_key
         self._scalars: Scalars = scalars
         self._overrides = overrides
-        self._around = around
+        self._expects_samples = expects_samples
+        self._context = context
         self._stale = set(range(len(devices)))
+        self._interrupted: Tensor | None = None
 
-    def run(
-        self,
-        name: str,
-        call: Call,
-        shards: Shards,
-        *,
-        training: bool = False,
-        constants: tuple[Any, ...] = (),
-    ) -> Any:
-        """The flow from replicate to gather.
+    # The flow
+
+    def step(self, call: ReplicaCall, batch: Any, plan: Plan | None = None) -> Any:
+        """One step of all replicas, and what one device would have returned for the whole batch.
+
+        If that is a joint loss, somebody's call of its backward goes on with `backward` here.
 
         Args:
-            name: of what is called, for errors and for the executor's choice.
-            call: what each replica does with its shard.
-            shards: what `scatter` made of the batch.
-            training: whether the module trains, and may leave buffers behind.
-            constants: the call's other arguments, the same on every replica.
-        """
-        modules = self.replicate(shards, training=training)
-        outputs = self.apply(name, call, modules, shards, training=training, constants=constants)
-        return self.gather(outputs, shards.active_sizes, constants, shards.active_order)
-
-    @stage("scatter")
-    def scatter(
-        self,
-        batch: Any,
-        transfer: Transfer = to_device,
-        *,
-        training: bool = True,
-        plan: Plan | None = None,
-    ) -> Shards:
-        """Decides the sizes, once for the batch; cuts it and moves each shard to its device.
-
-        A module may cut itself, by a method `split_batch(batch, sizes)` that returns one shard
-        for each of the sizes. Where leaves disagree on the batch size, the first one then counts.
-
-        Args:
-            batch: what is cut.
-            transfer: moves a shard to its device.
-            training: whether the batch is trained on.
+            call: what runs on a replica, and what becomes of its result.
+            batch: as the user's code has it; or `Shards`, which are cut already.
             plan: sizes that were decided already; samples beyond their sum are left out.
+        """
+        if not isinstance(batch, Shards):
+            plan = plan or self.plan(batch, training=call.training)
+            batch = self.scatter(batch, call.transfer, plan)
+        modules = self.replicate(call, batch)
+        outputs = self.apply(call, modules, batch)
+        return self.gather(call, outputs, batch)
+
+    def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
+        """What the backward of a joint loss does: every replica's own, then the sums."""
+        self._interrupted = gradient
+        self.reducer.before_backward(can_fail=not self.on_cpu)
+        if self.on_cpu and not joint.crosses:
+            self._backward_in_workers(joint, gradient, keep_graph)
+        else:
+            backward_at_once(joint.graphs, gradient, keep_graph)
+        self.meter.stop()
+        self.reduce()
+        self._planner.record_success(training=True)
+        self._interrupted = None
+
+    # Its stages
+
+    @stage("plan")
+    def plan(self, batch: Any, *, training: bool = True) -> Plan:
+        """Decides which samples each device gets, once for everything in the batch.
+
+        A module may say by a method `batch_size(batch)` how many samples there are.
         """
         self._planner.learn(self.meter.latest)
         self._forget_step()
-        n = batch_size_for(self.module, batch, self._dim)
+        n, reading = infer_for(self.module, batch, self._dim, columns=self._columns)
+        if n is None and self._expects_samples:
+            warnings.warn(
+                "The batch has no tensor and no list that could be cut: it runs on the root "
+                f"device alone. Yield tensors whose dim {self._dim} counts the samples.",
+                stacklevel=2,
+            )
         if not n:
-            return self.whole(batch, transfer)
+            return self._planner.whole()
         costs = partial(sample_costs, self.module, batch, n, self._cost_key)
-        plan = plan or self._planner.plan(n, costs, training=training)
-        left_out = n - sum(plan.sizes)
-        sizes = (*plan.sizes, left_out) if left_out else plan.sizes
-        parts = cut_for(self.module, batch, sizes, self._dim, plan.order)
+        return self._planner.plan(n, costs, training=training, reading=reading)
+
+    @stage("scatter")
+    def scatter(
+        self, batch: Any, transfer: Transfer = to_device, plan: Plan | None = None
+    ) -> Shards:
+        """Cuts a batch and moves each shard to its device.
+
+        A module may cut itself, by a method `split_batch(batch, sizes)` that returns one shard
+        for each of the sizes.
+
+        Args:
+            batch: what is cut; one in which there is nothing to cut goes to the root alone.
+            transfer: moves a shard to its device.
+            plan: which samples go where; None to decide it.
+        """
+        plan = plan or self.plan(batch)
+        if plan.whole:
+            return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True)
+        sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
+        inferred = Inferred(sum(sizes), plan.reading)
+        parts = cut_for(self.module, batch, inferred, sizes, self._dim, plan.order)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order)
 
-    def whole(self, batch: Any, transfer: Transfer = to_device) -> Shards:
-        """A batch in which there is nothing to cut goes to the root alone."""
-        self._planner.nothing()
-        sizes = (1, *[0] * (len(self.devices) - 1))
-        return Shards(sizes, [transfer(batch, self.devices[0])], whole=True)
-
     @stage("replicate")
-    def replicate(self, shards: Shards, *, training: bool = False) -> list[nn.Module]:
+    def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
         """The replicas, up to date on the devices that have samples."""
-        self.backward.settle()
+        self.reducer.settle()
         self._forget_step()
-        stale = self._stale.intersection(shards.active)
-        parameters = "all" if stale else self._parameter_copies()
+        active = shards.active
         buffers: BufferCopies = "changed"
-        if training:
-            buffers = "read" if self.backward.root_keeps_its_buffers(shards) else "all"
+        if call.training:
+            buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"
             if self._snapshot is not None:
                 self._snapshot.take(self.replicas.buffers[0])
-        self.replicas.refresh(shards.active, parameters=parameters, buffers=buffers)
+        stale = self._stale.intersection(active)
+        copied = "all" if stale else call.copied_parameters
+        self.replicas.refresh(active, parameters=copied, buffers=buffers)
         self._stale -= stale
+        call.begin(shards)
         return self.replicas.modules
 
     @stage("apply")
-    def apply(
-        self,
-        name: str,
-        call: Call,
-        modules: Sequence[nn.Module],
-        shards: Shards,
-        *,
-        training: bool = False,
-        constants: tuple[Any, ...] = (),
-    ) -> list[Any]:
+    def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
-        self.rendezvous = Rendezvous(shards.active_sizes, shards.active_order, self._dim)
-        if training:
+        training = call.training
+        self.calls = Calls(shards.active_sizes, shards.active_order, self._dim)
+        if training and not shards.whole:
             self.meter.start(shards.sizes)
-        around = self._around(self.replicas, name, shards, constants, self._is_rerun)
-        with around, self.replicas.writing() if training else nullcontext():
-            calls = [(k, partial(call, modules[k], shards.parts[k])) for k in shards.active]
-            outputs, seconds = self._run(name, name, calls, shards, self.rendezvous)
+        context = self._context(self.replicas, call.name, shards, call.constants, self._is_rerun)
+        with context, self.replicas.writing() if training else nullcontext():
+            tasks = [
+                self._task(
+                    k, shards, call.name, partial(call.on_replica, modules[k], shards.parts[k])
+                )
+                for k in shards.active
+            ]
+            outputs = self._run(call.name, tasks, self.calls, training=training)
         if training:
-            self.backward.after_forward(shards)
+            self.reducer.after_forward(shards)
             self.meter.count(shards.sizes)
-            for k, spent in zip(shards.active, seconds, strict=True):
-                self.meter.add(k, spent)
         else:
             self.replicas.adopt_rows(shards.active)
+        if training and not call.has_backward:
+            self.meter.stop()
         return outputs
 
     @stage("gather")
-    def gather(
+    def gather(self, call: ReplicaCall, outputs: list[Any], shards: Shards) -> Any:
+        """What one device would have returned for the whole batch, on the output device."""
+        result = call.gather(outputs, shards)
+        if not call.has_backward:
+            self._planner.record_success(training=call.training)
+        return result
+
+    @stage("reduce")
+    def reduce(self) -> None:
+        """The sums of the replicas' gradients become the root's."""
+        self.reducer.after_backward()
+
+    # What calls ask for
+
+    def join(
         self,
         outputs: Sequence[Any],
         sizes: Sequence[int],
         constants: tuple[Any, ...] = (),
         order: Order | None = None,
     ) -> Any:
-        """What one device would have returned for the whole batch, on the output device."""
+        """The replicas' outputs as one, on the output device; see `gather`."""
         return gather(
             outputs,
             self.output_device,
@@ -250,37 +291,52 @@ class Engine:
             order=order,
         )
 
-    def resync(self) -> None:
-        """Makes the next step copy everything to the replicas, changed or not."""
-        self.backward.settle()
-        self.backward.reduce_waiting()
-        self._stale = set(range(len(self.devices)))
+    # Around it
 
-    def fitting(
-        self,
-        name: str,
-        attempt: Callable[[], T],
-        trial: Callable[[Plan], object],
-        *,
-        training: bool,
-        failure: torch.OutOfMemoryError | None = None,
-    ) -> T:
-        """Makes an attempt at a step; where memory runs out, others with fewer samples there.
+    def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
+        """A step; where memory runs out, again with fewer samples there.
 
         Args:
-            name: of the step, for people.
-            attempt: does all of it, from `scatter` on.
-            trial: does it with sizes that are given, on a part of the batch.
-            training: whether it trains.
-            failure: the error, if an attempt was made before.
+            call: see `step`.
+            batch: see `step`.
+            shards: the batch, if it was cut already.
         """
-        return self._recovery.run(
-            name, attempt, trial, self._undo, training=training, failure=failure
-        )
+        try:
+            return self.step(call, batch if shards is None else shards)
+        except torch.OutOfMemoryError as error:
+            attempt, trial = partial(self.step, call, batch), partial(self._try_part, call, batch)
+            return self._recovery.retry(
+                call.name, attempt, trial, self._undo, error, training=call.training
+            )
 
-    def worked(self, *, training: bool) -> None:
-        """The step for which a batch was last cut is done, and has fitted."""
-        self._planner.worked(training=training)
+    def rerun(
+        self,
+        call: ReplicaCall,
+        batch: Any,
+        context: Callable[[], AbstractContextManager[None]],
+        error: torch.OutOfMemoryError,
+    ) -> None:
+        """Does a step and its backward again, after the joint loss's backward ran out of memory.
+
+        What the step has logged and left on the module was right, and stays.
+
+        Args:
+            call: the step's.
+            batch: the step's.
+            context: makes what surrounds a step.
+            error: what the backward raised; raised again if it was not the joint loss's.
+        """
+        gradient, self._interrupted = self._interrupted, None
+        if gradient is None:
+            raise error
+
+        def attempt() -> None:
+            with context(), self.rerunning():
+                result = self.step(call, batch)
+            call.finish(result, gradient)
+
+        name, trial = f"{call.name}'s backward", partial(self._try_part, call, batch)
+        self._recovery.retry(name, attempt, trial, self._undo, error, training=True)
 
     @contextlib.contextmanager
     def rerunning(self) -> Iterator[None]:
@@ -291,19 +347,32 @@ class Engine:
         finally:
             self._is_rerun = False
 
+    def resync(self) -> None:
+        """Makes the next step copy everything to the replicas, changed or not."""
+        self.reducer.settle()
+        self.reducer.reduce_waiting()
+        self._stale = set(range(len(self.devices)))
+
+    def close(self) -> None:
+        """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
+        self.reducer.settle()
+        self._executor.close()
+        self.meter.read_peaks()
+
+    def _try_part(self, call: ReplicaCall, batch: Any, plan: Plan) -> None:
+        """Does a step with a part of its batch, and leaves no trace of it but in buffers."""
+        with call.without_trace():
+            with self.rerunning():
+                result = self.step(call, batch, plan)
+            call.finish(result)
+
     def _undo(self) -> None:
         """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
-        self.backward.undo()
+        self.reducer.undo()
         if self._snapshot is not None:
             self._snapshot.restore()
         self.meter.uncount()
         self._forget_step()
-
-    def close(self) -> None:
-        """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
-        self.backward.settle()
-        self._executor.close()
-        self.meter.read_peaks()
 
     def _forget_step(self) -> None:
         """From here on there is nothing to undo."""
@@ -311,25 +380,40 @@ class Engine:
         if self._snapshot is not None:
             self._snapshot.drop()
 
-    def _parameter_copies(self) -> ParameterCopies:
-        return "changed"
+    def _backward_in_workers(
+        self, joint: JointBackward, gradient: Tensor, keep_graph: bool
+    ) -> None:
+        """On the CPU: a backward for each replica, as on the calling thread they would queue."""
+        tasks = [
+            self._task(
+                graph.replica,
+                joint.shards,
+                "backward",
+                partial(graph.loss.backward, gradient * graph.weight, retain_graph=keep_graph),
+            )
+            for graph in joint.graphs
+        ]
+        self._run(joint.name, tasks, goes_on=True)
+
+    def _task(self, k: int, shards: Shards, stage: str, call: Callable[[], Any]) -> Task:
+        return Task(k, self.devices[k], call, partial(_context, stage, shards, k))
 
     def _run(
         self,
         kind: str,
-        stage: str,
-        calls: Sequence[tuple[int, Callable[[], Any]]],
-        shards: Shards,
-        rendezvous: Rendezvous | None = None,
-    ) -> tuple[list[Any], list[float]]:
-        """Runs calls of replicas; a stage that differs from the kind of work goes on with it."""
-        tasks = [
-            Task(k, self.devices[k], call, f", {stage}, {shards.samples(k)}") for k, call in calls
-        ]
-        results = self._executor.run(
-            kind,
-            tasks,
-            goes_on=stage != kind,
-            rendezvous=rendezvous,
-        )
-        return results, [task.seconds for task in tasks]
+        tasks: Sequence[Task],
+        calls: Calls | None = None,
+        *,
+        training: bool = True,
+        goes_on: bool = False,
+    ) -> list[Any]:
+        results = self._executor.run(kind, tasks, goes_on=goes_on, calls=calls)
+        if training:
+            for task in tasks:
+                self.meter.add(task.replica, task.seconds)
+        return results
+
+
+def _context(stage: str, shards: Shards, k: int) -> str:
+    """Completes the sentence "in replica 2 on cuda:1, ..." in an error."""
+    return f", {stage}, {shards.samples(k)}"

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.engine import Engine
-from lightning_dp.parallel.replicas import ParameterCopies
-from lightning_dp.parallel.split import Plan
 
 
 class ForwardParallel(Engine):
@@ -81,51 +80,17 @@ class ForwardParallel(Engine):
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
-
-        def forward(module: nn.Module, shard: Mapping[int | str, Any]) -> Any:
-            rest = {name: value for name, value in shard.items() if isinstance(name, str)}
-            return module.get_submodule(path).forward(*map(shard.get, range(len(args))), **rest)
-
-        name = f"{path}.forward".lstrip(".")
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs.items())
-        training = any(module.training for module in self.replicas.submodules[0])
-
-        def attempt(plan: Plan | None = None) -> Any:
-            shards = self.scatter(arguments, training=training, plan=plan)
-            if shards.whole:
-                self.last_sizes = shards.sizes
-                return to_device(forward(self.module, shards.parts[0]), self.output_device)
-            outputs = self.run(name, forward, shards, training=training)
-            self.worked(training=training)
-            return outputs
-
-        def trial(plan: Plan) -> None:
-            with self.rerunning():
-                attempt(plan)
-
-        return self.fitting(name, attempt, trial, training=training)
-
-    def replicate(self, shards: Shards, *, training: bool = False) -> list[nn.Module]:
-        """The replicas, up to date, and inside the root's graph."""
+        training = any([module.training for module in self.replicas.submodules[0]])
         mode = (training, torch.is_grad_enabled())
         if any(before and not now for before, now in zip(self._mode, mode, strict=True)):
             self.resync()  # what training changes leaves no trace everywhere
         self._mode = mode
-        modules = super().replicate(shards, training=training)
-        self.replicas.connect(shards.active, self.backward.settle)
-        return modules
-
-    def apply(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """As every apply; a learning split learns from the times of the forward alone."""
-        outputs = super().apply(*args, **kwargs)
-        if kwargs["training"]:
-            self.meter.stop()
-        return outputs
-
-    def _parameter_copies(self) -> ParameterCopies:
+        call = SpreadCall(self, path, len(args), training=training)
         # Code outside of the replicas may write weights between two calls, through `.data` too.
-        return "trained" if self._always_copies or any(self._mode) else "changed"
+        call.copied_parameters = "trained" if self._always_copies or any(mode) else "changed"
+        return self.run(call, arguments)
 
     def close(self) -> None:
         """As every engine; and lets go of graphs, which would keep the replicas for good."""
@@ -159,6 +124,41 @@ class ForwardParallel(Engine):
             if forwards[path] is not None:
                 attributes["forward"] = forwards[path]
         return before
+
+
+class SpreadCall(ReplicaCall):
+    """Calls `forward` of a submodule on all replicas, each with its shard of the arguments.
+
+    Args:
+        engine: runs it.
+        path: the submodule's name; "" for the module itself.
+        num_args: how many of the arguments, which are one dict, go by position.
+        training: whether any submodule trains.
+    """
+
+    def __init__(
+        self, engine: ForwardParallel, path: str, num_args: int, *, training: bool
+    ) -> None:
+        super().__init__(f"{path}.forward".lstrip("."), training=training)
+        self._engine = engine
+        self._path = path
+        self._num_args = num_args
+
+    def begin(self, shards: Shards) -> None:
+        """Puts the replicas inside the root's graph."""
+        self._engine.replicas.connect(shards.active, self._engine.reducer.settle)
+
+    def on_replica(self, module: nn.Module, shard: Mapping[int | str, Any]) -> Any:
+        """The replica's `forward`."""
+        rest = {name: value for name, value in shard.items() if isinstance(name, str)}
+        args = map(shard.get, range(self._num_args))
+        return module.get_submodule(self._path).forward(*args, **rest)
+
+    def gather(self, outputs: list[Any], shards: Shards) -> Any:
+        """Joined; what the root has returned alone stays as it is."""
+        if shards.whole:
+            return to_device(outputs[0], self._engine.output_device)
+        return self._engine.join(outputs, shards.active_sizes, (), shards.active_order)
 
 
 class _SpreadForward:

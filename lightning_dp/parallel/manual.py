@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -18,63 +19,66 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, gather
 from lightning_dp.parallel.gradients import (
+    GradientsAside,
+    Graph,
+    JointBackward,
     agreed_items,
+    backward_at_once,
+    clear_gradients,
     items_of,
     join_losses,
     loss_weights,
-    with_separate_backward,
 )
 from lightning_dp.parallel.links import gradients_on
-from lightning_dp.parallel.step import StepParallel, backward_at_once
+from lightning_dp.parallel.step import EvaluationStep
+from lightning_dp.parallel.torch_private import norm_of_each, version
 from lightning_dp.parallel.workers import Rendezvous
 
 T = TypeVar("T")
 
 
-class ManualStep:
-    """One step in which the replicas act together.
+class ManualStep(EvaluationStep):
+    """A step in which the replicas act together.
 
     The gradients that the root has from earlier steps reach the replicas with the first call that
     the step makes.
-
-    Args:
-        engine: runs the replicas.
-        shards: the step's shards.
     """
 
-    def __init__(self, engine: StepParallel, shards: Shards) -> None:
-        self._engine = engine
-        self._shards = shards
-        self._gradients = _FollowedGradients(engine.replicas.parameters, shards.active)
+    training = True
+    _gradients: _FollowedGradients
 
-    def run(self, method: str, *args: Any) -> Any:
-        """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
-        engine, shards = self._engine, self._shards
-        modules = engine.replicate(shards, training=True)
-        call = lambda module, shard: getattr(module, method)(shard, *args)  # noqa: E731
-        try:
-            outputs = engine.apply(method, call, modules, shards, training=True, constants=args)
-            engine.backward.settle()
-            self._gradients.adopt()
-        finally:
-            self._gradients.drop()
-        engine.meter.stop()
-        engine.worked(training=True)
+    def begin(self, shards: Shards) -> None:
+        """The replicas' gradients follow the root's from here on."""
+        super().begin(shards)
+        self._gradients = _FollowedGradients(self.engine.replicas.parameters, shards.active)
+
+    def gather(self, outputs: list[Any], shards: Shards) -> Any:
+        """What the step returned, and what it has done to gradients."""
+        self.engine.reducer.settle()
+        self._gradients.adopt()
         with torch.no_grad():
-            return self.gather(outputs, constants=args)
+            return self.joined(outputs, self.constants)
 
-    def gather(self, outputs: Sequence[Any], constants: tuple[Any, ...] = ()) -> Any:
+    def end(self) -> None:
+        """Gradients are the root's alone, also after an error."""
+        if hasattr(self, "_gradients"):
+            self._gradients.drop()
+
+    def joined(self, outputs: Sequence[Any], constants: tuple[Any, ...] = ()) -> Any:
         """What one device would have, where the replicas have `outputs`."""
-        if self._engine.loss_reduction == "sum" and isinstance(outputs[0], Tensor):
-            return gather(outputs, self._engine.output_device, overrides={"": "sum"})
+        engine, shards = self.engine, self.shards
+        if engine.loss_reduction == "sum" and isinstance(outputs[0], Tensor):
+            return gather(outputs, engine.output_device, overrides={"": "sum"})
         if isinstance(outputs[0], Tensor) and items_of(outputs[0]) is not None:
-            return join_losses(outputs, self._weights(outputs), self._engine.output_device)
-        sizes, order = self._shards.active_sizes, self._shards.active_order
-        return self._engine.gather(outputs, sizes, constants, order)
+            return join_losses(self._graphs(outputs), engine.output_device)
+        return engine.join(outputs, shards.active_sizes, constants, shards.active_order)
 
-    def _weights(self, losses: Sequence[Tensor]) -> list[float]:
+    def _graphs(self, losses: Sequence[Tensor]) -> list[Graph]:
+        """The losses of all replicas, with their weights."""
         counts = agreed_items([items_of(loss) for loss in losses])
-        return loss_weights(self._shards.active_sizes, self._engine.loss_reduction, counts)
+        reduction = self.engine.loss_reduction
+        weights = loss_weights(self.shards.active_sizes, reduction, counts)
+        return list(map(Graph, self.shards.active, losses, weights))
 
     def once(self, call: Callable[[], T]) -> T:
         """Does something to the root, on the host; the replicas' weights and gradients follow."""
@@ -86,7 +90,7 @@ class ManualStep:
 
     def follow(self) -> None:
         """Brings the replicas' weights and gradients up to date, in the middle of the step."""
-        self._engine.replicas.refresh_parameters(self._shards.active)
+        self.engine.replicas.refresh_parameters(self.shards.active)
         self._gradients.follow()
 
     def in_replicas(self, rendezvous: Rendezvous, functions: Sequence[Callable[[], Any]]) -> Any:
@@ -94,7 +98,7 @@ class ManualStep:
         self.follow()
         results = rendezvous.call(functions, as_replicas=True)
         self._gradients.adopt()
-        return self.gather(results)
+        return self.joined(results)
 
     def backward(
         self,
@@ -120,37 +124,37 @@ class ManualStep:
                     f"Expected the backward of a loss of one element, got {got}. Take its mean "
                     "over the samples."
                 )
-        weights = self._weights(losses)
+        graphs = self._graphs(losses)
         with torch.no_grad():
-            joint = join_losses(losses, weights, self._engine.output_device)
-        if any(loss.requires_grad for loss in losses):
-            graphs = list(zip(range(len(losses)), losses, weights, strict=True))
-            backward_each = partial(self._backward_each, rendezvous, graphs, inputs)
-            joint = with_separate_backward(joint, backward_each)
+            joint = join_losses(graphs, self.engine.output_device)
+        if any([loss.requires_grad for loss in losses]):
+            run = partial(self._backward, rendezvous, inputs)
+            backward = JointBackward(self.name, self.shards, graphs, rendezvous.crossed, run)
+            joint = backward.attach(joint)
         return self.once(lambda: call(joint))
 
-    def _backward_each(
+    def _backward(
         self,
         rendezvous: Rendezvous,
-        graphs: list[tuple[int, Tensor, float]],
         inputs: Sequence[Any],
+        joint: JointBackward,
         gradient: Tensor,
         keep_graph: bool,
     ) -> None:
-        engine = self._engine
-        # A weight of 0 is a mean over nothing: it may be NaN, and so would its gradient be.
-        graphs = [graph for graph in graphs if graph[1].requires_grad and graph[2] != 0]
-        engine.backward.before()
+        reducer = self.engine.reducer
+        reducer.before_backward()
         self._gradients.put_aside()
-        if rendezvous.crossed or not engine.on_cpu:
-            backward_at_once(graphs, gradient, keep_graph, _all_of(inputs))
+        if joint.crosses or not self.engine.on_cpu:
+            backward_at_once(joint.graphs, gradient, keep_graph, _all_of(inputs))
         else:
-            calls: list[Callable[[], Any]] = [_nothing] * len(inputs)
-            for i, loss, weight in graphs:
-                options = {"retain_graph": keep_graph, "inputs": inputs[i]}
-                calls[i] = partial(loss.backward, gradient * weight, **options)
-            rendezvous.call(calls, as_replicas=False)
-        engine.backward.after()
+            calls = dict.fromkeys(self.shards.active, _nothing)
+            own_inputs = dict(zip(self.shards.active, inputs, strict=True))
+            for graph in joint.graphs:
+                options = {"retain_graph": keep_graph, "inputs": own_inputs[graph.replica]}
+                backward = partial(graph.loss.backward, gradient * graph.weight, **options)
+                calls[graph.replica] = backward
+            rendezvous.call(list(calls.values()), as_replicas=False)
+        reducer.after_backward()
         self._gradients.put_back()
 
 
@@ -169,7 +173,7 @@ class _FollowedGradients:
         self._others = [parameters[k] for k in active if k > 0]
         self._seen: list[tuple[Tensor | None, int]] | None = None
         self._leaders: list[tuple[Tensor | None, int]] = []
-        self._aside: list[list[Tensor | None]] = []
+        self._aside = GradientsAside(())
 
     def follow(self) -> None:
         """Gives the replicas copies of those gradients that are not as when they last followed."""
@@ -225,31 +229,23 @@ class _FollowedGradients:
 
     def put_aside(self) -> None:
         """Lets a backward begin with no gradients but on the root."""
-        self._aside = [[parameter.grad for parameter in replica] for replica in self._others]
-        self._forget()
+        self._aside = GradientsAside(chain.from_iterable(self._others))
 
     def put_back(self) -> None:
         """After the backward, whose gradients are on the root, the others have theirs again."""
-        for replica, gradients in zip(self._others, self._aside, strict=True):
-            for parameter, gradient in zip(replica, gradients, strict=True):
-                parameter.grad = gradient
-        self._aside = []
+        self._aside.put_back()
 
     def drop(self) -> None:
         """Ends the step: gradients are the root's alone."""
-        self._forget()
-        self._seen, self._leaders, self._aside = None, [], []
-
-    def _forget(self) -> None:
-        for replica in self._others:
-            for parameter in replica:
-                parameter.grad = None
+        clear_gradients(chain.from_iterable(self._others))
+        self._aside = GradientsAside(())
+        self._seen, self._leaders = None, []
 
 
 def _marks(parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor | None, int]]:
     """The gradients and how often they have been written to."""
     gradients = [parameter.grad for parameter in parameters]
-    return [(g, -1 if g is None else g._version) for g in gradients]
+    return [(g, -1 if g is None else version(g)) for g in gradients]
 
 
 def _differ(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:
@@ -268,7 +264,7 @@ def _copies(gradients: list[Tensor | None], of: Sequence[nn.Parameter]) -> list[
 def _norms(gradients: Sequence[Tensor | None]) -> list[float]:
     """Where there is no gradient, -1."""
     dense = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
-    norms: Sequence[Tensor] = torch._foreach_norm(dense)
+    norms: Sequence[Tensor] = norm_of_each(dense)
     values = iter(torch.stack([norm.double() for norm in norms]).tolist() if dense else ())
     return [-1.0 if g is None else next(values) for g in gradients]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_dp.parallel.devices import empty_cache, memory_text, out_of_memory_count
 from lightning_dp.parallel.split import Plan, Planner, Sizes
+from lightning_dp.parallel.torch_private import copy_to_each
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ log = logging.getLogger("lightning_dp")
 
 
 class Recovery:
-    """Runs steps, and runs them again where a device ran out of memory.
+    """Runs steps again where a device ran out of memory.
 
     The device's cap is lowered, its samples go to the others. If no split has room for the batch,
     parts of the batch are tried until the largest batch that fits is known, for the error.
@@ -35,25 +36,25 @@ class Recovery:
         self._planner = planner
         self._counts = self._count()
 
-    def run(
+    def retry(
         self,
         name: str,
         attempt: Callable[[], T],
         trial: Callable[[Plan], object],
         undo: Callable[[], None],
+        error: torch.OutOfMemoryError,
         *,
         training: bool,
-        failure: torch.OutOfMemoryError | None = None,
     ) -> T:
-        """Makes attempts until one fits.
+        """Makes further attempts at a step until one fits.
 
         Args:
             name: of the step, for the log and for errors.
             attempt: asks the planner for a split and does the whole step.
             trial: does the step with a part of the batch.
             undo: takes back what a half-done step or a trial has left on the module.
+            error: what the first attempt has raised.
             training: whether the step trains.
-            failure: what an attempt that was made already has raised.
 
         Raises:
             torch.OutOfMemoryError: no split fits; the message says the largest batch that does.
@@ -61,21 +62,19 @@ class Recovery:
         """
         events: list[str] = []
         while True:
-            try:
-                if failure is not None:
-                    raise failure
-                result = attempt()
-            except torch.OutOfMemoryError as error:
-                failure = None
-                batch = self._planner.latest.sizes
-                text = self._note(error, events, training)
-            else:
-                self._report(name, events)
-                return result
+            batch = self._planner.latest.sizes
+            text = self._note(error, events, training)
             self._clean_up(undo, everything=len(events) == 1)
             if not self._planner.has_room(sum(batch), training=training):
                 self._try_parts(sum(batch), trial, undo, training)
                 self._check_room(name, sum(batch), text, training)
+            try:
+                result = attempt()
+            except torch.OutOfMemoryError as again:
+                error = again
+            else:
+                self._report(name, events)
+                return result
 
     def _note(self, error: torch.OutOfMemoryError, events: list[str], training: bool) -> str:
         """Lowers the caps of the devices that failed; raises the error if it is none of these."""
@@ -86,7 +85,7 @@ class Recovery:
         events.append(
             ", ".join(f"{self._devices[k]} with {sizes[k]} of {sum(sizes)} samples" for k in failed)
         )
-        self._planner.failed(failed, training=training)
+        self._planner.record_oom(failed, training=training)
         _forget(error)
         return str(error)
 
@@ -103,7 +102,7 @@ class Recovery:
                 log.info("Looking for the largest batch that fits ended: %s", error)
                 break
             else:
-                self._planner.worked(training=training)
+                self._planner.record_success(training=training)
             self._clean_up(undo)
 
     def _check_room(self, name: str, n: int, text: str, training: bool) -> None:
@@ -174,7 +173,7 @@ class Snapshot:
         if len(self._buffers) != len(self._values) or not all(_are_alike(*pair) for pair in pairs):
             self._values = [buffer.clone() for buffer in self._buffers]
         elif self._values:
-            torch._foreach_copy_(self._values, self._buffers)
+            copy_to_each(self._values, self._buffers)
 
     def drop(self) -> None:
         """There is nothing to restore any more; the memory is kept for the next one."""

@@ -91,7 +91,7 @@ def parallel_apply(
         )
     devices = [_device_of(replica) for replica in replicas]
     tasks = [
-        Task(k, devices[k], _Call(replicas[k], inputs[k], keywords[k]), ", forward")
+        Task(k, devices[k], _Call(replicas[k], inputs[k], keywords[k]), lambda: ", forward")
         for k in range(len(replicas))
         if inputs[k] is not None
     ]

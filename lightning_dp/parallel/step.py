@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from functools import partial
-from typing import Any, TypeAlias
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, batch_size, to_device
-from lightning_dp.parallel.engine import Engine, Transfer
+from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.call import ReplicaCall
+from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.gradients import (
-    EarlierGradients,
+    GradientsAside,
+    Graph,
+    JointBackward,
     LossReduction,
     StepOutput,
     agreed_items,
     join_losses,
     loss_of,
     loss_weights,
-    with_separate_backward,
 )
-from lightning_dp.parallel.ranges import stage
-
-Graph: TypeAlias = tuple[int, Tensor, float]
-"""A replica, its loss with its graph, and the weight of that in the joint loss."""
+from lightning_dp.parallel.torch_private import hooked
 
 
 class StepParallel(Engine):
@@ -50,7 +49,7 @@ class StepParallel(Engine):
         >>> cpu = torch.device("cpu")
         >>> net = Net(3, 1)
         >>> engine = StepParallel(net, [cpu] * 2, output_device=cpu, split=lambda n: (n - 1, 1))
-        >>> engine.train("training_step", engine.scatter(torch.randn(8, 3))).backward()
+        >>> engine.train("training_step", torch.randn(8, 3)).backward()
         >>> net.weight.grad.shape
         torch.Size([1, 3])
         >>> engine.close()
@@ -64,160 +63,124 @@ class StepParallel(Engine):
         loss_reduction: LossReduction = "mean",
         **options: Any,
     ) -> None:
-        super().__init__(module, devices, **options)
+        super().__init__(module, devices, expects_samples=True, **options)
         self.loss_reduction: LossReduction = loss_reduction
         self.has_own_backward = False
-        self._interrupted: Tensor | None = None
 
-    def evaluate(self, method: str, shards: Shards, *args: Any) -> Any:
+    def train(self, method: str, batch: Any, *args: Any) -> Any:
+        """Calls `method(shard, *args)` on the replicas and joins the losses; see `TrainingStep`."""
+        return self.step(TrainingStep(self, method, args), batch)
+
+    def evaluate(self, method: str, batch: Any, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
-        output = self.run(method, partial(_step, method, args), shards, constants=args)
-        self.worked(training=False)
-        return output
+        return self.step(EvaluationStep(self, method, args), batch)
 
-    def train(self, method: str, shards: Shards, *args: Any) -> Any:
-        """Calls `method(shard, *args)` on the replicas and joins the losses that it returns.
-
-        The method returns a loss, or a mapping with the key "loss", or None to leave its shard
-        out. If the loss is a mean over something else than samples, "num_items" tells how many:
-        an entry of the mapping or an attribute of the loss.
-
-        Returns:
-            As the method does: the joint loss, whose backward fills the root's `.grad`; a dict
-            with it and the other entries gathered; or None if no replica returned a loss.
-        """
-        self._interrupted = None
-        modules = self.replicate(shards, training=True)
-        step = partial(_step, method, args)
-        outputs = self.apply(method, step, modules, shards, training=True, constants=args)
-        return self._join(method, outputs, shards, args)
-
-    def train_apart(self, method: str, shards: Shards, *args: Any) -> None:
-        """Trains on shards, forward and backward, and leaves no trace of it but in buffers."""
-        earlier = EarlierGradients(self.replicas.parameters)
-        try:
-            with self.rerunning():
-                loss = loss_of(self.train(method, shards, *args))
-            if loss is not None and loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            earlier.put_back()
-
-    def interrupted(self) -> Tensor | None:
-        """The gradient of the joint loss, if its backward began and has not ended; once."""
-        gradient, self._interrupted = self._interrupted, None
-        return gradient
-
-    def scatter(self, batch: Any, transfer: Transfer = to_device, **options: Any) -> Shards:
-        """As every scatter; a batch in which there is nothing to cut is warned about."""
-        shards = super().scatter(batch, transfer, **options)
-        if shards.whole and batch_size(batch, self._dim) is None:
-            warnings.warn(
-                "The batch has no tensor and no list that could be cut: it runs on the root "
-                f"device alone. Yield tensors whose dim {self._dim} counts the samples.",
-                stacklevel=2,
-            )
-        return shards
-
-    @stage("gather")
-    def _join(
-        self, method: str, outputs: list[Any], shards: Shards, constants: tuple[Any, ...]
-    ) -> Any:
-        kept = [k for k, output in zip(shards.active, outputs, strict=True) if output is not None]
-        if not kept:
-            return None
-        returned = [output for output in outputs if output is not None]
-        steps = [StepOutput.parse(output) for output in returned]
-        sizes = [shards.sizes[k] for k in kept]
-        counts = agreed_items([step.num_items for step in steps])
-        weights = loss_weights(sizes, self.loss_reduction, counts)
-        losses = [step.loss for step in steps]
-        with torch.no_grad():  # the joint loss has a backward of its own
-            joint = join_losses(losses, weights, self.output_device)
-        if any(loss.requires_grad for loss in losses):
-            joint = self._with_backward(method, joint, kept, losses, weights, shards)
-        if steps[0].extras is None:
-            return joint
-        order = None if shards.order is None else [shards.order[k] for k in kept]
-        joined = self.gather([step.extras for step in steps], sizes, constants, order)
-        count = {"num_items": sum(counts)} if counts and "num_items" in returned[0] else {}
-        return {"loss": joint, **joined, **count}
-
-    def _with_backward(
-        self,
-        method: str,
-        joint: Tensor,
-        replicas: list[int],
-        losses: list[Tensor],
-        weights: list[float],
-        shards: Shards,
-    ) -> Tensor:
-        graphs = [
-            graph
-            for graph in zip(replicas, losses, weights, strict=True)
-            if graph[2] != 0 and graph[1].requires_grad
-        ]
-        # Where graphs go on in each other, none of them has a backward of its own.
-        is_joint = not self.on_cpu or self.rendezvous.crossed
-
-        def backward_each(gradient: Tensor, keep_graph: bool) -> None:
-            self._interrupted = gradient
-            self.backward.before(can_fail=not self.on_cpu)
-            try:
-                if is_joint:
-                    backward_at_once(graphs, gradient, keep_graph)
-                else:
-                    self._backward_in_workers(method, graphs, gradient, keep_graph, shards)
-                self.meter.stop()
-                with self.ranges.of("reduce"):
-                    self.backward.after()
-            except torch.OutOfMemoryError:
-                graphs.clear()  # what they hold is needed to do the step again
-                raise
-            self._interrupted = None
-            self.worked(training=True)
-
-        return with_separate_backward(joint, backward_each, self._asked_for())
-
-    def _asked_for(self) -> list[nn.Parameter]:
+    def requested_parameters(self) -> list[nn.Parameter]:
         """Parameters of which an own backward may ask gradients, without those that have hooks.
 
         Autograd calls hooks although there is no gradient for them.
         """
         if not self.has_own_backward:
             return []
-        return [
-            parameter
-            for parameter in self.replicas.parameters[0]
-            if parameter.requires_grad
-            and not parameter._backward_hooks
-            and not parameter._post_accumulate_grad_hooks
-        ]
+        parameters = self.replicas.parameters[0]
+        with_hooks = set(hooked(parameters))
+        return [p for i, p in enumerate(parameters) if p.requires_grad and i not in with_hooks]
 
-    def _backward_in_workers(
-        self, method: str, graphs: list[Graph], gradient: Tensor, keep_graph: bool, shards: Shards
+
+class EvaluationStep(ReplicaCall):
+    """Calls a method of the module with each shard, and gathers what it returns.
+
+    Args:
+        engine: runs it.
+        method: the method's name.
+        args: its other arguments.
+        transfer: moves a shard to a device.
+
+    Attributes:
+        shards: the latest ones that it was made with.
+    """
+
+    training = False
+    shards: Shards
+
+    def __init__(
+        self,
+        engine: StepParallel,
+        method: str,
+        args: tuple[Any, ...] = (),
+        transfer: Callable[[Any, torch.device], Any] = to_device,
     ) -> None:
-        """On the CPU: a backward for each replica, as on the calling thread they would queue."""
-        calls = [
-            (k, partial(loss.backward, gradient * weight, retain_graph=keep_graph))
-            for k, loss, weight in graphs
-        ]
-        _, seconds = self._run(method, "backward", calls, shards)
-        for (k, _), spent in zip(calls, seconds, strict=True):
-            self.meter.add(k, spent)
+        super().__init__(method, args, training=self.training, transfer=transfer)
+        self.engine = engine
+
+    def begin(self, shards: Shards) -> None:
+        """Remembers the shards: an optimizer's closure may come for the same ones again."""
+        self.shards = shards
+
+    def on_replica(self, module: nn.Module, shard: Any) -> Any:
+        """The replica's own method."""
+        return getattr(module, self.name)(shard, *self.constants)
+
+    def gather(self, outputs: list[Any], shards: Shards) -> Any:
+        """See `gather`."""
+        return self.engine.join(outputs, shards.active_sizes, self.constants, shards.active_order)
 
 
-def backward_at_once(
-    graphs: list[Graph],
-    gradient: Tensor,
-    keep_graph: bool,
-    inputs: Sequence[Tensor] | None = None,
-) -> None:
-    """On accelerators, which have an autograd thread each: one backward runs on all of them."""
-    losses = [loss for _, loss, _ in graphs]
-    gradients = [(gradient * weight).to(loss) for _, loss, weight in graphs]
-    torch.autograd.backward(losses, gradients, retain_graph=keep_graph, inputs=inputs)
+class TrainingStep(EvaluationStep):
+    """Calls a method of the module with each shard, and joins the losses that it returns.
 
+    The method returns a loss, or a mapping with the key "loss", or None to leave its shard out. If
+    the loss is a mean over something else than samples, "num_items" tells how many: an entry of
+    the mapping or an attribute of the loss.
 
-def _step(method: str, args: tuple[Any, ...], module: nn.Module, shard: Any) -> Any:
-    return getattr(module, method)(shard, *args)
+    What comes of it is as the method returns it: the joint loss, whose backward fills the root's
+    `.grad`; a dict with it and the other entries gathered; or None if no replica returned a loss.
+    """
+
+    training = True
+    has_backward = True
+
+    def gather(self, outputs: list[Any], shards: Shards) -> Any:
+        """The joint loss, with its backward."""
+        returned = {
+            k: out for k, out in zip(shards.active, outputs, strict=True) if out is not None
+        }
+        if not returned:
+            return None
+        steps = [StepOutput.parse(output) for output in returned.values()]
+        sizes = [shards.sizes[k] for k in returned]
+        counts = agreed_items([step.num_items for step in steps])
+        weights = loss_weights(sizes, self.engine.loss_reduction, counts)
+        losses = [step.loss for step in steps]
+        joint = self._joint_loss(list(map(Graph, returned, losses, weights)), shards)
+        if steps[0].extras is None:
+            return joint
+        order = None if shards.order is None else [shards.order[k] for k in returned]
+        extras = [step.extras for step in steps]
+        joined = self.engine.join(extras, sizes, self.constants, order)
+        has_count = counts and "num_items" in next(iter(returned.values()))
+        return {"loss": joint, **joined, **({"num_items": sum(counts or ())} if has_count else {})}
+
+    def _joint_loss(self, graphs: list[Graph], shards: Shards) -> Tensor:
+        engine = self.engine
+        with torch.no_grad():  # the joint loss has a backward of its own
+            joint = join_losses(graphs, engine.output_device)
+        if not any([graph.loss.requires_grad for graph in graphs]):
+            return joint
+        backward = JointBackward(self.name, shards, graphs, engine.calls.crossed, engine.backward)
+        return backward.attach(joint, engine.requested_parameters())
+
+    def finish(self, result: Any, gradient: Tensor | None = None) -> None:
+        """The joint loss's backward."""
+        loss = loss_of(result)
+        if loss is not None and loss.requires_grad:
+            loss.backward(gradient)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """Gradients are afterwards as they were."""
+        aside = GradientsAside(chain.from_iterable(self.engine.replicas.parameters))
+        try:
+            yield
+        finally:
+            aside.put_back()

@@ -272,9 +272,9 @@ def current_modes() -> Modes:
 
 
 def enter_modes(modes: Modes, stack: contextlib.ExitStack) -> None:
-    """Gives the calling thread these modes until the stack is closed, without a trace on them."""
+    """Gives a thread these modes until the stack is closed. Entered, they would be written to."""
     if modes.default_device is not None:
-        stack.enter_context(modes.default_device)
+        stack.enter_context(modes.default_device)  # which pushes, too, and writes nothing else
     for mode in modes.function:
         _push_function_mode(mode)
         stack.callback(_pop_function_mode)

@@ -15,21 +15,23 @@ from lightning_dp.parallel.batch.join import (
     check_overrides,
     weighted_mean,
 )
-from lightning_dp.parallel.batch.scatter import batch_size, batch_size_for, cut_for, scatter
+from lightning_dp.parallel.batch.scatter import cut_for, scatter
 from lightning_dp.parallel.batch.shards import DeviceUsage, Shards
+from lightning_dp.parallel.batch.sizes import Inferred, infer_batch_size, infer_for
 from lightning_dp.parallel.batch.to_device import to_device
 
 __all__ = [
     "DeviceUsage",
+    "Inferred",
     "Override",
     "Scalars",
     "Shards",
     "as_rows",
-    "batch_size",
-    "batch_size_for",
     "check_overrides",
     "cut_for",
     "gather",
+    "infer_batch_size",
+    "infer_for",
     "sample_costs",
     "scatter",
     "to_device",

@@ -23,7 +23,7 @@ from lightning_dp.parallel.batch.join import (
     weighted_mean,
 )
 from lightning_dp.parallel.batch.leaves import is_array, kind_of, move
-from lightning_dp.parallel.batch.sizes import BatchSizeError, read
+from lightning_dp.parallel.batch.sizes import BatchSizeError, infer_batch_size
 from lightning_dp.parallel.batch.to_device import to_device_together
 from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
@@ -234,7 +234,7 @@ def _own_sizes(outputs: Sequence[Any], dim: int) -> Sizes:
 
 def _own_size(output: Any, dim: int) -> int | None:
     try:
-        size, reading = read(output, dim)
+        size, reading = infer_batch_size(output, dim)
     except BatchSizeError:
         return None
     return None if reading == "samples" and isinstance(output, tuple) else size

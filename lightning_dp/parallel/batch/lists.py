@@ -39,26 +39,20 @@ def are_alike(items: Sequence[Any]) -> bool:
     return len({_signature(item) for item in items if item is not None}) == 1
 
 
-def may_be_images(items: Sequence[Any]) -> bool:
-    """Whether all items are tensors of channels, rows and columns."""
-    return all(is_tensor(item) and item.ndim == 3 for item in items)
+def may_be_columns(items: Sequence[Any]) -> bool:
+    """Whether matrices differ in the length of their rows, as `[x, y]` do, or one is missing.
 
-
-def may_be_views(items: Sequence[Any]) -> bool:
-    """Whether all items are batches of images of one shape, as the views of one batch are."""
-    are_batches = all(is_tensor(item) and item.ndim == 4 for item in items)
-    return are_batches and len({tuple(item.shape) for item in items}) == 1
-
-
-def are_different_columns(items: Sequence[Any]) -> bool:
-    """Whether few tensors differ in the shape of their rows, as `[x, y]` do."""
-    are_few_arrays = len(items) <= 3 and all(is_tensor(item) for item in items)
-    return are_few_arrays and len({tuple(item.shape[1:]) for item in items}) > 1
+    Of several DataLoaders, one that is exhausted yields None.
+    """
+    if any(item is None for item in items):
+        return True
+    are_matrices = all(is_tensor(item) and item.ndim == 2 for item in items)
+    return are_matrices and len({item.shape[1] for item in items}) > 1
 
 
 def is_record(item: Any) -> bool:
     """Whether an item is a mapping or an object: no tensor, and no list of some."""
-    return not is_tensor(item) and not tree.is_list(item)
+    return item is not None and not is_tensor(item) and not tree.is_list(item)
 
 
 def has_label(item: Any) -> bool:
@@ -76,10 +70,15 @@ def _is_number(node: Any) -> bool:
     return node.ndim == 0 if is_tensor(node) else type(node) in (int, float)
 
 
-def is_table(node: Sequence[Any]) -> bool:
-    """Lists of strings of one length in a list: columns of a batch, as `default_collate` makes."""
+def has_names(node: Sequence[Any]) -> bool:
+    """Whether a list without tensors has one name, number or other value per sample.
+
+    Lists of strings of one length in a list have not: these are columns, as `default_collate` makes
+    them. Nor has what an exhausted DataLoader leaves, which is nothing but None.
+    """
     lengths = {len(item) if _is_strings(item) else None for item in node}
-    return len(lengths) == 1 and None not in lengths
+    is_table = len(lengths) == 1 and None not in lengths
+    return not is_table and any(item is not None for item in node)
 
 
 def has_rows(node: Any, dim: int) -> bool:

@@ -10,18 +10,25 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.leaves import CannotCut, Kind, kind_of, pick
-from lightning_dp.parallel.batch.sizes import WAY_OUT, BatchSizeError, Reading, holds_samples, read
+from lightning_dp.parallel.batch.sizes import (
+    WAY_OUT,
+    BatchSizeError,
+    Inferred,
+    Reading,
+    holds_samples,
+    infer_batch_size,
+)
 from lightning_dp.parallel.batch.to_device import to_device
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
 from lightning_dp.parallel.split import Order, Sizes, even
 
-__all__ = ["BatchSizeError", "batch_size", "batch_size_for", "cut", "cut_for", "scatter"]
+__all__ = ["BatchSizeError", "batch_size", "cut", "cut_for", "scatter"]
 
 
 def batch_size(batch: Any, dim: int = 0) -> int | None:
     """The number of samples in a batch: the one size on which what is in it agrees.
 
-    Tensors count along `dim`; lists count where they hold one item per sample, see `reading`. A
+    Tensors count along `dim`; lists count where they hold one item per sample, see `sizes`. A
     size of 1 beside a larger one is not a second size (such a leaf goes to every replica), and
     neither are 0-dim tensors, numbers and strings.
 
@@ -44,7 +51,7 @@ def batch_size(batch: Any, dim: int = 0) -> int | None:
         >>> batch_size((images, [{"boxes": torch.zeros(n, 4)} for n in (5, 2)]))
         2
     """
-    return read(batch, dim)[0]
+    return infer_batch_size(batch, dim).size
 
 
 def scatter(
@@ -84,7 +91,7 @@ def scatter(
         [{'x': tensor([0, 1, 2]), 'scale': 2.0}, {'x': tensor([3, 4]), 'scale': 2.0}]
     """
     places = resolve_devices(devices)
-    n, reading = read(batch, dim)
+    n, reading = infer_batch_size(batch, dim)
     if n is None:
         raise BatchSizeError(
             f"Expected a batch with a tensor or a list to cut, got {type(batch).__qualname__}: "
@@ -96,7 +103,7 @@ def scatter(
             f"sizes: expected {len(places)} numbers, one per device, got {len(sizes)}: {sizes}. "
             "Give every device a size (0 leaves it idle)."
         )
-    shards = _cut_as(batch, n, reading, sizes, dim)
+    shards = _cut_as(batch, Inferred(n, reading), sizes, dim)
     return [
         to_device(shard, device) if size else None
         for shard, device, size in zip(shards, places, sizes, strict=True)
@@ -121,18 +128,13 @@ def cut(batch: Any, sizes: Sizes, dim: int = 0, order: Order | None = None) -> l
         >>> cut([torch.arange(3), ["a", "b", "c"]], (2, 0, 1))
         [[tensor([0, 1]), ['a', 'b']], None, [tensor([2]), ['c']]]
     """
-    n, reading = read(batch, dim)
-    return _cut_as(batch, n, reading, tuple(sizes), dim, order)
+    return _cut_as(batch, infer_batch_size(batch, dim), tuple(sizes), dim, order)
 
 
 def _cut_as(
-    batch: Any,
-    n: int | None,
-    reading: Reading,
-    sizes: Sizes,
-    dim: int,
-    order: Order | None = None,
+    batch: Any, inferred: Inferred, sizes: Sizes, dim: int, order: Order | None = None
 ) -> list[Any]:
+    n, reading = inferred
     wrong = [size for size in sizes if size < 0]
     if wrong or (n is not None and n != sum(sizes)):
         raise BatchSizeError(
@@ -211,27 +213,30 @@ def _replicated(leaf: Any, path: tree.Path) -> Any:
     return leaf
 
 
-def batch_size_for(module: nn.Module, batch: Any, dim: int = 0) -> int | None:
-    """The batch size; where leaves disagree and the module cuts itself, the first one counts."""
-    try:
-        return batch_size(batch, dim)
-    except BatchSizeError as error:
-        if not error.sizes or not hasattr(module, "split_batch"):
-            raise
-        return error.sizes[0]
-
-
 def cut_for(
-    module: nn.Module, batch: Any, sizes: Sizes, dim: int = 0, order: Order | None = None
+    module: nn.Module,
+    batch: Any,
+    inferred: Inferred,
+    sizes: Sizes,
+    dim: int = 0,
+    order: Order | None = None,
 ) -> list[Any]:
     """Cuts a batch as the module does it, by a method `split_batch(batch, sizes)`, or as `cut`.
+
+    Args:
+        module: the module.
+        batch: as for `cut`.
+        inferred: how the batch was read, see `infer_for`.
+        sizes: as for `cut`.
+        dim: as for `cut`.
+        order: as for `cut`.
 
     Raises:
         ValueError: the module returned another number of shards.
     """
     own = getattr(module, "split_batch", None)
     if own is None:
-        return cut(batch, sizes, dim, order)
+        return _cut_as(batch, inferred, sizes, dim, order)
     parts = list(own(batch, sizes))
     if len(parts) != len(sizes):
         raise ValueError(

@@ -1,73 +1,71 @@
-"""How a batch is read: what in it counts the samples, and what is cut into shards.
+"""How many samples a batch has, and which of its lists hold one item per sample.
 
-Tensors are columns of a batch, one row per sample; lists are containers of columns (as PyTorch's
-`default_collate` makes them), or they hold one item per sample (as detection batches do). Nothing
-in a batch says which, so the readings are tried in order, and the first under which everything
-agrees on one size is taken:
+Nothing in a batch says so, and there are two readings:
 
-1. **columns**: all tensors have one size along `dim`. Lists of names, labels and other leaves
-   without such tensors are cut if they have that length.
-2. **lists**: each outermost list or tuple below the top of the batch whose items are alike holds
-   one item per sample (a tuple of lists does not: it is one of columns); tensors outside such
-   lists are columns. If their sizes differ, only lists as long as these columns count.
-3. **samples**: the batch itself is a list or tuple of samples, which are alike and no bare tensors.
-   (A list of bare tensors is `[x, y]`.)
-4. **columns**, then **lists**, where sizes of 1 do not count: such leaves go to every replica.
-5. Without tensors: lists of names, labels and other leaves have one length.
+- **columns**, as PyTorch's `default_collate` makes them: every tensor has one row per sample, and
+  lists are containers of columns. Lists of names and numbers of that length are columns too.
+- **lists of samples**, as in detection: the outermost lists below the top of the batch, whose items
+  are alike, have one item per sample, and tensors beside them are columns; or the batch itself is
+  a list of samples (tuples, mappings or objects that are alike, no bare tensors).
 
-Two readings that would cut a batch differently are an error, unless one is far more likely:
+The first reading under which all agree on one size is taken; sizes of 1 beside a larger one do not
+count (such a leaf goes to every replica). Where both count, but differently, this is a rule:
 
-- 1 and 2, as in `{"pair": [a, b]}`: lists of names or numbers decide by their length; else lists
-  of mappings or objects hold samples (targets of which each happens to have as many boxes), and so
-  do lists of images (three dims, the first of which is 3); lists of one tensor hold a column, and
-  so do lists of batches of images of one shape (four dims: the views of a batch), lists of up to
-  three tensors with rows of different shapes (`[x, y]`), and lists beside other columns where
-  both readings count the same.
-- 1 and 3: a list of tuples, mappings or objects with a number each, `[(x, 1), (x, 0)]`, is one of
-  samples with their labels; without, of columns: the batches of several DataLoaders.
-- 2 and 3: `(list, list)` is a tuple of columns, `[(x, y), (x, y)]` a list of samples.
+- lists of mappings or objects below the top hold samples, and so does a batch that is a list of
+  tuples, mappings or objects with a number each, the label;
+- a list of names or numbers decides by its length;
+- lists of one item, of matrices whose rows differ in length, and with None in them are columns, and
+  so are lists beside other columns where both readings count the same.
+
+Everything else is an error that names both readings. A module's `batch_size(batch)` ends all doubt
+about the number: what has another length goes to every replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.leaves import TENSORS, kind_of
 from lightning_dp.parallel.batch.lists import (
     are_alike,
-    are_different_columns,
     has_label,
+    has_names,
     has_rows,
     has_tensors,
     is_record,
-    is_table,
     is_tensor,
     is_tuple_of_lists,
-    may_be_images,
+    may_be_columns,
     may_be_samples,
-    may_be_views,
 )
 
 Reading: TypeAlias = Literal["columns", "lists", "samples"]
 
-WAY_OUT = "Or define split_batch(batch, sizes) on the module, which cuts the batch itself."
+WAY_OUT = (
+    "Or define batch_size(batch) on the module, which says how many samples there are, or "
+    "split_batch(batch, sizes), which cuts the batch itself."
+)
 
 
 class BatchSizeError(ValueError):
-    """The batch does not have exactly one size along the dimension that is cut.
+    """The batch does not have exactly one size along the dimension that is cut."""
+
+
+class Inferred(NamedTuple):
+    """How a batch was read.
 
     Attributes:
-        sizes: those that were found.
+        size: its number of samples; None if there is nothing to cut.
+        reading: which of its lists hold one item per sample.
     """
 
-    def __init__(self, message: str, sizes: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.sizes = sizes
+    size: int | None
+    reading: Reading
 
 
 class Counted(NamedTuple):
@@ -84,46 +82,99 @@ class Counted(NamedTuple):
     items: Sequence[Any] | None = None
 
 
-def read(batch: Any, dim: int) -> tuple[int | None, Reading]:
-    """The batch's size, None if it has none, and the reading that gives it.
+def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = False) -> Inferred:
+    """How a module's batch is read.
+
+    The module's own method `batch_size(batch)` counts first, then the `len()` of a batch object
+    that can be cut, then what is in the batch.
+
+    Args:
+        module: the module.
+        batch: as the DataLoader yielded it.
+        dim: the dimension to cut.
+        columns: whether lists are containers of columns whatever is in them.
 
     Raises:
-        BatchSizeError: two leaves have different sizes, or two readings are as likely.
+        BatchSizeError: leaves disagree and nothing tells, or the method returned no size.
+    """
+    own: Any = getattr(module, "batch_size", None)
+    cuts_itself, is_asked = hasattr(module, "split_batch"), callable(own)
+    told = own(batch) if is_asked else _length(batch) if cuts_itself else None
+    if told is None and not is_asked:
+        return infer_batch_size(batch, dim, columns=columns)
+    if type(told) is not int or told < 0:
+        raise BatchSizeError(
+            f"{type(module).__qualname__}.batch_size: expected the number of samples as an int of "
+            f"at least 0, got {told!r:.80}. Return how many samples the batch has."
+        )
+    return Inferred(told, "columns") if cuts_itself or columns else _told(batch, dim, told)
+
+
+def infer_batch_size(batch: Any, dim: int, *, columns: bool = False) -> Inferred:
+    """How a batch is read, by what is in it; see `infer_for`.
 
     Example:
         >>> import torch
         >>> boxes = [torch.zeros(n, 4) for n in (5, 0, 2)]
-        >>> read([torch.zeros(3, 8), torch.zeros(3)], 0), read({"boxes": boxes}, 0)
-        ((3, 'columns'), (3, 'lists'))
+        >>> tuple(infer_batch_size([torch.zeros(3, 8), torch.zeros(3)], 0))
+        (3, 'columns')
+        >>> tuple(infer_batch_size({"boxes": boxes}, 0))
+        (3, 'lists')
     """
     n = _plain_columns(batch, dim)
     if n is not None:
-        return n, "columns"
-    columns, entries = list(_columns(batch, dim, ())), _entries(batch, dim)
+        return Inferred(n, "columns")
+    rows = list(_rows(batch, dim, ()))
+    n = _agreed(rows)
+    if columns:
+        return Inferred(_loosely(batch, dim, rows) if n is None else n, "columns")
+    entries = _entries(batch, dim)
     lists = [entry for entry in entries if entry.items is not None]
-    n, by_lists = _agreed(columns), _agreed(entries) if lists else None
-    samples = _samples(batch)
+    by_lists, samples = _agreed(entries) if lists else None, _samples(batch)
     if n is not None and samples is not None and all(map(has_label, batch)):
-        return samples, "samples"
+        return Inferred(samples, "samples")
+    if n is not None and by_lists is not None and any(has_rows(e.items, dim) for e in lists):
+        return _columns_or_lists(batch, n, by_lists, entries)
     if n is not None:
-        by_columns = by_lists is None or not any(has_rows(e.items, dim) for e in lists)
-        return (n, "columns") if by_columns else _columns_or_lists(batch, columns, entries)
+        return Inferred(n, "columns")
     if by_lists is not None:
         return _lists_or_samples(batch, by_lists, samples, lists)
     if samples is not None:
-        return samples, "samples"
-    return _loosely(batch, dim, columns, entries, bool(lists))
+        return Inferred(samples, "samples")
+    n, by_lists = _agreed(_large(rows)), _agreed(_large(entries)) if lists else None
+    if n is None and by_lists is not None:
+        return Inferred(by_lists, "lists")
+    return Inferred(_loosely(batch, dim, rows or entries), "columns")
 
 
 def holds_samples(node: Any, reading: Reading, dim: int, path: tree.Path) -> bool:
     """Whether a list or tuple of the batch's length has one item per sample."""
     if not has_tensors(node):
-        return not isinstance(node, torch.Size) and not is_table(node)
+        return has_names(node) and not isinstance(node, torch.Size)
     if not path:
         return reading == "samples"
     if not has_rows(node, dim):
         return not is_tuple_of_lists(node)
     return reading != "columns" and may_be_samples(node)
+
+
+def _length(batch: Any) -> int | None:
+    """The length of a batch object; that of a container or a tensor is something else."""
+    if kind_of(batch) is not None or isinstance(batch, Mapping | list | tuple | str):
+        return None
+    return len(batch) if hasattr(type(batch), "__len__") else None
+
+
+def _told(batch: Any, dim: int, n: int) -> Inferred:
+    """The reading of a batch of n samples: lists of n items hold samples, unless n rows each."""
+    has_lists = any(e.items is not None and e.size == n for e in _entries(batch, dim))
+    has_samples = _samples(batch) == n
+    has_columns_alone = {row.size for row in _rows(batch, dim, ())} == {n}
+    if has_columns_alone and (has_lists or has_samples):
+        return infer_batch_size(batch, dim)
+    if has_columns_alone or not (has_lists or has_samples):
+        return Inferred(n, "columns")
+    return Inferred(n, "lists" if has_lists else "samples")
 
 
 def _plain_columns(batch: Any, dim: int) -> int | None:
@@ -135,62 +186,53 @@ def _plain_columns(batch: Any, dim: int) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _columns_or_lists(
-    batch: Any, columns: list[Counted], entries: list[Counted]
-) -> tuple[int, Reading]:
+def _columns_or_lists(batch: Any, n: int, by_lists: int, entries: list[Counted]) -> Inferred:
     lists = [entry.items for entry in entries if entry.items is not None]
-    by_columns, by_lists = columns[0].size, entries[0].size
     labels = {label.size for label in _labels(batch, ())}
-    if by_columns != by_lists and len({by_columns, by_lists} & labels) == 1:
-        return (by_columns, "columns") if by_columns in labels else (by_lists, "lists")
-    has_images = by_columns == 3 and all(map(may_be_images, lists))
-    if has_images or any(is_record(item) for items in lists for item in items):
-        return by_lists, "lists"
-    has_other_columns = by_columns == by_lists and len(lists) < len(entries)
-    are_columns = any(may_be_views(items) or are_different_columns(items) for items in lists)
-    if by_lists == 1 or has_other_columns or are_columns:
-        return by_columns, "columns"
+    if n != by_lists and len({n, by_lists} & labels) == 1:
+        return Inferred(n, "columns") if n in labels else Inferred(by_lists, "lists")
+    if any(is_record(item) for items in lists for item in items):
+        return Inferred(by_lists, "lists")
+    has_other_columns = n == by_lists and len(lists) < len(entries)
+    if by_lists == 1 or has_other_columns or any(map(may_be_columns, lists)):
+        return Inferred(n, "columns")
     path = next(entry.path for entry in entries if entry.items is not None)
     _ambiguous(
-        f"{by_columns} samples if {tree.name(path)} holds columns, {by_lists} if it holds "
-        "one item per sample. Put columns into a dict or stack them; beside lists of samples, "
-        "yield a list with one name or number per sample.",
-        (by_columns, by_lists),
+        f"{n} samples if {tree.name(path)} holds columns, {by_lists} if it holds one item per "
+        "sample. Put columns into a dict or stack them; beside lists of samples, yield a list with "
+        "one name or number per sample."
     )
 
 
 def _lists_or_samples(
     batch: Any, by_lists: int, samples: int | None, lists: list[Counted]
-) -> tuple[int, Reading]:
+) -> Inferred:
     if samples is None or isinstance(batch, tuple):
-        return by_lists, "lists"
+        return Inferred(by_lists, "lists")
     if all(isinstance(item, tuple) for item in batch):
-        return samples, "samples"
+        return Inferred(samples, "samples")
     _ambiguous(
         f"{samples} samples if the batch is a list of samples, {by_lists} if "
         f"{tree.name(lists[0].path)} holds one item per sample. Yield samples as tuples in a list, "
-        "and lists of samples in a dict.",
-        (samples, by_lists),
+        "and lists of samples in a dict."
     )
 
 
-def _ambiguous(readings: str, sizes: tuple[int, ...]) -> NoReturn:
-    message = f"Expected a batch that can be read in one way, got {readings} {WAY_OUT}"
-    raise BatchSizeError(message, sizes)
+def _ambiguous(readings: str) -> NoReturn:
+    raise BatchSizeError(f"Expected a batch that can be read in one way, got {readings} {WAY_OUT}")
 
 
-def _loosely(
-    batch: Any, dim: int, columns: list[Counted], entries: list[Counted], has_lists: bool
-) -> tuple[int | None, Reading]:
-    n, by_lists = _agreed(_large(columns)), _agreed(_large(entries)) if has_lists else None
-    if n is None and by_lists is not None:
-        return by_lists, "lists"
-    if n is not None or not (found := columns or entries or list(_labels(batch, ()))):
-        return n, "columns"
-    n = _agreed(found) if _agreed(found) is not None else _agreed(_large(found))
+def _loosely(batch: Any, dim: int, found: list[Counted]) -> int | None:
+    """The one size beside sizes of 1, of leaves with rows or else of names; None without any."""
+    found = found or list(_labels(batch, ()))
+    if not found:
+        return None
+    n = _agreed(found)
+    if n is None:
+        n = _agreed(_large(found))
     if n is None:
         _two_sizes(found, dim)
-    return n, "columns"
+    return n
 
 
 def _large(found: list[Counted]) -> list[Counted]:
@@ -204,8 +246,7 @@ def _two_sizes(found: list[Counted], dim: int) -> NoReturn:
         f"Expected one batch size along dim {dim}, got two: {tree.name(first.path)} has "
         f"{first.size} and {tree.name(other.path)} has {other.size}. Give both the same number of "
         "samples, or pass what is not cut as a number, a 0-dim tensor or with a length of 1; "
-        f"give tensors of one sample each as a list in a dict. {WAY_OUT}",
-        (first.size, other.size),
+        f"give tensors of one sample each as a list in a dict. {WAY_OUT}"
     )
 
 
@@ -214,7 +255,7 @@ def _agreed(found: list[Counted]) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _columns(node: Any, dim: int, path: tree.Path) -> Iterator[Counted]:
+def _rows(node: Any, dim: int, path: tree.Path) -> Iterator[Counted]:
     """Every leaf with rows."""
     kind = kind_of(node)
     if kind is not None:
@@ -223,7 +264,7 @@ def _columns(node: Any, dim: int, path: tree.Path) -> Iterator[Counted]:
             yield Counted(path, size)
         return
     for key, child in tree.children(node) or ():
-        yield from _columns(child, dim, (*path, key))
+        yield from _rows(child, dim, (*path, key))
 
 
 def _entries(batch: Any, dim: int) -> list[Counted]:
@@ -241,7 +282,7 @@ def _outermost(node: Any, dim: int, length: int | None, path: tree.Path) -> Iter
     if is_list and has_tensors(node) and may_be_samples(node):
         yield Counted(path, len(node), node)
     elif kind_of(node) is not None:
-        yield from _columns(node, dim, path)
+        yield from _rows(node, dim, path)
     else:
         for key, child in tree.children(node) or ():
             yield from _outermost(child, dim, length, (*path, key))
@@ -255,7 +296,7 @@ def _samples(batch: Any) -> int | None:
 
 def _labels(node: Any, path: tree.Path) -> Iterator[Counted]:
     """The outermost lists without tensors."""
-    if tree.is_list(node) and node and not has_tensors(node) and not is_table(node):
+    if tree.is_list(node) and not has_tensors(node) and has_names(node):
         yield Counted(path, len(node))
         return
     for key, child in () if kind_of(node) else tree.children(node) or ():

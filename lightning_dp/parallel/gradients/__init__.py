@@ -1,13 +1,19 @@
 """Gradients: one loss of the replicas' losses, its backward, and the sums that reach the root.
 
-Decided here: what each replica's loss weighs (`loss`), what happens before and after a backward
-(`backward`), who sums gradients and buffers (`reduce`), and that hooks of parameters see the sum
-(`hooks`).
+Decided here: what each replica's loss weighs (`loss`), what the joint loss's backward does
+(`backward`), who sums gradients and buffers, and when (`reduce`), and how gradients and hooks are
+taken off for a while (`aside`).
 """
 
-from lightning_dp.parallel.gradients.backward import Backward
+from lightning_dp.parallel.gradients.aside import (
+    GradientsAside,
+    HooksOff,
+    clear_gradients,
+)
+from lightning_dp.parallel.gradients.backward import JointBackward, backward_at_once
 from lightning_dp.parallel.gradients.loss import (
     LOSS_REDUCTIONS,
+    Graph,
     LossReduction,
     StepOutput,
     agreed_items,
@@ -15,28 +21,26 @@ from lightning_dp.parallel.gradients.loss import (
     join_losses,
     loss_of,
     loss_weights,
-    with_separate_backward,
 )
-from lightning_dp.parallel.gradients.reduce import (
-    BUFFERS,
-    Buffers,
-    EarlierGradients,
-    reduce_gradients,
-)
+from lightning_dp.parallel.gradients.reduce import BUFFERS, Buffers, Reducer, reduce_gradients
 
 __all__ = [
     "BUFFERS",
     "LOSS_REDUCTIONS",
-    "Backward",
     "Buffers",
-    "EarlierGradients",
+    "GradientsAside",
+    "Graph",
+    "HooksOff",
+    "JointBackward",
     "LossReduction",
+    "Reducer",
     "StepOutput",
     "agreed_items",
+    "backward_at_once",
+    "clear_gradients",
     "items_of",
     "join_losses",
     "loss_of",
     "loss_weights",
     "reduce_gradients",
-    "with_separate_backward",
 ]

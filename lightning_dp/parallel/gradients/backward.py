@@ -1,117 +1,117 @@
-"""Backward: what comes before and after it, so that the root ends up as on one device."""
+"""The backward of the joint loss: that of every replica's loss, each with its weight.
+
+On the CPU one backward through all graphs would run on one thread; this way every replica runs its
+own in its worker. And nobody but `JointBackward` holds the replicas' graphs: they can be let go in
+the middle, when memory runs out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.gradients.hooks import GradientHooks
-from lightning_dp.parallel.gradients.reduce import (
-    Buffers,
-    EarlierGradients,
-    reduce_buffers,
-    reduce_gradients,
-)
-from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.gradients.loss import Graph
+from lightning_dp.parallel.torch_private import keeps_graph, will_run
+
+Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
+"""Runs the replicas' backwards and gives all parameters their gradients, given the gradient of the
+joint loss and whether graphs are kept."""
 
 
-class Backward:
-    """Brings gradients and buffers from the replicas to the root, at the right time.
+class JointBackward:
+    """What the backward of a joint loss does, when somebody calls it.
 
     Args:
-        replicas: the replicas.
-        buffers: whose buffers the root keeps, see `reduce_buffers`.
-
-    Attributes:
-        accumulating: while True a backward leaves the gradients on the replicas, for a later one
-            to reduce.
+        name: of the step, for errors.
+        shards: what its replicas worked on.
+        graphs: of all replicas that returned a loss. Those of weight 0 are left out: such a loss is
+            a mean over nothing, it may be NaN, and so would its gradient be.
+        crosses: whether the graph of one replica goes on in that of another: then none of them has
+            a backward of its own.
+        run: see `Run`.
     """
 
-    def __init__(self, replicas: Replicas, buffers: Buffers) -> None:
-        self.accumulating = False
-        self._replicas = replicas
-        self._buffers: Buffers = buffers
-        self._unsettled: Shards | None = None
-        self._forwarded: Sequence[int] = ()
-        self._hooks: GradientHooks | None = None
-        self._earlier: EarlierGradients | None = None
-        self._waiting = False
+    def __init__(
+        self, name: str, shards: Shards, graphs: Sequence[Graph], crosses: bool, run: Run
+    ) -> None:
+        self.name = name
+        self.shards = shards
+        self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
+        self.crosses = crosses
+        self._run = run
 
-    def after_forward(self, shards: Shards) -> None:
-        """Notes what is to be settled, after the backward or before the next step.
-
-        That is whose buffers the root keeps, and whose rows of embeddings were shortened. Without
-        gradients no backward will come: they are settled now.
-        """
-        self._forwarded = shards.active
-        if not self.root_keeps_its_buffers(shards):
-            self._unsettled = shards
-        if not torch.is_grad_enabled():
-            self._settle_forward()
-
-    def before(self, *, can_fail: bool = False) -> None:
-        """Takes the hooks of the root's parameters off, which are to see sums.
+    def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
+        """A loss of the same value whose backward is this one.
 
         Args:
-            can_fail: whether the backward may run out of memory, to be undone and done again.
+            joint: the value.
+            requested_parameters: of which somebody may want the gradients alone, which is refused.
+                A backward of these would else find no way to them, and do nothing.
         """
-        self._hooks = GradientHooks(self._replicas.parameters)
-        self._earlier = EarlierGradients(self._replicas.parameters) if can_fail else None
+        inputs = (joint.detach().requires_grad_(), self, *requested_parameters)
+        return _JointLoss.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
 
-    def after(self) -> None:
-        """Reduces the gradients, unless they accumulate."""
-        self._settle_forward()
-        if self._hooks is not None:
-            self._hooks.call()
-        if self._earlier is not None:
-            # By themselves first: apart from the earlier ones, they can still be undone.
-            self._reduce()
-            self._earlier.add()
-        if self._earlier is None or self._earlier.any_on_replicas:
-            self._reduce()
-        self._hooks = self._earlier = None
+    def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
+        """Runs it."""
+        try:
+            self._run(self, gradient, keep_graph)
+        except torch.OutOfMemoryError:
+            self.graphs.clear()  # what they hold is needed to do the step again
+            raise
 
-    def _reduce(self) -> None:
-        self._waiting = self.accumulating
-        if not self.accumulating:
-            reduce_gradients(self._replicas.parameters)
 
-    def reduce_waiting(self) -> None:
-        """Reduces what has accumulated on the replicas, if no backward has come to do so."""
-        if self._waiting:
-            self._waiting = False
-            reduce_gradients(self._replicas.parameters)
+def backward_at_once(
+    graphs: Sequence[Graph],
+    gradient: Tensor,
+    keep_graph: bool,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """On accelerators, which have an autograd thread each: one backward runs on all of them."""
+    gradients = [(gradient * graph.weight).to(graph.loss) for graph in graphs]
+    losses = [graph.loss for graph in graphs]
+    torch.autograd.backward(losses, gradients, retain_graph=keep_graph, inputs=inputs)
 
-    def settle(self) -> None:
-        """Does what a step left open whose backward did not come or did not end."""
-        self._settle_forward()
-        self._put_back()
 
-    def undo(self) -> None:
-        """Takes back what a step has left that is to be run again."""
-        self._unsettled, self._forwarded = None, ()
-        self._put_back()
+def _refuse_graph_of_backward() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Expected a backward without create_graph=True on the joint loss: the sums of the "
+            "replicas' gradients have no graph. Take second derivatives inside training_step, "
+            "where torch.autograd.grad(..., create_graph=True) works on every replica."
+        )
 
-    def _put_back(self) -> None:
-        if self._earlier is not None:
-            self._earlier.put_back()
-            self._earlier = None
-        if self._hooks is not None:
-            self._hooks.put_back()
-            self._hooks = None
 
-    def root_keeps_its_buffers(self, shards: Shards) -> bool:
-        """Whether replica 0's buffers stay: they are the root's, since it is the module itself."""
-        return self._buffers == "first" and shards.active[0] == 0
+def _refuse_some_gradients(node: Any) -> None:
+    """Raises an error in a backward that is not for all leaves: those come first in the graph."""
+    leaf, _ = node.next_functions[0]
+    if not will_run(leaf):
+        raise RuntimeError(
+            "Expected loss.backward() for all parameters of the module, got inputs=... or "
+            "torch.autograd.grad on the joint loss, which has no graph of its own. Take such "
+            "gradients inside training_step, use manual optimisation, where "
+            "self.manual_backward(loss, inputs=...) works, or "
+            'DataParallelStrategy(mode="forward").'
+        )
 
-    def _settle_forward(self) -> None:
-        """Not before the backward, which checks that nobody wrote to what it saved."""
-        forwarded, self._forwarded = self._forwarded, ()
-        self._replicas.adopt_rows(forwarded)
-        shards, self._unsettled = self._unsettled, None
-        if shards is not None:
-            buffers = self._replicas.buffers
-            worked = [buffers[k] for k in shards.active]
-            reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
+
+class _JointLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, joint: Tensor, joint_backward: JointBackward, *requested: Tensor
+    ) -> Tensor:
+        ctx.joint_backward = joint_backward  # type: ignore[attr-defined]
+        ctx.num_inputs = 2 + len(requested)  # type: ignore[attr-defined]
+        return joint.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        _refuse_graph_of_backward()
+        _refuse_some_gradients(ctx)
+        keep_graph = keeps_graph()
+        ctx.joint_backward(gradient, keep_graph)
+        return tuple(None for _ in range(ctx.num_inputs))

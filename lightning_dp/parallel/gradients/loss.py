@@ -5,18 +5,30 @@ The joint loss is sum(w_i * loss_i), so its gradient is the weighted sum of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
-BackwardEach: TypeAlias = Callable[[Tensor, bool], None]
-"""Runs every replica's own backward, given the gradient of the joint loss and `retain_graph`."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The graph of one replica.
+
+    Attributes:
+        replica: the number of the replica.
+        loss: its loss, of one element.
+        weight: of that in the joint loss.
+    """
+
+    replica: int
+    loss: Tensor
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -132,81 +144,19 @@ def loss_weights(
     return [count / total for count in counts]
 
 
-def join_losses(
-    losses: Sequence[Tensor], weights: Sequence[float], output_device: torch.device
-) -> Tensor:
+def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
     """sum(w_i * loss_i) on the output device, attached to the graphs of all replicas.
 
     A loss of weight 0 is left out: it contributes nothing, even if it is NaN.
 
     Example:
-        >>> losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
-        >>> join_losses(losses, [1.0, 0.0], torch.device("cpu"))
+        >>> graphs = [Graph(0, torch.tensor(1.0), 1.0), Graph(1, torch.tensor(float("nan")), 0.0)]
+        >>> join_losses(graphs, torch.device("cpu"))
         tensor(1.)
     """
-    pairs = [pair for pair in zip(losses, weights, strict=True) if pair[1] != 0]
-    moved = [loss.to(output_device, non_blocking=True) for loss, _ in pairs]
-    joint = moved[0] * pairs[0][1]
-    for loss, (_, weight) in zip(moved[1:], pairs[1:], strict=True):
-        joint = joint.add(loss, alpha=weight)
+    counting = [graph for graph in graphs if graph.weight != 0]
+    moved = [graph.loss.to(output_device, non_blocking=True) for graph in counting]
+    joint = moved[0] * counting[0].weight
+    for loss, graph in zip(moved[1:], counting[1:], strict=True):
+        joint = joint.add(loss, alpha=graph.weight)
     return joint
-
-
-def with_separate_backward(
-    joint: Tensor, backward_each: BackwardEach, asked_for: Sequence[Tensor] = ()
-) -> Tensor:
-    """A loss of the same value whose backward calls `backward_each` instead of walking a graph.
-
-    On the CPU one backward through all graphs would run on one thread; this way every replica
-    runs its own in its worker. And nobody but `backward_each` holds the replicas' graphs: they can
-    be let go in the middle, when memory runs out.
-
-    Args:
-        joint: the value.
-        backward_each: see there; it gives all parameters their gradients.
-        asked_for: parameters of which somebody may want the gradients alone, which is refused. A
-            backward of these would else find no way to them, and do nothing.
-    """
-    leaf = joint.detach().requires_grad_()
-    inputs = (leaf, backward_each, *asked_for)
-    return _SeparateBackward.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _refuse_graph_of_backward() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "Expected a backward without create_graph=True on the joint loss: the sums of the "
-            "replicas' gradients have no graph. Take second derivatives inside training_step, "
-            "where torch.autograd.grad(..., create_graph=True) works on every replica."
-        )
-
-
-def _refuse_some_gradients(node: Any) -> None:
-    """Raises an error in a backward that is not for all leaves: those come first in the graph."""
-    leaf, _ = node.next_functions[0]
-    if not torch._C._will_engine_execute_node(leaf):
-        raise RuntimeError(
-            "Expected loss.backward() for all parameters of the module, got inputs=... or "
-            "torch.autograd.grad on the joint loss, which has no graph of its own. Take such "
-            "gradients inside training_step, use manual optimisation, where "
-            "self.manual_backward(loss, inputs=...) works, or "
-            'DataParallelStrategy(mode="forward").'
-        )
-
-
-class _SeparateBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, joint: Tensor, backward_each: BackwardEach, *asked_for: Tensor
-    ) -> Tensor:
-        ctx.backward_each = backward_each  # type: ignore[attr-defined]
-        ctx.num_inputs = 2 + len(asked_for)  # type: ignore[attr-defined]
-        return joint.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        _refuse_graph_of_backward()
-        _refuse_some_gradients(ctx)
-        keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        ctx.backward_each(gradient, keep_graph)
-        return tuple(None for _ in range(ctx.num_inputs))

@@ -13,11 +13,143 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.gradients.aside import (
+    GradientsAside,
+    HooksOff,
+    clear_gradients,
+)
 from lightning_dp.parallel.links import gradients_on
+from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.torch_private import add_to_each, hooked
 
 Buffers: TypeAlias = Literal["first", "mean"]
 BUFFERS: tuple[Buffers, ...] = ("first", "mean")
 _GRAD = attrgetter("grad")
+
+
+class Reducer:
+    """Brings gradients and buffers from the replicas to the root, at the right time.
+
+    Hooks of the root's parameters are off during a backward: autograd would call them with the
+    root's own share of the gradient. They are called with the sums; so parameters with hooks are
+    reduced in every backward, also while gradients accumulate.
+
+    Args:
+        replicas: the replicas.
+        buffers: whose buffers the root keeps, see `reduce_buffers`.
+
+    Attributes:
+        accumulating: while True a backward leaves the gradients on the replicas, for a later one
+            to reduce.
+    """
+
+    def __init__(self, replicas: Replicas, buffers: Buffers) -> None:
+        self.accumulating = False
+        self._replicas = replicas
+        self._buffers: Buffers = buffers
+        self._unsettled: Shards | None = None
+        self._forwarded: Sequence[int] = ()
+        self._hooked: list[tuple[list[nn.Parameter], HooksOff, Tensor | None]] = []
+        self._earlier: GradientsAside | None = None
+        self._waiting = False
+
+    def after_forward(self, shards: Shards) -> None:
+        """Notes what is to be settled, after the backward or before the next step.
+
+        That is whose buffers the root keeps, and whose rows of embeddings were shortened. Without
+        gradients no backward will come: they are settled now.
+        """
+        self._forwarded = shards.active
+        if not self.root_keeps_its_buffers(shards):
+            self._unsettled = shards
+        if not torch.is_grad_enabled():
+            self._settle_forward()
+
+    def before_backward(self, *, can_fail: bool = False) -> None:
+        """Takes hooks of the root's parameters off, and the gradients that are to stay apart.
+
+        Args:
+            can_fail: whether the backward may run out of memory, to be undone and done again.
+        """
+        parameters = self._replicas.parameters
+        for i in hooked(parameters[0]):
+            own, root = [replica[i] for replica in parameters], parameters[0][i]
+            self._hooked.append((own, HooksOff(root), root.grad))
+            root.grad = None
+        if can_fail:
+            self._earlier = GradientsAside(chain.from_iterable(parameters))
+
+    def after_backward(self) -> None:
+        """Reduces the gradients, unless they accumulate."""
+        self._settle_forward()
+        self._call_hooks()
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None:
+            # By themselves first: apart from the earlier ones, they can still be undone.
+            self._reduce()
+            earlier.add()
+        if earlier is None or self._left_on_replicas():
+            self._reduce()
+
+    def reduce_waiting(self) -> None:
+        """Reduces what has accumulated on the replicas, if no backward has come to do so."""
+        if self._waiting:
+            self._waiting = False
+            reduce_gradients(self._replicas.parameters)
+
+    def settle(self) -> None:
+        """Does what a step left open whose backward did not come or did not end."""
+        self._settle_forward()
+        self._put_back()
+
+    def undo(self) -> None:
+        """Takes back what a step has left that is to be run again."""
+        self._unsettled, self._forwarded = None, ()
+        self._put_back()
+
+    def root_keeps_its_buffers(self, shards: Shards) -> bool:
+        """Whether replica 0's buffers stay: they are the root's, since it is the module itself."""
+        return self._buffers == "first" and shards.active[0] == 0
+
+    def _reduce(self) -> None:
+        self._waiting = self.accumulating
+        if not self.accumulating:
+            reduce_gradients(self._replicas.parameters)
+
+    def _left_on_replicas(self) -> bool:
+        """Whether earlier backwards, which accumulated, have left gradients on replicas."""
+        others = chain.from_iterable(self._replicas.parameters[1:])
+        return not self.accumulating and any([p.grad is not None for p in others])
+
+    def _call_hooks(self) -> None:
+        hooked, self._hooked = self._hooked, []
+        if not hooked:
+            return
+        reduce_gradients(list(zip(*(parameters for parameters, _, _ in hooked), strict=True)))
+        for _, hooks, _ in hooked:
+            hooks.put_back()
+        for _, hooks, earlier in hooked:
+            hooks.call(earlier)
+
+    def _put_back(self) -> None:
+        if self._earlier is not None:
+            self._earlier.put_back()
+            self._earlier = None
+        for parameters, hooks, earlier in self._hooked:
+            hooks.put_back()
+            parameters[0].grad = earlier
+        self._hooked = []
+
+    def _settle_forward(self) -> None:
+        """Not before the backward, which checks that nobody wrote to what it saved."""
+        forwarded, self._forwarded = self._forwarded, ()
+        self._replicas.adopt_rows(forwarded)
+        shards, self._unsettled = self._unsettled, None
+        if shards is not None:
+            buffers = self._replicas.buffers
+            worked = [buffers[k] for k in shards.active]
+            reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
 
 
 def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -37,47 +169,10 @@ def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
     for replica in others:
         gradients = list(map(_GRAD, replica))
         _add(sums, gradients_on(device, gradients))
-        for parameter in replica:
-            parameter.grad = None
+        clear_gradients(replica)
     for parameter, total, old in zip(root, sums, before, strict=True):
         if total is not old:
             parameter.grad = total
-
-
-class EarlierGradients:
-    """The gradients of earlier backwards, kept apart while another one runs.
-
-    If that one does not end, its half-done work can be taken away from theirs.
-
-    Args:
-        parameters: the parameters of each replica; their gradients are None from now on.
-
-    Attributes:
-        any_on_replicas: whether any replica but the root had gradients.
-    """
-
-    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
-        self._parameters = list(chain.from_iterable(parameters))
-        self.any_on_replicas = any(p.grad is not None for p in chain.from_iterable(parameters[1:]))
-        self._kept = [(p, p.grad) for p in self._parameters if p.grad is not None]
-        for parameter, _ in self._kept:
-            parameter.grad = None
-
-    def add(self) -> None:
-        """Adds the new gradients to the earlier ones, in place, as accumulation does."""
-        pairs = [(p, earlier, p.grad) for p, earlier in self._kept]
-        for parameter, earlier, _ in pairs:
-            parameter.grad = earlier
-        both = [(earlier, new) for _, earlier, new in pairs if new is not None]
-        if both:
-            torch._foreach_add_([earlier for earlier, _ in both], [new for _, new in both])
-
-    def put_back(self) -> None:
-        """Only the earlier gradients remain."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        for parameter, earlier in self._kept:
-            parameter.grad = earlier
 
 
 @torch.no_grad()
@@ -131,4 +226,4 @@ def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
                 targets.append(total)
                 terms.append(gradient)
     if targets:
-        torch._foreach_add_(cast(list[Tensor], targets), cast(list[Tensor], terms))
+        add_to_each(cast(list[Tensor], targets), cast(list[Tensor], terms))

@@ -19,7 +19,7 @@ class Capacity:
 
     Example:
         >>> capacity = Capacity(2)
-        >>> capacity.failed((32, 32), [1])
+        >>> capacity.record_oom((32, 32), [1])
         >>> capacity.within((32, 32)), capacity.within((1, 2))
         ((36, 28), (1, 2))
     """
@@ -43,11 +43,11 @@ class Capacity:
         """The most samples that each device is known to take."""
         return tuple(self._fits)
 
-    def worked(self, sizes: Sequence[int]) -> None:
+    def record_success(self, sizes: Sequence[int]) -> None:
         """A step with these sizes was done."""
         self._fits = list(map(max, self._fits, sizes))
 
-    def failed(self, sizes: Sequence[int], devices: Sequence[int]) -> None:
+    def record_oom(self, sizes: Sequence[int], devices: Sequence[int]) -> None:
         """In a step with these sizes, these devices ran out of memory.
 
         Batches differ, and the heaviest is to fit: that so many fitted earlier counts no more.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_dp.parallel.split.arithmetic import CostSplit, Order, Sizes, SplitPolicy
 from lightning_dp.parallel.split.capacity import MARGIN, Capacity
@@ -19,11 +20,17 @@ class Plan:
         sizes: samples per device.
         order: the positions of each device's samples in the batch; None for the batch's own order.
         loads: what each device's samples cost, where they are split by cost.
+        left_out: samples of the batch that no device gets.
+        whole: whether there is nothing to cut: the root gets the batch as it is.
+        reading: how the batch was read, for those who cut it.
     """
 
     sizes: Sizes
     order: Order | None = None
     loads: tuple[float, ...] = field(default=(), repr=False)
+    left_out: int = 0
+    whole: bool = False
+    reading: Any = "columns"
 
 
 class Planner:
@@ -52,9 +59,24 @@ class Planner:
         """Whether the policy wants to see the steps."""
         return self._learner is not None
 
-    def plan(self, n: int, costs: Callable[[], Sequence[float]], *, training: bool) -> Plan:
-        """Decides for a batch of n samples; their costs are asked for if the split is by cost."""
-        self.latest = self._by_cost(costs, training) or Plan(self._sizes(n, training))
+    def plan(
+        self,
+        n: int,
+        costs: Callable[[], Sequence[float]],
+        *,
+        training: bool,
+        reading: Any = "columns",
+    ) -> Plan:
+        """Decides for a batch.
+
+        Args:
+            n: its number of samples.
+            costs: asked for what they cost, if the split is by cost.
+            training: whether the batch is trained on.
+            reading: how the batch was read.
+        """
+        plan = self._by_cost(costs, training) or Plan(self._sizes(n, training))
+        self.latest = replace(plan, reading=reading)
         return self.latest
 
     def trial(self, n: int, *, training: bool) -> Plan | None:
@@ -62,12 +84,14 @@ class Planner:
         sizes = self._capacity[training].trial(n)
         if sizes is None:
             return None
-        self.latest = Plan(sizes)
+        self.latest = Plan(sizes, left_out=n - sum(sizes), reading=self.latest.reading)
         return self.latest
 
-    def nothing(self) -> None:
-        """A batch in which there is nothing to cut, and so nothing to decide."""
-        self.latest = Plan((0,) * len(self.latest.sizes))
+    def whole(self) -> Plan:
+        """For a batch in which there is nothing to cut, and so nothing to learn of what fits."""
+        k = len(self.latest.sizes)
+        self.latest = Plan((0,) * k)
+        return Plan((1, *[0] * (k - 1)), whole=True)
 
     def learn(self, step: StepUsage | None) -> None:
         """Shows a training step to a policy that learns, once."""
@@ -77,14 +101,14 @@ class Planner:
                 self._learner.learn(step)
             self._learnt = step
 
-    def worked(self, *, training: bool) -> None:
+    def record_success(self, *, training: bool) -> None:
         """The latest plan's step was done."""
-        self._capacity[training].worked(self.latest.sizes)
+        self._capacity[training].record_success(self.latest.sizes)
 
-    def failed(self, devices: Sequence[int], *, training: bool) -> None:
+    def record_oom(self, devices: Sequence[int], *, training: bool) -> None:
         """In the latest plan's step these devices ran out of memory: they get less from now on."""
         if not self.latest.loads:
-            self._capacity[training].failed(self.latest.sizes, devices)
+            self._capacity[training].record_oom(self.latest.sizes, devices)
             return
         for k in devices:
             self._load_caps[training][k] = self.latest.loads[k] * (1 - 1 / MARGIN)

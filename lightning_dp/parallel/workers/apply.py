@@ -6,54 +6,24 @@ call the caller's full thread state and brings its result or its exception back.
 
 from __future__ import annotations
 
-import contextvars
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from lightning_dp.parallel.checks import check_choice
-from lightning_dp.parallel.workers.participant import Participant, participating
-from lightning_dp.parallel.workers.rendezvous import Rendezvous
+from lightning_dp.parallel.torch_private import saved_tensors_functions
+from lightning_dp.parallel.workers.calls import Calls
+from lightning_dp.parallel.workers.participant import Participant, Task
 from lightning_dp.parallel.workers.thread_state import ThreadState
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
 EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
-
-
-@dataclass
-class Task:
-    """A call for one replica.
-
-    Attributes:
-        replica: the number of the replica.
-        device: its device.
-        call: what to run; takes nothing.
-        context: completes the sentence "in replica 2 on cuda:1, ..." in an error.
-        seconds: how long the call worked, once it has run; waiting for others is left out.
-    """
-
-    replica: int
-    device: torch.device
-    call: Callable[[], Any]
-    context: str = ""
-    seconds: float = field(default=0.0, init=False)
-
-    def run(self, participant: Participant) -> Any:
-        """Makes the call and times it."""
-        start = time.perf_counter()
-        try:
-            return self.call()
-        finally:
-            self.seconds = time.perf_counter() - start - participant.waited
 
 
 class Executor:
@@ -73,6 +43,7 @@ class Executor:
     def __init__(self, devices: Sequence[torch.device], how: ExecutorName = "auto") -> None:
         check_choice("executor", how, EXECUTORS)
         self._devices = list(devices)
+        self._is_on_cpu = all(device.type == "cpu" for device in devices)
         self._how = how
         self._workers: list[_Worker] = []
         self._trials: dict[tuple[str, int], _Trial] = {}
@@ -84,7 +55,7 @@ class Executor:
         tasks: Sequence[Task],
         *,
         goes_on: bool = False,
-        rendezvous: Rendezvous | None = None,
+        calls: Calls | None = None,
     ) -> list[Any]:
         """Runs all tasks and waits for them.
 
@@ -94,23 +65,30 @@ class Executor:
             goes_on: whether this is the second half of the latest work of this kind (a step's
                 backward after its forward): it runs the same way and counts with it. Changing
                 threads in between costs more than either way saves: memory goes back and forth.
-            rendezvous: where the replicas meet if their calls ask for it.
+            calls: knows what the replicas need if they meet; None if they will not.
 
         Raises:
             Exception: the first failed replica's own exception, with a note that says which
                 replica, device and samples. No task is running any more when it arrives.
         """
-        rendezvous = rendezvous or Rendezvous()
+        calls = calls or Calls()
         trial = self._trial(kind, len(tasks), goes_on)
-        in_threads = self._how == "threads" if trial is None else trial.threads
-        in_threads &= not _is_checkpointing()
         start = time.perf_counter()
         try:
-            return (self._in_threads if in_threads else self._in_order)(tasks, rendezvous)
+            calls.thread_state = ThreadState.capture(self._devices)
+            calls.begin(tasks, self._start)
+            if len(tasks) > 1 and self._uses_threads(trial):
+                calls.run_in_threads()
+            else:
+                calls.run_in_order(moves=not self._is_on_cpu)
         finally:
-            rendezvous.close()
+            results, failure = calls.close()
             if trial is not None:
                 trial.add(time.perf_counter() - start)
+        if failure is not None:
+            task, error = failure
+            raise error if task is None else _with_note(error, task)
+        return results
 
     def close(self) -> None:
         """Ends the worker threads; a later `run` starts new ones."""
@@ -129,58 +107,21 @@ class Executor:
             self._latest[kind].begin()
         return self._latest[kind]
 
-    def _in_order(self, tasks: Sequence[Task], rendezvous: Rendezvous) -> list[Any]:
-        """On this thread; if the first task comes to a rendezvous, the others in their workers."""
-        rendezvous.begin([(task.replica, task.device) for task in tasks], one_by_one=True)
-        state = ThreadState.capture(self._devices)
-        self._prepare(tasks, rendezvous, state)
-        # Replicas that are all on the CPU are where the caller is.
-        on_cpu = all(device.type == "cpu" for device in self._devices)
-        for participant, task in zip(rendezvous.participants, tasks, strict=True):
-            if not participant.has_begun and not rendezvous.has_failed:
-                with nullcontext() if on_cpu else state.moved_to(task.device):
-                    rendezvous.run_here(participant, partial(task.run, participant))
-        return _outcome(tasks, rendezvous)
+    def _uses_threads(self, trial: _Trial | None) -> bool:
+        in_threads = self._how == "threads" if trial is None else trial.threads
+        return in_threads and not _is_checkpointing()
 
-    def _in_threads(self, tasks: Sequence[Task], rendezvous: Rendezvous) -> list[Any]:
-        if len(tasks) == 1:
-            return self._in_order(tasks, rendezvous)
-        rendezvous.begin([(task.replica, task.device) for task in tasks], one_by_one=False)
-        self._prepare(tasks, rendezvous, ThreadState.capture(self._devices))
-        return _outcome(tasks, rendezvous)
-
-    def _prepare(self, tasks: Sequence[Task], rendezvous: Rendezvous, state: ThreadState) -> None:
-        for participant, task in zip(rendezvous.participants, tasks, strict=True):
-            rendezvous.can_start(participant, partial(self._start, _Job(task, participant, state)))
-
-    def _start(self, job: _Job) -> None:
+    def _start(self, participant: Participant) -> None:
         if not self._workers:
             self._workers = _start_workers(self._devices)
-        self._workers[job.task.replica].inbox.put(job)
-
-
-class _Job:
-    """A task on its way through a worker."""
-
-    def __init__(self, task: Task, participant: Participant, state: ThreadState) -> None:
-        self.task = task
-        self._participant = participant
-        self._state = state
-        self._context = contextvars.copy_context()
-
-    def __call__(self) -> None:
-        self._participant.run(partial(self._context.run, self._run))
-
-    def _run(self) -> Any:
-        with self._state.entered(self.task.device), participating(self._participant):
-            return self.task.run(self._participant)
+        self._workers[participant.task.replica].inbox.put(participant)
 
 
 class _Worker:
     """A thread that runs what is put into its inbox, until None comes."""
 
     def __init__(self, replica: int, intra_op_threads: int) -> None:
-        self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self.inbox: SimpleQueue[Participant | None] = SimpleQueue()
         self.ready = threading.Event()
         self._intra_op_threads = intra_op_threads
         self.thread = threading.Thread(target=self._loop, name=f"dp-replica-{replica}", daemon=True)
@@ -190,10 +131,10 @@ class _Worker:
         torch.get_num_threads()  # a thread's first look replaces what was set before it
         torch.set_num_threads(self._intra_op_threads)
         self.ready.set()
-        while (job := self.inbox.get()) is not None:
-            job()
-            # The last job holds a batch and a graph, which must not outlive the step.
-            del job
+        while (participant := self.inbox.get()) is not None:
+            participant.calls.work(participant)
+            # The last one holds a batch and a graph, which must not outlive the step.
+            del participant
 
 
 class _Trial:
@@ -238,7 +179,7 @@ def _is_checkpointing() -> bool:
 
     It knows the tensors that it saves by their order alone, which threads would not repeat.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = saved_tensors_functions()
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
@@ -253,20 +194,8 @@ def _start_workers(devices: Sequence[torch.device]) -> list[_Worker]:
     return workers
 
 
-def _outcome(tasks: Sequence[Task], rendezvous: Rendezvous) -> list[Any]:
-    """Lets the tasks come to their ends; their results, or the error."""
-    try:
-        rendezvous.serve()
-    finally:
-        results, failure = rendezvous.close()
-    if failure is not None:
-        position, error = failure
-        raise error if position is None else _with_note(error, tasks[position])
-    return results
-
-
 def _with_note(error: BaseException, task: Task) -> BaseException:
-    note = f"[in replica {task.replica} on {task.device}{task.context}]"
+    note = f"[in replica {task.replica} on {task.device}{task.context()}]"
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif len(error.args) == 1 and isinstance(error.args[0], str):  # Python 3.10

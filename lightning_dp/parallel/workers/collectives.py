@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import gather, to_device, tree, weighted_mean
+from lightning_dp.parallel.torch_private import is_in_backward
 from lightning_dp.parallel.workers.participant import current_participant
 from lightning_dp.parallel.workers.rendezvous import Rendezvous
 
@@ -108,7 +109,7 @@ def must_meet(what: str) -> bool:
     participant = current_participant()
     if participant is None:
         _refuse_recomputation(what)
-    return participant is not None and len(participant.rendezvous.participants) > 1
+    return participant is not None and len(participant.calls.participants) > 1
 
 
 def meet(what: str, x: T, act: Callable[[Rendezvous, list[Any]], Sequence[Any]]) -> T:
@@ -136,7 +137,7 @@ def _in_replicas_modes(
 
 
 def _refuse_recomputation(what: str) -> None:
-    if torch._C._current_graph_task_id() != -1:
+    if is_in_backward():
         raise RuntimeError(
             f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
             "recomputes the part of the step that calls it, where the replicas do not meet. Leave "

@@ -1,17 +1,20 @@
-"""The participant: a replica's place at a rendezvous, and what can be said of the replica there."""
+"""The participant: one replica in an apply, and what it is doing there."""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 if TYPE_CHECKING:
+    from lightning_dp.parallel.workers.calls import Calls
     from lightning_dp.parallel.workers.rendezvous import Rendezvous
 
 Act: TypeAlias = Callable[["Rendezvous", list[Any]], Sequence[Any]]
@@ -24,6 +27,25 @@ class RendezvousError(RuntimeError):
 
 class ReplicaStopped(RuntimeError):
     """Raised in a replica that waits when another one has failed."""
+
+
+@dataclass
+class Task:
+    """A call for one replica.
+
+    Attributes:
+        replica: the number of the replica.
+        device: its device.
+        call: what to run; takes nothing.
+        context: asked for in an error, completes the sentence "in replica 2 on cuda:1, ...".
+        seconds: how long the call worked, once it has run; waiting for others is left out.
+    """
+
+    replica: int
+    device: torch.device
+    call: Callable[[], Any]
+    context: Callable[[], str] = str
+    seconds: float = field(default=0.0, init=False)
 
 
 @dataclass(frozen=True)
@@ -49,14 +71,6 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a replica's task ended."""
-
-    result: Any = None
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True)
 class Reply:
     """What a replica gets that waits: a value, or an error to be raised there."""
 
@@ -72,10 +86,15 @@ class Reply:
 
 @dataclass(frozen=True)
 class Errand:
-    """A call that a replica is to make before it goes on waiting."""
+    """A call that a replica is to make before it goes on waiting.
+
+    Attributes:
+        call: the call.
+        is_part_of_step: whether it is made as the replica's, and may come to a rendezvous.
+    """
 
     call: Callable[[], Any]
-    participating: bool
+    is_part_of_step: bool
 
 
 class NotBegun:
@@ -86,91 +105,78 @@ class Running:
     """The replica's task runs: it neither waits nor has it ended."""
 
 
-NOT_BEGUN, RUNNING = NotBegun(), Running()
-State: TypeAlias = NotBegun | Running | Arrival | Answer | Ended
+class Ended:
+    """The replica's task has ended: it has a result or an error."""
 
-_PARTICIPANT: ContextVar[Participant | None] = ContextVar("participant", default=None)
+
+NOT_BEGUN, RUNNING, ENDED, NO_REPLY = NotBegun(), Running(), Ended(), Reply()
+State: TypeAlias = NotBegun | Running | Ended | Arrival | Answer
+
+PARTICIPANT: ContextVar[Participant | None] = ContextVar("participant", default=None)
+"""The replica whose code runs."""
 
 
 def current_participant() -> Participant | None:
-    """The place of the replica whose call this is; None outside of replicas."""
-    return _PARTICIPANT.get()
+    """The replica whose call this is; None outside of replicas."""
+    return PARTICIPANT.get()
 
 
-class participating:
-    """Makes the code inside that of a replica, or with None of no replica.
-
-    Entered in every call of a replica, where a generator would take several times as long.
-    """
-
-    __slots__ = ("_participant", "_token")
-
-    def __init__(self, participant: Participant | None) -> None:
-        self._participant = participant
-
-    def __enter__(self) -> None:
-        """From here on it is the replica's code."""
-        self._token = _PARTICIPANT.set(self._participant)
-
-    def __exit__(self, *_: object) -> None:
-        """From here on it is whose it was before."""
-        _PARTICIPANT.reset(self._token)
+@contextlib.contextmanager
+def participating(participant: Participant | None) -> Iterator[None]:
+    """Makes the code inside that of a replica, or with None of no replica."""
+    token = PARTICIPANT.set(participant)
+    try:
+        yield
+    finally:
+        PARTICIPANT.reset(token)
 
 
+@dataclass(eq=False)
 class Participant:
-    """A replica's place at a rendezvous.
+    """One replica in an apply.
 
     Attributes:
-        rendezvous: the rendezvous.
-        replica: the number of the replica.
-        device: its device.
-        state: what it is doing.
-        deliver: what the host does to let it go on; None if it has nothing for it.
+        calls: those of all replicas, of which this is one.
+        task: what the replica does.
+        state: what it is doing now.
+        result: what its task returned.
+        error: what its task raised.
         hosted: whether the host itself makes this replica's call.
-        start: lets its worker make its call, which it makes once, however often it is told to.
-        waited: seconds that it has spent in rendezvous.
+        waited: seconds that it has spent at rendezvous.
+        deliver: what the host does to let it go on from a rendezvous; None if nothing.
+        reply: what it gets there, if it is hosted.
+        inbox: what it gets there, if it is not.
+        context: the host's context variables, for its worker.
+        is_awake: whether its worker has come to it.
     """
 
-    def __init__(self, rendezvous: Rendezvous, replica: int, device: torch.device) -> None:
-        self.rendezvous = rendezvous
-        self.replica = replica
-        self.device = device
-        self.state: State = NOT_BEGUN
-        self.deliver: Callable[[], None] | None = None
-        self.hosted = False
-        self.start: Callable[[], None] = nothing
-        self.waited = 0.0
-        self.reply = Reply()
-        self._is_awake = False
-        self.inbox: SimpleQueue[Reply | Errand] = SimpleQueue()
+    calls: Calls
+    task: Task
+    state: State = NOT_BEGUN
+    result: Any = None
+    error: BaseException | None = None
+    hosted: bool = False
+    waited: float = 0.0
+    deliver: Callable[[], None] | None = None
+    reply: Reply = NO_REPLY
+    inbox: SimpleQueue[Reply | Errand] = field(default_factory=SimpleQueue)
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    is_awake: bool = False
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the replica's task has been started."""
-        return self.state is not NOT_BEGUN
+    def replica(self) -> int:
+        """The number of the replica."""
+        return self.task.replica
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the replica's task is over."""
-        return isinstance(self.state, Ended)
+    def device(self) -> torch.device:
+        """Its device."""
+        return self.task.device
 
     @property
     def is_lost(self) -> bool:
         """Whether the host may have been interrupted before it had told the worker to start."""
-        return self.state is RUNNING and not self._is_awake
-
-    def run(self, call: Callable[[], Any]) -> None:
-        """Makes the replica's call, in its worker, and tells the host how it ended."""
-        if self._is_awake:
-            return
-        self._is_awake = True
-        try:
-            self.rendezvous.check()
-            result = call()
-        except BaseException as error:  # it is raised again by the thread that waits
-            self.rendezvous.tell(self, Ended(error=error))
-        else:
-            self.rendezvous.tell(self, Ended(result))
+        return self.state is RUNNING and not self.is_awake
 
     def meet(self, what: str, value: Any, act: Act) -> Any:
         """Waits until all replicas are at the same rendezvous.
@@ -191,16 +197,16 @@ class Participant:
         """
         start = time.perf_counter()
         try:
-            return self.rendezvous.arrive(self, Arrival(what, value, act))
+            return self.calls.rendezvous.arrive(self, Arrival(what, value, act))
         finally:
             self.waited += time.perf_counter() - start
 
-    def do(self, order: Errand) -> Answer:
+    def run_errand(self, errand: Errand) -> Answer:
         """Makes a call that the host asked for; it does not count as waiting."""
         start = time.perf_counter()
         try:
-            with participating(self if order.participating else None):
-                return Answer(order.call())
+            with participating(self if errand.is_part_of_step else None):
+                return Answer(errand.call())
         finally:
             self.waited -= time.perf_counter() - start
 
@@ -215,13 +221,3 @@ class Participant:
         state = self.state
         what = f"is at {state.what}" if isinstance(state, Arrival) else doing[type(state)]
         return f"replica {self.replica} on {self.device} {what}"
-
-
-def nothing() -> None:
-    """Does nothing."""
-    return None
-
-
-def error_of(participant: Participant) -> BaseException | None:
-    """The error with which a replica's task ended, if one did."""
-    return participant.state.error if isinstance(participant.state, Ended) else None

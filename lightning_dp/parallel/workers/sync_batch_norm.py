@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_dp.parallel.torch_private import BatchNorm, check_batch_norm_input
 from lightning_dp.parallel.workers.collectives import link, meet, must_meet
 from lightning_dp.parallel.workers.rendezvous import Rendezvous
 
@@ -21,7 +21,7 @@ Moments: TypeAlias = tuple[int, Tensor, Tensor]
 """Values per channel, their means [C] and their variances [C], divided by their number."""
 
 
-def forward(self: _BatchNorm, x: Tensor) -> Tensor:
+def forward(self: BatchNorm, x: Tensor) -> Tensor:
     """Stands for the `forward` of a batch norm layer whose statistics are those of the batch.
 
     Outside of replicas, where one replica has the whole batch, and where the running statistics
@@ -38,7 +38,7 @@ def forward(self: _BatchNorm, x: Tensor) -> Tensor:
     uses_batch = self.training or (self.running_mean is None and self.running_var is None)
     if not uses_batch or not must_meet("batch norm"):
         return type(self).forward(self, x)
-    self._check_input_dim(x)  # type: ignore[no-untyped-call]
+    check_batch_norm_input(self, x)
     wide = torch.promote_types(x.dtype, torch.float32)
     mean, var = _Moments.apply(x, wide)  # type: ignore[no-untyped-call]
     own: Moments = (x.numel() // x.size(1), mean, var)
@@ -71,7 +71,7 @@ def _merge(rendezvous: Rendezvous, moments: list[Moments]) -> list[Moments]:
 
 
 @torch.no_grad()
-def _track(layer: _BatchNorm, n: int, mean: Tensor, var: Tensor) -> None:
+def _track(layer: BatchNorm, n: int, mean: Tensor, var: Tensor) -> None:
     """Updates a replica's running statistics, which are then those of all replicas.
 
     They are written without a trace, as by the layer's own forward.
@@ -91,8 +91,8 @@ def _track(layer: _BatchNorm, n: int, mean: Tensor, var: Tensor) -> None:
 
 def can_be_synced(module: nn.Module) -> bool:
     """Whether a module is a batch norm layer whose `forward` is torch's own."""
-    is_own = "forward" not in module.__dict__ and type(module).forward is _BatchNorm.forward
-    return isinstance(module, _BatchNorm) and is_own
+    is_own = "forward" not in module.__dict__ and type(module).forward is BatchNorm.forward
+    return isinstance(module, BatchNorm) and is_own
 
 
 def _channels(vector: Tensor, x: Tensor) -> Tensor:

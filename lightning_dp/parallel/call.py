@@ -1,0 +1,65 @@
+"""What runs on each replica in a step, and what becomes of its result."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.replicas import ParameterCopies
+
+
+class ReplicaCall(ABC):
+    """One step's call, for `Engine.step`.
+
+    Args:
+        name: of what is called, for errors and for the executor's choice.
+        constants: the call's other arguments, the same on every replica.
+        training: whether the module trains, and may leave buffers behind.
+        transfer: moves a shard to a device.
+
+    Attributes:
+        has_backward: whether the step ends with the backward of a joint loss.
+        copied_parameters: which parameters replicas elsewhere copy, see `Replicas.refresh`.
+    """
+
+    has_backward: ClassVar[bool] = False
+    copied_parameters: ParameterCopies = "changed"
+
+    def __init__(
+        self,
+        name: str,
+        constants: tuple[Any, ...] = (),
+        *,
+        training: bool = False,
+        transfer: Callable[[Any, torch.device], Any] = to_device,
+    ) -> None:
+        self.name = name
+        self.constants = constants
+        self.training = training
+        self.transfer = transfer
+
+    def begin(self, shards: Shards) -> None:
+        """The replicas are up to date, and about to be called."""
+        return None
+
+    @abstractmethod
+    def on_replica(self, module: nn.Module, shard: Any) -> Any:
+        """What a replica does with its shard."""
+
+    @abstractmethod
+    def gather(self, outputs: list[Any], shards: Shards) -> Any:
+        """What one device would have returned, where the replicas that work returned `outputs`."""
+
+    def finish(self, result: Any, gradient: Tensor | None = None) -> None:
+        """Does what comes after a step whose result nobody else gets: its backward, if any."""
+        return None
+
+    def without_trace(self) -> AbstractContextManager[None]:
+        """What surrounds a step that only tries whether it fits."""
+        return nullcontext()

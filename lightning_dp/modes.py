@@ -135,7 +135,7 @@ class StepMode(Mode):
         training = method == "training_step"
         if training and not self._module.automatic_optimization:
             # Not again if it does not fit: it has moved weights by then.
-            shards = self.engine.scatter(batch, self._to_device)
+            shards = self.engine.scatter(batch, self._to_device, name=method)
             return self._manual.run(self.engine, method, shards, args)
         run = self.engine.train if training else self.engine.evaluate
         self._latest = (method, args)
@@ -144,7 +144,7 @@ class StepMode(Mode):
             # An optimizer's closure may come for the same batch again.
             shards, self._shards = self._shards if batch is self._batch else None, None
             if shards is None:
-                shards = self.engine.scatter(batch, self._to_device, training=training)
+                shards = self.engine.scatter(batch, self._to_device, name=method, training=training)
             output = run(method, shards, *args)
             self._batch, self._shards = batch, shards
             return output
@@ -165,7 +165,7 @@ class StepMode(Mode):
         (method, args), batch, self._shards = self._latest, self._batch, None
 
         def attempt() -> None:
-            shards = self.engine.scatter(batch, self._to_device)
+            shards = self.engine.scatter(batch, self._to_device, name=method)
             with context(), self.engine.rerunning():
                 loss = loss_of(self.engine.train(method, shards, *args))
             if loss is not None:
@@ -176,7 +176,9 @@ class StepMode(Mode):
 
     def _try_part(self, batch: Any, training: bool, plan: Plan) -> None:
         method, args = self._latest
-        shards = self.engine.scatter(batch, self._to_device, training=training, plan=plan)
+        shards = self.engine.scatter(
+            batch, self._to_device, name=method, training=training, plan=plan
+        )
         if training:
             self.engine.train_apart(method, shards, *args)
         else:

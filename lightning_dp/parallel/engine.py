@@ -13,11 +13,14 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_dp.parallel.batch import (
     Override,
+    SampleDims,
     Scalars,
     Shards,
+    StepDims,
     cut_for,
     gather,
     infer_for,
@@ -122,7 +125,7 @@ class Engine:
         self._dim = dim
         self._columns = columns
         self._scalars: Scalars = scalars
-        self._overrides = overrides
+        self._dims = SampleDims(dim, overrides)
         self._around = around
         self._stale = set(range(len(devices)))
 
@@ -146,7 +149,7 @@ class Engine:
         """
         modules = self.replicate(shards, training=training)
         outputs = self.apply(name, call, modules, shards, training=training, constants=constants)
-        return self.gather(outputs, shards.active_sizes, constants, shards.active_order)
+        return self.gather(outputs, shards.active_sizes, shards.active_order, shards.dims)
 
     @stage("scatter")
     def scatter(
@@ -154,6 +157,7 @@ class Engine:
         batch: Any,
         transfer: Transfer = to_device,
         *,
+        name: str = "",
         training: bool = True,
         plan: Plan | None = None,
     ) -> Shards:
@@ -165,6 +169,7 @@ class Engine:
         Args:
             batch: what is cut.
             transfer: moves a shard to its device.
+            name: of what will be called: what is known of its outputs belongs to it.
             training: whether the batch is trained on.
             plan: sizes that were decided already; samples beyond their sum are left out.
         """
@@ -175,13 +180,20 @@ class Engine:
         if not n:
             return self.whole(batch, transfer)
         costs = partial(sample_costs, self.module, batch, n, self._cost_key)
-        plan = plan or self._planner.plan(n, costs, training=training)
+        dims = self._dims.of(name, training=training)
+        telling = self._least(training) if dims.asks else None
+        plan = plan or self._planner.plan(n, costs, training=training, telling=telling)
         left_out = n - sum(plan.sizes)
         sizes = (*plan.sizes, left_out) if left_out else plan.sizes
         parts = cut_for(self.module, batch, inferred, sizes, self._dim, plan.order)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
-        return Shards(plan.sizes, moved, order=plan.order)
+        return Shards(plan.sizes, moved, order=plan.order, dims=dims)
+
+    def _least(self, training: bool) -> int:
+        """The fewest samples that a replica is to have: batch norm needs two to train."""
+        layers = self.module.modules() if training else ()
+        return 1 + any(isinstance(layer, _BatchNorm) and layer.training for layer in layers)
 
     def whole(self, batch: Any, transfer: Transfer = to_device) -> Shards:
         """A batch in which there is nothing to cut goes to the root alone."""
@@ -218,6 +230,7 @@ class Engine:
     ) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
+        shards.dims.has_seen(shards.sizes)
         self.rendezvous = Rendezvous(shards.active_sizes, shards.active_order, self._dim)
         if training:
             self.meter.start(shards.sizes)
@@ -239,8 +252,8 @@ class Engine:
         self,
         outputs: Sequence[Any],
         sizes: Sequence[int],
-        constants: tuple[Any, ...] = (),
         order: Order | None = None,
+        dims: StepDims | None = None,
     ) -> Any:
         """What one device would have returned for the whole batch, on the output device."""
         return gather(
@@ -249,9 +262,8 @@ class Engine:
             self._dim,
             sizes=sizes,
             scalars=self._scalars,
-            overrides=self._overrides,
-            constants=constants,
             order=order,
+            dims=dims,
         )
 
     def resync(self) -> None:

@@ -92,7 +92,7 @@ class ForwardParallel(Engine):
         training = any(module.training for module in self.replicas.submodules[0])
 
         def attempt(plan: Plan | None = None) -> Any:
-            shards = self.scatter(arguments, training=training, plan=plan)
+            shards = self.scatter(arguments, name=name, training=training, plan=plan)
             if shards.whole:
                 self.last_sizes = shards.sizes
                 return to_device(forward(self.module, shards.parts[0]), self.output_device)

@@ -61,16 +61,16 @@ class ManualStep:
         engine.meter.stop()
         engine.worked(training=True)
         with torch.no_grad():
-            return self.gather(outputs, constants=args)
+            return self.gather(outputs)
 
-    def gather(self, outputs: Sequence[Any], constants: tuple[Any, ...] = ()) -> Any:
+    def gather(self, outputs: Sequence[Any]) -> Any:
         """What one device would have, where the replicas have `outputs`."""
         if self._engine.loss_reduction == "sum" and isinstance(outputs[0], Tensor):
             return gather(outputs, self._engine.output_device, overrides={"": "sum"})
         if isinstance(outputs[0], Tensor) and items_of(outputs[0]) is not None:
             return join_losses(outputs, self._weights(outputs), self._engine.output_device)
         sizes, order = self._shards.active_sizes, self._shards.active_order
-        return self._engine.gather(outputs, sizes, constants, order)
+        return self._engine.gather(outputs, sizes, order, self._shards.dims)
 
     def _weights(self, losses: Sequence[Tensor]) -> list[float]:
         counts = agreed_items([items_of(loss) for loss in losses])

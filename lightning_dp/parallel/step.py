@@ -90,7 +90,7 @@ class StepParallel(Engine):
         modules = self.replicate(shards, training=True)
         step = partial(_step, method, args)
         outputs = self.apply(method, step, modules, shards, training=True, constants=args)
-        return self._join(method, outputs, shards, args)
+        return self._join(method, outputs, shards)
 
     def train_apart(self, method: str, shards: Shards, *args: Any) -> None:
         """Trains on shards, forward and backward, and leaves no trace of it but in buffers."""
@@ -120,9 +120,7 @@ class StepParallel(Engine):
         return shards
 
     @stage("gather")
-    def _join(
-        self, method: str, outputs: list[Any], shards: Shards, constants: tuple[Any, ...]
-    ) -> Any:
+    def _join(self, method: str, outputs: list[Any], shards: Shards) -> Any:
         kept = [k for k, output in zip(shards.active, outputs, strict=True) if output is not None]
         if not kept:
             return None
@@ -139,7 +137,7 @@ class StepParallel(Engine):
         if steps[0].extras is None:
             return joint
         order = None if shards.order is None else [shards.order[k] for k in kept]
-        joined = self.gather([step.extras for step in steps], sizes, constants, order)
+        joined = self.gather([step.extras for step in steps], sizes, order, shards.dims)
         count = {"num_items": sum(counts)} if counts and "num_items" in returned[0] else {}
         return {"loss": joint, **joined, **count}
 

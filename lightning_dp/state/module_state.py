@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, tree
+from lightning_dp.parallel.batch import Shards, judge, tree
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.state.containers import Merge, Path, agree, copied, is_container, refill
 
@@ -36,13 +36,10 @@ class StateMemory:
     """What is known from earlier steps.
 
     Attributes:
-        per_sample: which lists get one item per sample (True) or per batch (False); shards of one
-            sample cannot tell.
         warned: attributes that were warned about.
     """
 
     def __init__(self) -> None:
-        self.per_sample: dict[Path, bool] = {}
         self.warned: set[tuple[int, str]] = set()
 
 
@@ -61,7 +58,6 @@ class ModuleState:
         replicas: the replicas; looked at are the attributes of all modules that are not torch's.
         shards: the step's shards.
         output_device: where the items end up.
-        args: what the step was called with besides its shard.
         memory: carried from step to step.
     """
 
@@ -70,13 +66,13 @@ class ModuleState:
         replicas: Replicas,
         shards: Shards,
         output_device: torch.device,
-        args: tuple[Any, ...],
         memory: StateMemory,
     ) -> None:
         self._memory = memory
         self._replicas = replicas
         self._active = shards.active
-        self._merge = Merge(output_device, args, shards, memory.per_sample)
+        self._shards = shards
+        self._merge = Merge(output_device, shards)
         modules = replicas.submodules
         self._modules = [
             _ModuleAttributes(root, j, [modules[k][j] for k in shards.active])
@@ -96,6 +92,8 @@ class ModuleState:
             for name, differs in module.rebound():
                 for k in self._active if module.holds_tensors(name) else ():
                     self._replicas.keep(k, module.number, name)
+                if module.holds_samples(name, self._shards):
+                    self._shards.dims.keep_sizes()
                 if differs:
                     self._warn(module, name)
 
@@ -203,6 +201,16 @@ class _ModuleAttributes:
             name in replica and any(isinstance(leaf, Tensor) for leaf in tree.leaves(replica[name]))
             for replica in self._replicas
         )
+
+    def holds_samples(self, name: str, shards: Shards) -> bool:
+        """Whether every replica that worked has rows of its own samples there."""
+        if shards.dims.keeps_sizes or not self.holds_tensors(name):
+            return False
+        values = [tree.leaves(replica[name]) for replica in self._replicas]
+        rows = [leaves for leaves in zip(*values, strict=False) if isinstance(leaves[0], Tensor)]
+        sizes = tuple(shards.active_sizes)
+        shapes = [[tuple(leaf.shape) for leaf in leaves] for leaves in rows]
+        return any(judge(own, sizes, 0, None).how == "rows" for own in shapes if own[0])
 
     def release(self) -> None:
         for replica in self._others():

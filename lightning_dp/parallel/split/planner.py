@@ -6,7 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lightning_dp.parallel.split.arithmetic import CostSplit, Order, Sizes, SplitPolicy
+from lightning_dp.parallel.split.arithmetic import (
+    CostSplit,
+    Order,
+    Sizes,
+    SplitPolicy,
+    reordered,
+    unequal,
+)
 from lightning_dp.parallel.split.capacity import MARGIN, Capacity
 from lightning_dp.parallel.split.usage import LearningSplit, StepUsage
 
@@ -52,10 +59,33 @@ class Planner:
         """Whether the policy wants to see the steps."""
         return self._learner is not None
 
-    def plan(self, n: int, costs: Callable[[], Sequence[float]], *, training: bool) -> Plan:
-        """Decides for a batch of n samples; their costs are asked for if the split is by cost."""
-        self.latest = self._by_cost(costs, training) or Plan(self._sizes(n, training))
+    def plan(
+        self,
+        n: int,
+        costs: Callable[[], Sequence[float]],
+        *,
+        training: bool,
+        telling: int | None = None,
+    ) -> Plan:
+        """Decides for a batch of n samples.
+
+        Args:
+            n: the batch size.
+            costs: of the samples; asked for if the split is by cost.
+            training: whether it is trained on.
+            telling: with a number, shards are made unequal by a sample, where they can be, so that
+                what counts samples shows; none then has fewer samples than this.
+        """
+        plan = self._by_cost(costs, training) or Plan(self._sizes(n, training))
+        self.latest = plan if telling is None else self._telling(plan, telling, training)
         return self.latest
+
+    def _telling(self, plan: Plan, least: int, training: bool) -> Plan:
+        sizes = unequal(plan.sizes, least)
+        has_caps = plan.order is not None and any(map(math.isfinite, self._load_caps[training]))
+        if sizes == plan.sizes or has_caps or self._capacity[training].within(sizes) != sizes:
+            return plan
+        return Plan(sizes, None if plan.order is None else reordered(plan.order, sizes))
 
     def trial(self, n: int, *, training: bool) -> Plan | None:
         """A part of a batch of n samples that tells more about what fits; None if all is known."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.batch import Shards, StepDims, to_device
 from lightning_dp.parallel.replicas import ParameterCopies
 from lightning_dp.parallel.workers import Task
 
@@ -24,7 +24,6 @@ class ReplicaCall(ABC):
 
     Args:
         name: of what is called, for errors and for the executor's choice.
-        constants: the call's other arguments, the same on every replica.
         training: whether the module trains, and may leave buffers behind.
         transfer: moves a shard to a device.
 
@@ -39,15 +38,17 @@ class ReplicaCall(ABC):
     def __init__(
         self,
         name: str,
-        constants: tuple[Any, ...] = (),
         *,
         training: bool = False,
         transfer: Transfer = to_device,
     ) -> None:
         self.name = name
-        self.constants = constants
         self.training = training
         self.transfer = transfer
+
+    def asks(self, dims: StepDims) -> bool:
+        """Whether shards are to be unequal, to show what counts samples."""
+        return dims.asks
 
     def begin(self, shards: Shards) -> None:
         """The replicas are up to date, and about to be called."""

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from lightning_dp.parallel.batch import (
     Inferred,
     Override,
+    SampleDims,
     Scalars,
     Shards,
+    StepDims,
     cut_for,
     gather,
     infer_for,
@@ -46,12 +48,11 @@ from lightning_dp.parallel.replicas import (
     limits_norms,
 )
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
+from lightning_dp.parallel.torch_private import BatchNorm
 from lightning_dp.parallel.workers import Calls, Executor, ExecutorName
 
-StepContext: TypeAlias = Callable[
-    [Replicas, str, Shards, tuple[Any, ...], bool], AbstractContextManager[None]
-]
-"""Of the replicas, the method, the shards, the other arguments, and whether it is a rerun."""
+StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
+"""Of the replicas, what is called, the shards, and whether it is a rerun."""
 
 
 class Engine:
@@ -85,6 +86,7 @@ class Engine:
         ranges: the stages, as profilers see them.
         calls: of the replicas, in the latest apply.
         interrupted: the gradient of the joint loss whose backward began and has not ended.
+        dims: what is known of each kind of step, of what counts its samples.
         join: joins outputs of the replicas, see `gather`.
     """
 
@@ -127,9 +129,8 @@ class Engine:
         self._dim = dim
         self._columns = columns
         self._cost_key = cost_key
-        self.join = partial(
-            gather, output_device=output_device, dim=dim, scalars=scalars, overrides=overrides
-        )
+        self.dims = SampleDims(dim, overrides)
+        self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
         self._expects_samples = expects_samples
         self._context = context
         self._stale = set(range(len(devices)))
@@ -148,8 +149,9 @@ class Engine:
             plan: sizes that were decided already; samples beyond their sum are left out.
         """
         if not isinstance(batch, Shards):
-            plan = plan or self.plan(batch, training=call.training)
-            batch = self.scatter(batch, call.transfer, plan)
+            dims = self.dims.of(call.name, training=call.training)
+            plan = plan or self.plan(batch, training=call.training, telling=call.asks(dims))
+            batch = self.scatter(batch, call.transfer, plan, dims)
         modules = self.replicate(call, batch)
         outputs = self.apply(call, modules, batch)
         return self.gather(call, outputs, batch)
@@ -173,10 +175,15 @@ class Engine:
     # Its stages
 
     @stage("plan")
-    def plan(self, batch: Any, *, training: bool = True) -> Plan:
+    def plan(self, batch: Any, *, training: bool = True, telling: bool = False) -> Plan:
         """Decides which samples each device gets, once for everything in the batch.
 
         A module may say by a method `batch_size(batch)` how many samples there are.
+
+        Args:
+            batch: as the user's code has it.
+            training: whether it is trained on.
+            telling: whether shards are to be unequal, to show what counts samples.
         """
         self.planner.learn(self.meter.latest)
         self._forget_step()
@@ -190,11 +197,16 @@ class Engine:
         if not n:
             return self.planner.whole()
         costs = partial(sample_costs, self.module, batch, n, self._cost_key)
-        return self.planner.plan(n, costs, training=training, reading=reading)
+        least = self._least(training) if telling else None
+        return self.planner.plan(n, costs, training=training, reading=reading, telling=least)
 
     @stage("scatter")
     def scatter(
-        self, batch: Any, transfer: Transfer = to_device, plan: Plan | None = None
+        self,
+        batch: Any,
+        transfer: Transfer = to_device,
+        plan: Plan | None = None,
+        dims: StepDims | None = None,
     ) -> Shards:
         """Cuts a batch and moves each shard to its device.
 
@@ -205,16 +217,17 @@ class Engine:
             batch: what is cut; one in which there is nothing to cut goes to the root alone.
             transfer: moves a shard to its device.
             plan: which samples go where; None to decide it.
+            dims: what is known of this kind of step.
         """
-        plan = plan or self.plan(batch)
+        plan, dims = plan or self.plan(batch), dims or self.dims.of("", training=True)
         if plan.whole:
-            return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True)
+            return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True, dims=dims)
         sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
         inferred = Inferred(sum(sizes), plan.reading)
         parts = cut_for(self.module, batch, inferred, sizes, self._dim, plan.order)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
-        return Shards(plan.sizes, moved, order=plan.order)
+        return Shards(plan.sizes, moved, order=plan.order, dims=dims)
 
     @stage("replicate")
     def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
@@ -238,11 +251,12 @@ class Engine:
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
+        shards.dims.has_seen(shards.sizes)
         training = call.training
         self.calls = Calls(shards.active_sizes, shards.active_order, self._dim)
         if training and not shards.whole:
             self.meter.start(shards.sizes)
-        context = self._context(self.replicas, call.name, shards, call.constants, self._is_rerun)
+        context = self._context(self.replicas, call.name, shards, self._is_rerun)
         with context, self.replicas.writing() if training else nullcontext():
             tasks = call.tasks(modules, shards, self.devices)
             outputs = self._executor.run(call.name, tasks, calls=self.calls)
@@ -263,6 +277,11 @@ class Engine:
         if not call.has_backward:
             self.planner.record_success(training=call.training)
         return result
+
+    def _least(self, training: bool) -> int:
+        """The fewest samples that a replica is to have: batch norm needs two to train."""
+        layers = self.module.modules() if training else ()
+        return 1 + any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
 
     @stage("reduce")
     def reduce(self) -> None:

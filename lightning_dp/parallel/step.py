@@ -110,8 +110,9 @@ class EvaluationStep(ReplicaCall):
         args: tuple[Any, ...] = (),
         transfer: Transfer = to_device,
     ) -> None:
-        super().__init__(method, args, training=self.training, transfer=transfer)
+        super().__init__(method, training=self.training, transfer=transfer)
         self.engine = engine
+        self.args = args
 
     def begin(self, shards: Shards) -> None:
         """Remembers the shards: an optimizer's closure may come for the same ones again."""
@@ -119,16 +120,12 @@ class EvaluationStep(ReplicaCall):
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """The replica's own method."""
-        return getattr(module, self.name)(shard, *self.constants)
+        return getattr(module, self.name)(shard, *self.args)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """See `gather`."""
-        return self.engine.join(
-            outputs,
-            sizes=shards.active_sizes,
-            constants=self.constants,
-            order=shards.active_order,
-        )
+        sizes, order = shards.active_sizes, shards.active_order
+        return self.engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
 
 
 class TrainingStep(EvaluationStep):
@@ -162,7 +159,7 @@ class TrainingStep(EvaluationStep):
             return joint
         order = None if shards.order is None else [shards.order[k] for k in returned]
         extras = [step.extras for step in steps]
-        joined = self.engine.join(extras, sizes=sizes, constants=self.constants, order=order)
+        joined = self.engine.join(extras, sizes=sizes, order=order, dims=shards.dims)
         has_count = counts and "num_items" in next(iter(returned.values()))
         return {"loss": joint, **joined, **({"num_items": sum(counts or ())} if has_count else {})}
 

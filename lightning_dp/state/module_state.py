@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, tree
+from lightning_dp.parallel.batch import Shards, judge, tree
 from lightning_dp.parallel.replicas import AttributeVersions, Replicas
 from lightning_dp.parallel.torch_private import version
 from lightning_dp.state.containers import Merge, Path, agree, is_container, refill
@@ -58,8 +58,6 @@ class ModuleState:
 
     def __init__(self, output_device: torch.device) -> None:
         self._output_device = output_device
-        # Which lists get one item per sample, or per batch: shards of one sample cannot tell.
-        self._per_sample: dict[Path, bool] = {}
         self._warned: set[tuple[int, str]] = set()
         self._submodules: list[list[nn.Module]] = []
 
@@ -79,16 +77,15 @@ class ModuleState:
         first = active[0]
         self._of_first = [dict(m.replicas[first]) if first else m.bound for m in self._modules]
 
-    def settle(self, replicas: Replicas, shards: Shards, args: tuple[Any, ...]) -> None:
+    def settle(self, replicas: Replicas, shards: Shards) -> None:
         """Gives the module what the replicas' steps left on them.
 
         Args:
             replicas: those that worked.
             shards: what with.
-            args: what the step was called with besides its shard.
         """
         active = shards.active
-        merge = Merge(self._output_device, args, shards, self._per_sample)
+        merge = Merge(self._output_device, shards)
         changed = self._changed_containers()
         changed |= {m.containers[name] for m, name in self._strays() if name in m.containers}
         for container in sorted(changed, key=attrgetter("place")):
@@ -107,6 +104,8 @@ class ModuleState:
             for name, differs in module.rebound(active, before):
                 for k in active if module.holds_tensors(name, active) else ():
                     replicas.keep(k, module.number, name)
+                if module.holds_samples(name, shards):
+                    shards.dims.keep_sizes()
                 if differs:
                     self._warn(module, name)
 
@@ -285,3 +284,13 @@ class _ModuleAttributes:
             name in replica and any(isinstance(leaf, Tensor) for leaf in tree.leaves(replica[name]))
             for replica in self.of(active)
         )
+
+    def holds_samples(self, name: str, shards: Shards) -> bool:
+        """Whether every replica that worked has rows of its own samples there."""
+        if shards.dims.keeps_sizes or not self.holds_tensors(name, shards.active):
+            return False
+        values = [tree.leaves(replica[name]) for replica in self.of(shards.active)]
+        rows = [leaves for leaves in zip(*values, strict=False) if isinstance(leaves[0], Tensor)]
+        sizes = tuple(shards.active_sizes)
+        shapes = [[tuple(leaf.shape) for leaf in leaves] for leaves in rows]
+        return any(judge(own, sizes, 0, None).how == "rows" for own in shapes if own[0])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_dp.parallel.batch.sample_dims import StepDims
 from lightning_dp.parallel.split import Order, Sizes
 
 
@@ -40,12 +41,14 @@ class Shards:
         parts: one shard per device; None where the size is 0.
         whole: whether nothing was cut: the root has the batch as it is.
         order: the positions of each shard's samples in the batch; None for the batch's own order.
+        dims: what is known of this kind of step: which dims of what it leaves count samples.
     """
 
     sizes: Sizes
     parts: list[Any] = field(repr=False)
     whole: bool = False
     order: Order | None = field(default=None, repr=False)
+    dims: StepDims = field(default_factory=StepDims, repr=False, compare=False)
 
     @cached_property
     def active(self) -> list[int]:

@@ -205,9 +205,11 @@ class TreeJoin:
 
     def _are_parts(self, nodes: list[Any]) -> bool:
         """Whether the items are themselves parts of a batch: `[predictions, targets]`, say."""
+        items = [item for node in nodes for item in node]
         pairs = zip(nodes, self.sizes, strict=True)
         have_rows = [_rows(i, self.rules.dim) == size for node, size in pairs for i in node]
-        return any(have_rows) and (all(have_rows) or not _are_alike(nodes))
+        are_alike = all(isinstance(i, Tensor) and i.shape[1:] == items[0].shape[1:] for i in items)
+        return any(have_rows) and (all(have_rows) or not are_alike)
 
     def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
         self.check_types(nodes, path)
@@ -268,14 +270,6 @@ def _own_size(output: Any, dim: int) -> int | None:
     except BatchSizeError:
         return None
     return None if reading == "samples" and isinstance(output, tuple) else size
-
-
-def _are_alike(nodes: list[Any]) -> bool:
-    """Whether all items are tensors with rows of one shape."""
-    items = [item for node in nodes for item in node]
-    return (
-        all(isinstance(item, Tensor) for item in items) and len({i.shape[1:] for i in items}) == 1
-    )
 
 
 def _rows(item: Any, dim: int) -> int | None:

@@ -73,19 +73,16 @@ class Planner:
             n: the batch size.
             costs: of the samples; asked for if the split is by cost.
             training: whether it is trained on.
-            telling: with a number, shards are made unequal by a sample, where they can be, so that
-                what counts samples shows; none then has fewer samples than this.
+            telling: with a number, shards become unequal by a sample, where they can, so that what
+                counts samples shows; none then has fewer samples than this.
         """
         plan = self._by_cost(costs, training) or Plan(self._sizes(n, training))
-        self.latest = plan if telling is None else self._telling(plan, telling, training)
-        return self.latest
-
-    def _telling(self, plan: Plan, least: int, training: bool) -> Plan:
-        sizes = unequal(plan.sizes, least)
-        has_caps = plan.order is not None and any(map(math.isfinite, self._load_caps[training]))
-        if sizes == plan.sizes or has_caps or self._capacity[training].within(sizes) != sizes:
-            return plan
-        return Plan(sizes, None if plan.order is None else reordered(plan.order, sizes))
+        if telling is not None and not any(map(math.isfinite, self._load_caps[training])):
+            sizes = unequal(plan.sizes, telling)
+            order = plan.order and reordered(plan.order, sizes)
+            plan = Plan(sizes, order) if self._capacity[training].within(sizes) == sizes else plan
+        self.latest = plan
+        return plan
 
     def trial(self, n: int, *, training: bool) -> Plan | None:
         """A part of a batch of n samples that tells more about what fits; None if all is known."""

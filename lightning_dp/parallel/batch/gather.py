@@ -199,8 +199,8 @@ class TreeJoin:
         # Steps return tuples of several values, and the tuples of names that DataLoaders make.
         is_list = not is_tuple or lengths[0] == 1 or all(isinstance(i, str | bytes) for i in items)
         if is_list:
-            text = f"{lengths[0]} items on every replica are taken for one per sample."
-            self.rules.guess(path, text)
+            text = f"{lengths[0]} items on every replica are taken for one per sample"
+            self.rules.say(path, text, is_guess=True)
         return is_list
 
     def _are_parts(self, nodes: list[Any]) -> bool:
@@ -248,8 +248,8 @@ class TreeJoin:
         if len(kinds) > 1:
             names = sorted(kind.__qualname__ for kind in kinds)
             raise GatherError(
-                f"{self.rules.name(path)}: expected the same type from every replica, got {names}. "
-                "Return the same structure for every shard."
+                f"{self.rules.name(path)}: expected the same type from every replica, got "
+                f"{names}. Return the same structure for every shard."
             )
 
 

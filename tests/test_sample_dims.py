@@ -140,7 +140,7 @@ def test_what_comes_later_is_said_and_asks_for_another_batch() -> None:
     dims.has_seen((2, 1))
     assert not dims.asks
     late = [{"x": torch.ones(3, 3)}, {"x": torch.zeros(3, 3)}]
-    with pytest.warns(UserWarning, match=r"output\['x'\].*dim 0 is taken.*gather_overrides"):
+    with pytest.warns(UserWarning, match=r"output\['x'\].*along dim 0.*gather_overrides"):
         assert gather(late, "cpu", sizes=[3, 3], dims=dims)["x"].shape == (6, 3)
     assert dims.asks
     dims.has_seen((4, 2))
@@ -154,7 +154,7 @@ def test_what_comes_later_is_said_and_asks_for_another_batch() -> None:
 def test_rows_of_tokens_are_joined_and_said() -> None:
     dims = StepDims()
     outputs = [torch.arange(2 * n * 3).view(2 * n, 3) for n in (3, 1)]
-    with pytest.warns(UserWarning, match=r"2 rows for each.*the rows of a sample follow each"):
+    with pytest.warns(UserWarning, match=r"2 rows for each.*the rows of a sample are together"):
         joined = gather(outputs, "cpu", sizes=[3, 1], dims=dims, order=[[0, 2, 3], [1]])
     expected = torch.cat([outputs[0][:2], outputs[1], outputs[0][2:]])
     assert torch.equal(joined, expected)

@@ -199,15 +199,17 @@ class TreeJoin:
         # Steps return tuples of several values, and the tuples of names that DataLoaders make.
         is_list = not is_tuple or lengths[0] == 1 or all(isinstance(i, str | bytes) for i in items)
         if is_list:
-            text = f"{lengths[0]} items on every replica are taken for one per sample."
-            self.rules.guess(path, text)
+            text = f"{lengths[0]} items on every replica are taken for one per sample"
+            self.rules.say(path, text, is_guess=True)
         return is_list
 
     def _are_parts(self, nodes: list[Any]) -> bool:
         """Whether the items are themselves parts of a batch: `[predictions, targets]`, say."""
+        items = [item for node in nodes for item in node]
         pairs = zip(nodes, self.sizes, strict=True)
         have_rows = [_rows(i, self.rules.dim) == size for node, size in pairs for i in node]
-        return any(have_rows) and (all(have_rows) or not _are_alike(nodes))
+        are_alike = all(isinstance(i, Tensor) and i.shape[1:] == items[0].shape[1:] for i in items)
+        return any(have_rows) and (all(have_rows) or not are_alike)
 
     def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
         self.check_types(nodes, path)
@@ -246,8 +248,8 @@ class TreeJoin:
         if len(kinds) > 1:
             names = sorted(kind.__qualname__ for kind in kinds)
             raise GatherError(
-                f"{self.rules.name(path)}: expected the same type from every replica, got {names}. "
-                "Return the same structure for every shard."
+                f"{self.rules.name(path)}: expected the same type from every replica, got "
+                f"{names}. Return the same structure for every shard."
             )
 
 
@@ -268,14 +270,6 @@ def _own_size(output: Any, dim: int) -> int | None:
     except BatchSizeError:
         return None
     return None if reading == "samples" and isinstance(output, tuple) else size
-
-
-def _are_alike(nodes: list[Any]) -> bool:
-    """Whether all items are tensors with rows of one shape."""
-    items = [item for node in nodes for item in node]
-    return (
-        all(isinstance(item, Tensor) for item in items) and len({i.shape[1:] for i in items}) == 1
-    )
 
 
 def _rows(item: Any, dim: int) -> int | None:

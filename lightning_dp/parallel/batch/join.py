@@ -68,25 +68,26 @@ class Join:
         """Whether numbers add up; learns from it."""
         return self.dims.counts((*self.where, *path), numbers, self.sizes)
 
-    def say(self, path: tree.Path, text: str, *, quietly: bool = False) -> None:
-        """Warns once about a path, and names the way out."""
-        if not self.warns:
+    def say(
+        self, path: tree.Path, text: str, leaves: Sequence[Any] = (), *, is_guess: bool = False
+    ) -> None:
+        """Warns once about a path, and names the way out.
+
+        A guess is what only the numbers at hand say. It is none if the caller said it, and no
+        warning for shards of one sample each, which hardly leave a choice.
+        """
+        if not self.warns or (is_guess and self.dims.is_told):
             return
+        if leaves:
+            shapes = ", ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves))
+            text = f"{shapes} of shards of {', '.join(map(str, self.sizes))} samples {text}"
         key = getattr(path[-1], "name", path[-1]) if path else ""
         self.dims.say(
             (*self.where, *path),
-            f"{self.name(path)}: {text} Say what it is in gather_overrides, such as "
-            f"{{{str(key)!r}: 'sum'}} (or 'mean', 'stack', 'cat', 'first', 'list').",
-            quietly=quietly,
+            f"{self.name(path)}: {text}. Say what it is in gather_overrides, "
+            f"such as {{{str(key)!r}: 'sum'}} (or 'mean', 'stack', 'cat', 'first', 'list').",
+            quietly=is_guess and set(self.sizes) == {1},
         )
-
-    def guess(self, path: tree.Path, text: str) -> None:
-        """Says once what only the numbers at hand say, unless the caller said it.
-
-        Shards of one sample each hardly leave a choice: this is no warning.
-        """
-        if not self.dims.is_told:
-            self.say(path, text, quietly=set(self.sizes) == {1})
 
     def in_order(self, joined: Any, lengths: Sequence[int], dim: int) -> Any:
         """Brings joined shards of these lengths into the batch's order, if they are of samples."""
@@ -155,21 +156,16 @@ def join_plain(values: list[Any], rules: Join, path: tree.Path) -> Any:
     """Joins numbers, strings and whatever else is no tensor."""
     first = values[0]
     if all(type(value) is int for value in values):
-        return sum(values) if _add_up(values, rules, path) else first
+        counts = rules.counts(values, path)
+        if counts is None and tuple(values) == rules.sizes:
+            counts = True
+            rules.say(path, f"{first} is taken for each shard's number of samples", is_guess=True)
+        return sum(values) if counts else first
     if all(type(value) is type(first) and tree.equal(value, first) for value in values):
         return first
     if not all(_is_number(value) for value in values):
         return values
     return _mean(values, rules.sizes)
-
-
-def _add_up(values: list[int], rules: Join, path: tree.Path) -> bool:
-    """Whether integers are counts; where nothing tells, shards' sizes are."""
-    counts = rules.counts(values, path)
-    if counts is None and tuple(values) == rules.sizes:
-        rules.guess(path, f"{values[0]} on every replica is taken for the number of its samples.")
-        return True
-    return bool(counts)
 
 
 def join_as(override: Override, leaves: list[Any], rules: Join, name: str) -> Any:
@@ -227,31 +223,24 @@ def _join_rows(
     if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
         return leaves
     how, dim, multiple, is_sure = rules.rows(leaves, path)
-    shapes = ", ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves))
-    sizes = f"{shapes} of shards of {', '.join(map(str, rules.sizes))} samples"
-    if how == "ragged":
-        rules.say(path, f"{sizes} do not fit together, and come as a list.")
-        return leaves
     if how == "constant":
-        return _join_constants(leaves, rules, path, sizes)
+        return _join_constants(leaves, rules, path)
+    if how == "ragged":
+        rules.say(path, "do not fit together, and come as a list", leaves)
+        return leaves
+    cats = f"concatenated along dim {dim}, in the order of the shards: right if"
     if how == "varies":
-        rules.say(
-            path,
-            f"{sizes} do not follow these, and are concatenated along dim {dim}: right if each row "
-            "belongs to a sample, in the order of the samples.",
-        )
+        text = f"do not follow these, and are {cats} each row belongs to a sample, in that order"
+        rules.say(path, text, leaves)
     elif multiple > 1:
-        rules.guess(
-            path,
-            f"{sizes} have {multiple} rows for each, and are concatenated along dim {dim}: right "
-            "if the rows of a sample follow each other.",
-        )
+        text = f"have {multiple} rows for each, and are {cats} the rows of a sample are together"
+        rules.say(path, text, leaves, is_guess=True)
     elif not is_sure:
-        rules.guess(path, f"{sizes}: dim {dim} is taken for samples. Unequal shards would tell.")
+        rules.say(path, f"are {cats} that dim counts samples", leaves, is_guess=True)
     return rules.in_order(cat(leaves, dim), [leaf.shape[dim] for leaf in leaves], dim)
 
 
-def _join_constants(leaves: list[Any], rules: Join, path: tree.Path, sizes: str) -> Any:
+def _join_constants(leaves: list[Any], rules: Join, path: tree.Path) -> Any:
     """What follows no sizes has no samples: it is merged as 0-dim tensors are."""
     first = leaves[0]
     if all(map(partial(tree.equal, first), leaves)):
@@ -263,7 +252,7 @@ def _join_constants(leaves: list[Any], rules: Join, path: tree.Path, sizes: str)
         is_mean = tensors[0].is_floating_point() or tensors[0].is_complex()
         how = "averaged, weighted by shard size" if is_mean else "added up"
         merged = _merge(tensors, rules.sizes)
-    rules.say(path, f"{sizes} do not follow these: no rows of samples, so they are {how}.")
+    rules.say(path, f"do not follow these: no rows of samples, so they are {how}", leaves)
     return merged if isinstance(first, Tensor) else merged.numpy()
 
 

@@ -101,19 +101,16 @@ def unequal(sizes: Sizes, least: int = 1) -> Sizes:
     return unequal(tuple(new), least)
 
 
-def reordered(order: Order, sizes: Sizes) -> list[list[int]]:
-    """The same samples in shards of other sizes; what a device has too many of go to the others.
+def reordered(order: Order, sizes: Sizes) -> Order:
+    """The same samples in shards of other sizes: where there are too many, the last ones go.
 
     Example:
         >>> reordered([[0, 3], [1, 2]], (3, 1))
         [[0, 2, 3], [1]]
     """
-    spare = [i for part, size in zip(order, sizes, strict=True) for i in part[size:]]
-    parts = [list(part[:size]) for part, size in zip(order, sizes, strict=True)]
-    for part, size in zip(parts, sizes, strict=True):
-        while len(part) < size:
-            part.append(spare.pop())
-    return [sorted(part) for part in parts]
+    pairs = list(zip(order, sizes, strict=True))
+    spare = [i for part, size in pairs for i in part[size:]]
+    return [sorted([*part[:n], *(spare.pop() for _ in range(n - len(part)))]) for part, n in pairs]
 
 
 def minimax(

@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.links import Packing
 from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.replicas.replica import Replica
 from lightning_dp.parallel.replicas.structure import (
@@ -22,6 +23,7 @@ from lightning_dp.parallel.replicas.structure import (
     entries,
 )
 from lightning_dp.parallel.replicas.untracked_writes import SharedWrites, SilentWrites
+from lightning_dp.parallel.replicas.weights import WeightCopies
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
@@ -70,6 +72,11 @@ class Replicas:
         return [self._structure.parameters, *(replica.parameters for replica in self._others)]
 
     @property
+    def packing(self) -> Packing:
+        """How parameters, and gradients of their kinds, are packed when they travel."""
+        return self._weights.packing
+
+    @property
     def buffers(self) -> list[list[Tensor | None]]:
         """The buffers of every replica; equal positions correspond."""
         return [self._structure.buffers(), *(entries(r.buffer_tables) for r in self._others)]
@@ -116,8 +123,10 @@ class Replicas:
                 )
                 silent = set() if self._silent is None else self._silent.look()
                 silent |= self._limited.positions
-                for k in others:
-                    self._others[k - 1].refresh(state, parameters, copied, silent)
+                working = [self._others[k - 1] for k in others]
+                self._weights.send(
+                    [(r.weights, r.refresh(state, parameters, copied, silent)) for r in working]
+                )
 
     def refresh_parameters(self, active: Iterable[int]) -> None:
         """Brings the parameters of some replicas up to date, in the middle of a step.
@@ -129,9 +138,8 @@ class Replicas:
             state = RootState(
                 self._structure, versions=versions, buffer_versions=False, buffers=False
             )
-            for k in active:
-                if k > 0:
-                    self._others[k - 1].refresh_parameters(state)
+            working = [self._others[k - 1] for k in active if k > 0]
+            self._weights.send([(r.weights, r.refresh_parameters(state)) for r in working])
 
     def writing(self) -> AbstractContextManager[None]:
         """What surrounds a step of the replicas: writes to shared weights are noticed."""
@@ -182,8 +190,9 @@ class Replicas:
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(self._structure.parameters)
             self._rules.on_build(self._structure.leaves)
+            self._weights = weights = WeightCopies(self._structure.parameters)
             self._others = [
-                Replica(self._structure, k, device, self._rules)
+                Replica(self._structure, k, device, self._rules, weights.on(device))
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]

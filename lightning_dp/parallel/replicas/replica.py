@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from lightning_dp.parallel.replicas.structure import (
 )
 from lightning_dp.parallel.replicas.weights import Weights
 
+_GRAD = attrgetter("grad")
+
 
 class Replica:
     """The module as it stands on one device other than the first entry."""
@@ -36,6 +39,8 @@ class Replica:
         self.weights = weights
         self.shares_memory = weights.shares_memory
         self.parameters = weights.parameters
+        self.shared: set[int] = set()
+        """Positions of the parameters in the place of which it has the root's own."""
         self._device = device
         self._seen = RootState(source, versions=not self.shares_memory, buffer_versions=True)
         self._seen_buffers = self._seen
@@ -102,6 +107,21 @@ class Replica:
         stale = self.weights.follow(state, self._seen, "changed", set())
         self._seen = state
         return stale
+
+    def has_gradients(self) -> bool:
+        """Whether gradients have accumulated on its own parameters."""
+        return bool(set(map(type, map(_GRAD, self.parameters))) - {type(None)})
+
+    def share(self, positions: set[int]) -> None:
+        """Computes with the root's own parameters of these positions, and no others."""
+        if positions == self.shared:
+            return
+        pairs = list(zip(self._source.parameters, self.parameters, strict=True))
+        others = {id(pairs[i][0]): pairs[i][1] for i in self.shared - positions}
+        others |= {id(pairs[i][1]): pairs[i][0] for i in positions - self.shared}
+        for mirror in self._mirrors:
+            mirror.share(others, {id(pairs[i][1]): pairs[i][0] for i in positions})
+        self.shared = positions
 
     def keep(self, position: int, name: str) -> None:
         """Lets a submodule keep the attribute that it has now, until the root's is bound anew."""

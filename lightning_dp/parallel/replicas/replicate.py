@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,8 @@ class Replicas:
         self._devices = list(devices)
         self._rules = rules or ReplicaRules()
         self._before_rebuild = before_rebuild
+        self._may_share = True
+        self._before_step: tuple[list[Any], ...] | None = None
         self._build()
 
     @property
@@ -68,8 +70,12 @@ class Replicas:
 
     @property
     def parameters(self) -> list[list[nn.Parameter]]:
-        """The parameters of every replica; equal positions correspond, tied ones appear once."""
-        return [self._structure.parameters, *(replica.parameters for replica in self._others)]
+        """The parameters of every replica; equal positions correspond, tied ones appear once.
+
+        Left out are replicas whose gradients are all in the root's, see `share_parameters`.
+        """
+        others = [r for r in self._others if not r.shared or r.has_gradients()]
+        return [self._structure.parameters, *(replica.parameters for replica in others)]
 
     @property
     def packing(self) -> Packing:
@@ -140,6 +146,35 @@ class Replicas:
             )
             working = [self._others[k - 1] for k in active if k > 0]
             self._weights.send([(r.weights, r.refresh_parameters(state)) for r in working])
+
+    def share_parameters(self, share: bool) -> None:
+        """Lets replicas on the root's device compute with the root's own parameters, or no longer.
+
+        Their backwards then accumulate into the root's `.grad`: there is nothing to sum. It is to
+        be said after every refresh, and only where replicas run one after another and no two
+        backwards at the same time. Shared are the parameters that are trained, until a step does
+        something to one: see `check_shared`.
+        """
+        trained = {i for i, p in enumerate(self._structure.parameters) if p.requires_grad}
+        positions = trained - self._limited.positions if share and self._may_share else set()
+        self._before_step = self._parameter_state() if positions else None
+        for replica in self._others:
+            if replica.shares_memory:
+                replica.share(positions)
+
+    def check_shared(self) -> None:
+        """Shares nothing from now on if the step has written to, bound or frozen a parameter.
+
+        To be called before every replica but the first one that runs in a step. What that one, the
+        root, does to its parameters the others do to theirs: so these have to be their own.
+        """
+        if self._before_step is not None and self._before_step != self._parameter_state():
+            self._may_share = False
+            self.share_parameters(False)
+
+    def _parameter_state(self) -> tuple[list[Any], ...]:
+        state = RootState(self._structure, versions=True, buffer_versions=False, buffers=False)
+        return state.versions, state.pointers, state.requires_grad
 
     def writing(self) -> AbstractContextManager[None]:
         """What surrounds a step of the replicas: writes to shared weights are noticed."""

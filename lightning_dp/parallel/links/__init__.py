@@ -1,12 +1,16 @@
 """Links: copies between devices.
 
-Decided here: what travels together, and who waits for it (`transfer`).
+Decided here: who waits for a copy (`transfer`), and what travels together (`packing`).
 """
 
+from lightning_dp.parallel.links.packing import Packed, Packing, kind
 from lightning_dp.parallel.links.transfer import copy_coalesced, gradients_on, to_device_coalesced
 
 __all__ = [
+    "Packed",
+    "Packing",
     "copy_coalesced",
     "gradients_on",
+    "kind",
     "to_device_coalesced",
 ]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.links import Packing
 from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.replicas.replica import Replica
 from lightning_dp.parallel.replicas.structure import (
@@ -22,6 +23,7 @@ from lightning_dp.parallel.replicas.structure import (
     entries,
 )
 from lightning_dp.parallel.replicas.untracked_writes import SharedWrites, SilentWrites
+from lightning_dp.parallel.replicas.weights import WeightCopies
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
@@ -52,6 +54,8 @@ class Replicas:
         self._devices = list(devices)
         self._rules = rules or ReplicaRules()
         self._before_rebuild = before_rebuild
+        self._may_share = True
+        self._before_step: tuple[list[Any], ...] | None = None
         self._build()
 
     @property
@@ -66,8 +70,17 @@ class Replicas:
 
     @property
     def parameters(self) -> list[list[nn.Parameter]]:
-        """The parameters of every replica; equal positions correspond, tied ones appear once."""
-        return [self._structure.parameters, *(replica.parameters for replica in self._others)]
+        """The parameters of every replica; equal positions correspond, tied ones appear once.
+
+        Left out are replicas whose gradients are all in the root's, see `share_parameters`.
+        """
+        others = [r for r in self._others if not r.shared or r.has_gradients()]
+        return [self._structure.parameters, *(replica.parameters for replica in others)]
+
+    @property
+    def packing(self) -> Packing:
+        """How parameters, and gradients of their kinds, are packed when they travel."""
+        return self._weights.packing
 
     @property
     def buffers(self) -> list[list[Tensor | None]]:
@@ -116,8 +129,10 @@ class Replicas:
                 )
                 silent = set() if self._silent is None else self._silent.look()
                 silent |= self._limited.positions
-                for k in others:
-                    self._others[k - 1].refresh(state, parameters, copied, silent)
+                working = [self._others[k - 1] for k in others]
+                self._weights.send(
+                    [(r.weights, r.refresh(state, parameters, copied, silent)) for r in working]
+                )
 
     def refresh_parameters(self, active: Iterable[int]) -> None:
         """Brings the parameters of some replicas up to date, in the middle of a step.
@@ -129,9 +144,37 @@ class Replicas:
             state = RootState(
                 self._structure, versions=versions, buffer_versions=False, buffers=False
             )
-            for k in active:
-                if k > 0:
-                    self._others[k - 1].refresh_parameters(state)
+            working = [self._others[k - 1] for k in active if k > 0]
+            self._weights.send([(r.weights, r.refresh_parameters(state)) for r in working])
+
+    def share_parameters(self, share: bool) -> None:
+        """Lets replicas on the root's device compute with the root's own parameters, or no longer.
+
+        Their backwards then accumulate into the root's `.grad`: there is nothing to sum. It is to
+        be said after every refresh, and only where replicas run one after another and no two
+        backwards at the same time. Shared are the parameters that are trained, until a step does
+        something to one: see `check_shared`.
+        """
+        trained = {i for i, p in enumerate(self._structure.parameters) if p.requires_grad}
+        positions = trained - self._limited.positions if share and self._may_share else set()
+        self._before_step = self._parameter_state() if positions else None
+        for replica in self._others:
+            if replica.shares_memory:
+                replica.share(positions)
+
+    def check_shared(self) -> None:
+        """Shares nothing from now on if the step has written to, bound or frozen a parameter.
+
+        To be called before every replica but the first one that runs in a step. What that one, the
+        root, does to its parameters the others do to theirs: so these have to be their own.
+        """
+        if self._before_step is not None and self._before_step != self._parameter_state():
+            self._may_share = False
+            self.share_parameters(False)
+
+    def _parameter_state(self) -> tuple[list[Any], ...]:
+        state = RootState(self._structure, versions=True, buffer_versions=False, buffers=False)
+        return state.versions, state.pointers, state.requires_grad
 
     def writing(self) -> AbstractContextManager[None]:
         """What surrounds a step of the replicas: writes to shared weights are noticed."""
@@ -182,8 +225,9 @@ class Replicas:
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(self._structure.parameters)
             self._rules.on_build(self._structure.leaves)
+            self._weights = weights = WeightCopies(self._structure.parameters)
             self._others = [
-                Replica(self._structure, k, device, self._rules)
+                Replica(self._structure, k, device, self._rules, weights.on(device))
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]

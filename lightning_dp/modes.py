@@ -169,7 +169,7 @@ class StepMode(Mode):
             with context(), self.engine.rerunning():
                 loss = loss_of(self.engine.train(method, shards, *args))
             if loss is not None:
-                loss.backward(gradient)  # type: ignore[no-untyped-call]
+                self.engine.run_backward(loss, gradient)
 
         trial = partial(self._try_part, batch, True)
         self.engine.fitting(f"{method}'s backward", attempt, trial, training=True, failure=error)

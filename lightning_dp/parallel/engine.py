@@ -293,6 +293,7 @@ class Engine:
 
     def _undo(self) -> None:
         """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
+        self._executor.rest()
         self.backward.undo()
         if self._snapshot is not None:
             self._snapshot.restore()

@@ -20,6 +20,7 @@ from lightning_dp.parallel.gradients import (
     join_losses,
     loss_of,
     loss_weights,
+    wait_for_autograd,
     with_separate_backward,
 )
 from lightning_dp.parallel.ranges import stage
@@ -99,13 +100,26 @@ class StepParallel(Engine):
             with self.rerunning():
                 loss = loss_of(self.train(method, shards, *args))
             if loss is not None and loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
+                self.run_backward(loss)
         finally:
             earlier.put_back()
 
+    def run_backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
+        """A joint loss's backward; where it runs out of memory, nobody works on it any more."""
+        try:
+            loss.backward(gradient)  # type: ignore[no-untyped-call]
+        except torch.OutOfMemoryError:
+            wait_for_autograd(self.devices)
+            raise
+
     def interrupted(self) -> Tensor | None:
-        """The gradient of the joint loss, if its backward began and has not ended; once."""
+        """The gradient of the joint loss, if its backward began and has not ended; once.
+
+        When it returns, nobody works on that backward any more.
+        """
         gradient, self._interrupted = self._interrupted, None
+        if gradient is not None:
+            wait_for_autograd(self.devices)
         return gradient
 
     def scatter(self, batch: Any, transfer: Transfer = to_device, **options: Any) -> Shards:
@@ -172,7 +186,9 @@ class StepParallel(Engine):
                 with self.ranges.of("reduce"):
                     self.backward.after()
             except torch.OutOfMemoryError:
-                graphs.clear()  # what they hold is needed to do the step again
+                # What they hold is needed to do the step again.
+                graphs.clear()
+                shards.parts.clear()
                 raise
             self._interrupted = None
             self.worked(training=True)

@@ -5,7 +5,7 @@ Decided here: what each replica's loss weighs (`loss`), what happens before and 
 (`hooks`).
 """
 
-from lightning_dp.parallel.gradients.backward import Backward
+from lightning_dp.parallel.gradients.backward import Backward, wait_for_autograd
 from lightning_dp.parallel.gradients.loss import (
     LOSS_REDUCTIONS,
     LossReduction,
@@ -38,5 +38,6 @@ __all__ = [
     "loss_of",
     "loss_weights",
     "reduce_gradients",
+    "wait_for_autograd",
     "with_separate_backward",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -115,3 +116,27 @@ class Backward:
             buffers = self._replicas.buffers
             worked = [buffers[k] for k in shards.active]
             reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
+
+
+def wait_for_autograd(devices: Sequence[torch.device]) -> None:
+    """Waits until autograd's threads are done with a backward that has failed.
+
+    Whoever asked for it is told of the first error, while the threads of other devices may still
+    work: they hold its graph, and write gradients. A little backward of all devices goes through
+    the same threads after what they have begun. It is made in a new thread, whose work has the
+    lowest numbers: among what waits for a device, that comes last.
+
+    Not for code that itself runs in a backward: its own thread would wait for itself.
+
+    Args:
+        devices: those whose threads are waited for; the CPU has none.
+    """
+
+    def pass_through() -> None:
+        ends = [torch.zeros(0, device=device, requires_grad=True) for device in others]
+        ways = [end.clone() for end in ends]
+        torch.autograd.grad(ways, ends, [torch.zeros_like(end) for end in ends])
+
+    if others := [device for device in dict.fromkeys(devices) if device.type != "cpu"]:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(pass_through).result()

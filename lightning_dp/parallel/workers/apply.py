@@ -112,6 +112,14 @@ class Executor:
             if trial is not None:
                 trial.add(time.perf_counter() - start)
 
+    def rest(self) -> None:
+        """Waits until the workers have let go of their latest calls, just after these ended."""
+        marks = [threading.Event() for _ in self._workers]
+        for worker, mark in zip(self._workers, marks, strict=True):
+            worker.inbox.put(mark.set)
+        for mark in marks:
+            mark.wait()
+
     def close(self) -> None:
         """Ends the worker threads; a later `run` starts new ones."""
         workers, self._workers = self._workers, []
@@ -180,7 +188,7 @@ class _Worker:
     """A thread that runs what is put into its inbox, until None comes."""
 
     def __init__(self, replica: int, intra_op_threads: int) -> None:
-        self.inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.ready = threading.Event()
         self._intra_op_threads = intra_op_threads
         self.thread = threading.Thread(target=self._loop, name=f"dp-replica-{replica}", daemon=True)

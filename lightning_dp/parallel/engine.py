@@ -301,6 +301,7 @@ class Engine:
 
     def undo(self) -> None:
         """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
+        self._executor.rest()
         self.reducer.undo()
         if self._snapshot is not None:
             self._snapshot.restore()

@@ -10,7 +10,11 @@ from lightning_dp.parallel.gradients.aside import (
     HooksOff,
     clear_gradients,
 )
-from lightning_dp.parallel.gradients.backward import JointBackward, backward_at_once
+from lightning_dp.parallel.gradients.backward import (
+    JointBackward,
+    backward_at_once,
+    wait_for_autograd,
+)
 from lightning_dp.parallel.gradients.loss import (
     LOSS_REDUCTIONS,
     Graph,
@@ -45,4 +49,5 @@ __all__ = [
     "loss_of",
     "loss_weights",
     "reduce_gradients",
+    "wait_for_autograd",
 ]

@@ -100,21 +100,15 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("k", [2, 3, 4])
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_outputs_are_those_of_one_device(name: str, k: int, mode: str) -> None:
+def test_outputs_are_those_of_one_device(name: str, k: int) -> None:
     """Batches of which every shard is as long as something else in the output."""
     net = Series(CASES[name]).to(devices_of(1)[0])
     options: Any = {"output_device": devices_of(1)[0], "split": lambda n: even(n, k)}
-    cls: Any = StepParallel if mode == "step" else ForwardParallel
-    engine = cls(net, devices_of(k), **options)
+    engine = StepParallel(net, devices_of(k), **options)
     for n in (4, 3, 12, 2, 4):
         batch = torch.randn(n * k, 5).to(devices_of(1)[0])
-        if mode == "step":
-            shards = engine.scatter(batch, name="predict_step", training=False)
-            result = engine.evaluate("predict_step", shards)
-        else:
-            with engine.spreading():
-                result = net(batch)
+        shards = engine.scatter(batch, name="predict_step", training=False)
+        result = engine.evaluate("predict_step", shards)
         assert_equal_trees(result, CASES[name](batch), "result", atol=0, rtol=0)
     engine.close()
 
@@ -132,6 +126,26 @@ def test_only_the_first_batch_of_a_kind_of_step_is_cut_unequally() -> None:
         engine.run(name, lambda module, shard: module(shard), shards)
         sizes.append(engine.last_sizes)
     assert sizes == [(4, 3, 2), (3, 3, 3), (4, 3, 2), (3, 3, 3)]
+    engine.close()
+
+
+def test_where_scalars_are_stacked_shards_stay_equal() -> None:
+    """Their mean, as of the losses that nn.DataParallel gives, is right for equal shards alone."""
+    net = Series(lambda x: (x.mean(), x, x.new_ones(2), x.T)).to(devices_of(1)[0])
+    split = lambda n: even(n, 3)  # noqa: E731
+    engine = ForwardParallel(net, devices_of(3), output_device=devices_of(1)[0], split=split)
+    for n in (8, 9, 9):
+        batch = torch.randn(n, 5).to(devices_of(1)[0])
+        with engine.spreading():
+            means, rows, constant, columns = net(batch)
+        assert engine.last_sizes == even(n, 3)
+        assert (
+            means.shape == (3,)
+            and torch.equal(rows, batch)
+            and torch.equal(constant, batch.new_ones(2))
+        )
+        assert torch.equal(columns, batch.T), "as learnt from the first batch"
+    torch.testing.assert_close(means.mean(), batch.mean())
     engine.close()
 
 

@@ -125,7 +125,7 @@ class Engine:
         self._dim = dim
         self._columns = columns
         self._scalars: Scalars = scalars
-        self._dims = SampleDims(dim, overrides)
+        self._dims = SampleDims(dim, overrides, is_told=scalars == "stack")
         self._around = around
         self._stale = set(range(len(devices)))
 
@@ -181,7 +181,7 @@ class Engine:
             return self.whole(batch, transfer)
         costs = partial(sample_costs, self.module, batch, n, self._cost_key)
         dims = self._dims.of(name, training=training)
-        telling = self._least(training) if self._asks(dims, training) else None
+        telling = self._least(training) if dims.asks else None
         plan = plan or self._planner.plan(n, costs, training=training, telling=telling)
         left_out = n - sum(plan.sizes)
         sizes = (*plan.sizes, left_out) if left_out else plan.sizes
@@ -189,10 +189,6 @@ class Engine:
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order, dims=dims)
-
-    def _asks(self, dims: StepDims, training: bool) -> bool:
-        """Whether shards are to be unequal, to show what counts samples."""
-        return dims.asks
 
     def _least(self, training: bool) -> int:
         """The fewest samples that a replica is to have: batch norm needs two to train."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dp.parallel.batch import Shards, StepDims, to_device
+from lightning_dp.parallel.batch import Shards, to_device
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.replicas import ParameterCopies
 from lightning_dp.parallel.split import Plan
@@ -65,7 +65,6 @@ class ForwardParallel(Engine):
         self._own_forwards: dict[str, Any] | None = None
         self._always_copies = always_copies
         self._mode = (False, False)
-        self._asked: dict[StepDims, int] = {}
 
     @contextlib.contextmanager
     def spreading(self) -> Iterator[None]:
@@ -123,17 +122,6 @@ class ForwardParallel(Engine):
         if kwargs["training"]:
             self.meter.stop()
         return outputs
-
-    def _asks(self, dims: StepDims, training: bool) -> bool:
-        """A backward may repeat a call (checkpoints): until weights change, it is cut as before."""
-        if not training and not torch.is_grad_enabled():
-            return dims.asks
-        weights = sum(p._version for p in self.replicas.parameters[0])
-        if dims.asks:
-            self._asked[dims] = weights
-        elif self._asked.get(dims) != weights:
-            self._asked.pop(dims, None)
-        return dims in self._asked
 
     def _parameter_copies(self) -> ParameterCopies:
         # Code outside of the replicas may write weights between two calls, through `.data` too.

@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
+from oracle import Classifier, assert_equal_trees, devices_of, loader, samples, trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.batch import SampleDims, StepDims, gather, judge
@@ -203,7 +205,11 @@ class Collecting(Classifier):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.net(batch[0])
-        return {"series": logits[:, None].repeat(1, 12, 1), "matrix": logits.T @ logits}
+        return {
+            "series": logits[:, None].repeat(1, 12, 1),
+            "matrix": logits.T @ logits,
+            "tokens": logits[:, None].repeat(1, 4, 1).view(-1, 3),
+        }
 
 
 def collected(k: int, n: int, **options: Any) -> Any:
@@ -222,6 +228,7 @@ def test_sums_and_matrices_in_lists_are_those_of_one_device(k: int, n: int) -> N
     overrides = {"pairs": "sum", "matrix": "sum"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"self\.matrices.* added up")
+        warnings.filterwarnings("ignore", message=r"output\['tokens'\].* have 4 rows for each")
         several = collected(k, n, gather_overrides=overrides)
     assert_equal_trees(several, collected(1, n), "collected", atol=1e-10, rtol=0)
 
@@ -230,7 +237,53 @@ def test_what_has_no_samples_is_named_with_its_way_out() -> None:
     with pytest.warns(UserWarning) as caught:
         collected(3, 9)
     texts = [str(w.message) for w in caught if "gather_overrides" in str(w.message)]
-    names = ["self.pairs", "self.matrices", "output['matrix']"]
-    assert len(texts) == 3
-    for name, text in zip(names, texts, strict=True):
-        assert text.startswith(f"{name}: ") and "no rows of samples" in text
+    names = ["self.pairs", "self.matrices", "output['matrix']", "output['tokens']"]
+    assert [text.split(": ")[0] for text in texts] == names
+    assert [("no rows of samples" in text) for text in texts] == [True, True, True, False]
+
+
+class Weighted(Metric):
+    """A sum over samples, each with the weight of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sum", torch.tensor(0.0, dtype=torch.double), dist_reduce_fx="sum")
+        self.add_state("calls", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, x: Tensor, y: Tensor, weights: Tensor, classes: int) -> None:
+        assert weights.shape == (3,) and classes == 3
+        self.sum = self.sum + (weights[y] * x).sum()
+        self.calls = self.calls + 1
+
+    def compute(self) -> Tensor:
+        return self.sum / self.calls
+
+
+class Measuring(Classifier):
+    """Passes to a metric, and to log, what is as long as every shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Weighted()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.metric.update(x[:, 0], y, torch.arange(3.0, device=x.device), 3)
+        self.log("metric", self.metric)
+        self.log("mean", x.mean(), batch_size=3)
+
+
+@pytest.mark.parametrize("sizes", [(9, 9, 9), (9, 3, 9), (6, 9, 2)])
+def test_arguments_of_metrics_and_logs_may_be_as_long_as_every_shard(
+    sizes: tuple[int, ...],
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    positions = iter(range(sum(sizes)))
+    batches = [[next(positions) for _ in range(n)] for n in sizes]
+    results = [
+        trainer(k).validate(
+            Measuring(), DataLoader(samples(sum(sizes)), batch_sampler=batches), verbose=False
+        )
+        for k in (3, 1)
+    ]
+    assert_equal_trees(*results, "logged", atol=1e-10, rtol=0)

@@ -113,7 +113,7 @@ class Replicas:
         others = [k for k in (active or range(len(self._devices))) if k > 0]
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
-            if self._structure.signature() != self._signature:
+            if self._structure.has_changed():
                 # The weights of a functional call accumulate nothing.
                 if all(parameter.is_leaf for parameter in self._structure.parameters):
                     self._before_rebuild(self.parameters)
@@ -219,7 +219,6 @@ class Replicas:
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._structure = ModuleStructure(self._root, self._rules)
-            self._signature = self._structure.signature()
             self._limited = LimitedNorms(self._structure.modules, self._structure.parameters)
             self._silent: SilentWrites | None = None
             if any(device != self._devices[0] for device in self._devices):

@@ -67,16 +67,15 @@ class ModuleStructure:
         self.buffer_tables = [m._buffers for m in self.modules]
         self._with_buffers = [m for m in self.modules if m._buffers]
         self._attributes = AttributeVersions([m.__dict__ for m in self.modules])
-        fixed: list[dict[str, Any]] = [
-            *(m._parameters for m in self.modules),
-            *(m._modules for m in self.modules),
-        ]
-        hooks: list[dict[int, Any]] = [m.__dict__[name] for m in self.modules for name in HOOKS]
-        self._fixed_tables = [table for table in fixed if table]
-        self._filled_buffer_tables = [table for table in self.buffer_tables if table]
-        self._hook_tables = [table for table in hooks if table]
-        tables: list[dict[Any, Any]] = [*fixed, *self.buffer_tables, *hooks]
+        # Hooks by their numbers: every one has its own, for good.
+        fixed = [t for m in self.modules for t in (m._parameters, m._modules)]
+        hooks = [m.__dict__[name] for m in self.modules for name in HOOKS]
+        tables = [*fixed, *self.buffer_tables, *hooks]
         self._empty_tables = [table for table in tables if not table]
+        self._filled_tables = [table for table in tables if table]
+        self._lengths = list(map(len, self._filled_tables))
+        self._live = [*(t.values() for t in fixed if t), *(t.keys() for t in hooks if t)]
+        self._entries = list(chain.from_iterable(self._live))
 
     @property
     def attribute_versions(self) -> list[int]:
@@ -100,12 +99,13 @@ class ModuleStructure:
                 if rules.is_leaf(hidden):  # it is replicated by hand, wherever it is kept
                     self._walk(hidden, rules, seen)
 
-    def signature(self) -> list[int]:
-        """Changes when a parameter, submodule, buffer name or hook comes, goes or is replaced."""
-        entries = chain.from_iterable(map(dict.values, self._fixed_tables))
-        filled = any(self._empty_tables)
-        hooks = chain.from_iterable(self._hook_tables)  # each has a number of its own, for good
-        return [filled, *map(id, entries), *map(len, self._filled_buffer_tables), *hooks]
+    def has_changed(self) -> bool:
+        """Whether a parameter, submodule, buffer name or hook came, went or was replaced."""
+        return (
+            any(self._empty_tables)
+            or list(map(len, self._filled_tables)) != self._lengths
+            or any(map(is_not, chain.from_iterable(self._live), self._entries))
+        )
 
     def look_at_attributes(self) -> None:
         """Brings `attribute_versions` up to date: once per step, for all replicas."""

@@ -32,6 +32,7 @@ HOOKS = (
 """Tables of hooks that run in a forward or because of one; every replica has its own."""
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_VERSION = attrgetter("_version")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -66,7 +67,7 @@ class ModuleStructure:
         self.parameters: list[nn.Parameter] = list(unique.values())
         self.buffer_tables = [m._buffers for m in self.modules]
         self._with_buffers = [m for m in self.modules if m._buffers]
-        self._attributes = AttributeVersions([m.__dict__ for m in self.modules])
+        self.attributes = AttributeVersions([m.__dict__ for m in self.modules])
         # Hooks by their numbers: every one has its own, for good.
         fixed = [t for m in self.modules for t in (m._parameters, m._modules)]
         hooks = [m.__dict__[name] for m in self.modules for name in HOOKS]
@@ -76,11 +77,6 @@ class ModuleStructure:
         self._lengths = list(map(len, self._filled_tables))
         self._live = [*(t.values() for t in fixed if t), *(t.keys() for t in hooks if t)]
         self._entries = list(chain.from_iterable(self._live))
-
-    @property
-    def attribute_versions(self) -> list[int]:
-        """For each module a number that grows when one of its attributes is bound anew."""
-        return self._attributes.versions
 
     def _walk(self, module: nn.Module, rules: ReplicaRules, seen: set[int]) -> None:
         if id(module) in seen:
@@ -106,10 +102,6 @@ class ModuleStructure:
             or list(map(len, self._filled_tables)) != self._lengths
             or any(map(is_not, chain.from_iterable(self._live), self._entries))
         )
-
-    def look_at_attributes(self) -> None:
-        """Brings `attribute_versions` up to date: once per step, for all replicas."""
-        self._attributes.look()
 
     def reads_buffers(self) -> bool:
         """Whether a forward may read a buffer. Batch norm in training writes to its own only."""
@@ -188,10 +180,12 @@ class RootState:
         buffers: bool = True,
     ) -> None:
         parameters = structure.parameters
+        self.attribute_versions = structure.attributes.versions
         self.buffers = structure.buffers() if buffers else []
         self.pointers = list(map(Tensor.data_ptr, parameters))
-        self.versions = [p._version for p in parameters] if versions else []
+        self.versions = list(map(_VERSION, parameters)) if versions else []
         self.requires_grad = list(map(_REQUIRES_GRAD, parameters))
+        self.parameters = (self.pointers, self.versions, self.requires_grad)
         self.buffer_ids = list(map(id, self.buffers))
         self.buffer_versions = [version_of(b) for b in self.buffers] if buffer_versions else None
 

@@ -93,8 +93,7 @@ class AttributeMirror:
                 del self._kept[name]
         self._copy_tensors()
         attributes.update(self._own)
-        if len(attributes) != self._size:
-            self._drop_strays()
+        self._drop_strays()
 
     def _look_for_parts(self) -> None:
         """Translates what has been bound anew and refers to parts of the root."""

@@ -78,8 +78,10 @@ class Replica:
         Returns:
             The positions of the parameters that have to be copied.
         """
-        self._refresh_attributes(self._source.attribute_versions)
-        stale = self.weights.follow(state, self._seen, parameters, silent)
+        self._refresh_attributes(state.attribute_versions)
+        stale: set[int] = set()
+        if silent or parameters != "changed" or state.parameters != self._seen.parameters:
+            stale = self.weights.follow(state, self._seen, parameters, silent)
         if buffers:
             self._refresh_buffers(state, everything=parameters == "all")
             self._seen_buffers = state
@@ -91,7 +93,7 @@ class Replica:
         if (
             versions == self._attribute_versions
             and list(map(len, self._attributes)) == self._attribute_counts
-            and not any(mirror.is_stale() for mirror in self._watched)
+            and not (self._watched and any(mirror.is_stale() for mirror in self._watched))
         ):
             return
         for mirror, version in zip(self._mirrors, versions, strict=True):

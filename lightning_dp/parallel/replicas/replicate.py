@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -30,7 +31,7 @@ BufferCopies: TypeAlias = Literal["changed", "all", "read"]
 
 
 class Replicas:
-    """A module and its replicas, one per device; `modules[0]` is the module itself.
+    """A module and its replicas, one per device.
 
     Args:
         root: the module; its parameters lie on `devices[0]`.
@@ -39,9 +40,17 @@ class Replicas:
         before_rebuild: called with the parameters of all replicas before other replicas take
             their place: what has accumulated on them must not go with them.
 
+    Attributes:
+        modules: the replicas, in the order of the devices; the first is the module itself.
+        submodules: all modules in every replica; equal positions correspond. One list until other
+            replicas take their place.
+
     Raises:
         ValueError: a parameter is not initialised yet, or a submodule cannot be replicated.
     """
+
+    modules: list[nn.Module]
+    submodules: list[list[nn.Module]]
 
     def __init__(
         self,
@@ -59,21 +68,13 @@ class Replicas:
         self._build()
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """The replicas, in the order of the devices."""
-        return [self._root, *(replica.module for replica in self._others)]
-
-    @property
-    def submodules(self) -> list[list[nn.Module]]:
-        """All modules in every replica; equal positions correspond. One list until a rebuild."""
-        return self._submodules
-
-    @property
     def parameters(self) -> list[list[nn.Parameter]]:
         """The parameters of every replica; equal positions correspond, tied ones appear once.
 
         Left out are replicas whose gradients are all in the root's, see `share_parameters`.
         """
+        if self._before_step is None:
+            return self._parameters
         others = [r for r in self._others if not r.shared or r.has_gradients()]
         return [self._structure.parameters, *(replica.parameters for replica in others)]
 
@@ -110,29 +111,30 @@ class Replicas:
                 norm writes to its buffers and leaves no trace. `"read"`: all, but none if a
                 forward writes to them without reading them, as batch norm does in training.
         """
-        others = [k for k in (active or range(len(self._devices))) if k > 0]
+        others = [self._others[k - 1] for k in (active or range(len(self._devices))) if k > 0]
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
-            if self._structure.signature() != self._signature:
+            if self._structure.has_changed():
                 # The weights of a functional call accumulate nothing.
                 if all(parameter.is_leaf for parameter in self._structure.parameters):
                     self._before_rebuild(self.parameters)
                 self._build()
             elif others:
-                self._structure.look_at_attributes()
+                self._structure.attributes.look()
                 copied = parameters == "all" or buffers != "read" or self._structure.reads_buffers()
                 state = RootState(
                     self._structure,
-                    versions=not all(replica.shares_memory for replica in self._others),
+                    versions=self._silent is not None,
                     buffer_versions=buffers == "changed",
                     buffers=copied,
                 )
+                self._all_trained = all(state.requires_grad)
                 silent = set() if self._silent is None else self._silent.look()
-                silent |= self._limited.positions
-                working = [self._others[k - 1] for k in others]
-                self._weights.send(
-                    [(r.weights, r.refresh(state, parameters, copied, silent)) for r in working]
-                )
+                if self._limited is not None:
+                    silent |= self._limited.positions
+                stale = [(r.weights, r.refresh(state, parameters, copied, silent)) for r in others]
+                if any(map(itemgetter(1), stale)):
+                    self._weights.send(stale)
 
     def refresh_parameters(self, active: Iterable[int]) -> None:
         """Brings the parameters of some replicas up to date, in the middle of a step.
@@ -140,9 +142,11 @@ class Replicas:
         Attributes and buffers stay as the step has left them on each replica.
         """
         with torch.inference_mode(False), torch.no_grad():
-            versions = not all(replica.shares_memory for replica in self._others)
             state = RootState(
-                self._structure, versions=versions, buffer_versions=False, buffers=False
+                self._structure,
+                versions=self._silent is not None,
+                buffer_versions=False,
+                buffers=False,
             )
             working = [self._others[k - 1] for k in active if k > 0]
             self._weights.send([(r.weights, r.refresh_parameters(state)) for r in working])
@@ -156,7 +160,8 @@ class Replicas:
         something to one: see `check_shared`.
         """
         trained = {i for i, p in enumerate(self._structure.parameters) if p.requires_grad}
-        positions = trained - self._limited.positions if share and self._may_share else set()
+        limited = set() if self._limited is None else self._limited.positions
+        positions = trained - limited if share and self._may_share else set()
         self._before_step = self._parameter_state() if positions else None
         for replica in self._others:
             if replica.shares_memory:
@@ -178,10 +183,14 @@ class Replicas:
 
     def writing(self) -> AbstractContextManager[None]:
         """What surrounds a step of the replicas: writes to shared weights are noticed."""
-        return nullcontext() if self._shared is None else self._shared.noticed()
+        if self._shared is None or self._all_trained:
+            return nullcontext()
+        return self._shared.noticed()
 
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""
+        if self._limited is None:
+            return
         for k in active:
             if k > 0 and not self._others[k - 1].shares_memory:
                 self._limited.adopt(self._others[k - 1].parameters)
@@ -219,8 +228,8 @@ class Replicas:
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._structure = ModuleStructure(self._root, self._rules)
-            self._signature = self._structure.signature()
-            self._limited = LimitedNorms(self._structure.modules, self._structure.parameters)
+            limited = LimitedNorms(self._structure.modules, self._structure.parameters)
+            self._limited = limited if limited.may_limit else None
             self._silent: SilentWrites | None = None
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(self._structure.parameters)
@@ -231,8 +240,11 @@ class Replicas:
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
+            self.modules = [self._root, *(replica.module for replica in self._others)]
             others = (replica.submodules for replica in self._others)
-            self._submodules = [self._structure.modules, *others]
+            self.submodules = [self._structure.modules, *others]
+            self._parameters = [self._structure.parameters, *(r.parameters for r in self._others)]
+            self._all_trained = False
             self._shared: SharedWrites | None = None
             if any(replica.shares_memory for replica in self._others):
                 self._shared = SharedWrites(self._structure.parameters)

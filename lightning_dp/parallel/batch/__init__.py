@@ -5,36 +5,18 @@ many samples a batch has (`sizes`), what one shard of it is (`scatter`), and wha
 outputs are together (`gather`, whose table is in `join`).
 """
 
-from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.batch.cost import sample_costs
-from lightning_dp.parallel.batch.gather import gather
-from lightning_dp.parallel.batch.join import (
-    Override,
-    Scalars,
-    as_rows,
-    check_overrides,
-    weighted_mean,
-)
-from lightning_dp.parallel.batch.scatter import cut_for, scatter
-from lightning_dp.parallel.batch.shards import DeviceUsage, Shards
-from lightning_dp.parallel.batch.sizes import Inferred, infer_batch_size, infer_for
-from lightning_dp.parallel.batch.to_device import to_device
-
-__all__ = [
-    "DeviceUsage",
-    "Inferred",
-    "Override",
-    "Scalars",
-    "Shards",
-    "as_rows",
-    "check_overrides",
-    "cut_for",
-    "gather",
-    "infer_batch_size",
-    "infer_for",
-    "sample_costs",
-    "scatter",
-    "to_device",
-    "tree",
-    "weighted_mean",
-]
+from lightning_dp.parallel.batch import tree as tree
+from lightning_dp.parallel.batch.cost import sample_costs as sample_costs
+from lightning_dp.parallel.batch.gather import gather as gather
+from lightning_dp.parallel.batch.join import Override as Override
+from lightning_dp.parallel.batch.join import Scalars as Scalars
+from lightning_dp.parallel.batch.join import as_rows as as_rows
+from lightning_dp.parallel.batch.join import check_overrides as check_overrides
+from lightning_dp.parallel.batch.join import weighted_mean as weighted_mean
+from lightning_dp.parallel.batch.scatter import cut_for as cut_for
+from lightning_dp.parallel.batch.scatter import scatter as scatter
+from lightning_dp.parallel.batch.shards import DeviceUsage as DeviceUsage
+from lightning_dp.parallel.batch.shards import Shards as Shards
+from lightning_dp.parallel.batch.sizes import Inferred as Inferred
+from lightning_dp.parallel.batch.sizes import infer_for as infer_for
+from lightning_dp.parallel.batch.to_device import to_device as to_device

@@ -77,17 +77,12 @@ def _parsed(devices: object) -> object:
     return ids if "," in devices or not ids else ids[0]
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_cpu(devices: object) -> None:
-    if isinstance(devices, int) and _is_int(devices) and devices >= 1:
-        return
-    raise ValueError(
-        "trainer.devices: expected a number of CPU replicas, at least 1, "
-        f"got {devices!r}. Try trainer.devices={CPU_REPLICAS}, or trainer.accelerator=gpu for GPUs."
-    )
+    if type(devices) is not int or devices < 1:
+        raise ValueError(
+            "trainer.devices: expected a number of CPU replicas, at least 1, got "
+            f"{devices!r}. Try trainer.devices={CPU_REPLICAS}, or trainer.accelerator=gpu for GPUs."
+        )
 
 
 def _check_cuda(devices: object, available: int) -> None:
@@ -96,10 +91,11 @@ def _check_cuda(devices: object, available: int) -> None:
             f"trainer.accelerator: expected a machine with a GPU, got none (trainer.devices="
             f"{devices!r}). Use trainer.accelerator=cpu, or install a build of torch with CUDA."
         )
-    if isinstance(devices, int) and _is_int(devices):
-        valid = devices == -1 or 1 <= devices <= available
+    if isinstance(devices, Sequence):
+        known = all(type(i) is int and i in range(available) for i in devices)
+        valid = known and 0 < len(devices) == len(set(devices))
     else:
-        valid = isinstance(devices, Sequence) and _valid_ids(devices, available)
+        valid = type(devices) is int and (devices == -1 or 1 <= devices <= available)
     if not valid:
         raise ValueError(
             f"trainer.devices: expected a number from 1 to {available}, -1 for all GPUs, or a list "
@@ -108,8 +104,3 @@ def _check_cuda(devices: object, available: int) -> None:
             "out to take all GPUs; for several replicas on one GPU give strategy.devices, "
             "for example strategy.devices=[cuda:0,cuda:0]."
         )
-
-
-def _valid_ids(ids: Sequence[object], available: int) -> bool:
-    known = all(_is_int(i) and i in range(available) for i in ids)
-    return known and 0 < len(ids) == len(set(ids))

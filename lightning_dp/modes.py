@@ -230,13 +230,12 @@ def _around_step(
     replicas: Replicas,
     hook: str,
     shards: Shards,
-    args: tuple[Any, ...],
     is_rerun: bool,
 ) -> Iterator[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
     optimizers = manual.optimizers if hook == "training_step" else []
     with (
-        journals.around(replicas, hook, shards, args, is_rerun),
+        journals.around(replicas, shards, is_rerun),
         changed_once(optimizers, shards.active[0], is_rerun=is_rerun),
         manual.acting_together(replicas),
     ):
@@ -245,10 +244,16 @@ def _around_step(
 
 @contextlib.contextmanager
 def _around_forward(
-    journals: Journals, module: LightningModule, device: torch.device, *step: Any
+    journals: Journals,
+    module: LightningModule,
+    device: torch.device,
+    replicas: Replicas,
+    hook: str,
+    shards: Shards,
+    is_rerun: bool,
 ) -> Iterator[None]:
     """What replicas log and measure inside of a spread call is joined as in a step."""
-    with journals.around(*step), _at(module, device):
+    with journals.around(replicas, shards, is_rerun), _at(module, device):
         yield
 
 

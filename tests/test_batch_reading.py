@@ -10,8 +10,8 @@ import torch
 from containers import Boxes, Graph, Pair, Sample, graph
 from torch import Tensor, nn, zeros
 
-from lightning_dp.parallel.batch import cut_for, infer_for
-from lightning_dp.parallel.batch.scatter import BatchSizeError, batch_size, cut
+from lightning_dp.parallel.batch import cut_for, infer_batch_size, infer_for
+from lightning_dp.parallel.batch.scatter import BatchSizeError, cut
 
 
 def images(*heights: int) -> list[Tensor]:
@@ -110,7 +110,7 @@ WITHOUT_TENSORS = {
     ],
 )
 def test_the_batch_size(batch: Any, n: int | None) -> None:
-    assert batch_size(batch) == n
+    assert infer_batch_size(batch, 0).size == n
 
 
 @pytest.mark.parametrize("name", LISTS)
@@ -167,7 +167,7 @@ def test_a_shape_is_no_list_of_samples() -> None:
 )
 def test_two_batch_sizes_are_an_error_that_names_both_leaves(batch: Any, names: str) -> None:
     with pytest.raises(BatchSizeError, match=names) as error:
-        batch_size(batch)
+        infer_batch_size(batch, 0)
     assert "Give both the same number" in str(error.value)
     assert "batch_size(batch)" in str(error.value) and "split_batch(batch, " in str(error.value)
 
@@ -187,15 +187,15 @@ def test_two_batch_sizes_are_an_error_that_names_both_leaves(batch: Any, names: 
 )
 def test_a_batch_that_can_be_read_in_two_ways_is_an_error(batch: Any, readings: str) -> None:
     with pytest.raises(BatchSizeError, match=readings) as error:
-        batch_size(batch)
+        infer_batch_size(batch, 0)
     assert "batch_size(batch)" in str(error.value) and "split_batch(batch, " in str(error.value)
 
 
 def test_the_ways_out_of_an_ambiguity_work() -> None:
     points, views = [zeros(99, 3)] * 5, [zeros(8, 3), zeros(8, 3)]
-    assert batch_size({"points": points, "index": list(range(5))}) == 5
-    assert batch_size({"views": dict(enumerate(views))}) == 8
-    assert batch_size({"views": torch.stack(views, 1)}) == 8
+    assert infer_batch_size({"points": points, "index": list(range(5))}, 0).size == 5
+    assert infer_batch_size({"views": dict(enumerate(views))}, 0).size == 8
+    assert infer_batch_size({"views": torch.stack(views, 1)}, 0).size == 8
 
 
 def test_what_a_loader_that_is_exhausted_leaves_keeps_its_length() -> None:

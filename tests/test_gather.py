@@ -52,7 +52,6 @@ def gathered(outputs: list[Any], sizes: list[int] | None = None, **options: Any)
         ([["kept"], []], ["kept"]),
         ([torch.zeros(4, 2), torch.zeros(4, 1)], torch.zeros(4, 3)),
         ([torch.arange(4), torch.arange(4)], torch.arange(4)),
-        ([torch.ones(3, 4), torch.ones(0, 4)], torch.ones(3, 4)),
     ],
     ids=str,
 )
@@ -85,11 +84,21 @@ def test_one_sample_per_shard_is_still_a_sample() -> None:
 
 def test_integers_that_every_replica_was_called_with_are_no_counts() -> None:
     assert gathered([4, 4], [4, 4]) == 8
-    assert gathered([4, 4], [4, 4], constants=[4]) == 4
+
+
+def test_rows_that_are_none_of_samples_are_concatenated_and_said() -> None:
+    with pytest.warns(
+        UserWarning, match=r"output\['boxes'\]: \(3, 4\), \(0, 4\) of shards of 2, 1"
+    ):
+        result = gathered([{"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(0, 4)}], [2, 1])
+    assert result["boxes"].shape == (3, 4)
 
 
 def test_ragged_outputs_become_a_list() -> None:
-    result = gathered([torch.zeros(2, 3), torch.zeros(1, 5)], [2, 1])
+    with pytest.warns(
+        UserWarning, match=r"do not fit together.*gather_overrides, such as \{'': 's"
+    ):
+        result = gathered([torch.zeros(2, 3), torch.zeros(1, 5)], [2, 1])
     assert [tuple(t.shape) for t in result] == [(2, 3), (1, 5)]
 
 
@@ -303,4 +312,5 @@ def test_a_squeeze_that_took_the_dim_of_one_sample() -> None:
     """`net(x).squeeze()` is 0-dim for a shard of one sample, and a row of numbers for others."""
     outputs = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
     assert gather(outputs, "cpu", sizes=(2, 1)).tolist() == [1, 2, 3]
-    assert isinstance(gather(outputs, "cpu", sizes=(2, 4)), list)
+    with pytest.warns(UserWarning, match="do not fit together"):
+        assert isinstance(gather(outputs, "cpu", sizes=(2, 4)), list)

@@ -23,9 +23,10 @@ FLOORS = [
     ["one_process", "table", "lightning_private"],
     ["parallel.data_parallel", "parallel.primitives", "parallel.manual"],
     ["parallel.step", "parallel.forward"],
+    ["parallel.out_of_memory"],
     ["parallel.engine"],
-    ["parallel.call", "parallel.out_of_memory", "parallel.gradients"],
-    ["parallel.replicas", "parallel.workers", "parallel.meter"],
+    ["parallel.call", "parallel.gradients", "parallel.meter"],
+    ["parallel.replicas", "parallel.workers"],
     ["parallel.batch"],
     ["parallel.links"],
     [

@@ -164,7 +164,8 @@ def test_shards_and_outputs_may_be_changed_in_place() -> None:
         shard.mul_(2)
     # Different trailing shapes: a list of the tensors as they arrived.
     outputs = [shard.expand(k + 1, -1).clone() for k, shard in enumerate(shards)]
-    arrived = gather([{"a": o, "b": o * 1} for o in outputs], devices_of(1)[0], sizes=[9, 9, 9])
+    with pytest.warns(UserWarning, match="come as a list"):
+        arrived = gather([{"a": o, "b": o * 1} for o in outputs], devices_of(1)[0], sizes=[9, 9, 9])
     for tensor in arrived["a"]:
         tensor.mul_(5)
     sum(tensor.sum() for tensor in [*arrived["a"], *arrived["b"]]).backward()  # type: ignore[union-attr]

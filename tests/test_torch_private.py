@@ -6,6 +6,7 @@ A test is named after the name that it is about, so that a new release tells whi
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import backward as imported_by_name
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -146,9 +148,8 @@ def test_orig_mod_is_in_a_compiled_module() -> None:
     inner, other = nn.Linear(1, 1), nn.Linear(1, 1)
     wrapper = torch.compile(inner, backend="eager")
     assert private.compiled_inner(wrapper) is inner and private.compiled_inner(inner) is None
-    twin = private.compiled_like(wrapper, other)
-    assert type(twin) is type(wrapper) and private.compiled_inner(twin) is other
-    assert twin.dynamo_ctx is wrapper.dynamo_ctx
+    twin = type(wrapper)(other, wrapper.dynamo_ctx)
+    assert private.compiled_inner(twin) is other
     x = torch.ones(1)
     assert torch.equal(twin(x), other(x)) and torch.equal(wrapper(x), inner(x))
 
@@ -255,8 +256,8 @@ def test_backward_hooks_and_post_accumulate_grad_hooks_are_seen() -> None:
     second.register_post_accumulate_grad_hook(lambda parameter: None)
     removed.register_hook(lambda gradient: gradient).remove()
     assert private.hooked([plain, first, second, removed]) == [1, 2]
-    has_hooks = [private.has_gradient_hooks(p) for p in (plain, first, second, removed)]
-    assert has_hooks == [False, True, False, False]
+    on_gradient = [private.gradient_hooks(p) for p in (plain, first, second, removed)]
+    assert list(map(bool, on_gradient)) == [False, True, False, False]
 
 
 @pytest.mark.parametrize("kind", ["_backward_hooks", "_post_accumulate_grad_hooks"])
@@ -401,6 +402,93 @@ def test_top_saved_tensors_default_hooks_in_a_checkpoint() -> None:
 
     checkpoint(part, torch.ones(1, requires_grad=True), use_reentrant=False)
     assert seen == ["torch.utils.checkpoint"]
+
+
+def _backward(name: str, loss: Tensor, **options: Any) -> None:
+    if name == "method":
+        loss.backward(**options)
+    elif name == "function":
+        torch.autograd.backward(loss, **options)
+    else:
+        imported_by_name(loss, **options)
+
+
+@pytest.mark.parametrize("name", ["method", "function", "imported by name"])
+def test_engine_run_backward_goes_to_a_handler(name: str) -> None:
+    x = torch.ones(1, requires_grad=True)
+    calls: list[tuple[Any, ...]] = []
+
+    def handler(run: Callable[[], None], *args: Any) -> None:
+        calls.append(args)
+        if len(calls) > 1:
+            run()
+
+    loss = 2 * x
+    with private.backwards_go_to(handler):
+        _backward(name, loss, retain_graph=True)
+        assert x.grad is None, "the handler has not run it"
+        _backward(name, loss, inputs=[x])
+        assert x.grad.tolist() == [2]
+        (gradient,) = torch.autograd.grad(3 * x, x)
+        assert gradient.tolist() == [3]
+    _backward(name, 2 * x)
+    assert x.grad.tolist() == [4]
+    (tensors, gradients, keep, create, inputs), second = calls
+    assert tensors == (loss,) and [g.tolist() for g in gradients] == [[1]]
+    assert (keep, create, inputs) == (True, False, ())
+    assert second[2:4] == (False, False) and second[4] == (x,)
+
+
+def test_engine_run_backward_is_back_after_an_error() -> None:
+    own = torch.autograd._engine_run_backward
+    with pytest.raises(KeyboardInterrupt), private.backwards_go_to(lambda *_: None):
+        assert torch.autograd._engine_run_backward is not own
+        raise KeyboardInterrupt
+    assert torch.autograd._engine_run_backward is own
+
+
+def test_engine_run_backward_of_other_threads_is_as_ever() -> None:
+    """Two threads have handlers that end in another order than they began; a third has none."""
+    own = torch.autograd._engine_run_backward
+    turn = [threading.Event() for _ in range(4)]
+    seen: dict[str, list[str]] = {"first": [], "second": []}
+    grads: dict[str, float] = {}
+
+    def work(name: str, begin: threading.Event, begun: threading.Event, end: int) -> None:
+        x = torch.ones(1, requires_grad=True)
+        begin.wait(10)
+        with private.backwards_go_to(lambda run, *_: seen[name].append(name)):
+            begun.set()
+            turn[end].wait(10)
+            x.backward()
+        grads[name] = -1.0 if x.grad is None else x.grad.item()
+
+    begin = threading.Event()
+    begin.set()
+    first = threading.Thread(target=work, args=("first", begin, turn[0], 2))
+    second = threading.Thread(target=work, args=("second", turn[0], turn[1], 3))
+    for thread in (first, second):
+        thread.start()
+    turn[1].wait(10)
+    x = torch.ones(1, requires_grad=True)
+    x.backward()
+    assert x.grad is not None and x.grad.item() == 1, "this thread has no handler"
+    for event, thread in ((turn[2], first), (turn[3], second)):
+        event.set()
+        thread.join(10)
+        assert (torch.autograd._engine_run_backward is own) == (thread is second)
+    assert seen == {"first": ["first"], "second": ["second"]}
+    assert grads == {"first": -1.0, "second": -1.0}
+
+
+def test_engine_run_backward_in_a_copied_context() -> None:
+    """As workers run replicas."""
+    x, calls = torch.ones(1, requires_grad=True), []
+    with private.backwards_go_to(lambda run, *_: calls.append("handler")):
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(x.backward,))
+        thread.start()
+        thread.join(10)
+    assert calls == ["handler"] and x.grad is None
 
 
 # Modes

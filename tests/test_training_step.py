@@ -167,11 +167,11 @@ def test_a_parameter_that_one_replica_used_gets_its_gradient() -> None:
         return net[2](first).mean() if batch[0, 0] > 0 else first.mean()
 
     batch = torch.ones(4, 4, dtype=torch.float64)
-    batch[:2] = -1
+    batch[:1] = -1
     module = Regression(step)
-    train(module, batch, (2, 2))
+    train(module, batch, (1, 3))
     expected = Regression(step)
-    (0.5 * expected.training_step(batch[:2]) + 0.5 * expected.training_step(batch[2:])).backward()
+    (expected.training_step(batch[:1]) / 4 + expected.training_step(batch[1:]) * 0.75).backward()
     assert_same_gradients(module, expected)
 
 

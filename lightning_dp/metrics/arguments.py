@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 
-from lightning_dp.parallel.batch import as_rows, to_device, tree, weighted_mean
-from lightning_dp.parallel.split import Order, batch_order
+from lightning_dp.parallel.batch import (
+    Join,
+    StepDims,
+    TreeJoin,
+    as_rows,
+    to_device,
+    tree,
+    weighted_mean,
+)
+from lightning_dp.parallel.split import Order
 
 AnyMetric: TypeAlias = Metric | MetricCollection
 MetricMethod: TypeAlias = Literal["forward", "update", "reset"]
@@ -43,16 +51,17 @@ def join_arguments(
     calls: Sequence[MetricCall],
     sizes: Sequence[int],
     device: torch.device,
+    dims: StepDims,
     order: Order | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments one device would have passed; None where they cannot be told."""
-    join = _Join(tuple(sizes), device, _averages_numbers(calls[0]), order)
+    rules = Join(tuple(sizes), "merge", device, dims, calls[0].key, order, warns=False)
+    join = _JoinArguments(rules, _averages_numbers(calls[0]))
     try:
-        args = join.node([call.args for call in calls])
-        kwargs = join.node([call.kwargs for call in calls])
+        arguments: Any = join.node([to_device((c.args, c.kwargs), device) for c in calls], ())
     except _CannotJoin:
         return None
-    return (args, kwargs) if len(calls) == 1 or join.is_of_samples else None
+    return arguments if len(calls) == 1 or join.is_mean or join.of_samples else None
 
 
 def _averages_numbers(call: MetricCall) -> bool:
@@ -69,77 +78,69 @@ class _CannotJoin(Exception):
     """The arguments of several calls have no joint meaning."""
 
 
-class _Join:
-    """Joins metric arguments; the nodes of one position are all of one kind, or cannot be."""
+@dataclass(frozen=True)
+class _JoinArguments(TreeJoin):
+    """Joins metric arguments; where what one device would have passed is in doubt, it refuses.
 
-    def __init__(
-        self,
-        sizes: tuple[int, ...],
-        device: torch.device,
-        averages_numbers: bool,
-        order: Order | None,
-    ) -> None:
-        self._sizes = sizes
-        self._places = None if order is None else batch_order(order)
-        self._device = device
-        self._averages_numbers = averages_numbers
-        self.is_of_samples = averages_numbers
-        """Whether something was joined: equal numbers alone may be counts or constants."""
+    Attributes:
+        is_mean: whether numbers are means of batches.
+        of_samples: the paths at which something was joined: equal numbers alone may be counts or
+            constants.
+    """
 
-    def node(self, nodes: list[Any]) -> Any:
-        first = nodes[0]
+    is_mean: bool = False
+    of_samples: list[tree.Path] = field(default_factory=list)
+
+    def node(self, nodes: list[Any], path: tree.Path, override: Any = None) -> Any:
         if len(nodes) == 1:
-            return to_device(first, self._device)
-        if any(type(node) is not type(first) for node in nodes):
+            return nodes[0]
+        keys = [[key for key, _ in tree.children(node) or ()] for node in nodes]
+        is_list = isinstance(nodes[0], list)
+        if len({type(node) for node in nodes}) > 1 or not (
+            is_list or keys.count(keys[0]) == len(keys)
+        ):
             raise _CannotJoin
-        if isinstance(first, Tensor):
-            return self._tensors([node.to(self._device) for node in nodes])
-        if isinstance(first, list) and tuple(map(len, nodes)) == self._sizes:
-            self.is_of_samples = True
-            items = [to_device(item, self._device) for node in nodes for item in node]
-            return items if self._places is None else [items[i] for i in self._places]
-        if tree.children(first) is not None:
-            return self._children(nodes)
-        return self._plain(nodes)
+        return super().node(nodes, path)
 
-    def _children(self, nodes: list[Any]) -> Any:
-        columns = [tree.children(node) or [] for node in nodes]
-        keys = [[key for key, _ in column] for column in columns]
-        if any(k != keys[0] for k in keys):
-            raise _CannotJoin
-        values = [self.node([c[i][1] for c in columns]) for i in range(len(keys[0]))]
-        return tree.rebuild(nodes[0], values)
+    def override(self, path: tree.Path) -> None:
+        """Those of outputs are not meant."""
 
-    def _tensors(self, tensors: list[Tensor]) -> Tensor:
-        tensors = as_rows(tensors, self._sizes)
-        if all(t.dim() == 0 for t in tensors) and self._averages_numbers:
-            return weighted_mean([t.to(torch.get_default_dtype()) for t in tensors], self._sizes)
-        if any(t.dim() == 0 or t.shape[1:] != tensors[0].shape[1:] for t in tensors):
-            raise _CannotJoin
-        if not self._has_rows([t.size(0) for t in tensors]):
-            raise _CannotJoin
-        self.is_of_samples = True
-        joined = torch.cat(tensors)
-        if self._places is None or len(joined) != len(self._places):
-            return joined
-        return joined[torch.tensor(self._places, device=joined.device)]
+    def are_of_samples(self, nodes: list[Any], path: tree.Path) -> bool:
+        are = isinstance(nodes[0], list) and super().are_of_samples(nodes, path)
+        self.of_samples.extend([path] * are)
+        return are
 
-    def _has_rows(self, lengths: list[int]) -> bool:
-        """Whether these lengths count samples, or tokens of samples, and not classes, say."""
-        if len(set(lengths)) > 1:
-            return True
-        return all(length % n == 0 for length, n in zip(lengths, self._sizes, strict=True)) and (
-            len(set(self._sizes)) == 1
+    def leaves(self, leaves: list[Any], path: tree.Path) -> Any:
+        if isinstance(leaves[0], Tensor):
+            return self._tensors(as_rows(leaves, self.sizes), path)
+        return self._plain(leaves, path)
+
+    def _tensors(self, tensors: list[Tensor], path: tree.Path) -> Tensor:
+        if all(t.dim() == 0 for t in tensors) and self.is_mean:
+            return weighted_mean([t.to(torch.get_default_dtype()) for t in tensors], self.sizes)
+        if any(t.dim() == 0 for t in tensors):
+            raise _CannotJoin
+        how, dim, *_ = self.rules.rows(tensors, path)
+        if how == "constant" and all(tree.equal(tensors[0], t) for t in tensors):
+            return tensors[0]
+        if how in ("constant", "ragged"):
+            raise _CannotJoin
+        self.of_samples.append(path)
+        joined: Tensor = self.rules.in_order(
+            torch.cat(tensors, dim), [t.shape[dim] for t in tensors], dim
         )
+        return joined
 
-    def _plain(self, values: list[Any]) -> Any:
-        if type(values[0]) is int and tuple(values) == self._sizes and not self._averages_numbers:
-            if len(set(values)) == 1:
-                raise _CannotJoin  # the counts of equal shards, or a constant: call by call is both
-            return sum(values)
-        if self._averages_numbers and all(isinstance(value, int | float) for value in values):
-            total = sum(self._sizes)
-            return sum(v * n / total for v, n in zip(values, self._sizes, strict=True))
-        if any(value != values[0] for value in values):
+    def _plain(self, values: list[Any], path: tree.Path) -> Any:
+        if self.is_mean and all(isinstance(value, int | float) for value in values):
+            total = sum(self.sizes)
+            return sum(v * n / total for v, n in zip(values, self.sizes, strict=True))
+        if type(values[0]) is int:
+            counts, are_sizes = self.rules.counts(values, path), tuple(values) == self.sizes
+            if counts and are_sizes:
+                return sum(values)
+            if counts or (counts is None and are_sizes):
+                raise _CannotJoin  # it may be the counts of equal shards: call by call is right
+        if not all(tree.equal(value, values[0]) for value in values):
             raise _CannotJoin
         return values[0]

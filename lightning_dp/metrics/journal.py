@@ -18,17 +18,18 @@ from torch import nn
 
 from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics.arguments import MetricCall
-from lightning_dp.metrics.logs import LogCall, LogMerger
+from lightning_dp.metrics.logs import LogCall, merged_log
 from lightning_dp.metrics.torchmetrics_on_replicas import (
     MetricFaces,
     is_metric,
     is_per_sample,
     replay,
 )
-from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.batch import Shards, StepDims
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
 from lightning_dp.parallel.split import Order, batch_order
-from lightning_dp.state import ModuleState, StateMemory
+from lightning_dp.state import ModuleState
 
 Call: TypeAlias = LogCall | MetricCall
 
@@ -67,9 +68,8 @@ class Journals(ReplicaRules):
         self._output_device = output_device
         self._journals = [Journal(device) for device in devices]
         self._devices = list(devices)
-        self._logs = LogMerger()
         self._metrics: list[nn.Module] = []
-        self._memory = StateMemory()
+        self._state = ModuleState(output_device)
         self.replays = True
 
     def on_build(self, leaves: list[nn.Module]) -> None:
@@ -95,9 +95,7 @@ class Journals(ReplicaRules):
     def around(
         self,
         replicas: Replicas,
-        hook: str,
         shards: Shards,
-        args: tuple[Any, ...],
         is_rerun: bool = False,
     ) -> Iterator[None]:
         """Records while the replicas run; if all went well, replays.
@@ -107,52 +105,39 @@ class Journals(ReplicaRules):
         """
         for journal in self._journals:
             journal.calls.clear()
-        state = ModuleState(replicas, shards, self._output_device, args, self._memory)
+        state = self._state
+        state.begin(replicas.submodules, shards.active)
         try:
-            with self._root_records(replicas.modules[0]):
+            # Replica 0 is the user's module: it records only while the step lasts.
+            own = self._journals[0]
+            with replaced(self._module, log=own.log), own.faces.worn(self._metrics):
                 yield
             if is_rerun:
                 state.undo()
             else:
-                state.settle()
+                state.settle(replicas, shards)
         except torch.OutOfMemoryError:
             state.undo()
             raise
-        finally:
-            state.release()
         if not is_rerun:
-            self._replay(hook, shards)
+            self._replay(shards)
 
-    @contextlib.contextmanager
-    def _root_records(self, root: nn.Module) -> Iterator[None]:
-        """Replica 0 is the user's module: it records only while the step lasts."""
-        own_log = {"log": root.__dict__["log"]} if "log" in root.__dict__ else {}
-        root.__dict__["log"] = self._journals[0].log
-        try:
-            with self._journals[0].faces.worn(self._metrics):
-                yield
-        finally:
-            del root.__dict__["log"]
-            root.__dict__.update(own_log)
-
-    def _replay(self, hook: str, shards: Shards) -> None:
+    def _replay(self, shards: Shards) -> None:
         if not self.replays:
             return
         sizes, order = shards.active_sizes, shards.active_order
-        for row in _aligned([self._journals[k].calls for k in shards.active], sizes, order):
+        journals = [self._journals[k].calls for k in shards.active]
+        for row in _aligned(journals, sizes, order, shards.dims):
             present = [sizes[i] for i in row]
             positions = None if order is None else [order[i] for i in row]
             metric_calls = [call for call in row.values() if isinstance(call, MetricCall)]
             log_calls = [call for call in row.values() if isinstance(call, LogCall)]
             if metric_calls:
-                replay(metric_calls, present, positions)
+                replay(metric_calls, present, positions, shards.dims)
             else:
                 self._check_complete(log_calls[0].name, list(row), shards)
-                self._log(hook, log_calls, present)
-
-    def _log(self, hook: str, calls: list[LogCall], sizes: list[int]) -> None:
-        merged = self._logs.merge(hook, calls, sizes, self._output_device)
-        self._module.log(merged.name, merged.value, **merged.options)
+                merged = merged_log(log_calls, present, self._output_device, shards.dims)
+                self._module.log(merged.name, merged.value, **merged.options)
 
     def _check_complete(self, key: str, present: Sequence[int], shards: Shards) -> None:
         names = [
@@ -169,7 +154,10 @@ class Journals(ReplicaRules):
 
 
 def _aligned(
-    journals: Sequence[Sequence[Call]], sizes: Sequence[int], positions: Order | None
+    journals: Sequence[Sequence[Call]],
+    sizes: Sequence[int],
+    positions: Order | None,
+    dims: StepDims,
 ) -> list[dict[int, Call]]:
     """The replicas' calls side by side: the n-th call with a key stands beside the other n-th ones.
 
@@ -180,6 +168,7 @@ def _aligned(
         journals: the calls of every replica that worked.
         sizes: the samples of these replicas.
         positions: those of their samples in the batch; None for shard order.
+        dims: what is known of this kind of step.
     """
     rows: dict[tuple[object, ...], list[dict[int, Call]]] = {}
     order: list[tuple[tuple[object, ...], int]] = []
@@ -192,7 +181,7 @@ def _aligned(
                 own.append({})
             own[counts[call.key]][k] = call
             counts[call.key] += 1
-    alone = {key: _one_by_one(own, sizes, positions) for key, own in rows.items()}
+    alone = {key: _one_by_one(own, sizes, positions, dims) for key, own in rows.items()}
     aligned: list[dict[int, Call]] = []
     for key, n in order:
         single = alone[key]
@@ -201,11 +190,11 @@ def _aligned(
 
 
 def _one_by_one(
-    rows: list[dict[int, Call]], sizes: Sequence[int], positions: Order | None
+    rows: list[dict[int, Call]], sizes: Sequence[int], positions: Order | None, dims: StepDims
 ) -> list[dict[int, Call]] | None:
     """The calls sample after sample, if they are calls of a metric made sample by sample."""
     calls = [[call for call in row.values() if isinstance(call, MetricCall)] for row in rows]
-    if not all(calls) or not is_per_sample(calls, sizes):
+    if not all(calls) or not is_per_sample(calls, sizes, dims):
         return None
     alone = [{k: row[k]} for k in range(len(sizes)) for row in rows if k in row]
     is_in_order = positions is None or len(alone) != sum(sizes)

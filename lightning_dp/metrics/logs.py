@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.batch import weighted_mean
+from lightning_dp.parallel.batch import StepDims, weighted_mean
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.
 _OPTIONS = (
@@ -57,8 +57,10 @@ class LogCall:
         return ("log", self.name)
 
 
-class LogMerger:
-    """Merges the replicas' log calls and makes each of them once.
+def merged_log(
+    calls: Sequence[LogCall], sizes: Sequence[int], device: torch.device, dims: StepDims
+) -> LogCall:
+    """One call of `self.log` that says what the replicas' calls say together.
 
     | `reduce_fx`      | value                                                                |
     |------------------|----------------------------------------------------------------------|
@@ -66,60 +68,26 @@ class LogMerger:
     | `"sum"`          | sum                                                                  |
     | `"min"`, `"max"` | smallest, largest                                                    |
     | any, of a metric | the metric itself, which by then has seen the whole batch            |
+
+    A `batch_size` that is the same on shards of unequal sizes is a constant; others are added up.
+
+    Args:
+        calls: the same call of every active replica, in shard order.
+        sizes: samples of these replicas.
+        device: the output device.
+        dims: what is known of this kind of step.
     """
-
-    def __init__(self) -> None:
-        self._batch_sizes: dict[tuple[str, str], _BatchSizes] = {}
-
-    def merge(
-        self, hook: str, calls: Sequence[LogCall], sizes: Sequence[int], device: torch.device
-    ) -> LogCall:
-        """One call that says what the replicas' calls say together.
-
-        Args:
-            hook: the method that logged, such as `"training_step"`.
-            calls: the same call of every active replica, in shard order.
-            sizes: samples of these replicas.
-            device: the output device.
-        """
-        first = calls[0]
-        _check_options(calls)
-        options, weights = dict(first.options), list(map(float, sizes))
-        if options.get("batch_size") is not None:
-            seen = self._batch_sizes.setdefault((hook, first.name), _BatchSizes())
-            own = [int(call.options["batch_size"]) for call in calls]
-            weights, options["batch_size"] = seen.joined(own, sizes)
-        if not isinstance(first.value, Tensor | Number) or len(calls) == 1:
-            return LogCall(first.name, first.value, options)
-        return LogCall(
-            first.name, _merged([c.value for c in calls], weights, options, device), options
-        )
-
-
-class _BatchSizes:
-    """The `batch_size=` that a step gives to one key, seen on all replicas and steps so far.
-
-    Usually it counts the shard's samples or tokens: then the batch's count is the sum. But it can
-    be a constant, which stands for itself. The two are told apart once shards of different sizes
-    come with one and the same number; until then a constant enters every step K times, which the
-    mean over an epoch does not notice.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-        self._replicas = 0
-        self._varies = False
-
-    def joined(self, own: list[int], sizes: Sequence[int]) -> tuple[list[float], int]:
-        """The weights of the replicas' values and the batch size of the joint value."""
-        for size, value in zip(sizes, own, strict=True):
-            self._varies |= any(v != value for v in self._seen.values())
-            self._seen[size] = value
-        self._replicas = max(self._replicas, len(own))
-        is_constant = not self._varies and len(self._seen) > 1
-        if is_constant:
-            return list(map(float, sizes)), own[0] * self._replicas
-        return list(map(float, own)), sum(own)
+    first = calls[0]
+    _check_options(calls)
+    options, weights = dict(first.options), list(map(float, sizes))
+    if options.get("batch_size") is not None and len(calls) > 1:
+        own = [int(call.options["batch_size"]) for call in calls]
+        if dims.counts(first.key, own, sizes) is not False:
+            weights, options["batch_size"] = list(map(float, own)), sum(own)
+    if not isinstance(first.value, Tensor | Number) or len(calls) == 1:
+        return LogCall(first.name, first.value, options)
+    values = [call.value for call in calls]
+    return LogCall(first.name, _merged(values, weights, options, device), options)
 
 
 def _check_options(calls: Sequence[LogCall]) -> None:

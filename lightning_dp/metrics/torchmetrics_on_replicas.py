@@ -20,7 +20,8 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dp.lightning_private import keep_batch_value
 from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricMethod, join_arguments
-from lightning_dp.parallel.batch import to_device, tree
+from lightning_dp.parallel.batch import StepDims, to_device, tree
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import (
     buffer_table,
@@ -37,20 +38,23 @@ def is_metric(module: nn.Module) -> bool:
     return isinstance(module, Metric | MetricCollection)
 
 
-def replay(calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None = None) -> None:
+def replay(
+    calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dims: StepDims
+) -> None:
     """Makes one call of all replicas on the module's own metric.
 
     Args:
         calls: the same call of each replica that made it, in shard order.
         sizes: samples of these replicas.
         order: the positions of their samples in the batch; None for shard order.
+        dims: what is known of this kind of step.
     """
     metric, method = calls[0].metric, calls[0].method
     if method == "reset":
         metric.reset()
         return
     device = _device(metric)
-    joined = join_arguments(calls, sizes, device, order)
+    joined = join_arguments(calls, sizes, device, dims, order)
     if joined is None:
         _call_in_order(calls, device)
     else:
@@ -58,17 +62,20 @@ def replay(calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | Non
         metric(*args, **kwargs) if method == "forward" else metric.update(*args, **kwargs)
 
 
-def is_per_sample(rows: Sequence[Sequence[MetricCall]], sizes: Sequence[int]) -> bool:
+def is_per_sample(
+    rows: Sequence[Sequence[MetricCall]], sizes: Sequence[int], dims: StepDims
+) -> bool:
     """Whether the replicas called a metric once per sample, or each a number of times of its own.
 
     Args:
         rows: for each n, the n-th calls of those replicas that made so many.
         sizes: samples of all replicas that worked.
+        dims: what is known of this kind of step.
     """
     if any(len(row) < len(sizes) for row in rows):
         return True
     is_count = len(rows) > 1 and all(size == len(rows) for size in sizes)
-    return is_count and join_arguments(rows[0], sizes, _device(rows[0][0].metric)) is None
+    return is_count and join_arguments(rows[0], sizes, _device(rows[0][0].metric), dims) is None
 
 
 class MetricFaces:
@@ -112,16 +119,10 @@ class MetricFaces:
         metrics = [
             m for leaf in leaves for m in leaf.modules() if isinstance(m, Metric | MetricCollection)
         ]
-        own = [{n: m.__dict__[n] for n in _SHADOWED if n in m.__dict__} for m in metrics]
-        for metric in metrics:
-            metric.__dict__.update(self._recorder(metric).shadows())
-        try:
+        with contextlib.ExitStack() as stack:
+            for metric in metrics:
+                stack.enter_context(replaced(metric, **self._recorder(metric).shadows()))
             yield
-        finally:
-            for metric, attributes in zip(metrics, own, strict=True):
-                for name in _SHADOWED:
-                    metric.__dict__.pop(name, None)
-                metric.__dict__.update(attributes)
 
     def _recorder(self, metric: AnyMetric) -> _Recorder:
         if id(metric) not in self._recorders:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.batch import Shards, StepDims, to_device
 from lightning_dp.parallel.replicas import ParameterCopies
+from lightning_dp.parallel.workers import Task
+
+Transfer: TypeAlias = Callable[[Any, torch.device], Any]
+"""Moves one shard to a device."""
 
 
 class ReplicaCall(ABC):
@@ -19,7 +24,6 @@ class ReplicaCall(ABC):
 
     Args:
         name: of what is called, for errors and for the executor's choice.
-        constants: the call's other arguments, the same on every replica.
         training: whether the module trains, and may leave buffers behind.
         transfer: moves a shard to a device.
 
@@ -34,15 +38,17 @@ class ReplicaCall(ABC):
     def __init__(
         self,
         name: str,
-        constants: tuple[Any, ...] = (),
         *,
         training: bool = False,
-        transfer: Callable[[Any, torch.device], Any] = to_device,
+        transfer: Transfer = to_device,
     ) -> None:
         self.name = name
-        self.constants = constants
         self.training = training
         self.transfer = transfer
+
+    def asks(self, dims: StepDims) -> bool:
+        """Whether shards are to be unequal, to show what counts samples."""
+        return dims.asks
 
     def begin(self, shards: Shards) -> None:
         """The replicas are up to date, and about to be called."""
@@ -51,6 +57,20 @@ class ReplicaCall(ABC):
     @abstractmethod
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """What a replica does with its shard."""
+
+    def tasks(
+        self, modules: Sequence[nn.Module], shards: Shards, devices: Sequence[torch.device]
+    ) -> list[Task]:
+        """The calls of the replicas that work."""
+        return [
+            Task(
+                k,
+                devices[k],
+                partial(self.on_replica, modules[k], shards.parts[k]),
+                partial(shards.place, self.name, k),
+            )
+            for k in shards.active
+        ]
 
     @abstractmethod
     def gather(self, outputs: list[Any], shards: Shards) -> Any:

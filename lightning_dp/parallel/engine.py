@@ -19,24 +19,26 @@ from torch import Tensor, nn
 from lightning_dp.parallel.batch import (
     Inferred,
     Override,
+    SampleDims,
     Scalars,
     Shards,
+    StepDims,
     cut_for,
     gather,
     infer_for,
     sample_costs,
     to_device,
 )
-from lightning_dp.parallel.call import ReplicaCall
+from lightning_dp.parallel.call import ReplicaCall, Transfer
 from lightning_dp.parallel.gradients import (
     Buffers,
     JointBackward,
     Reducer,
+    Snapshot,
     backward_at_once,
     reduce_gradients,
 )
 from lightning_dp.parallel.meter import Meter
-from lightning_dp.parallel.out_of_memory import Recovery, Snapshot
 from lightning_dp.parallel.ranges import Ranges, stage
 from lightning_dp.parallel.replicas import (
     BufferCopies,
@@ -45,16 +47,12 @@ from lightning_dp.parallel.replicas import (
     compiles,
     limits_norms,
 )
-from lightning_dp.parallel.split import Order, Plan, Planner, Sizes, SplitPolicy
-from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, Task
+from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
+from lightning_dp.parallel.torch_private import BatchNorm
+from lightning_dp.parallel.workers import Calls, Executor, ExecutorName
 
-Transfer: TypeAlias = Callable[[Any, torch.device], Any]
-"""Moves one shard to a device."""
-
-StepContext: TypeAlias = Callable[
-    [Replicas, str, Shards, tuple[Any, ...], bool], AbstractContextManager[None]
-]
-"""Of the replicas, the method, the shards, the other arguments, and whether it is a rerun."""
+StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
+"""Of the replicas, what is called, the shards, and whether it is a rerun."""
 
 
 class Engine:
@@ -82,10 +80,14 @@ class Engine:
     Attributes:
         on_cpu: whether all replicas are on the CPU.
         reducer: brings gradients and buffers to the root.
+        planner: decides which samples go where.
         meter: what the devices do in training.
         last_sizes: samples per device in the latest apply.
         ranges: the stages, as profilers see them.
         calls: of the replicas, in the latest apply.
+        interrupted: the gradient of the joint loss whose backward began and has not ended.
+        dims: what is known of each kind of step, of what counts its samples.
+        join: joins outputs of the replicas, see `gather`.
     """
 
     def __init__(
@@ -116,10 +118,9 @@ class Engine:
         self.ranges = Ranges()
         self.calls = Calls()
         self.meter = Meter(devices)
-        self._planner = Planner(len(devices), split)
-        if self._planner.learns:
+        self.planner = Planner(len(devices), split)
+        if self.planner.learns:
             self.meter.watch()
-        self._recovery = Recovery(devices, self._planner)
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
         # On the CPU two threads may shorten the same row at the same time: twice.
@@ -128,12 +129,12 @@ class Engine:
         self._dim = dim
         self._columns = columns
         self._cost_key = cost_key
-        self._scalars: Scalars = scalars
-        self._overrides = overrides
+        self.dims = SampleDims(dim, overrides)
+        self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
         self._expects_samples = expects_samples
         self._context = context
         self._stale = set(range(len(devices)))
-        self._interrupted: Tensor | None = None
+        self.interrupted: Tensor | None = None
 
     # The flow
 
@@ -148,34 +149,43 @@ class Engine:
             plan: sizes that were decided already; samples beyond their sum are left out.
         """
         if not isinstance(batch, Shards):
-            plan = plan or self.plan(batch, training=call.training)
-            batch = self.scatter(batch, call.transfer, plan)
+            dims = self.dims.of(call.name, training=call.training)
+            plan = plan or self.plan(batch, training=call.training, telling=call.asks(dims))
+            batch = self.scatter(batch, call.transfer, plan, dims)
         modules = self.replicate(call, batch)
         outputs = self.apply(call, modules, batch)
         return self.gather(call, outputs, batch)
 
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """What the backward of a joint loss does: every replica's own, then the sums."""
-        self._interrupted = gradient
+        self.interrupted = gradient
         self.reducer.before_backward(can_fail=not self.on_cpu)
         if self.on_cpu and not joint.crosses:
-            self._backward_in_workers(joint, gradient, keep_graph)
+            # A backward for each replica: on the calling thread they would queue.
+            tasks = joint.tasks(gradient, keep_graph, self.devices)
+            self._executor.run(joint.name, tasks, goes_on=True)
+            self.meter.add(tasks)
         else:
             backward_at_once(joint.graphs, gradient, keep_graph)
         self.meter.stop()
         self.reduce()
-        self._planner.record_success(training=True)
-        self._interrupted = None
+        self.planner.record_success(training=True)
+        self.interrupted = None
 
     # Its stages
 
     @stage("plan")
-    def plan(self, batch: Any, *, training: bool = True) -> Plan:
+    def plan(self, batch: Any, *, training: bool = True, telling: bool = False) -> Plan:
         """Decides which samples each device gets, once for everything in the batch.
 
         A module may say by a method `batch_size(batch)` how many samples there are.
+
+        Args:
+            batch: as the user's code has it.
+            training: whether it is trained on.
+            telling: whether shards are to be unequal, to show what counts samples.
         """
-        self._planner.learn(self.meter.latest)
+        self.planner.learn(self.meter.latest)
         self._forget_step()
         n, reading = infer_for(self.module, batch, self._dim, columns=self._columns)
         if n is None and self._expects_samples:
@@ -185,13 +195,18 @@ class Engine:
                 stacklevel=2,
             )
         if not n:
-            return self._planner.whole()
+            return self.planner.whole()
         costs = partial(sample_costs, self.module, batch, n, self._cost_key)
-        return self._planner.plan(n, costs, training=training, reading=reading)
+        least = self._least(training) if telling else None
+        return self.planner.plan(n, costs, training=training, reading=reading, telling=least)
 
     @stage("scatter")
     def scatter(
-        self, batch: Any, transfer: Transfer = to_device, plan: Plan | None = None
+        self,
+        batch: Any,
+        transfer: Transfer = to_device,
+        plan: Plan | None = None,
+        dims: StepDims | None = None,
     ) -> Shards:
         """Cuts a batch and moves each shard to its device.
 
@@ -202,16 +217,17 @@ class Engine:
             batch: what is cut; one in which there is nothing to cut goes to the root alone.
             transfer: moves a shard to its device.
             plan: which samples go where; None to decide it.
+            dims: what is known of this kind of step.
         """
-        plan = plan or self.plan(batch)
+        plan, dims = plan or self.plan(batch), dims or self.dims.of("", training=True)
         if plan.whole:
-            return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True)
+            return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True, dims=dims)
         sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
         inferred = Inferred(sum(sizes), plan.reading)
         parts = cut_for(self.module, batch, inferred, sizes, self._dim, plan.order)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
-        return Shards(plan.sizes, moved, order=plan.order)
+        return Shards(plan.sizes, moved, order=plan.order, dims=dims)
 
     @stage("replicate")
     def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
@@ -235,22 +251,19 @@ class Engine:
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
+        shards.dims.has_seen(shards.sizes)
         training = call.training
         self.calls = Calls(shards.active_sizes, shards.active_order, self._dim)
         if training and not shards.whole:
             self.meter.start(shards.sizes)
-        context = self._context(self.replicas, call.name, shards, call.constants, self._is_rerun)
+        context = self._context(self.replicas, call.name, shards, self._is_rerun)
         with context, self.replicas.writing() if training else nullcontext():
-            tasks = [
-                self._task(
-                    k, shards, call.name, partial(call.on_replica, modules[k], shards.parts[k])
-                )
-                for k in shards.active
-            ]
-            outputs = self._run(call.name, tasks, self.calls, training=training)
+            tasks = call.tasks(modules, shards, self.devices)
+            outputs = self._executor.run(call.name, tasks, calls=self.calls)
         if training:
             self.reducer.after_forward(shards)
             self.meter.count(shards.sizes)
+            self.meter.add(tasks)
         else:
             self.replicas.adopt_rows(shards.active)
         if training and not call.has_backward:
@@ -262,81 +275,20 @@ class Engine:
         """What one device would have returned for the whole batch, on the output device."""
         result = call.gather(outputs, shards)
         if not call.has_backward:
-            self._planner.record_success(training=call.training)
+            self.planner.record_success(training=call.training)
         return result
+
+    def _least(self, training: bool) -> int:
+        """The fewest samples that a replica is to have: batch norm needs two to train."""
+        layers = self.module.modules() if training else ()
+        return 1 + any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
 
     @stage("reduce")
     def reduce(self) -> None:
         """The sums of the replicas' gradients become the root's."""
         self.reducer.after_backward()
 
-    # What calls ask for
-
-    def join(
-        self,
-        outputs: Sequence[Any],
-        sizes: Sequence[int],
-        constants: tuple[Any, ...] = (),
-        order: Order | None = None,
-    ) -> Any:
-        """The replicas' outputs as one, on the output device; see `gather`."""
-        return gather(
-            outputs,
-            self.output_device,
-            self._dim,
-            sizes=sizes,
-            scalars=self._scalars,
-            overrides=self._overrides,
-            constants=constants,
-            order=order,
-        )
-
     # Around it
-
-    def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
-        """A step; where memory runs out, again with fewer samples there.
-
-        Args:
-            call: see `step`.
-            batch: see `step`.
-            shards: the batch, if it was cut already.
-        """
-        try:
-            return self.step(call, batch if shards is None else shards)
-        except torch.OutOfMemoryError as error:
-            attempt, trial = partial(self.step, call, batch), partial(self._try_part, call, batch)
-            return self._recovery.retry(
-                call.name, attempt, trial, self._undo, error, training=call.training
-            )
-
-    def rerun(
-        self,
-        call: ReplicaCall,
-        batch: Any,
-        context: Callable[[], AbstractContextManager[None]],
-        error: torch.OutOfMemoryError,
-    ) -> None:
-        """Does a step and its backward again, after the joint loss's backward ran out of memory.
-
-        What the step has logged and left on the module was right, and stays.
-
-        Args:
-            call: the step's.
-            batch: the step's.
-            context: makes what surrounds a step.
-            error: what the backward raised; raised again if it was not the joint loss's.
-        """
-        gradient, self._interrupted = self._interrupted, None
-        if gradient is None:
-            raise error
-
-        def attempt() -> None:
-            with context(), self.rerunning():
-                result = self.step(call, batch)
-            call.finish(result, gradient)
-
-        name, trial = f"{call.name}'s backward", partial(self._try_part, call, batch)
-        self._recovery.retry(name, attempt, trial, self._undo, error, training=True)
 
     @contextlib.contextmanager
     def rerunning(self) -> Iterator[None]:
@@ -347,26 +299,7 @@ class Engine:
         finally:
             self._is_rerun = False
 
-    def resync(self) -> None:
-        """Makes the next step copy everything to the replicas, changed or not."""
-        self.reducer.settle()
-        self.reducer.reduce_waiting()
-        self._stale = set(range(len(self.devices)))
-
-    def close(self) -> None:
-        """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
-        self.reducer.settle()
-        self._executor.close()
-        self.meter.read_peaks()
-
-    def _try_part(self, call: ReplicaCall, batch: Any, plan: Plan) -> None:
-        """Does a step with a part of its batch, and leaves no trace of it but in buffers."""
-        with call.without_trace():
-            with self.rerunning():
-                result = self.step(call, batch, plan)
-            call.finish(result)
-
-    def _undo(self) -> None:
+    def undo(self) -> None:
         """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
         self.reducer.undo()
         if self._snapshot is not None:
@@ -380,40 +313,14 @@ class Engine:
         if self._snapshot is not None:
             self._snapshot.drop()
 
-    def _backward_in_workers(
-        self, joint: JointBackward, gradient: Tensor, keep_graph: bool
-    ) -> None:
-        """On the CPU: a backward for each replica, as on the calling thread they would queue."""
-        tasks = [
-            self._task(
-                graph.replica,
-                joint.shards,
-                "backward",
-                partial(graph.loss.backward, gradient * graph.weight, retain_graph=keep_graph),
-            )
-            for graph in joint.graphs
-        ]
-        self._run(joint.name, tasks, goes_on=True)
+    def resync(self) -> None:
+        """Makes the next step copy everything to the replicas, changed or not."""
+        self.reducer.settle()
+        self.reducer.reduce_waiting()
+        self._stale = set(range(len(self.devices)))
 
-    def _task(self, k: int, shards: Shards, stage: str, call: Callable[[], Any]) -> Task:
-        return Task(k, self.devices[k], call, partial(_context, stage, shards, k))
-
-    def _run(
-        self,
-        kind: str,
-        tasks: Sequence[Task],
-        calls: Calls | None = None,
-        *,
-        training: bool = True,
-        goes_on: bool = False,
-    ) -> list[Any]:
-        results = self._executor.run(kind, tasks, goes_on=goes_on, calls=calls)
-        if training:
-            for task in tasks:
-                self.meter.add(task.replica, task.seconds)
-        return results
-
-
-def _context(stage: str, shards: Shards, k: int) -> str:
-    """Completes the sentence "in replica 2 on cuda:1, ..." in an error."""
-    return f", {stage}, {shards.samples(k)}"
+    def close(self) -> None:
+        """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
+        self.reducer.settle()
+        self._executor.close()
+        self.meter.read_peaks()

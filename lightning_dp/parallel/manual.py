@@ -57,21 +57,22 @@ class ManualStep(EvaluationStep):
         self.engine.reducer.settle()
         self._gradients.adopt()
         with torch.no_grad():
-            return self.joined(outputs, self.constants)
+            return self.joined(outputs)
 
     def end(self) -> None:
         """Gradients are the root's alone, also after an error."""
         if hasattr(self, "_gradients"):
             self._gradients.drop()
 
-    def joined(self, outputs: Sequence[Any], constants: tuple[Any, ...] = ()) -> Any:
+    def joined(self, outputs: Sequence[Any]) -> Any:
         """What one device would have, where the replicas have `outputs`."""
         engine, shards = self.engine, self.shards
         if engine.loss_reduction == "sum" and isinstance(outputs[0], Tensor):
             return gather(outputs, engine.output_device, overrides={"": "sum"})
         if isinstance(outputs[0], Tensor) and items_of(outputs[0]) is not None:
             return join_losses(self._graphs(outputs), engine.output_device)
-        return engine.join(outputs, shards.active_sizes, constants, shards.active_order)
+        sizes, order = shards.active_sizes, shards.active_order
+        return engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
 
     def _graphs(self, losses: Sequence[Tensor]) -> list[Graph]:
         """The losses of all replicas, with their weights."""

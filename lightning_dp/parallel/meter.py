@@ -19,6 +19,7 @@ from lightning_dp.parallel.devices import (
     reset_peak_memory,
 )
 from lightning_dp.parallel.split import Sizes, StepUsage
+from lightning_dp.parallel.workers import Task
 
 _UNREAD = 16
 """Steps that may wait for a GPU to be through with them; older ones are dropped."""
@@ -112,11 +113,12 @@ class Meter:
         """What was counted stays."""
         self._counted = ()
 
-    def add(self, k: int, seconds: float) -> None:
-        """A worker spent so many seconds in calls of replica k."""
-        self.usage[k].busy_seconds += seconds
-        if self._steps is not None:
-            self._steps.add(k, seconds)
+    def add(self, tasks: Sequence[Task]) -> None:
+        """The workers spent their seconds in these calls."""
+        for task in tasks:
+            self.usage[task.replica].busy_seconds += task.seconds
+            if self._steps is not None:
+                self._steps.add(task.replica, task.seconds)
 
     def stop(self) -> None:
         """The step's work has been handed to the devices."""

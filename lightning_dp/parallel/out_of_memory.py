@@ -6,18 +6,90 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import nn
 
+from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.devices import empty_cache, memory_text, out_of_memory_count
+from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.split import Plan, Planner, Sizes
-from lightning_dp.parallel.torch_private import copy_to_each
 
 T = TypeVar("T")
 
 log = logging.getLogger("lightning_dp")
+
+
+class RecoveringEngine(Engine):
+    """An engine whose steps run again where a device ran out of memory.
+
+    It costs nothing until memory runs out, but for a snapshot of buffers where devices can.
+
+    Args:
+        module: the user's module.
+        devices: the replicas' devices, root first.
+        options: those of `Engine`.
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device], **options: Any) -> None:
+        super().__init__(module, devices, **options)
+        self._recovery = Recovery(devices, self.planner)
+
+    def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
+        """A step; where memory runs out, again with fewer samples there.
+
+        Args:
+            call: see `step`.
+            batch: see `step`.
+            shards: the batch, if it was cut already.
+        """
+        try:
+            return self.step(call, batch if shards is None else shards)
+        except torch.OutOfMemoryError as error:
+            attempt, trial = partial(self.step, call, batch), partial(self._try_part, call, batch)
+            return self._recovery.retry(
+                call.name, attempt, trial, self.undo, error, training=call.training
+            )
+
+    def rerun(
+        self,
+        call: ReplicaCall,
+        batch: Any,
+        context: Callable[[], AbstractContextManager[None]],
+        error: torch.OutOfMemoryError,
+    ) -> None:
+        """Does a step and its backward again, after the joint loss's backward ran out of memory.
+
+        What the step has logged and left on the module was right, and stays.
+
+        Args:
+            call: the step's.
+            batch: the step's.
+            context: makes what surrounds a step.
+            error: what the backward raised; raised again if it was not the joint loss's.
+        """
+        gradient, self.interrupted = self.interrupted, None
+        if gradient is None:
+            raise error
+
+        def attempt() -> None:
+            with context(), self.rerunning():
+                result = self.step(call, batch)
+            call.finish(result, gradient)
+
+        name, trial = f"{call.name}'s backward", partial(self._try_part, call, batch)
+        self._recovery.retry(name, attempt, trial, self.undo, error, training=True)
+
+    def _try_part(self, call: ReplicaCall, batch: Any, plan: Plan) -> None:
+        """Does a step with a part of its batch, and leaves no trace of it but in buffers."""
+        with call.without_trace():
+            with self.rerunning():
+                result = self.step(call, batch, plan)
+            call.finish(result)
 
 
 class Recovery:
@@ -156,36 +228,3 @@ def _forget(error: BaseException | None) -> None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__context__
-
-
-class Snapshot:
-    """The values of buffers at one moment; taken again and again into the same memory."""
-
-    def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-        self._values: list[Tensor] = []
-
-    @torch.no_grad()
-    def take(self, buffers: Sequence[Tensor | None]) -> None:
-        """Copies the buffers."""
-        self._buffers = [buffer for buffer in buffers if buffer is not None]
-        pairs = zip(self._buffers, self._values, strict=False)
-        if len(self._buffers) != len(self._values) or not all(_are_alike(*pair) for pair in pairs):
-            self._values = [buffer.clone() for buffer in self._buffers]
-        elif self._values:
-            copy_to_each(self._values, self._buffers)
-
-    def drop(self) -> None:
-        """There is nothing to restore any more; the memory is kept for the next one."""
-        self._buffers = []
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Gives the buffers their values back, without a trace, as batch norm writes to its own."""
-        for buffer, value in zip(self._buffers, self._values, strict=False):
-            if not torch.equal(buffer, value):
-                buffer.data.copy_(value)
-
-
-def _are_alike(buffer: Tensor, value: Tensor) -> bool:
-    return (buffer.shape, buffer.dtype, buffer.device) == (value.shape, value.dtype, value.device)

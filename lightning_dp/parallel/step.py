@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, to_device
-from lightning_dp.parallel.call import ReplicaCall
-from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.call import ReplicaCall, Transfer
 from lightning_dp.parallel.gradients import (
     GradientsAside,
     Graph,
@@ -24,10 +23,11 @@ from lightning_dp.parallel.gradients import (
     loss_of,
     loss_weights,
 )
+from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.torch_private import hooked
 
 
-class StepParallel(Engine):
+class StepParallel(RecoveringEngine):
     """Runs a method of a module on all replicas, each on its shard of the batch.
 
     What comes back is what one device would have returned: outputs in order, the loss of the
@@ -108,10 +108,11 @@ class EvaluationStep(ReplicaCall):
         engine: StepParallel,
         method: str,
         args: tuple[Any, ...] = (),
-        transfer: Callable[[Any, torch.device], Any] = to_device,
+        transfer: Transfer = to_device,
     ) -> None:
-        super().__init__(method, args, training=self.training, transfer=transfer)
+        super().__init__(method, training=self.training, transfer=transfer)
         self.engine = engine
+        self.args = args
 
     def begin(self, shards: Shards) -> None:
         """Remembers the shards: an optimizer's closure may come for the same ones again."""
@@ -119,11 +120,12 @@ class EvaluationStep(ReplicaCall):
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """The replica's own method."""
-        return getattr(module, self.name)(shard, *self.constants)
+        return getattr(module, self.name)(shard, *self.args)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """See `gather`."""
-        return self.engine.join(outputs, shards.active_sizes, self.constants, shards.active_order)
+        sizes, order = shards.active_sizes, shards.active_order
+        return self.engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
 
 
 class TrainingStep(EvaluationStep):
@@ -157,7 +159,7 @@ class TrainingStep(EvaluationStep):
             return joint
         order = None if shards.order is None else [shards.order[k] for k in returned]
         extras = [step.extras for step in steps]
-        joined = self.engine.join(extras, sizes, self.constants, order)
+        joined = self.engine.join(extras, sizes=sizes, order=order, dims=shards.dims)
         has_count = counts and "num_items" in next(iter(returned.values()))
         return {"loss": joint, **joined, **({"num_items": sum(counts or ())} if has_count else {})}
 

@@ -7,8 +7,11 @@ tells the name and the release, unless it is said below what happens instead.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from functools import partial
 from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -20,15 +23,11 @@ from torch.utils import _device, _python_dispatch
 
 Tensors: TypeAlias = Sequence[Tensor]
 Table: TypeAlias = dict[str, Any]
-"""A table of a module, as it is: parameters, buffers or children by name, or None for one."""
+Functions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 
 
 def found(owner: Any, name: str) -> Any:
-    """A private name of torch's.
-
-    Raises:
-        ImportError: this release of torch has it no longer.
-    """
+    """A private name of torch's, or an ImportError that tells the release that has it no longer."""
     if not hasattr(owner, name):
         where = getattr(owner, "__name__", type(owner).__name__)
         raise ImportError(
@@ -49,7 +48,6 @@ def _getter(example: Any, *names: str) -> Any:
 
 
 # Modules
-
 
 parameter_table: Callable[[nn.Module], Table] = _getter(nn.Module(), "_parameters")
 """The parameters of a module itself. `named_parameters` leaves out None, and takes its time."""
@@ -86,8 +84,7 @@ FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_fo
 
 def copy_hook_tables(attributes: dict[str, Any]) -> None:
     """Gives a module, by its `__dict__`, tables of its own with the hooks that it has."""
-    for name in _HOOK_TABLES:
-        attributes[name] = OrderedDict(attributes[name])
+    attributes.update({name: OrderedDict(attributes[name]) for name in _HOOK_TABLES})
 
 
 compiled_call: Callable[[nn.Module], Any] = _getter(nn.Module, "_compiled_call_impl")
@@ -95,17 +92,8 @@ compiled_call: Callable[[nn.Module], Any] = _getter(nn.Module, "_compiled_call_i
 
 
 def compiled_inner(module: nn.Module) -> nn.Module | None:
-    """What is in the wrapper that `torch.compile(module)` returns; None for any other module.
-
-    Gone: no wrapper is known as one, and its replicas compute with the root's weights.
-    """
+    """What `torch.compile(module)` wraps, or None. Gone: None, and replicas use root weights."""
     return child_table(module).get("_orig_mod")
-
-
-def compiled_like(wrapper: nn.Module, inner: nn.Module) -> nn.Module:
-    """A wrapper around another module; only the first one's context knows its options."""
-    new: nn.Module = type(wrapper)(inner, wrapper.dynamo_ctx)
-    return new
 
 
 BatchNorm = batchnorm._BatchNorm
@@ -121,10 +109,7 @@ def check_batch_norm_input(layer: BatchNorm, x: Tensor) -> None:
 
 
 def format_versions(state_dict: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The versions of their formats that modules have noted, by path.
-
-    Gone: None. Weights are then loaded as if the oldest releases had saved them.
-    """
+    """The versions that modules have noted, by path. Gone: None, as of the oldest releases."""
     return getattr(state_dict, "_metadata", None)
 
 
@@ -134,15 +119,11 @@ def set_format_versions(state_dict: OrderedDict[str, Any], versions: Mapping[str
 
 
 def is_extra_state(key: str) -> bool:
-    """Whether a key of a state dict is what a module's `get_extra_state` has returned.
-
-    Gone: checkpoints have it nevertheless.
-    """
+    """Whether a key of a state dict is that of `get_extra_state`. Gone: not in files."""
     return key.endswith("_extra_state")
 
 
 # Tensors
-
 
 version: Callable[[Tensor], int] = _getter(Tensor, "_version")
 """How often a tensor was written to, though not through `.data`. Inference tensors raise."""
@@ -164,15 +145,10 @@ flattened: Callable[[Tensors], Tensor] = found(torch._utils, "_flatten_dense_ten
 
 
 class ParameterHooks(NamedTuple):
-    """Hooks of a parameter; a table is None as long as there has been no hook.
-
-    Attributes:
-        on_gradient: of `register_hook`: given the gradient, they may return another one.
-        on_parameter: of `register_post_accumulate_grad_hook`: given the parameter.
-    """
+    """Those of `register_hook` and `register_post_accumulate_grad_hook`; None before the first."""
 
     on_gradient: Mapping[int, Callable[[Tensor], Tensor | None]] | None
-    on_parameter: Mapping[int, Callable[[Tensor], None]] | None
+    on_parameter: Mapping[int, Callable[[Tensor], Any]] | None
 
 
 _hooks_of = _getter(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -183,9 +159,8 @@ def hooked(parameters: Iterable[Tensor]) -> list[int]:
     return [i for i, (a, b) in enumerate(map(_hooks_of, parameters)) if a or b]
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether autograd calls a hook with the gradient, and with None where there is none."""
-    return bool(parameter._backward_hooks)
+gradient_hooks: Callable[[Tensor], Mapping[int, Any] | None] = _getter(Tensor, "_backward_hooks")
+"""Those that autograd calls with the gradient, and with None where there is none."""
 
 
 def take_hooks_off(parameter: Tensor) -> ParameterHooks:
@@ -203,7 +178,6 @@ def put_hooks_back(parameter: Any, hooks: ParameterHooks) -> None:
 
 # Autograd
 
-
 is_profiling: Callable[[], bool] = found(_AUTOGRAD, "_profiler_enabled")
 """Whether a profiler wants to know of ranges."""
 
@@ -213,9 +187,15 @@ keeps_graph: Callable[[], bool] = found(_AUTOGRAD, "_get_current_graph_task_keep
 will_run: Callable[[Any], bool] = found(torch._C, "_will_engine_execute_node")
 """In a node: whether this backward, which may be for some `inputs=` alone, runs another node."""
 
-_backward_id = found(torch._C, "_current_graph_task_id")
-_saved_tensors_functions = found(_AUTOGRAD, "_top_saved_tensors_default_hooks")
 _engine = found(torch.autograd.Variable, "_execution_engine")
+at_end_of_backward: Callable[[Callable[[], None]], None] = _engine.queue_callback
+"""In a node: lets this backward, once it has run all nodes, call something."""
+
+_top_functions = found(_AUTOGRAD, "_top_saved_tensors_default_hooks")
+saved_tensors_functions: Callable[[], Functions | None] = partial(_top_functions, False)
+"""What the innermost `saved_tensors_hooks` of the calling thread was given."""
+
+_backward_id = found(torch._C, "_current_graph_task_id")
 
 
 def is_in_backward() -> bool:
@@ -223,28 +203,52 @@ def is_in_backward() -> bool:
     return bool(_backward_id() != -1)
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """In a node: lets this backward, once it has run all nodes, call something."""
-    _engine.queue_callback(callback)
+_run_backward = found(torch.autograd, "_engine_run_backward")
+_handler: ContextVar[Callable[..., None] | None] = ContextVar("_handler", default=None)
+_users: set[object] = set()
+_lock = threading.Lock()
 
 
-def saved_tensors_functions() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The functions of the innermost `saved_tensors_hooks` of the calling thread."""
-    functions: tuple[Any, Any] | None = _saved_tensors_functions(False)
-    return functions
+def _run_or_hand_over(*args: Any, **options: Any) -> Any:
+    run, handler = partial(_run_backward, *args, **options), _handler.get()
+    # torch.autograd.grad comes here, too.
+    return handler(run, *args) if handler and options.get("accumulate_grad") else run()
+
+
+@contextlib.contextmanager
+def backwards_go_to(handler: Callable[..., None]) -> Iterator[None]:
+    """In this context, and in copies of it, a handler is given each backward that fills `.grad`.
+
+    That is `loss.backward()` and `torch.autograd.backward`, by whatever name: both end in one
+    function. It alone is replaced, as long as anybody has a handler; others go straight through.
+
+    Args:
+        handler: called with a function that runs the backward, the tensors and their gradients
+            (a sequence each; None for a tensor without a graph), `retain_graph`, `create_graph`
+            and the sequence of inputs, which is empty for all leaves.
+    """
+    user, before = object(), _handler.get()
+    try:  # from here on an interrupt finds its way to `finally`
+        _update(_users.add, user)
+        _handler.set(handler)
+        yield
+    finally:
+        _handler.set(before)
+        _update(_users.discard, user)
+
+
+def _update(change: Callable[[object], None], user: object) -> None:
+    with _lock:
+        change(user)
+        function = _run_or_hand_over if _users else _run_backward
+        torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]
 
 
 # Modes
 
 
 class Modes(NamedTuple):
-    """What a thread is in, outermost first.
-
-    Attributes:
-        default_device: of `torch.set_default_device` or `with torch.device(...)`, or None.
-        function: torch function modes, but for that of the default device.
-        dispatch: torch dispatch modes.
-    """
+    """What a thread is in, outermost first; a default device apart from torch function modes."""
 
     default_device: torch.device | None
     function: tuple[Any, ...]
@@ -268,14 +272,9 @@ def current_modes() -> Modes:
 
 
 def enter_modes(modes: Modes, stack: contextlib.ExitStack) -> None:
-    """Gives the calling thread these modes until the stack is closed.
-
-    They are pushed: to enter them writes to the objects, or to a global that names the default
-    device, and other threads are entering the same ones.
-    """
+    """Gives a thread these modes until the stack is closed. Entered, they would be written to."""
     if modes.default_device is not None:
-        _push_function_mode(_device.DeviceContext(modes.default_device))
-        stack.callback(_pop_function_mode)
+        stack.enter_context(modes.default_device)  # which pushes, too, and writes nothing else
     for mode in modes.function:
         _push_function_mode(mode)
         stack.callback(_pop_function_mode)
@@ -285,7 +284,6 @@ def enter_modes(modes: Modes, stack: contextlib.ExitStack) -> None:
 
 
 # Devices that are not torch's own
-
 
 out_of_tree_backend: Callable[[], str] = found(torch._C, "_get_privateuse1_backend_name")
 """The name of the one kind of device that a package may add; "privateuseone" if none has."""

@@ -6,5 +6,4 @@ attributes that a step has bound stay (`module_state`), and that options of opti
 """
 
 from lightning_dp.state.module_state import ModuleState as ModuleState
-from lightning_dp.state.module_state import StateMemory as StateMemory
 from lightning_dp.state.optimizer_groups import changed_once as changed_once

@@ -28,26 +28,18 @@ class Merge:
     under new keys of a dict are gathered; an entry that only some replicas have written is theirs,
     that of the last samples; counts are added up. Tuples and containers in containers are entered.
 
+    Which of the two it is, shards of unequal sizes tell, see `StepDims`.
+
     Args:
         output_device: where the items end up.
-        args: what the step was called with besides its shard.
         shards: the step's shards.
-        per_sample: which lists get one item per sample, and which counts one per sample, from
-            step to step.
     """
 
-    def __init__(
-        self,
-        output_device: torch.device,
-        args: tuple[Any, ...],
-        shards: Shards,
-        per_sample: dict[Path, bool],
-    ) -> None:
+    def __init__(self, output_device: torch.device, shards: Shards) -> None:
         self._output_device = output_device
-        self._args = args
         self._sizes = shards.active_sizes
         self._order = shards.active_order
-        self._per_sample = per_sample
+        self._dims = shards.dims
 
     def into(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
         """Makes `root` of what it was `before` and is `after` the step on every replica.
@@ -128,7 +120,7 @@ class Merge:
                 root[key] = copied(empty)
                 yield from self.into((*path, key), empty, values, root[key])
             else:
-                root[key] = self._gathered(values, sizes, order)
+                root[key] = self._gathered((*path, key), values, sizes, order)
 
     def _count(
         self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
@@ -136,12 +128,11 @@ class Merge:
         """Samples are counted by each replica, batches by all of them."""
         keys = dict.fromkeys(key for other in after for key in other)
         added = [{k: other[k] - before.get(k, 0) for k in keys if k in other} for other in after]
+        totals = [sum(counts.values()) for counts in added]
         differ = any(counts != added[0] for counts in added)
-        if max(self._sizes) > 1:
-            totals = [sum(counts.values()) for counts in added]
-            self._per_sample[path] = differ or totals == self._sizes
+        counts = differ or self._counts(path, totals) if any(totals) else differ
         # Of batches, one replica's count is right; the root's own, where it had no samples, is not.
-        counted = added if differ or self._per_sample.get(path, True) else added[:1]
+        counted = added if counts else added[:1]
         for key in keys:
             root[key] = before.get(key, 0) + sum(counts.get(key, 0) for counts in counted)
 
@@ -158,12 +149,32 @@ class Merge:
             counts = [
                 [len(x) - len(old) for x in row] for row, old in zip(lists, olds, strict=True)
             ]
-            if any(len(set(row)) > 1 for row in counts):
-                self._per_sample.update(dict.fromkeys(((*path, key) for key in keys), True))
+            differs = next((row for row in counts if len(set(row)) > 1), None)
+            for key in keys if differs else ():
+                self._dims.counts((*path, key), differs or (), self._sizes)
 
-    def _gathered(self, values: list[Any], sizes: list[int], order: Order | None) -> Any:
-        device, args = self._output_device, self._args
-        return gather(values, device, sizes=sizes, constants=args, order=order)
+    def _counts(self, path: Path, numbers: list[int]) -> bool:
+        """Whether numbers of all replicas are of samples, and not of batches."""
+        counts = self._dims.counts(path, numbers, self._sizes)
+        if counts is None and numbers == self._sizes:
+            self._say_guess(path, numbers)
+            return True
+        return bool(counts)
+
+    def _gathered(
+        self, path: Path, values: list[Any], sizes: list[int], order: Order | None, i: int = 0
+    ) -> Any:
+        """What is new at a path, the i-th of several that are."""
+        number, name, *keys = path
+        return gather(
+            values,
+            self._output_device,
+            sizes=sizes,
+            order=order,
+            dims=self._dims,
+            where=("self", number, i),
+            at=(tree.Attribute(name), *keys),
+        )
 
     def _appended(
         self,
@@ -176,15 +187,29 @@ class Merge:
     ) -> list[Any]:
         """The items that one device would have appended; in turn, if they are surely samples'."""
         counts = [len(tail) for tail in tails]
-        known = self._per_sample
-        differ = len(set(counts)) > 1
-        if max(sizes) > 1 and any(counts) and not (known.get(path) and type(path[-1]) is int):
-            known[path] = counts == sizes or differ
-        if in_turn or differ or known.get(path, _are_labels(tails)):
+        if in_turn or len(tails) == 1 or (any(counts) and self._are_of_samples(path, tails, sizes)):
             appended = [to_device(item, self._output_device) for tail in tails for item in tail]
             places = None if order is None or counts != sizes else batch_order(order)
             return appended if places is None else [appended[i] for i in places]
-        return [self._gathered(list(items), sizes, order) for items in zip(*tails, strict=True)]
+        rows = enumerate(zip(*tails, strict=True))
+        return [self._gathered(path, list(items), sizes, order, i) for i, items in rows]
+
+    def _are_of_samples(self, path: Path, tails: list[list[Any]], sizes: list[int]) -> bool:
+        """Whether new items belong to samples, and not to the batch."""
+        counts = [len(tail) for tail in tails]
+        known = self._dims.counts(path, counts, sizes)
+        if known is not None or counts != sizes or not (sizes[0] > 1 or _are_labels(tails)):
+            return bool(known)
+        self._say_guess(path, counts)
+        return True
+
+    def _say_guess(self, path: Path, counts: list[int]) -> None:
+        name = tree.name((tree.Attribute(path[1]), *path[2:]), "self")
+        self._dims.say(
+            path,
+            f"{name}: {counts[0]} more on every replica, as many as it has samples, are taken for "
+            "one per sample. Shards of unequal sizes would tell.",
+        )
 
 
 def is_container(value: Any) -> bool:

@@ -1,20 +1,25 @@
-"""What a step leaves on `self`: items in containers, and attributes bound anew."""
+"""What a step leaves on `self`: items in containers, and attributes bound anew.
+
+Looked at before and after a step is only whether anything has changed: values and items by
+identity, all at once. What has changed is looked at closely, attribute by attribute.
+"""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, repeat
+from operator import attrgetter, is_not, ne
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.lightning_private import is_device
-from lightning_dp.parallel.batch import Shards, tree
-from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.batch import Shards, judge, tree
+from lightning_dp.parallel.replicas import AttributeVersions, Replicas
 from lightning_dp.parallel.torch_private import version
-from lightning_dp.state.containers import Merge, Path, agree, copied, is_container, refill
-
-Attributes: TypeAlias = dict[str, Any]
+from lightning_dp.state.containers import Merge, Path, agree, is_container, refill
+from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _ABSENT = object()
@@ -34,22 +39,8 @@ _OF_ENTRIES = (
 )
 
 
-class StateMemory:
-    """What is known from earlier steps.
-
-    Attributes:
-        per_sample: which lists get one item per sample (True) or per batch (False); shards of one
-            sample cannot tell.
-        warned: attributes that were warned about.
-    """
-
-    def __init__(self) -> None:
-        self.per_sample: dict[Path, bool] = {}
-        self.warned: set[tuple[int, str]] = set()
-
-
 class ModuleState:
-    """The attributes of the user's modules before a step, to be settled after it.
+    """The attributes of the user's modules, from `begin` before a step to `settle` after it.
 
     Items: replica 0, which is the module, appends to its own list, deque or dict, the others to
     copies; afterwards they are merged into what one device would have, see `containers`. Where the
@@ -59,45 +50,62 @@ class ModuleState:
     a warning names the attribute, once. Where they are tensors (the state of a recurrent network,
     a mask that is made once), every replica goes on from its own.
 
+    Looked at are the attributes of all modules that are not torch's.
+
     Args:
-        replicas: the replicas; looked at are the attributes of all modules that are not torch's.
-        shards: the step's shards.
         output_device: where the items end up.
-        args: what the step was called with besides its shard.
-        memory: carried from step to step.
     """
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        shards: Shards,
-        output_device: torch.device,
-        args: tuple[Any, ...],
-        memory: StateMemory,
-    ) -> None:
-        self._memory = memory
-        self._replicas = replicas
-        self._active = shards.active
-        self._merge = Merge(output_device, args, shards, memory.per_sample)
-        modules = replicas.submodules
-        self._modules = [
-            _ModuleAttributes(root, j, [modules[k][j] for k in shards.active])
-            for j, root in enumerate(modules[0])
-            if not type(root).__module__.startswith("torch.")
-        ]
+    def __init__(self, output_device: torch.device) -> None:
+        self._output_device = output_device
+        self._warned: set[tuple[int, str]] = set()
+        self._submodules: list[list[nn.Module]] = []
 
-    def settle(self) -> None:
-        """Gives the module what the replicas' steps left on them."""
-        for module in self._modules:
-            for name, before, after in module.containers():
-                path = (module.number, name)
-                for entry in self._merge.into(path, before, after, module.root[name]):
+    def begin(self, submodules: list[list[nn.Module]], active: Sequence[int]) -> None:
+        """Notes what the modules have before a step.
+
+        Args:
+            submodules: those of all replicas, which have followed the root.
+            active: the replicas that are going to work.
+        """
+        if submodules is self._submodules:
+            self._look_again()
+        else:
+            self._begin_with(submodules)
+        self._versions = list(map(version, self._tensors))
+        # What the root has bound is known; other replicas may have values of their own.
+        first = active[0]
+        self._of_first = [dict(m.replicas[first]) if first else m.bound for m in self._modules]
+
+    def settle(self, replicas: Replicas, shards: Shards) -> None:
+        """Gives the module what the replicas' steps left on them.
+
+        Args:
+            replicas: those that worked.
+            shards: what with.
+        """
+        active = shards.active
+        merge = Merge(self._output_device, shards)
+        changed = self._changed_containers()
+        changed |= {m.containers[name] for m, name in self._strays() if name in m.containers}
+        for container in sorted(changed, key=attrgetter("place")):
+            number, name = path = container.place
+            module = self._by_number[number]
+            after = [replica.get(name) for replica in module.of(active)]
+            if module.root.get(name) is container.value:
+                for entry in merge.into(path, container.items, after, container.value):
                     self._warn(module, name, entry[2:])
-            for name in module.written():
+        versions = map(version, self._tensors)
+        written = set(map(id, compress(self._tensors, map(ne, versions, self._versions))))
+        for module in self._modules if written else ():
+            for name in module.written(active, written):
                 self._warn(module, name, text=_IN_PLACE)
-            for name, differs in module.rebound():
-                for k in self._active if module.holds_tensors(name) else ():
-                    self._replicas.keep(k, module.number, name)
+        for module, before in self._rebound(active[0]):
+            for name, differs in module.rebound(active, before):
+                for k in active if module.holds_tensors(name, active) else ():
+                    replicas.keep(k, module.number, name)
+                if module.holds_samples(name, shards):
+                    shards.dims.keep_sizes()
                 if differs:
                     self._warn(module, name)
 
@@ -106,18 +114,75 @@ class ModuleState:
         for module in self._modules:
             module.undo()
 
-    def release(self) -> None:
-        """Lets the replicas share the module's containers again, also after an error."""
-        for module in self._modules:
-            module.release()
+    def _begin_with(self, submodules: list[list[nn.Module]]) -> None:
+        self._submodules = submodules
+        self._modules = [
+            _ModuleAttributes(j, [module.__dict__ for module in modules], type(modules[0]))
+            for j, modules in enumerate(zip(*submodules, strict=True))
+            if not type(modules[0]).__module__.startswith("torch.")
+        ]
+        self._by_number = {module.number: module for module in self._modules}
+        self._looks = AttributeVersions([module.root for module in self._modules])
+        self._seen = list(self._looks.versions)
+        self._list()
+
+    def _look_again(self) -> None:
+        """Brings what is known up to date with what anybody, or the latest step, has changed."""
+        modules = {module for module, _ in self._strays()}
+        modules.update(compress(self._modules, map(ne, self._looks.look(), self._seen)))
+        for module in modules:
+            module.examine()
+        self._seen = list(self._looks.versions)
+        if modules:
+            self._list()
+        for container in self._changed_containers():
+            container.renew()
+
+    def _list(self) -> None:
+        """Puts everything into flat lists, which are quick to compare."""
+        containers = [c for m in self._modules for c in m.containers.values()]
+        self._busy = [c for c in containers if c.is_busy]
+        self._quiet = [c for c in containers if not c.is_busy]
+        self._contents = Contents([part for c in self._quiet for part in c.live])
+        self._tensors = [value for m in self._modules for _, _, value in m.tensors]
+        places = [place for module in self._modules for place in module.places()]
+        self._owners = [(module, name) for module, _, name, _ in places]
+        self._attributes = [attributes for _, attributes, _, _ in places]
+        self._names = [name for _, _, name, _ in places]
+        self._values = [value for _, _, _, value in places]
+
+    def _strays(self) -> set[tuple[_ModuleAttributes, str]]:
+        """Where a replica has something else in the place of a container or a tensor."""
+        values = map(dict.get, self._attributes, self._names)
+        return set(compress(self._owners, map(is_not, values, self._values)))
+
+    def _changed_containers(self) -> set[CopiedContainer]:
+        """Those of which the items are others than they were.
+
+        Some change in nearly every step. The others are looked at all at once.
+        """
+        changed = {container for container in self._busy if container.differs()}
+        if self._contents.differ():
+            found = [container for container in self._quiet if container.differs()]
+            for container in found:
+                container.is_busy = True
+            changed.update(found)
+            self._list()
+        return changed
+
+    def _rebound(self, first: int) -> Iterable[tuple[_ModuleAttributes, Attributes]]:
+        """Modules on which the first replica may have bound something, and what it had before."""
+        pairs = zip(self._modules, self._of_first, strict=True)
+        changed = map(ne, self._looks.look(), self._seen)
+        return compress(pairs, changed) if first == 0 else pairs
 
     def _warn(
         self, module: _ModuleAttributes, name: str, path: Path = (), text: str | None = None
     ) -> None:
         key = (module.number, name)
-        if key in self._memory.warned:
+        if key in self._warned:
             return
-        self._memory.warned.add(key)
+        self._warned.add(key)
         text = text or _DIFFERENT + (_OF_ENTRIES if path else _OF_ATTRIBUTES)
         what = f"{module.type_name}.{tree.name(path, name)}"
         warnings.warn(
@@ -128,41 +193,56 @@ class ModuleState:
 
 
 class _ModuleAttributes:
-    """The attributes of one module, on the root and on the replicas that work."""
+    """The attributes of one module, on the root and on all other replicas."""
 
-    def __init__(self, root: nn.Module, number: int, replicas: list[nn.Module]) -> None:
+    def __init__(self, number: int, replicas: list[Attributes], module: type[nn.Module]) -> None:
         self.number = number
-        self.type_name = type(root).__qualname__
-        self.root: Attributes = root.__dict__
-        self._replicas: list[Attributes] = [replica.__dict__ for replica in replicas]
-        self._bound = {n: v for n, v in self.root.items() if n not in _OF_TORCH}
-        # A replica that refers to its own layers where the root refers to the root's is left out.
-        self._items = {
-            name: copied(value)
-            for name, value in self._bound.items()
-            if is_container(value) and all(replica.get(name) is value for replica in self._replicas)
-        }
-        for replica in self._others():
-            replica.update({name: copied(items) for name, items in self._items.items()})
-        self._tensors = [
-            (name, value, version(value))
-            for replica in self._others()
+        self.type_name = module.__qualname__
+        self.replicas = replicas
+        self.root = replicas[0]
+        self.containers: dict[str, CopiedContainer] = {}
+        self.examine()
+
+    def examine(self) -> None:
+        """Looks at all attributes, and gives the replicas containers of their own."""
+        self.bound = {n: v for n, v in self.root.items() if n not in _OF_TORCH}
+        containers = {n: self._container(n, v) for n, v in self.bound.items() if is_container(v)}
+        self.containers = {name: c for name, c in containers.items() if c is not None}
+        self.tensors = [
+            (replica, name, value)
+            for replica in self.replicas[1:]
             for name, value in replica.items()
             if isinstance(value, Tensor) and not value.is_inference()
         ]
 
-    def containers(self) -> list[tuple[str, Any, list[Any]]]:
-        """Name, items before, and the replicas' containers after the step."""
-        return [
-            (name, before, [replica.get(name) for replica in self._replicas])
-            for name, before in self._items.items()
-            if self.root.get(name) is self._bound[name]
-        ]
+    def _container(self, name: str, value: Any) -> CopiedContainer | None:
+        """None where a replica refers to its own layers, and the root to the root's."""
+        old = self.containers.get(name)
+        copies = old.copies if old else repeat(value)
+        for replica, own in zip(self.replicas[1:], copies, strict=False):
+            if replica.get(name) is not value and replica.get(name) is not own:
+                return None
+        if old is None or old.value is not value:
+            return CopiedContainer(value, self.replicas, (self.number, name))
+        old.put()
+        return old
 
-    def written(self) -> set[str]:
+    def places(self) -> Iterator[tuple[_ModuleAttributes, Attributes, str, Any]]:
+        """Where replicas have something of their own: attributes, the name and the value."""
+        for replica, name, value in self.tensors:
+            yield self, replica, name, value
+        for name, container in self.containers.items():
+            for replica, own in zip(self.replicas[1:], container.copies, strict=True):
+                yield self, replica, name, own
+
+    def of(self, active: Sequence[int]) -> list[Attributes]:
+        """Those of the replicas that work."""
+        return [self.replicas[k] for k in active]
+
+    def written(self, active: Sequence[int], tensors: set[int]) -> set[str]:
         """Tensors that the step wrote to in place: one that replicas share, or different copies."""
-        names = {name for name, value, seen in self._tensors if version(value) != seen}
-        first, *others = self._replicas
+        first, *others = self.of(active)
+        names = {name for _, name, value in self.tensors if id(value) in tensors}
         return {
             name
             for name in names
@@ -172,47 +252,45 @@ class _ModuleAttributes:
             )
         }
 
-    def rebound(self) -> list[tuple[str, bool]]:
+    def rebound(self, active: Sequence[int], before: Attributes) -> list[tuple[str, bool]]:
         """Attributes that the step bound anew, and whether the replicas disagree on them."""
-        first = self._replicas[0]
+        first, *others = self.of(active)
         rebound = [
             name
             for name, value in first.items()
-            if name not in _OF_TORCH
-            and name not in self._items
-            and value is not self._bound.get(name, _ABSENT)
+            if value is not before.get(name, _ABSENT)
+            and name not in _OF_TORCH
+            and name not in self.containers
             and not isinstance(value, nn.Module)
         ]
         if first is not self.root:
-            rebound = [name for name in rebound if self._is_own(name, first)]
+            rebound = [name for name in rebound if not callable(first[name])]
             self.root.update({name: first[name] for name in rebound})
-        others = self._replicas[1:]
         return [
             (name, any(not agree(first[name], replica.get(name)) for replica in others))
             for name in rebound
         ]
 
     def undo(self) -> None:
-        for name in self.root.keys() - self._bound.keys() - _OF_TORCH:
+        for name in self.root.keys() - self.bound.keys() - _OF_TORCH:
             del self.root[name]
-        self.root.update(self._bound)
-        for name, items in self._items.items():
-            refill(self.root[name], items)
+        self.root.update(self.bound)
+        for container in self.containers.values():
+            refill(container.value, container.items)
 
-    def holds_tensors(self, name: str) -> bool:
+    def holds_tensors(self, name: str, active: Sequence[int]) -> bool:
         """Whether every replica that worked has tensors there, on its own device."""
         return all(
             name in replica and any(isinstance(leaf, Tensor) for leaf in tree.leaves(replica[name]))
-            for replica in self._replicas
+            for replica in self.of(active)
         )
 
-    def release(self) -> None:
-        for replica in self._others():
-            replica.update({name: self._bound[name] for name in self._items})
-
-    def _is_own(self, name: str, replica: Attributes) -> bool:
-        """Whether a replica's attribute was set by the step, and not by being a replica."""
-        return not callable(replica[name]) and not is_device(name)
-
-    def _others(self) -> list[Attributes]:
-        return [replica for replica in self._replicas if replica is not self.root]
+    def holds_samples(self, name: str, shards: Shards) -> bool:
+        """Whether every replica that worked has rows of its own samples there."""
+        if shards.dims.keeps_sizes or not self.holds_tensors(name, shards.active):
+            return False
+        values = [tree.leaves(replica[name]) for replica in self.of(shards.active)]
+        rows = [leaves for leaves in zip(*values, strict=False) if isinstance(leaves[0], Tensor)]
+        sizes = tuple(shards.active_sizes)
+        shapes = [[tuple(leaf.shape) for leaf in leaves] for leaves in rows]
+        return any(judge(own, sizes, 0, None).how == "rows" for own in shapes if own[0])

@@ -1,18 +1,24 @@
 """Batch: what is a batch, how many samples has it, how is it cut, how are outputs joined.
 
 Decided here: which containers there are (`tree`), which leaves can be cut and how (`leaves`), how
-many samples a batch has (`sizes`), what one shard of it is (`scatter`), and what the replicas'
-outputs are together (`gather`, whose table is in `join`).
+many samples a batch has (`sizes`), what one shard of it is (`scatter`), which dimension of an
+output counts samples (`sample_dims`), and what the replicas' outputs are together (`gather`, whose
+table is in `join`).
 """
 
 from lightning_dp.parallel.batch import tree as tree
 from lightning_dp.parallel.batch.cost import sample_costs as sample_costs
+from lightning_dp.parallel.batch.gather import TreeJoin as TreeJoin
 from lightning_dp.parallel.batch.gather import gather as gather
-from lightning_dp.parallel.batch.join import Override as Override
+from lightning_dp.parallel.batch.join import Join as Join
 from lightning_dp.parallel.batch.join import Scalars as Scalars
 from lightning_dp.parallel.batch.join import as_rows as as_rows
 from lightning_dp.parallel.batch.join import check_overrides as check_overrides
 from lightning_dp.parallel.batch.join import weighted_mean as weighted_mean
+from lightning_dp.parallel.batch.sample_dims import Override as Override
+from lightning_dp.parallel.batch.sample_dims import SampleDims as SampleDims
+from lightning_dp.parallel.batch.sample_dims import StepDims as StepDims
+from lightning_dp.parallel.batch.sample_dims import judge as judge
 from lightning_dp.parallel.batch.scatter import cut_for as cut_for
 from lightning_dp.parallel.batch.scatter import scatter as scatter
 from lightning_dp.parallel.batch.shards import DeviceUsage as DeviceUsage

@@ -13,7 +13,6 @@ from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.join import (
     GatherError,
     Join,
-    Override,
     Scalars,
     check_overrides,
     join_arrays,
@@ -23,6 +22,7 @@ from lightning_dp.parallel.batch.join import (
     weighted_mean,
 )
 from lightning_dp.parallel.batch.leaves import is_array, kind_of, move
+from lightning_dp.parallel.batch.sample_dims import Override, StepDims
 from lightning_dp.parallel.batch.sizes import BatchSizeError, infer_batch_size
 from lightning_dp.parallel.batch.to_device import to_device_together
 from lightning_dp.parallel.checks import check_choice
@@ -42,21 +42,27 @@ def gather(
     sizes: Sequence[int] | None = None,
     scalars: Scalars = "merge",
     overrides: Mapping[str, Override] | None = None,
-    constants: Sequence[Any] = (),
     order: Order | None = None,
+    dims: StepDims | None = None,
+    where: tuple[Any, ...] = ("output",),
+    at: tree.Path = (),
 ) -> Any:
     """Joins the replicas' outputs, in shard order, on the output device.
 
     | leaf on every replica                   | result                                         |
     |-----------------------------------------|------------------------------------------------|
-    | tensor, NumPy array                     | concatenated along `dim`, or along the only    |
-    |                                         | dim that counts the shards' samples            |
-    | the same without samples, equal         | that tensor                                    |
-    | the same, differing beside `dim`        | list with one per replica                      |
+    | tensor, NumPy array                     | concatenated along the dim that follows the    |
+    |                                         | shards' sizes; with equal shards, along the    |
+    |                                         | one that did before, or else `dim`             |
+    | the same, of different lengths in `dim` | concatenated, with a warning                   |
+    | the same that follows no sizes          | that tensor, if equal; else, with a warning,   |
+    |                                         | merged as 0-dim tensors are                    |
+    | the same, differing beside `dim`        | list with one per replica, with a warning      |
     | 0-dim floating tensor, float            | mean, weighted by shard size                   |
     | 0-dim integer tensor                    | sum                                            |
     | 0-dim tensor, with `scalars="stack"`    | stacked to shape [K]                           |
-    | int: the shard's size, or not equal     | sum                                            |
+    | int: the shard's size, or not equal,    | sum                                            |
+    | now or before                           |                                                |
     | list with one item per sample, tuple    |                                                |
     | with one string per sample; either, of  |                                                |
     | different lengths                       | joined                                         |
@@ -89,11 +95,13 @@ def gather(
             shard size), `"sum"`, `"stack"` (along a new first dim), `"cat"`, `"first"` (the first
             replica's) or `"list"` (one per replica). For a container it holds for all that is
             in it.
-        constants: integers that are no counts even if they happen to equal a shard's size: what
-            every replica was called with, such as the index of the batch.
         order: for each of these outputs the positions of its samples in the batch, if the batch
             was cut in another order than its own; what has one row or item per sample is brought
             into the batch's order.
+        dims: what is known of this kind of step, which learns from it; None for what these outputs
+            say alone.
+        where: what the outputs are, for messages and for what is known.
+        at: their path in it.
 
     Raises:
         GatherError: the outputs have different structures, or do not allow an override.
@@ -116,32 +124,36 @@ def gather(
             f"sizes: expected {len(outputs)} numbers, one per output, got {len(sizes)}: {sizes}. "
             "Give the size of every shard of which there is an output."
         )
-    moved = to_device_together(outputs, device)
-    rules = Join(sizes, dim, scalars, device, tuple(constants), order)
-    return _Gather(rules, dict(overrides or {})).node(moved, ())
+    dims = dims or StepDims(dim, overrides, is_told=True)
+    rules = Join(sizes, scalars, device, dims, where, order)
+    return TreeJoin(rules).node(to_device_together(outputs, device), at)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gather:
-    """Walks the outputs of all replicas at once; their tensors are on the output device."""
+class TreeJoin:
+    """Walks the trees of all replicas at once; their tensors are on one device.
+
+    Attributes:
+        rules: what becomes of leaves.
+    """
 
     rules: Join
-    overrides: Mapping[str, Override]
 
     @property
     def sizes(self) -> Sizes:
         return self.rules.sizes
 
-    def of(self, present: list[int]) -> _Gather:
+    def of(self, present: list[int]) -> TreeJoin:
         """The same for some of the replicas."""
-        return _Gather(self.rules.of(present), self.overrides)
+        return dataclasses.replace(self, rules=self.rules.of(present))
 
     def node(self, nodes: list[Any], path: tree.Path, override: Override | None = None) -> Any:
+        """The nodes of all replicas at a path, joined."""
         present = [i for i, node in enumerate(nodes) if node is not None]
         if len(present) < len(nodes):
             kept = [nodes[i] for i in present]
             return self.of(present).node(kept, path, override) if present else None
-        override = self._override(path) or override
+        override = self.override(path) or override
         if override in ("first", "list"):
             return nodes[0] if override == "first" else nodes
         if all(tree.is_list(node) for node in nodes):
@@ -149,50 +161,58 @@ class _Gather:
         if tree.children(nodes[0]) is not None:
             return self._containers(nodes, path, override)
         if override is not None:
-            return join_as(override, nodes, self.rules, _name(path))
-        return self._leaves(nodes)
+            return join_as(override, nodes, self.rules, self.rules.name(path))
+        return self.leaves(nodes, path)
 
-    def _leaves(self, leaves: list[Any]) -> Any:
+    def leaves(self, leaves: list[Any], path: tree.Path) -> Any:
+        """The leaves of all replicas at a path, joined."""
         if all(isinstance(leaf, Tensor) for leaf in leaves):
-            return join_tensors(leaves, self.rules)
+            return join_tensors(leaves, self.rules, path)
         if len(leaves) == 1:
             return leaves[0]
         if all(is_array(leaf) for leaf in leaves):
-            return join_arrays(leaves, self.rules)
+            return join_arrays(leaves, self.rules, path)
         kind = kind_of(leaves[0])
         if kind is not None and all(kind_of(leaf) is kind for leaf in leaves):
             # Joining makes new tensors, such as a batch of graphs has: they may be on the CPU.
             joined = move(kind.join(leaves, self.rules.dim), self.rules.device)
             lengths = [kind.size(leaf, self.rules.dim) or 0 for leaf in leaves]
             return self.rules.in_order(joined, lengths, self.rules.dim)
-        return join_plain(leaves, self.rules)
+        return join_plain(leaves, self.rules, path)
 
     def _lists(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
-        if override == "cat" or self._are_columns(nodes):
+        if override == "cat" or self.are_of_samples(nodes, path):
             joined = type(nodes[0])([item for node in nodes for item in node])
             return self.rules.in_order(joined, [len(node) for node in nodes], 0)
         return self._containers(nodes, path, override)
 
-    def _are_columns(self, nodes: list[Any]) -> bool:
+    def are_of_samples(self, nodes: list[Any], path: tree.Path) -> bool:
         """Whether lists have one item per sample, or in any case no items that correspond."""
         lengths = tuple(len(node) for node in nodes)
-        if len(set(lengths)) > 1:
-            return True
-        if lengths != self.sizes or self._are_parts(nodes):
+        if len(nodes) == 1 or not any(lengths):
             return False
+        counts = self.rules.counts(lengths, path)
+        if counts is not None or lengths != self.sizes or self._are_parts(nodes):
+            return bool(counts)
         items = [item for node in nodes for item in node]
         is_tuple = all(isinstance(node, tuple) for node in nodes)
         # Steps return tuples of several values, and the tuples of names that DataLoaders make.
-        return not is_tuple or lengths[0] == 1 or all(isinstance(i, str | bytes) for i in items)
+        is_list = not is_tuple or lengths[0] == 1 or all(isinstance(i, str | bytes) for i in items)
+        if is_list:
+            text = f"{lengths[0]} items on every replica are taken for one per sample"
+            self.rules.say(path, text, is_guess=True)
+        return is_list
 
     def _are_parts(self, nodes: list[Any]) -> bool:
         """Whether the items are themselves parts of a batch: `[predictions, targets]`, say."""
+        items = [item for node in nodes for item in node]
         pairs = zip(nodes, self.sizes, strict=True)
         have_rows = [_rows(i, self.rules.dim) == size for node, size in pairs for i in node]
-        return any(have_rows) and (all(have_rows) or not _are_alike(nodes))
+        are_alike = all(isinstance(i, Tensor) and i.shape[1:] == items[0].shape[1:] for i in items)
+        return any(have_rows) and (all(have_rows) or not are_alike)
 
     def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
-        _check_types(nodes, path)
+        self.check_types(nodes, path)
         columns = [dict(tree.children(node) or ()) for node in nodes]
         keys = list(dict.fromkeys(key for column in columns for key in column))
         if any(len(column) != len(keys) for column in columns):
@@ -212,13 +232,25 @@ class _Gather:
         values = [columns[i][key] for i in present]
         return self.of(present).node(values, (*path, key), override)
 
-    def _override(self, path: tree.Path) -> Override | None:
-        if not self.overrides:
+    def override(self, path: tree.Path) -> Override | None:
+        """What the user says of a path."""
+        overrides = self.rules.dims.overrides
+        if not overrides:
             return None
         if not path:
-            return self.overrides.get("")
+            return overrides.get("")
         keys = [k.name if isinstance(k, tree.Attribute) else str(k) for k in path]
-        return self.overrides.get(".".join(keys)) or self.overrides.get(keys[-1])
+        return overrides.get(".".join(keys)) or overrides.get(keys[-1])
+
+    def check_types(self, nodes: list[Any], path: tree.Path) -> None:
+        """Raises an error unless all nodes are of one type."""
+        kinds = {type(node) for node in nodes}
+        if len(kinds) > 1:
+            names = sorted(kind.__qualname__ for kind in kinds)
+            raise GatherError(
+                f"{self.rules.name(path)}: expected the same type from every replica, got "
+                f"{names}. Return the same structure for every shard."
+            )
 
 
 def _own_sizes(outputs: Sequence[Any], dim: int) -> Sizes:
@@ -240,30 +272,8 @@ def _own_size(output: Any, dim: int) -> int | None:
     return None if reading == "samples" and isinstance(output, tuple) else size
 
 
-def _are_alike(nodes: list[Any]) -> bool:
-    """Whether all items are tensors with rows of one shape."""
-    items = [item for node in nodes for item in node]
-    return (
-        all(isinstance(item, Tensor) for item in items) and len({i.shape[1:] for i in items}) == 1
-    )
-
-
 def _rows(item: Any, dim: int) -> int | None:
     kind = kind_of(item)
     if kind is not None:
         return kind.size(item, dim)
     return len(item) if tree.is_list(item) else None
-
-
-def _check_types(nodes: list[Any], path: tree.Path) -> None:
-    kinds = {type(node) for node in nodes}
-    if len(kinds) > 1:
-        names = sorted(kind.__qualname__ for kind in kinds)
-        raise GatherError(
-            f"{_name(path)}: expected the same type from every replica, got {names}. "
-            "Return the same structure for every shard."
-        )
-
-
-def _name(path: tree.Path) -> str:
-    return tree.name(path, "output")

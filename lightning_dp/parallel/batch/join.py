@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.leaves import TENSORS, is_array, kind_of, move, pick
+from lightning_dp.parallel.batch.sample_dims import Override, StepDims, Verdict, multiple_of
 from lightning_dp.parallel.split import Order, Sizes, batch_order
 
 Scalars: TypeAlias = Literal["merge", "stack"]
-Override: TypeAlias = Literal["mean", "sum", "stack", "cat", "first", "list"]
 
 
 class GatherError(ValueError):
@@ -28,19 +28,26 @@ class Join:
 
     Attributes:
         sizes: samples of each replica that has the leaf.
-        dim: the dimension along which tensors are joined.
         scalars: what happens to 0-dim tensors.
         device: where tensors that are made of numbers go.
-        constants: integers that are no counts.
+        dims: what is known of this kind of step.
+        where: what the paths of leaves belong to, its name first.
         order: of each replica, the positions of its samples in the batch; None for shard order.
+        warns: whether a choice is said.
     """
 
     sizes: Sizes
-    dim: int
     scalars: Scalars
     device: torch.device
-    constants: tuple[Any, ...]
+    dims: StepDims
+    where: tuple[Any, ...] = ("output",)
     order: Order | None = None
+    warns: bool = True
+
+    @property
+    def dim(self) -> int:
+        """Along which batches are cut."""
+        return self.dims.dim
 
     def of(self, present: Sequence[int]) -> Join:
         """The same for some of the replicas."""
@@ -48,12 +55,47 @@ class Join:
         order = None if self.order is None else [self.order[i] for i in present]
         return replace(self, sizes=sizes, order=order)
 
+    def name(self, path: tree.Path) -> str:
+        """A path as one would write it in Python."""
+        return tree.name(path, str(self.where[0]))
+
+    def rows(self, leaves: Sequence[Any], path: tree.Path) -> Verdict:
+        """How tensors or arrays belong together; learns from it."""
+        shapes = [tuple(leaf.shape) for leaf in leaves]
+        return self.dims.rows((*self.where, *path), shapes, self.sizes)
+
+    def counts(self, numbers: Sequence[int], path: tree.Path) -> bool | None:
+        """Whether numbers add up; learns from it."""
+        return self.dims.counts((*self.where, *path), numbers, self.sizes)
+
+    def say(
+        self, path: tree.Path, text: str, leaves: Sequence[Any] = (), *, is_guess: bool = False
+    ) -> None:
+        """Warns once about a path, and names the way out.
+
+        A guess is what only the numbers at hand say. It is none if the caller said it, and no
+        warning for shards of one sample each, which hardly leave a choice.
+        """
+        if not self.warns or (is_guess and self.dims.is_told):
+            return
+        if leaves:
+            shapes = ", ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves))
+            text = f"{shapes} of shards of {', '.join(map(str, self.sizes))} samples {text}"
+        key = getattr(path[-1], "name", path[-1]) if path else ""
+        self.dims.say(
+            (*self.where, *path),
+            f"{self.name(path)}: {text}. Say what it is in gather_overrides, "
+            f"such as {{{str(key)!r}: 'sum'}} (or 'mean', 'stack', 'cat', 'first', 'list').",
+            quietly=is_guess and set(self.sizes) == {1},
+        )
+
     def in_order(self, joined: Any, lengths: Sequence[int], dim: int) -> Any:
         """Brings joined shards of these lengths into the batch's order, if they are of samples."""
-        is_of_samples = self.order is not None and tuple(lengths) == self.sizes
-        places = batch_order(self.order or ()) if is_of_samples else None
-        if places is None:
+        places = None if self.order is None else batch_order(self.order)
+        multiple = multiple_of(lengths, self.sizes)
+        if places is None or multiple is None:
             return joined
+        places = [place * multiple + i for place in places for i in range(multiple)]
         if tree.is_list(joined):
             return type(joined)([joined[i] for i in places])
         return pick(joined, places, dim)
@@ -74,19 +116,19 @@ def check_overrides(overrides: Mapping[str, str] | None) -> None:
             )
 
 
-def join_tensors(tensors: list[Tensor], rules: Join) -> Any:
+def join_tensors(tensors: list[Tensor], rules: Join, path: tree.Path) -> Any:
     """Joins what are tensors on every replica; a list if they do not fit.
 
     Example:
-        >>> rules = Join((2, 1), 0, "merge", torch.device("cpu"), ())
-        >>> join_tensors([torch.tensor([1, 2]), torch.tensor([3])], rules)
+        >>> rules = Join((2, 1), "merge", torch.device("cpu"), StepDims())
+        >>> join_tensors([torch.tensor([1, 2]), torch.tensor([3])], rules, ())
         tensor([1, 2, 3])
-        >>> join_tensors([torch.tensor(1.0), torch.tensor(4.0)], rules)
+        >>> join_tensors([torch.tensor(1.0), torch.tensor(4.0)], rules, ())
         tensor(2.)
     """
     if all(not t.is_nested and t.dim() == 0 for t in tensors):
         return _join_scalars(tensors, rules)
-    return _join_rows(as_rows(tensors, rules.sizes), rules, TENSORS.join)
+    return _join_rows(as_rows(tensors, rules.sizes), rules, path, TENSORS.join)
 
 
 def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
@@ -99,29 +141,30 @@ def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
     return [t.reshape(-1) for t in tensors] if are_single else tensors
 
 
-def join_arrays(arrays: list[Any], rules: Join) -> Any:
+def join_arrays(arrays: list[Any], rules: Join, path: tree.Path) -> Any:
     """Joins what are NumPy arrays, or its scalars, on every replica."""
     kind = kind_of(arrays[0])
     if kind is not None:
-        return _join_rows(arrays, rules, kind.join)
+        return _join_rows(arrays, rules, path, kind.join)
     if any(array.ndim or array.dtype.kind not in "biufc" for array in arrays):
-        return join_plain(arrays, rules)
+        return join_plain(arrays, rules, path)
     scalars = [torch.as_tensor(array) for array in arrays]
-    return _merge_scalars(scalars, rules.sizes).numpy()[()]
+    return _merge(scalars, rules.sizes).numpy()[()]
 
 
-def join_plain(values: list[Any], rules: Join) -> Any:
+def join_plain(values: list[Any], rules: Join, path: tree.Path) -> Any:
     """Joins numbers, strings and whatever else is no tensor."""
     first = values[0]
-    is_count = type(first) is int and first not in rules.constants
-    if is_count and tuple(values) == rules.sizes:
-        return sum(values)
+    if all(type(value) is int for value in values):
+        counts = rules.counts(values, path)
+        if counts is None and tuple(values) == rules.sizes:
+            counts = True
+            rules.say(path, f"{first} is taken for each shard's number of samples", is_guess=True)
+        return sum(values) if counts else first
     if all(type(value) is type(first) and tree.equal(value, first) for value in values):
         return first
     if not all(_is_number(value) for value in values):
         return values
-    if all(isinstance(value, int) for value in values):
-        return sum(values)
     return _mean(values, rules.sizes)
 
 
@@ -161,29 +204,56 @@ def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor
 def _join_scalars(scalars: list[Tensor], rules: Join) -> Tensor:
     if rules.scalars == "stack":
         return torch.cat([scalar.reshape(1) for scalar in scalars])
-    return scalars[0] if len(scalars) == 1 else _merge_scalars(scalars, rules.sizes)
+    return scalars[0] if len(scalars) == 1 else _merge(scalars, rules.sizes)
 
 
-def _merge_scalars(scalars: list[Tensor], sizes: Sizes) -> Tensor:
-    if scalars[0].is_floating_point() or scalars[0].is_complex():
-        return weighted_mean(scalars, sizes)
-    return torch.stack(scalars).sum()
+def _merge(tensors: list[Tensor], sizes: Sizes) -> Tensor:
+    """Of tensors that have no samples: the mean of floats, weighted by shard size; sums of ints."""
+    if tensors[0].is_floating_point() or tensors[0].is_complex():
+        return weighted_mean(tensors, sizes)
+    return torch.stack(tensors).sum(0)
 
 
-def _join_rows(leaves: list[Any], rules: Join, cat: Callable[[Sequence[Any], int], Any]) -> Any:
+def _join_rows(
+    leaves: list[Any], rules: Join, path: tree.Path, cat: Callable[[Sequence[Any], int], Any]
+) -> Any:
     """Tensors or arrays, along the dim that counts the shards' samples."""
-    first = leaves[0]
     if len(leaves) == 1:
-        return first
+        return leaves[0]
     if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
         return leaves
-    dims = [d for d in range(first.ndim) if _has_shards(leaves, d, rules.sizes)]
-    if rules.dim % max(first.ndim, 1) not in dims and all(map(partial(tree.equal, first), leaves)):
-        return first
-    dim = rules.dim if rules.dim in dims or len(dims) != 1 else dims[0]
-    if not _fit(leaves, dim):
+    how, dim, multiple, is_sure = rules.rows(leaves, path)
+    if how == "constant":
+        return _join_constants(leaves, rules, path)
+    if how == "ragged":
+        rules.say(path, "do not fit together, and come as a list", leaves)
         return leaves
+    cats = f"concatenated along dim {dim}, in the order of the shards: right if"
+    if how == "varies":
+        text = f"do not follow these, and are {cats} each row belongs to a sample, in that order"
+        rules.say(path, text, leaves)
+    elif multiple > 1:
+        text = f"have {multiple} rows for each, and are {cats} the rows of a sample are together"
+        rules.say(path, text, leaves, is_guess=True)
+    elif not is_sure:
+        rules.say(path, f"are {cats} that dim counts samples", leaves, is_guess=True)
     return rules.in_order(cat(leaves, dim), [leaf.shape[dim] for leaf in leaves], dim)
+
+
+def _join_constants(leaves: list[Any], rules: Join, path: tree.Path) -> Any:
+    """What follows no sizes has no samples: it is merged as 0-dim tensors are."""
+    first = leaves[0]
+    if all(map(partial(tree.equal, first), leaves)):
+        return first
+    tensors = [torch.as_tensor(leaf) for leaf in leaves]
+    if rules.scalars == "stack":
+        how, merged = "stacked", torch.stack(tensors)
+    else:
+        is_mean = tensors[0].is_floating_point() or tensors[0].is_complex()
+        how = "averaged, weighted by shard size" if is_mean else "added up"
+        merged = _merge(tensors, rules.sizes)
+    rules.say(path, f"do not follow these: no rows of samples, so they are {how}", leaves)
+    return merged if isinstance(first, Tensor) else merged.numpy()
 
 
 def _concatenate(leaves: list[Any], rules: Join, name: str) -> Any:
@@ -196,11 +266,6 @@ def _concatenate(leaves: list[Any], rules: Join, name: str) -> Any:
     if kind is None or any(kind_of(leaf) is not kind for leaf in leaves):
         raise _cannot("cat", "tensors, arrays or lists", leaves, name)
     return move(kind.join(leaves, rules.dim), rules.device)
-
-
-def _has_shards(leaves: list[Any], dim: int, sizes: Sizes) -> bool:
-    """Whether `dim` counts the samples of each shard."""
-    return _fit(leaves, dim) and tuple(leaf.shape[dim] for leaf in leaves) == sizes
 
 
 def _fit(leaves: list[Any], dim: int) -> bool:

@@ -22,36 +22,7 @@ from lightning_dp.parallel.batch.to_device import to_device
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
 from lightning_dp.parallel.split import Order, Sizes, even
 
-__all__ = ["BatchSizeError", "batch_size", "cut", "cut_for", "scatter"]
-
-
-def batch_size(batch: Any, dim: int = 0) -> int | None:
-    """The number of samples in a batch: the one size on which what is in it agrees.
-
-    Tensors count along `dim`; lists count where they hold one item per sample, see `sizes`. A
-    size of 1 beside a larger one is not a second size (such a leaf goes to every replica), and
-    neither are 0-dim tensors, numbers and strings.
-
-    Args:
-        batch: nested containers of tensors and other leaves, see `scatter`.
-        dim: the dimension to cut.
-
-    Returns:
-        The batch size in samples, or None if nothing in the batch has one.
-
-    Raises:
-        BatchSizeError: two leaves have different sizes, and both are named; or the batch can be
-            read in two ways.
-
-    Example:
-        >>> import torch
-        >>> batch_size({"x": torch.zeros(8, 3), "name": ["a"] * 8, "scale": 2.0})
-        8
-        >>> images = [torch.zeros(3, 64, 48), torch.zeros(3, 32, 32)]
-        >>> batch_size((images, [{"boxes": torch.zeros(n, 4)} for n in (5, 2)]))
-        2
-    """
-    return infer_batch_size(batch, dim).size
+__all__ = ["BatchSizeError", "cut", "cut_for", "scatter"]
 
 
 def scatter(
@@ -111,17 +82,7 @@ def scatter(
 
 
 def cut(batch: Any, sizes: Sizes, dim: int = 0, order: Order | None = None) -> list[Any]:
-    """Cuts a batch into one shard per size, without moving anything; None where the size is 0.
-
-    Args:
-        batch: as for `scatter`; one without a batch size goes to every shard whole.
-        sizes: samples per shard, summing to the batch size.
-        dim: the dimension to cut.
-        order: the positions of each shard's samples in the batch; None for the batch's own order.
-
-    Raises:
-        BatchSizeError: as `scatter`.
-        TypeError: as `scatter`.
+    """Cuts a batch as `scatter` does, without moving anything, and in any order of the samples.
 
     Example:
         >>> import torch
@@ -225,11 +186,11 @@ def cut_for(
 
     Args:
         module: the module.
-        batch: as for `cut`.
-        inferred: how the batch was read, see `infer_for`.
-        sizes: as for `cut`.
-        dim: as for `cut`.
-        order: as for `cut`.
+        batch: the batch; one without a batch size goes to every shard whole.
+        inferred: how it was read, see `infer_for`.
+        sizes: samples per shard, summing to the batch size; where it is 0, there is no shard.
+        dim: the dimension to cut.
+        order: the positions of each shard's samples in the batch; None for the batch's own order.
 
     Raises:
         ValueError: the module returned another number of shards.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from lightning_dp.parallel.batch.sample_dims import StepDims
 from lightning_dp.parallel.split import Order, Sizes
 
 
@@ -39,24 +41,26 @@ class Shards:
         parts: one shard per device; None where the size is 0.
         whole: whether nothing was cut: the root has the batch as it is.
         order: the positions of each shard's samples in the batch; None for the batch's own order.
+        dims: what is known of this kind of step: which dims of what it leaves count samples.
     """
 
     sizes: Sizes
     parts: list[Any] = field(repr=False)
     whole: bool = False
     order: Order | None = field(default=None, repr=False)
+    dims: StepDims = field(default_factory=StepDims, repr=False, compare=False)
 
-    @property
+    @cached_property
     def active(self) -> list[int]:
         """The replicas that have samples."""
         return [k for k, size in enumerate(self.sizes) if size > 0]
 
-    @property
+    @cached_property
     def active_sizes(self) -> list[int]:
         """The sizes of the shards of the active replicas."""
         return [size for size in self.sizes if size > 0]
 
-    @property
+    @cached_property
     def active_order(self) -> Order | None:
         """The positions of the samples of the active replicas, if they are not in order."""
         return None if self.order is None else [self.order[k] for k in self.active]
@@ -68,3 +72,7 @@ class Shards:
             return f"samples {some} of {sum(self.sizes)}"
         start = sum(self.sizes[:k])
         return f"samples {start} to {start + self.sizes[k] - 1} of {sum(self.sizes)}"
+
+    def place(self, stage: str, k: int) -> str:
+        """Completes the sentence "in replica 2 on cuda:1, ..." in an error."""
+        return f", {stage}, {self.samples(k)}"

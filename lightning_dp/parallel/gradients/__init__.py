@@ -23,3 +23,4 @@ from lightning_dp.parallel.gradients.reduce import BUFFERS as BUFFERS
 from lightning_dp.parallel.gradients.reduce import Buffers as Buffers
 from lightning_dp.parallel.gradients.reduce import Reducer as Reducer
 from lightning_dp.parallel.gradients.reduce import reduce_gradients as reduce_gradients
+from lightning_dp.parallel.gradients.snapshot import Snapshot as Snapshot

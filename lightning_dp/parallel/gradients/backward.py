@@ -8,6 +8,7 @@ the middle, when memory runs out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -17,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.gradients.loss import Graph
 from lightning_dp.parallel.torch_private import keeps_graph, will_run
+from lightning_dp.parallel.workers import Task
 
 Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
 """Runs the replicas' backwards and gives all parameters their gradients, given the gradient of the
@@ -55,6 +57,20 @@ class JointBackward:
         """
         inputs = (joint.detach().requires_grad_(), self, *requested_parameters)
         return _JointLoss.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
+
+    def tasks(
+        self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
+    ) -> list[Task]:
+        """The replicas' own backwards."""
+        return [
+            Task(
+                graph.replica,
+                devices[graph.replica],
+                partial(graph.loss.backward, gradient * graph.weight, retain_graph=keep_graph),
+                partial(self.shards.place, "backward", graph.replica),
+            )
+            for graph in self.graphs
+        ]
 
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
         """Runs it."""
@@ -114,4 +130,5 @@ class _JointLoss(torch.autograd.Function):
         _refuse_some_gradients(ctx)
         keep_graph = keeps_graph()
         ctx.joint_backward(gradient, keep_graph)
-        return tuple(None for _ in range(ctx.num_inputs))
+        nothing: tuple[None, ...] = (None,) * ctx.num_inputs
+        return nothing

@@ -14,4 +14,5 @@ from lightning_dp.parallel.replicas.limited_norm import limits_norms as limits_n
 from lightning_dp.parallel.replicas.replicate import BufferCopies as BufferCopies
 from lightning_dp.parallel.replicas.replicate import ParameterCopies as ParameterCopies
 from lightning_dp.parallel.replicas.replicate import Replicas as Replicas
+from lightning_dp.parallel.replicas.structure import AttributeVersions as AttributeVersions
 from lightning_dp.parallel.replicas.structure import ReplicaRules as ReplicaRules

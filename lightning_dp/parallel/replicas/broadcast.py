@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.links import gradients_on
-from lightning_dp.parallel.torch_private import at_end_of_backward, has_gradient_hooks
+from lightning_dp.parallel.torch_private import at_end_of_backward, gradient_hooks
 
 
 def broadcast(
@@ -52,8 +52,8 @@ def _groups(roots: Sequence[nn.Parameter]) -> list[list[int]]:
     calls hooks with it, which would not be called on one device.
     """
     trained = [i for i, root in enumerate(roots) if root.requires_grad]
-    alone = [[i] for i in trained if has_gradient_hooks(roots[i])]
-    together = [i for i in trained if not has_gradient_hooks(roots[i])]
+    alone = [[i] for i in trained if gradient_hooks(roots[i])]
+    together = [i for i in trained if not gradient_hooks(roots[i])]
     return [*alone, together] if together else alone
 
 

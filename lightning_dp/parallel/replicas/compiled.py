@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dp.parallel.torch_private import compiled_inner, compiled_like
+from lightning_dp.parallel.torch_private import compiled_inner
 
 
 def compiles(module: nn.Module) -> bool:
@@ -28,6 +28,7 @@ def compiled_attributes(original: nn.Module, twin: nn.Module) -> dict[str, Any]:
     inner = compiled_inner(twin)
     if inner is None:
         return {}
-    compiled = compiled_like(original, inner)
+    # The root's wrapper has been compiled with options that only its context knows.
+    compiled = type(original)(inner, original.dynamo_ctx)
     tables = nn.Module().__dict__.keys() | {"dynamo_ctx"}
     return {name: value for name, value in compiled.__dict__.items() if name not in tables}

@@ -61,8 +61,8 @@ class Replicas:
 
     @property
     def submodules(self) -> list[list[nn.Module]]:
-        """All modules in every replica; equal positions correspond."""
-        return [self._structure.modules, *(replica.submodules for replica in self._others)]
+        """All modules in every replica; equal positions correspond. One list until a rebuild."""
+        return self._submodules
 
     @property
     def parameters(self) -> list[list[nn.Parameter]]:
@@ -187,6 +187,8 @@ class Replicas:
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
+            others = (replica.submodules for replica in self._others)
+            self._submodules = [self._structure.modules, *others]
             self._shared: SharedWrites | None = None
             if any(replica.shares_memory for replica in self._others):
                 self._shared = SharedWrites(self._structure.parameters)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, is_not, itemgetter
@@ -60,7 +61,7 @@ class ModuleStructure:
         self.parameters: list[nn.Parameter] = list(unique.values())
         self.buffer_tables = list(map(buffer_table, self.modules))
         self._with_buffers = [m for m in self.modules if buffer_table(m)]
-        self._attributes = _PlainAttributes(self.modules)
+        self._attributes = AttributeVersions([m.__dict__ for m in self.modules])
         fixed: list[dict[str, Any]] = [
             *parameter_tables,
             *map(child_table, self.modules),
@@ -114,45 +115,53 @@ class ModuleStructure:
         return entries(self.buffer_tables)
 
 
-class _PlainAttributes:
+class AttributeVersions:
     """The attributes of modules that are neither parameters, buffers nor submodules.
+
+    Args:
+        modules: the attributes of each.
 
     Attributes:
         versions: for each module a number that grows when one of them is bound anew, comes or
             goes.
     """
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._now = [m.__dict__ for m in modules]
+    def __init__(self, modules: list[dict[str, Any]]) -> None:
+        self._now = modules
         self.versions = [0] * len(modules)
-        self._seen: list[tuple[Any, ...]] = []
+        self._names: list[set[str]] = [set() for _ in modules]
+        self._seen: list[tuple[Any, ...]] = [()] * len(modules)
+        self._getters: list[Callable[[Any], tuple[Any, ...]]] = [tuple] * len(modules)
         self._learn_names()
 
-    def look(self) -> None:
-        """Compares with the last look."""
+    def look(self) -> list[int]:
+        """Compares with the last look; the versions."""
         try:
-            values = self._values()
+            values = [get(now) for get, now in zip(self._getters, self._now, strict=True)]
         except KeyError:  # one went
             values = []
         # All at once first: nearly always nothing has changed.
-        if list(map(len, self._now)) != self._sizes or not values:
+        if not values or list(map(len, self._now)) != self._sizes:
             self._learn_names()
-            self.versions = [version + 1 for version in self.versions]
         elif any(map(is_not, chain.from_iterable(values), chain.from_iterable(self._seen))):
-            for j, pair in enumerate(zip(values, self._seen, strict=True)):
-                self.versions[j] += any(map(is_not, *pair))
-            self._seen = values
+            self._compare(values)
+        return self.versions
 
-    def _values(self) -> list[tuple[Any, ...]]:
-        return [names(now) for names, now in zip(self._names, self._now, strict=True)]
+    def _compare(self, values: list[tuple[Any, ...]]) -> None:
+        for j, pair in enumerate(zip(values, self._seen, strict=True)):
+            self.versions[j] += len(pair[0]) != len(pair[1]) or any(map(is_not, *pair))
+        self._seen = values
 
     def _learn_names(self) -> None:
         self._sizes = list(map(len, self._now))
         # itemgetter returns a tuple, as of three names at least: `training` and tables of hooks.
-        self._names = [
-            itemgetter(*(name for name in now if name not in FIXED_NAMES)) for now in self._now
-        ]
-        self._seen = self._values()
+        for j, now in enumerate(self._now):
+            names = now.keys() - FIXED_NAMES
+            if names != self._names[j]:
+                self._names[j] = names
+                self._getters[j] = itemgetter(*names)
+                self._seen[j] = ()
+        self._compare([get(now) for get, now in zip(self._getters, self._now, strict=True)])
 
 
 class RootState:

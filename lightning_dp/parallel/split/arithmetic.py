@@ -72,6 +72,47 @@ def weighted(n: int, weights: Sequence[float]) -> Sizes:
     return tuple(sizes)
 
 
+def unequal(sizes: Sizes, least: int = 1) -> Sizes:
+    """Sizes of which not all are equal, as close to these as can be: what counts samples shows.
+
+    A sample goes from the last device to the first; where the last would then have fewer than
+    `least`, the others share all that it has. One device alone, or two with too little, stay.
+
+    Args:
+        sizes: samples per device.
+        least: the fewest samples that a device is to have, if it has any.
+
+    Example:
+        >>> unequal((4, 4, 4)), unequal((4, 3)), unequal((1, 1, 1, 0)), unequal((2, 2), least=2)
+        ((5, 4, 3), (4, 3), (2, 1, 0, 0), (2, 2))
+    """
+    active = [k for k, size in enumerate(sizes) if size]
+    if len(active) < 2 or len({sizes[k] for k in active}) > 1:
+        return sizes
+    first, last, new = active[0], active[-1], list(sizes)
+    if sizes[last] - 1 >= max(least, 1):
+        new[first], new[last] = sizes[first] + 1, sizes[last] - 1
+        return tuple(new)
+    if len(active) == 2:
+        return sizes
+    shares = even(sum(sizes), len(active) - 1)
+    for k, share in zip(active, (*shares, 0), strict=True):
+        new[k] = share
+    return unequal(tuple(new), least)
+
+
+def reordered(order: Order, sizes: Sizes) -> Order:
+    """The same samples in shards of other sizes: where there are too many, the last ones go.
+
+    Example:
+        >>> reordered([[0, 3], [1, 2]], (3, 1))
+        [[0, 2, 3], [1]]
+    """
+    pairs = list(zip(order, sizes, strict=True))
+    spare = [i for part, size in pairs for i in part[size:]]
+    return [sorted([*part[:n], *(spare.pop() for _ in range(n - len(part)))]) for part, n in pairs]
+
+
 def minimax(
     n: int,
     fixed: Sequence[float],

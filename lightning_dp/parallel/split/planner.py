@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_dp.parallel.split.arithmetic import CostSplit, Order, Sizes, SplitPolicy
+from lightning_dp.parallel.split.arithmetic import (
+    CostSplit,
+    Order,
+    Sizes,
+    SplitPolicy,
+    reordered,
+    unequal,
+)
 from lightning_dp.parallel.split.capacity import MARGIN, Capacity
 from lightning_dp.parallel.split.usage import LearningSplit, StepUsage
 
@@ -66,6 +73,7 @@ class Planner:
         *,
         training: bool,
         reading: Any = "columns",
+        telling: int | None = None,
     ) -> Plan:
         """Decides for a batch.
 
@@ -74,8 +82,14 @@ class Planner:
             costs: asked for what they cost, if the split is by cost.
             training: whether the batch is trained on.
             reading: how the batch was read.
+            telling: with a number, shards become unequal by a sample, where they can, so that what
+                counts samples shows; none then has fewer samples than this.
         """
         plan = self._by_cost(costs, training) or Plan(self._sizes(n, training))
+        if telling is not None and not any(map(math.isfinite, self._load_caps[training])):
+            sizes = unequal(plan.sizes, telling)
+            order = plan.order and reordered(plan.order, sizes)
+            plan = Plan(sizes, order) if self._capacity[training].within(sizes) == sizes else plan
         self.latest = replace(plan, reading=reading)
         return self.latest
 

@@ -1,0 +1,223 @@
+"""Which dimension of what a step leaves counts its samples: learnt from the shards' sizes.
+
+Where shards are unequal, a dimension that counts samples is as long as they are, or a constant
+multiple of it, and no other is. So the first batch of each kind of step is cut unequally, and what
+was learnt from it holds from then on, also for equal shards.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from lightning_dp.parallel.split import Sizes
+
+Path: TypeAlias = tuple[Any, ...]
+"""What is joined (`"output"`, say), and where in it."""
+
+Shape: TypeAlias = tuple[int, ...]
+Known: TypeAlias = int | Literal["varies", "constant"]
+"""Of a leaf: its dim of samples; or its length varies in some other way; or it has neither."""
+
+Override: TypeAlias = Literal["mean", "sum", "stack", "cat", "first", "list"]
+
+_ASK_AT_MOST = 8
+
+log = logging.getLogger(__name__)
+
+
+class Verdict(NamedTuple):
+    """How the leaves that all replicas have at one path belong together.
+
+    Attributes:
+        how: `"rows"`: along `dim`, `multiple` for each sample; `"varies"`: along `dim`, in lengths
+            that have nothing to do with the samples; `"constant"`: of the batch, not of its
+            samples; `"ragged"`: their shapes fit together in no way.
+        dim: along which they are joined.
+        multiple: rows per sample.
+        is_sure: whether it follows from shapes and knowledge, and not from a lack of both.
+    """
+
+    how: Literal["rows", "varies", "constant", "ragged"]
+    dim: int = 0
+    multiple: int = 1
+    is_sure: bool = True
+
+
+def tells(sizes: Sequence[int]) -> bool:
+    """Whether shards of these sizes tell what counts samples from what does not."""
+    return len({size for size in sizes if size}) > 1
+
+
+def multiple_of(lengths: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """How many rows each sample has, if lengths follow the sizes.
+
+    Example:
+        >>> multiple_of([6, 4], [3, 2]), multiple_of([3, 3], [3, 2]), multiple_of([0, 0], [3, 2])
+        (2, None, None)
+    """
+    multiple = sum(lengths) // max(sum(sizes), 1)
+    follows = all(n == multiple * size for n, size in zip(lengths, sizes, strict=True))
+    return multiple if multiple and follows else None
+
+
+def judge(shapes: Sequence[Shape], sizes: Sizes, dim: int, known: Known | None) -> Verdict:
+    """What the shapes of a leaf on all replicas say, beside what is known of it.
+
+    Args:
+        shapes: one per replica.
+        sizes: of the shards.
+        dim: along which batches are cut: taken where nothing tells.
+        known: from earlier batches; None for a leaf that was not seen before.
+
+    Example:
+        >>> judge([(3, 2), (1, 2)], (3, 1), 0, None).how, judge([(3, 3)] * 2, (3, 1), 0, None).how
+        ('rows', 'constant')
+        >>> judge([(2, 12)] * 3, (12,) * 3, 0, 1)[:2], judge([(2, 12)] * 3, (2,) * 3, 0, 1)[1:3]
+        (('rows', 1), (1, 6))
+    """
+    ndim = len(shapes[0])
+    if any(len(shape) != ndim for shape in shapes):
+        return Verdict("ragged")
+    own = dim % ndim if -ndim <= dim < ndim else None
+    fitting = [d for d in range(ndim) if len({(*s[:d], *s[d + 1 :]) for s in shapes}) == 1]
+    if not fitting:
+        return Verdict("ragged")
+    if len(set(shapes)) > 1:
+        (varying,) = fitting
+        multiple = multiple_of([shape[varying] for shape in shapes], sizes)
+        if multiple:
+            return Verdict("rows", varying, multiple)
+        return Verdict("varies", varying) if varying in (own, known) else Verdict("ragged")
+    if known is None and not tells(sizes):
+        return _guess(shapes[0], sizes, own)
+    if known in (None, "constant"):
+        return Verdict("constant")
+    place = known if isinstance(known, int) else own or 0
+    multiple = multiple_of([shape[place] for shape in shapes], sizes)
+    return Verdict("rows", place, multiple) if multiple else Verdict("varies", place)
+
+
+def _guess(shape: Shape, sizes: Sizes, own: int | None) -> Verdict:
+    """Equal shards, and nothing is known: a dim as long as they are has samples."""
+    dims = [d for d, length in enumerate(shape) if length == sizes[0]]
+    if own in dims or len(dims) == 1:
+        return Verdict("rows", own if own in dims and own is not None else dims[0], is_sure=False)
+    return Verdict("constant", is_sure=False)
+
+
+class StepDims:
+    """What is known of one kind of step.
+
+    Args:
+        dim: along which batches are cut.
+        overrides: how outputs under certain keys are gathered, whatever is known.
+        is_told: whether `dim` is what counts samples where nothing tells: the caller says so.
+
+    Attributes:
+        asks: whether a batch that is cut unequally would tell more.
+        keeps_sizes: whether replicas keep something of their samples from batch to batch, so that
+            sizes have to stay as they are.
+        is_told: as given.
+    """
+
+    def __init__(
+        self,
+        dim: int = 0,
+        overrides: Mapping[str, Override] | None = None,
+        *,
+        is_told: bool = False,
+    ) -> None:
+        self.dim = dim
+        self.overrides = overrides or {}
+        self.asks = True
+        self.keeps_sizes = False
+        self._asked = 0
+        self.is_told = is_told
+        self._dims: dict[Path, Known] = {}
+        self._counts: dict[Path, bool] = {}
+        self._said: set[Path] = set()
+
+    def has_seen(self, sizes: Sequence[int]) -> None:
+        """A batch was cut into these sizes."""
+        if tells(sizes):
+            self.asks = self.keeps_sizes
+
+    def keep_sizes(self) -> None:
+        """From now on, batches of one size are cut alike, as the first was."""
+        self.asks = self.keeps_sizes = True
+
+    def rows(self, path: Path, shapes: Sequence[Shape], sizes: Sizes) -> Verdict:
+        """How the leaves at a path are joined; learns from it."""
+        known = self._dims.get(path)
+        if known is None and not tells(sizes):
+            known = self._alike(path)
+        if known is None and self.is_told and not tells(sizes) and shapes[0]:
+            ndim = len(shapes[0])
+            known = self.dim % ndim if -ndim <= self.dim < ndim else None
+        verdict = judge(shapes, sizes, self.dim, known)
+        if not verdict.is_sure:
+            self._ask()
+        elif verdict.how != "ragged" and known != "varies" and 0 not in shapes[0]:
+            is_news = len(set(shapes)) > 1 or tells(sizes)
+            if is_news or verdict.how == "varies":
+                self._dims[path] = verdict.dim if verdict.how == "rows" else verdict.how
+        return verdict
+
+    def _alike(self, path: Path) -> Known | None:
+        """What is known of all other entries of a container on `self`, if it is one thing.
+
+        Steps give such entries new names in every batch.
+        """
+        if path[0] != "self":
+            return None
+        family = {known for other, known in self._dims.items() if other[:4] == path[:4]}
+        return family.pop() if len(family) == 1 else None
+
+    def counts(self, path: Path, numbers: Sequence[int], sizes: Sequence[int]) -> bool | None:
+        """Whether numbers of all replicas count what is theirs alone, and add up.
+
+        If not, each is the batch's. None if nothing tells: they are equal, and so are the shards.
+        """
+        if len(numbers) == 1:
+            return True
+        if len(set(numbers)) > 1:
+            self._counts[path] = True
+        elif tells(sizes):
+            self._counts.setdefault(path, False)
+        elif path not in self._counts:
+            self._ask()
+        return self._counts.get(path)
+
+    def say(self, path: Path, text: str, *, quietly: bool = False) -> None:
+        """Warns, or just says so, once for each path."""
+        if path not in self._said:
+            self._said.add(path)
+            log.info(text) if quietly else warnings.warn(text, stacklevel=2)
+
+    def _ask(self) -> None:
+        self._asked += 1
+        self.asks = self.keeps_sizes or self._asked <= _ASK_AT_MOST
+
+
+class SampleDims:
+    """What is known of every kind of step: of a method, in training and in evaluation.
+
+    Args:
+        dim: along which batches are cut.
+        overrides: see `StepDims`.
+    """
+
+    def __init__(self, dim: int = 0, overrides: Mapping[str, Override] | None = None) -> None:
+        self._dim = dim
+        self._overrides = overrides
+        self._steps: dict[tuple[str, bool], StepDims] = {}
+
+    def of(self, name: str, *, training: bool) -> StepDims:
+        """What is known of one kind of step."""
+        kind = (name, training)
+        if kind not in self._steps:
+            self._steps[kind] = StepDims(self._dim, self._overrides)
+        return self._steps[kind]

@@ -1,0 +1,81 @@
+"""Containers on a module, and the replicas' copies of them: whether a step has changed any."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from operator import is_not
+from typing import Any, TypeAlias
+
+from lightning_dp.state.containers import copied, refill
+
+Attributes: TypeAlias = dict[str, Any]
+
+
+class CopiedContainer:
+    """A container on a module: the root's own, and a copy for each other replica.
+
+    Args:
+        value: the root's.
+        replicas: the attributes of the module on every replica, root first.
+        place: the number of the module and the name of the attribute.
+
+    Attributes:
+        is_busy: whether steps change it.
+        items: what is in it, copied.
+        copies: the other replicas'.
+        live: all of them and those in them, as they are whenever they are looked at.
+    """
+
+    def __init__(self, value: Any, replicas: Sequence[Attributes], place: tuple[int, str]) -> None:
+        self.value, self.place, self._replicas = value, place, replicas
+        self.is_busy = False
+        self.copies = [copied(value) for _ in replicas[1:]]
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes what the root has now, and gives it to the replicas."""
+        self.items = copied(self.value)
+        for own in self.copies:
+            refill(own, copied(self.value))
+        self.live = [part for node in (self.value, *self.copies) for part in _live(node)]
+        self._contents = Contents(self.live)
+        self.put()
+
+    def put(self) -> None:
+        """Has the replicas refer to their copies."""
+        for attributes, own in zip(self._replicas[1:], self.copies, strict=True):
+            attributes[self.place[1]] = own
+
+    def differs(self) -> bool:
+        """Whether the root or a replica has other items than it had."""
+        return self._contents.differ()
+
+
+class Contents:
+    """The items of containers, as they were."""
+
+    def __init__(self, live: list[Collection[Any]]) -> None:
+        self._live = live
+        self._lengths = list(map(len, live))
+        self._items = list(chain.from_iterable(live))
+
+    def differ(self) -> bool:
+        """Whether they are others now."""
+        items = chain.from_iterable(self._live)
+        return list(map(len, self._live)) != self._lengths or any(map(is_not, items, self._items))
+
+
+def _live(node: Any) -> Iterator[Collection[Any]]:
+    """What shows the items of a container, and of those in it, of all that a copy has anew."""
+    if isinstance(node, dict):
+        yield dict.keys(node)
+        yield dict.values(node)
+        node = dict.values(node)
+    elif type(node) in (list, deque):
+        yield node
+    elif type(node) is not tuple:
+        return
+    for item in node:
+        yield from _live(item)

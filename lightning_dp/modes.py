@@ -72,12 +72,7 @@ class Mode(ABC):
     def recover_backward(
         self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Ends a backward that ran out of memory, or raises the error.
-
-        Args:
-            error: what the backward raised.
-            context: makes what surrounds a training step.
-        """
+        """Ends a backward that ran out of memory in the context of a step, or raises the error."""
         raise error
 
     def mute(self) -> None:
@@ -90,15 +85,7 @@ class Mode(ABC):
 
 
 class StepMode(Mode):
-    """The step runs in every replica on its shard.
-
-    Args:
-        module: see `Mode`.
-        devices: see `Mode`.
-        transfer: moves a shard to its device.
-        output_device: see `Mode`.
-        options: of the engine, see `StepParallel`.
-    """
+    """The step runs in every replica on its shard; options are the engine's, see `StepParallel`."""
 
     def __init__(
         self,
@@ -161,13 +148,8 @@ class StepMode(Mode):
 class ForwardMode(Mode):
     """The step runs once, with the whole batch; the module's calls are spread over the replicas.
 
-    Args:
-        module: see `Mode`.
-        devices: see `Mode`.
-        transfer: moves a batch to the output device.
-        output_device: see `Mode`.
-        move_batch: whether it does; else the batch stays where the DataLoader left it.
-        options: of the engine, see `ForwardParallel`.
+    Without `move_batch` the batch stays where the DataLoader left it; options are the engine's, see
+    `ForwardParallel`.
     """
 
     def __init__(
@@ -200,10 +182,7 @@ class ForwardMode(Mode):
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
-        with (
-            self.engine.spreading(),
-            _at(self._module, self.engine.output_device),
-        ):
+        with self.engine.spreading(), _at(self._module, self.engine.output_device):
             return getattr(self._module, method)(batch, *args)
 
     @contextlib.contextmanager
@@ -265,11 +244,8 @@ def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: b
             f"Write [{parallel_modules!r}]."
         )
     if mode == "step" and (parallel_modules or not move_batch):
-        key, value = (
-            ("parallel_modules", list(parallel_modules))
-            if parallel_modules
-            else ("move_batch", move_batch)
-        )
+        named = ("parallel_modules", list(parallel_modules))
+        key, value = named if parallel_modules else ("move_batch", move_batch)
         raise ValueError(
             f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
             "which it has a meaning."

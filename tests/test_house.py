@@ -16,7 +16,7 @@ FLOORS = [
     ["app"],
     ["__init__", "convert", "pytorch_lightning"],
     ["strategy"],
-    ["first_step"],
+    ["first_step", "options"],
     ["modes"],
     ["manual_optimization", "layer_sync", "metrics"],
     ["state", "checkpointing", "monitor"],

@@ -18,13 +18,9 @@ def register_resolvers() -> None:
 
 
 def default_accelerator(devices: Sequence[object] | None = None) -> str:
-    """Returns the default of ``trainer.accelerator``.
+    """Returns the default of ``trainer.accelerator``: the first of ``strategy.devices`` decides.
 
-    Args:
-        devices: the value of ``strategy.devices``; the first of them decides.
-
-    Returns:
-        Without ``devices``, ``"gpu"`` where there are at least two CUDA devices, else ``"cpu"``.
+    Without those ``"gpu"`` where there are at least two CUDA devices, else ``"cpu"``.
     """
     gpus = torch.cuda.device_count()
     if not devices:
@@ -47,13 +43,8 @@ def default_devices(accelerator: str) -> int | str:
 def check_devices(accelerator: object, devices: object) -> None:
     """Checks ``trainer.devices`` before anything is built; only CPUs and CUDA devices are known.
 
-    Args:
-        accelerator: the value of ``trainer.accelerator``.
-        devices: the value of ``trainer.devices``: a number, a list of GPU ids, their string forms
-            (``"0,2"``), ``"auto"``, or -1 for all GPUs.
-
     Raises:
-        ValueError: there are no such devices; says what was expected, what came and what to do.
+        ValueError: there are no such devices.
     """
     gpus = torch.cuda.device_count()
     if devices == "auto" or (accelerator != "cpu" and torch.backends.mps.is_available()):

@@ -15,14 +15,9 @@ register_resolvers()
 
 
 def evaluate(cfg: DictConfig) -> report.Report:
-    """Tests a checkpoint and leaves the metrics in the run folder.
+    """Tests ``cfg.ckpt_path``, or what the training in ``cfg.run`` has left.
 
-    Args:
-        cfg: the composed configuration; ``cfg.ckpt_path`` or ``cfg.run`` says what is tested, and
-            results go to ``cfg.paths.output_dir``.
-
-    Returns:
-        The test's metrics and the devices.
+    Leaves the test's metrics in ``cfg.paths.output_dir``.
 
     Raises:
         ValueError: an option is not usable; raised before any data is loaded.

@@ -13,13 +13,7 @@ register_resolvers()
 
 
 def train(cfg: DictConfig) -> report.Report:
-    """Runs the job that ``conf/train.yaml`` describes and leaves its results in the run folder.
-
-    Args:
-        cfg: the composed configuration; results go to ``cfg.paths.output_dir``.
-
-    Returns:
-        The metrics and each device's part in the training.
+    """Runs the job that ``conf/train.yaml`` describes; results go to ``cfg.paths.output_dir``.
 
     Raises:
         ValueError: an option is not usable; raised before any data is loaded.

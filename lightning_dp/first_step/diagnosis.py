@@ -28,13 +28,8 @@ class Diagnosis:
     """Looks for the causes of a difference, the usual ones.
 
     Layers that are known to see their shard only are turned off, one kind after the other, and the
-    step is run again. What then still differs is the loss: the losses and gradients of the shards,
-    each run on the root alone, show how they make up those of the batch.
-
-    Args:
-        runs: runs the step.
-        alone: its outcome on the root alone.
-        loss_reduction: how the losses were joined.
+    step is run again. What then still differs from the outcome `alone`, on the root, is the loss:
+    losses and gradients of the shards, each run there, show how they make up those of the batch.
     """
 
     def __init__(self, runs: Runs, alone: Outcome, loss_reduction: LossReduction) -> None:

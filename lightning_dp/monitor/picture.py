@@ -30,14 +30,9 @@ def draw(
     periods: Sequence[Period],
     capacities: Sequence[int],
 ) -> Path:
-    """Draws a training into a PNG file.
+    """Draws a training, in total and over time, into a PNG file in a folder that may be new.
 
-    Args:
-        path: the file; its folder is made where it is missing.
-        devices: the names of the replicas' devices, root first; a name may repeat.
-        total: all of the training.
-        periods: the training over time.
-        capacities: the bytes that there are for each replica on its device; 0 where nobody knows.
+    Devices and capacities (in bytes; 0 where nobody knows) are those of the replicas, root first.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +43,8 @@ alone. Without an option that renames, keys stay as they are.
 """
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to do; at most one of strip, add, like and by_order, which `main` says more about."""
-
-    source: Path
-    target: Path
-    strip: bool = False
-    add: bool = False
-    like: Path | None = None
-    by_order: Path | None = None
-    dry_run: bool = False
-    force: bool = False
-    unsafe: bool = False
-
-
-def convert(options: Options) -> None:
-    """Converts a file, after showing what is renamed.
+def convert(options: Namespace) -> None:
+    """Converts a file as the options of the command line say, after showing what is renamed.
 
     Raises:
         FileNotFoundError: SRC or REFERENCE does not exist.
@@ -93,7 +77,7 @@ def convert(options: Options) -> None:
         print(f"Wrote {options.target}.")
 
 
-def _read(path: Path, options: Options) -> Any:
+def _read(path: Path, options: Namespace) -> Any:
     return checkpoint_files.read(path, weights_only=False if options.unsafe else None)
 
 
@@ -120,7 +104,7 @@ def _kind(path: Path) -> str:
     return suffix if suffix in (safetensors_files.SUFFIX, ".ckpt") else ""
 
 
-def _renaming(weights: State, added: str | None, options: Options) -> Renaming:
+def _renaming(weights: State, added: str | None, options: Namespace) -> Renaming:
     if options.strip:
         # What a note in the file says was added is known; all else is a guess.
         return strip_prefix(weights, added or shared_prefix(weights, PREFIXES))
@@ -135,7 +119,7 @@ def _renaming(weights: State, added: str | None, options: Options) -> Renaming:
     return as_they_are(weights)
 
 
-def _rename_all(loaded: State, renaming: Renaming, options: Options) -> Any:
+def _rename_all(loaded: State, renaming: Renaming, options: Namespace) -> Any:
     """All that SRC held, with its model states under other names."""
     is_trainers = is_lightnings(loaded)
     if options.add and is_trainers:
@@ -154,7 +138,7 @@ def _rename_all(loaded: State, renaming: Renaming, options: Options) -> Any:
     return note_added(content, None) if renaming.changes else content
 
 
-def _reference(path: Path, options: Options) -> State:
+def _reference(path: Path, options: Namespace) -> State:
     return checkpoint_files.weights_in(_read(path, options), path)
 
 
@@ -212,9 +196,8 @@ def _show(weights: State, renaming: Renaming) -> None:
     print(f"{len(changes)} of {len(weights)} keys get another name.")
 
 
-def parse(arguments: Sequence[str] | None = None) -> Options:
-    """The options that a command line asks for."""
-    parser = argparse.ArgumentParser("python -m lightning_dp.convert", description=DESCRIPTION)
+def _parse(arguments: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser("python -m lightning_dp.convert", description=DESCRIPTION)
     parser.add_argument("source", metavar="SRC", type=Path, help="the file to read")
     parser.add_argument("target", metavar="DST", type=Path, help="the file to write")
     names = parser.add_mutually_exclusive_group()
@@ -244,13 +227,13 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         action="store_true",
         help="run the code that pickles in these files ask for: only for files that you trust",
     )
-    return Options(**vars(parser.parse_args(arguments)))
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command line; returns the exit code."""
     try:
-        convert(parse(arguments))
+        convert(_parse(arguments))
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

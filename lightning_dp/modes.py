@@ -43,6 +43,7 @@ class Mode(ABC):
         devices: the replicas' devices, root first.
         transfer: moves a batch, or a shard of it.
         output_device: where loss, logs and gathered outputs end up.
+        options: of the engine.
 
     Attributes:
         engine: what runs the replicas.
@@ -56,10 +57,12 @@ class Mode(ABC):
         devices: Sequence[torch.device],
         transfer: Transfer,
         output_device: torch.device,
+        **options: Any,
     ) -> None:
         self._module = module
         self._transfer = transfer
         self._journals = Journals(module, devices, output_device)
+        self._options = {"output_device": output_device, "rules": self._journals, **options}
 
     @abstractmethod
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
@@ -72,12 +75,7 @@ class Mode(ABC):
     def recover_backward(
         self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Ends a backward that ran out of memory, or raises the error.
-
-        Args:
-            error: what the backward raised.
-            context: makes what surrounds a training step.
-        """
+        """Ends a backward that ran out of memory in the context of a step, or raises the error."""
         raise error
 
     def mute(self) -> None:
@@ -90,33 +88,16 @@ class Mode(ABC):
 
 
 class StepMode(Mode):
-    """The step runs in every replica on its shard.
-
-    Args:
-        module: see `Mode`.
-        devices: see `Mode`.
-        transfer: moves a shard to its device.
-        output_device: see `Mode`.
-        options: of the engine, see `StepParallel`.
-    """
+    """The step runs in every replica on its shard: the engine is a `StepParallel`."""
 
     def __init__(
-        self,
-        module: LightningModule,
-        devices: Sequence[torch.device],
-        *,
-        transfer: Transfer,
-        output_device: torch.device,
-        **options: Any,
+        self, module: LightningModule, devices: Sequence[torch.device], **options: Any
     ) -> None:
         _check_step_mode(module)
-        super().__init__(module, devices, transfer, output_device)
+        super().__init__(module, devices, **options)
         self._manual = ManualOptimization(module)
         context = partial(_around_step, self._journals, self._manual)
-        options |= {"rules": self._journals, "context": context}
-        self.engine: StepParallel = StepParallel(
-            module, devices, output_device=output_device, **options
-        )
+        self.engine: StepParallel = StepParallel(module, devices, context=context, **self._options)
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
         self._batch: Any = None
         self._call: EvaluationStep | None = None
@@ -161,13 +142,8 @@ class StepMode(Mode):
 class ForwardMode(Mode):
     """The step runs once, with the whole batch; the module's calls are spread over the replicas.
 
-    Args:
-        module: see `Mode`.
-        devices: see `Mode`.
-        transfer: moves a batch to the output device.
-        output_device: see `Mode`.
-        move_batch: whether it does; else the batch stays where the DataLoader left it.
-        options: of the engine, see `ForwardParallel`.
+    The engine is a `ForwardParallel`. Without `move_batch` the batch stays where the DataLoader
+    left it.
     """
 
     def __init__(
@@ -175,22 +151,19 @@ class ForwardMode(Mode):
         module: LightningModule,
         devices: Sequence[torch.device],
         *,
-        transfer: Transfer,
-        output_device: torch.device,
         move_batch: bool,
         **options: Any,
     ) -> None:
-        super().__init__(module, devices, transfer, output_device)
+        super().__init__(module, devices, **options)
         # The mode itself would be a cycle, which keeps replicas alive until it is found.
         context = partial(_around_forward, self._journals, module, devices[0])
-        options |= {"rules": self._journals, "context": context}
         self.engine: ForwardParallel = ForwardParallel(
-            module, devices, output_device=output_device, **options
+            module, devices, context=context, **self._options
         )
         self._move_batch = move_batch
         for submodule in module.modules():
             if is_metric(submodule):
-                submodule.to(output_device)  # where the step's tensors are
+                submodule.to(self.engine.output_device)  # where the step's tensors are
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Brings the batch to the output device, where the step's own computations are."""
@@ -200,10 +173,7 @@ class ForwardMode(Mode):
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
-        with (
-            self.engine.spreading(),
-            _at(self._module, self.engine.output_device),
-        ):
+        with self.engine.spreading(), _at(self._module, self.engine.output_device):
             return getattr(self._module, method)(batch, *args)
 
     @contextlib.contextmanager
@@ -265,11 +235,8 @@ def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: b
             f"Write [{parallel_modules!r}]."
         )
     if mode == "step" and (parallel_modules or not move_batch):
-        key, value = (
-            ("parallel_modules", list(parallel_modules))
-            if parallel_modules
-            else ("move_batch", move_batch)
-        )
+        named = ("parallel_modules", list(parallel_modules))
+        key, value = named if parallel_modules else ("move_batch", move_batch)
         raise ValueError(
             f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
             "which it has a meaning."

@@ -25,25 +25,8 @@ class OneProcessMixin(ParallelStrategy):
     the `ParallelStrategy` of either package.
     """
 
-    @property
-    @override
-    def global_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return 1
+    global_rank = local_rank = node_rank = 0
+    world_size = 1
 
     @property
     def num_nodes(self) -> int:

@@ -12,6 +12,7 @@ other. `import lightning_dp.pytorch_lightning` makes the second one know the str
 
 from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
 
+from lightning_dp.options import OptionsMixin
 from lightning_dp.strategy import DataParallelMixin
 
 __all__ = ["DataParallelStrategy"]
@@ -19,7 +20,7 @@ __all__ = ["DataParallelStrategy"]
 
 # To type checkers the mixin's base is lightning's ParallelStrategy; at run time it has none.
 class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # type: ignore[misc]  # noqa: D101
-    __doc__ = DataParallelMixin.__doc__
+    __doc__ = OptionsMixin.__doc__
 
     package = "pytorch_lightning"
 

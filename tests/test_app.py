@@ -171,7 +171,7 @@ def test_checkpoint_is_evaluated_and_resumed(
     cfg = configure(*common, f"ckpt_path={checkpoint}", name="eval", folder="eval")
     capsys.readouterr()
     tested = run_in_process(evaluate, cfg)
-    assert tested.tested == (90, 90)
+    assert tested.per_device == {"test_samples_per_device": [90, 90]}
     printed = capsys.readouterr().out
     assert "test samples" in printed and printed.count("50.0%") == 2
     assert tested.metrics["test/acc"] == trained.metrics["test/acc"]
@@ -236,8 +236,8 @@ def test_it_has_to_be_said_what_is_evaluated(configure: Configure, tmp_path: Pat
 def test_training_can_be_left_out(configure: Configure, tmp_path: Path) -> None:
     result = run_in_process(train, configure(*ON_CPU, "train=false", "trainer.devices=2"))
     assert set(result.metrics) == {"test/acc", "test/loss"}
-    assert not result.usage
-    assert sum(result.tested) == 180
+    assert sum(result.per_device.pop("test_samples_per_device")) == 180
+    assert not result.per_device
     assert not (tmp_path / "run" / "devices.png").exists()
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import lightning as L
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig
 
+from lightning_dp.app import report
 from lightning_dp.app.callbacks import SamplesTested
 from lightning_dp.app.devices import check_devices
 from lightning_dp.checkpointing import load_weights
@@ -27,6 +29,22 @@ class Job:
     trainer: Trainer
     model: LightningModule
     data: LightningDataModule
+    folder: Path
+
+
+def begin(cfg: DictConfig) -> Job:
+    """Checks the options, seeds, builds what is needed, and writes the configuration down.
+
+    Raises:
+        ValueError: an option is not usable; raised before any data is loaded.
+    """
+    cfg = settle(cfg)
+    if cfg.seed is not None:
+        L.seed_everything(cfg.seed, workers=True, verbose=False)
+    job = build(cfg)
+    if job.trainer.is_global_zero:
+        report.write_config(cfg, job.folder)
+    return job
 
 
 def settle(cfg: DictConfig) -> DictConfig:
@@ -68,11 +86,11 @@ def build(cfg: DictConfig) -> Job:
     data = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
     if cfg.get("init_from") is not None:
-        _begin_with(model, cfg.init_from)
-    return Job(trainer, model, data)
+        _load_weights(model, cfg.init_from)
+    return Job(trainer, model, data, Path(cfg.paths.output_dir))
 
 
-def _begin_with(model: LightningModule, path: str) -> None:
+def _load_weights(model: LightningModule, path: str) -> None:
     try:
         load_weights(model, path)
     except RuntimeError as error:

@@ -36,13 +36,10 @@ class InterruptedCheckpoint(Callback):
         training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         # Saving is collective, and several processes are never stopped at the same point.
         alone = trainer.world_size == 1
-        if training and alone and trainer.global_step > 0 and not _is_dry(trainer):
+        # Lightning sets the attribute from outside the class, where type checkers do not see it.
+        dry = getattr(trainer, "fast_dev_run", False)
+        if training and alone and trainer.global_step > 0 and not dry:
             trainer.save_checkpoint(self.path, weights_only=False)
-
-
-def _is_dry(trainer: Trainer) -> bool:
-    # Lightning sets the attribute from outside the class, where type checkers do not see it.
-    return bool(getattr(trainer, "fast_dev_run", False))
 
 
 class SamplesTested(Callback):
@@ -84,11 +81,7 @@ class SimulatedSpeeds(Callback):
     """
 
     def __init__(
-        self,
-        factors: Sequence[float],
-        *,
-        seconds_per_element: float = 2e-8,
-        from_step: int = 0,
+        self, factors: Sequence[float], *, seconds_per_element: float = 2e-8, from_step: int = 0
     ) -> None:
         super().__init__()
         self._factors = list(factors)

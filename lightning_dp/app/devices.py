@@ -18,13 +18,9 @@ def register_resolvers() -> None:
 
 
 def default_accelerator(devices: Sequence[object] | None = None) -> str:
-    """Returns the default of ``trainer.accelerator``.
+    """Returns the default of ``trainer.accelerator``: the first of ``strategy.devices`` decides.
 
-    Args:
-        devices: the value of ``strategy.devices``; the first of them decides.
-
-    Returns:
-        Without ``devices``, ``"gpu"`` where there are at least two CUDA devices, else ``"cpu"``.
+    Without those ``"gpu"`` where there are at least two CUDA devices, else ``"cpu"``.
     """
     gpus = torch.cuda.device_count()
     if not devices:
@@ -47,13 +43,8 @@ def default_devices(accelerator: str) -> int | str:
 def check_devices(accelerator: object, devices: object) -> None:
     """Checks ``trainer.devices`` before anything is built; only CPUs and CUDA devices are known.
 
-    Args:
-        accelerator: the value of ``trainer.accelerator``.
-        devices: the value of ``trainer.devices``: a number, a list of GPU ids, their string forms
-            (``"0,2"``), ``"auto"``, or -1 for all GPUs.
-
     Raises:
-        ValueError: there are no such devices; says what was expected, what came and what to do.
+        ValueError: there are no such devices.
     """
     gpus = torch.cuda.device_count()
     if devices == "auto" or (accelerator != "cpu" and torch.backends.mps.is_available()):
@@ -77,17 +68,12 @@ def _parsed(devices: object) -> object:
     return ids if "," in devices or not ids else ids[0]
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _check_cpu(devices: object) -> None:
-    if isinstance(devices, int) and _is_int(devices) and devices >= 1:
-        return
-    raise ValueError(
-        "trainer.devices: expected a number of CPU replicas, at least 1, "
-        f"got {devices!r}. Try trainer.devices={CPU_REPLICAS}, or trainer.accelerator=gpu for GPUs."
-    )
+    if type(devices) is not int or devices < 1:
+        raise ValueError(
+            "trainer.devices: expected a number of CPU replicas, at least 1, got "
+            f"{devices!r}. Try trainer.devices={CPU_REPLICAS}, or trainer.accelerator=gpu for GPUs."
+        )
 
 
 def _check_cuda(devices: object, available: int) -> None:
@@ -96,10 +82,11 @@ def _check_cuda(devices: object, available: int) -> None:
             f"trainer.accelerator: expected a machine with a GPU, got none (trainer.devices="
             f"{devices!r}). Use trainer.accelerator=cpu, or install a build of torch with CUDA."
         )
-    if isinstance(devices, int) and _is_int(devices):
-        valid = devices == -1 or 1 <= devices <= available
+    if isinstance(devices, Sequence):
+        known = all(type(i) is int and i in range(available) for i in devices)
+        valid = known and 0 < len(devices) == len(set(devices))
     else:
-        valid = isinstance(devices, Sequence) and _valid_ids(devices, available)
+        valid = type(devices) is int and (devices == -1 or 1 <= devices <= available)
     if not valid:
         raise ValueError(
             f"trainer.devices: expected a number from 1 to {available}, -1 for all GPUs, or a list "
@@ -108,8 +95,3 @@ def _check_cuda(devices: object, available: int) -> None:
             "out to take all GPUs; for several replicas on one GPU give strategy.devices, "
             "for example strategy.devices=[cuda:0,cuda:0]."
         )
-
-
-def _valid_ids(ids: Sequence[object], available: int) -> bool:
-    known = all(_is_int(i) and i in range(available) for i in ids)
-    return known and 0 < len(ids) == len(set(ids))

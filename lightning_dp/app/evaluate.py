@@ -1,14 +1,12 @@
 """Tests what a training has left: ``python -m lightning_dp.app.evaluate run=FOLDER``."""
 
 import warnings
-from pathlib import Path
 
 import hydra
-import lightning as L
 from omegaconf import DictConfig
 
 from lightning_dp.app import report
-from lightning_dp.app.build import build, settle
+from lightning_dp.app.build import begin
 from lightning_dp.app.devices import register_resolvers
 from lightning_dp.app.run import as_program
 from lightning_dp.app.trained import as_trained, task_overrides
@@ -17,37 +15,23 @@ register_resolvers()
 
 
 def evaluate(cfg: DictConfig) -> report.Report:
-    """Tests a checkpoint and leaves the metrics in the run folder.
+    """Tests ``cfg.ckpt_path``, or what the training in ``cfg.run`` has left.
 
-    Args:
-        cfg: the composed configuration; ``cfg.ckpt_path`` or ``cfg.run`` says what is tested, and
-            results go to ``cfg.paths.output_dir``.
-
-    Returns:
-        The test's metrics and the devices.
+    Leaves the test's metrics in ``cfg.paths.output_dir``.
 
     Raises:
         ValueError: an option is not usable; raised before any data is loaded.
     """
-    cfg = settle(as_trained(cfg, task_overrides()))
-    if cfg.seed is not None:
-        L.seed_everything(cfg.seed, workers=True, verbose=False)
-    job = build(cfg)
-    folder = Path(cfg.paths.output_dir)
-    if job.trainer.is_global_zero:
-        report.write_config(cfg, folder)
+    cfg = as_trained(cfg, task_overrides())
+    job = begin(cfg)
+    trainer = job.trainer
     with warnings.catch_warnings():
         # A test needs none of the training's callbacks.
         warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`, callbacks")
-        job.trainer.test(job.model, datamodule=job.data, ckpt_path=cfg.ckpt_path, verbose=False)
-    result = report.Report(
-        report.metrics_of(job.trainer),
-        report.device_names(job.trainer),
-        tested=report.tested_of(job.trainer),
-    )
-    if job.trainer.is_global_zero:
-        report.write_metrics(result, folder)
-        report.show(result, folder)
+        trainer.test(job.model, datamodule=job.data, ckpt_path=cfg.ckpt_path, verbose=False)
+    metrics, devices = report.metrics_of(trainer), report.device_names(trainer)
+    result = report.Report(metrics, devices, report.tested_of(trainer))
+    report.finish(result, trainer, job.folder)
     return result
 
 

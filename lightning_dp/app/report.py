@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig, OmegaConf
@@ -12,31 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_dp.app.callbacks import SamplesTested
-from lightning_dp.monitor import DataParallelMonitor
+from lightning_dp.monitor import DataParallelMonitor, Period
+from lightning_dp.parallel.batch import DeviceUsage
 
 PICTURE = "devices.png"
 
 C = TypeVar("C", bound=Callback)
-
-
-@dataclass(frozen=True)
-class DeviceUsage:
-    """The part of one device in a training.
-
-    Args:
-        device: its name.
-        samples: training samples it worked on.
-        busy_seconds: seconds it worked on them.
-        peak_bytes: the most memory in use on it; 0 where devices do not count it.
-        waiting_seconds: seconds it had nothing to do during training steps; None where nobody
-            measured it.
-    """
-
-    device: str
-    samples: int
-    busy_seconds: float
-    peak_bytes: int = 0
-    waiting_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -46,57 +27,39 @@ class Report:
     Args:
         metrics: every logged metric's last value; train/... and val/... are the last epoch's.
         devices: the names of the devices that took part, in order.
-        usage: each device's part in the training; empty if there was none, or if the strategy does
-            not measure it.
-        tested: the test samples that each device worked on; empty if there was no test, or if the
-            strategy does not share them out.
+        per_device: what each of them did, under the names in ``metrics.json``; without what did
+            not happen, or what the strategy does not measure.
     """
 
     metrics: Mapping[str, float]
     devices: tuple[str, ...]
-    usage: tuple[DeviceUsage, ...] = ()
-    tested: tuple[int, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the content of ``metrics.json``; what was not measured is left out."""
-        content: dict[str, Any] = {**self.metrics, "devices": list(self.devices)}
-        if self.usage:
-            content["samples_per_device"] = [part.samples for part in self.usage]
-            content["busy_seconds_per_device"] = [
-                round(part.busy_seconds, 4) for part in self.usage
-            ]
-        waiting = [part.waiting_seconds for part in self.usage if part.waiting_seconds is not None]
-        if waiting:
-            content["waiting_seconds_per_device"] = [round(seconds, 4) for seconds in waiting]
-        if any(part.peak_bytes for part in self.usage):
-            content["peak_bytes_per_device"] = [part.peak_bytes for part in self.usage]
-        if self.tested:
-            content["test_samples_per_device"] = list(self.tested)
-        return content
+    per_device: Mapping[str, Sequence[float]]
 
 
-def usage_of(trainer: Trainer) -> tuple[DeviceUsage, ...]:
-    """Returns each device's part in the training so far; only lightning_dp's strategy knows it.
+def training_of(trainer: Trainer) -> dict[str, list[float]]:
+    """Returns what each device did in the training so far; only lightning_dp's strategy knows it.
 
     Times are the monitor's, if there is one: it knows what a device did while others worked.
     """
-    usage = tuple(
-        DeviceUsage(str(part.device), part.samples, part.busy_seconds, part.peak_bytes)
-        for part in getattr(trainer.strategy, "usage", ())
-    )
-    monitor = _first(trainer, DataParallelMonitor)
-    if monitor is None or not monitor.total.steps:
-        return usage
-    times = zip(usage, monitor.total.busy_seconds, monitor.total.waiting_seconds, strict=True)
-    return tuple(
-        replace(part, busy_seconds=busy, waiting_seconds=waiting) for part, busy, waiting in times
-    )
+    usage: Sequence[DeviceUsage] = getattr(trainer.strategy, "usage", ())
+    watched = _watched(trainer)
+    busy = watched.busy_seconds if watched else [part.busy_seconds for part in usage]
+    waiting = watched.waiting_seconds if watched else ()
+    peaks = [part.peak_bytes for part in usage]
+    columns: dict[str, list[float]] = {
+        "samples_per_device": [part.samples for part in usage],
+        "busy_seconds_per_device": [round(seconds, 4) for seconds in busy],
+        "waiting_seconds_per_device": [round(seconds, 4) for seconds in waiting],
+        "peak_bytes_per_device": [*peaks] if any(peaks) else [],
+    }
+    return {name: values for name, values in columns.items() if values}
 
 
-def tested_of(trainer: Trainer) -> tuple[int, ...]:
+def tested_of(trainer: Trainer) -> dict[str, list[float]]:
     """Returns the samples that each device worked on in the latest test."""
-    samples = _first(trainer, SamplesTested)
-    return () if samples is None else samples.per_device
+    counter = _first(trainer, SamplesTested)
+    samples = counter.per_device if counter else ()
+    return {"test_samples_per_device": [*samples]} if samples else {}
 
 
 def device_names(trainer: Trainer) -> tuple[str, ...]:
@@ -117,18 +80,17 @@ def write_config(cfg: DictConfig, folder: Path) -> None:
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
 
 
-def write_metrics(report: Report, folder: Path) -> None:
-    """Writes ``metrics.json``."""
-    text = json.dumps(report.as_dict(), indent=2)
-    (folder / "metrics.json").write_text(text + "\n", encoding="utf-8")
+def finish(report: Report, trainer: Trainer, folder: Path) -> None:
+    """Writes ``metrics.json`` and ``devices.png``, and prints what came out; one process does."""
+    if trainer.is_global_zero:
+        content = {**report.metrics, "devices": report.devices, **report.per_device}
+        text = json.dumps(content, indent=2)
+        (folder / "metrics.json").write_text(text + "\n", encoding="utf-8")
+        _show(report, folder, _draw_devices(trainer, folder))
 
 
-def draw_devices(trainer: Trainer, folder: Path) -> str | None:
-    """Writes ``devices.png``, if a training on several devices was watched.
-
-    Returns:
-        What to tell the user about it.
-    """
+def _draw_devices(trainer: Trainer, folder: Path) -> str | None:
+    """Draws the devices, if a training on several was watched, and says what to tell about it."""
     monitor = _first(trainer, DataParallelMonitor)
     if monitor is None or not monitor.total.steps:
         return None
@@ -138,14 +100,11 @@ def draw_devices(trainer: Trainer, folder: Path) -> str | None:
         return f"no {PICTURE}: {error}"
 
 
-def show(report: Report, folder: Path, picture: str | None = None) -> None:
-    """Prints the test's metrics, each device's part, and where the results are."""
+def _show(report: Report, folder: Path, picture: str | None) -> None:
     console = Console()
     console.print(_metrics_line(report))
-    if report.usage:
-        console.print(_training_table(report.usage))
-    elif report.tested:
-        console.print(_test_table(report))
+    if report.per_device:
+        console.print(_table(report))
     else:
         console.print("devices:", ", ".join(report.devices), highlight=False)
     for line in (picture, f"run folder: {folder}"):
@@ -159,43 +118,28 @@ def _metrics_line(report: Report) -> str:
     return "   ".join(figures) or "no metrics were logged"
 
 
-def _training_table(usage: Sequence[DeviceUsage]) -> Table:
+def _table(report: Report) -> Table:
+    """A row per device; of a training with a test after it, what it did in the training."""
+    found = report.per_device
+    trained, tested = found.get("samples_per_device"), found.get("test_samples_per_device")
+    samples = trained or tested or ()
     columns = {
-        "training samples": [f"{part.samples:,}" for part in usage],
-        "share": _shares([part.samples for part in usage]),
-        "busy": [f"{part.busy_seconds:.1f} s" for part in usage],
-        "waiting": [_seconds(part.waiting_seconds) for part in usage],
+        "training samples" if trained else "test samples": [f"{n:,}" for n in samples],
+        "share": [f"{n / (sum(samples) or 1):.1%}" for n in samples],
+        "busy": [f"{seconds:.1f} s" for seconds in found.get("busy_seconds_per_device", ())],
+        "waiting": [f"{seconds:.1f} s" for seconds in found.get("waiting_seconds_per_device", ())],
         "peak memory": [
-            f"{part.peak_bytes / 2**20:.1f} MiB" if part.peak_bytes else "" for part in usage
+            f"{size / 2**20:.1f} MiB" if size else ""
+            for size in found.get("peak_bytes_per_device", ())
         ],
     }
-    return _table([part.device for part in usage], columns)
-
-
-def _test_table(report: Report) -> Table:
-    samples = [f"{n:,}" for n in report.tested]
-    columns = {"test samples": samples, "share": _shares(report.tested)}
-    return _table(report.devices, columns)
-
-
-def _table(devices: Sequence[str], columns: Mapping[str, Sequence[str]]) -> Table:
-    """A row per device; columns in which nothing stands are left out."""
-    shown = {heading: cells for heading, cells in columns.items() if any(cells)}
+    shown = {heading: cells for heading, cells in columns.items() if cells}
     table = Table("device")
     for heading in shown:
         table.add_column(heading, justify="right")
-    for device, *cells in zip(devices, *shown.values(), strict=True):
+    for device, *cells in zip(report.devices, *shown.values(), strict=True):
         table.add_row(device, *cells)
     return table
-
-
-def _shares(samples: Sequence[int]) -> list[str]:
-    total = sum(samples)
-    return [f"{n / total if total else 0.0:.1%}" for n in samples]
-
-
-def _seconds(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.1f} s"
 
 
 def _first(trainer: Trainer, kind: type[C]) -> C | None:
@@ -203,3 +147,9 @@ def _first(trainer: Trainer, kind: type[C]) -> C | None:
     # Lightning sets the attribute from outside the class, where type checkers do not see it.
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+
+
+def _watched(trainer: Trainer) -> Period | None:
+    """Returns what a monitor has measured, if it has."""
+    monitor = _first(trainer, DataParallelMonitor)
+    return monitor.total if monitor and monitor.total.steps else None

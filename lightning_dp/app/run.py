@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -40,7 +40,8 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
                 return task(cfg)
         except (KeyboardInterrupt, SystemExit) as stop:
             if _is_interrupt(stop):
-                _end_interrupted(Path(cfg.paths.output_dir))
+                _print_interrupted(Path(cfg.paths.output_dir))
+                sys.exit(INTERRUPTED)
             raise
         except Exception as error:
             message = _option_error(error) or _does_not_fit(error, cfg)
@@ -108,9 +109,9 @@ def _option_error(error: Exception) -> str | None:
     if isinstance(error, InstantiationException):
         cause = error.__cause__
         return str(cause) if isinstance(cause, ValueError) else str(error)
-    if isinstance(error, ValueError) and _raised_by_us(error):
-        return str(error)
-    return None
+    module, _ = _where_raised(error)
+    is_ours = module.startswith("lightning_dp.") and not module.startswith("lightning_dp.examples.")
+    return str(error) if isinstance(error, ValueError) and is_ours else None
 
 
 def _does_not_fit(error: Exception, cfg: DictConfig) -> str | None:
@@ -132,20 +133,9 @@ def _where_raised(error: Exception) -> tuple[str, str]:
     return str(frames[-1].f_globals.get("__name__")), frames[-1].f_code.co_name
 
 
-def _raised_by_us(error: Exception) -> bool:
-    """Whether the package itself raised the error, and not the user's model or data."""
-    module, _ = _where_raised(error)
-    return module.startswith("lightning_dp.") and not module.startswith("lightning_dp.examples.")
-
-
 def _is_interrupt(stop: BaseException) -> bool:
     """Whether it is Ctrl-C, which Lightning turns into ``sys.exit(1)`` after saving."""
     return isinstance(stop, KeyboardInterrupt) or isinstance(stop.__context__, KeyboardInterrupt)
-
-
-def _end_interrupted(folder: Path) -> NoReturn:
-    _print_interrupted(folder)
-    sys.exit(INTERRUPTED)
 
 
 @rank_zero_only

@@ -105,7 +105,7 @@ def check_training_state(checkpoint: Mapping[str, Any], path: Any) -> None:
             f"ckpt_path: expected a checkpoint to resume training from, got {str(path)!r}, which "
             "holds weights and no training state (optimizers, epoch). To begin a new training with "
             "these weights: init_from=... on the command line, or in Python "
-            "lightning_dp.checkpoint_files.load_weights(model, path) before fit."
+            "lightning_dp.checkpointing.load_weights(model, path) before fit."
         )
 
 
@@ -195,14 +195,13 @@ def rename_model(checkpoint: Any, naming: Naming) -> Any:
 
     if not isinstance(checkpoint, Mapping) or not is_lightnings(checkpoint):
         return rename_states(checkpoint, named)
-    return rename_states(checkpoint, named, _alongside(checkpoint, naming))
-
-
-def _alongside(checkpoint: Mapping[str, Any], naming: Naming) -> Rename:
-    """Renames what has names of the model as the model is renamed."""
     weights = find_weights(checkpoint) or {}
     renaming = naming(weights)
-    return lambda state: rename(state, renaming) if state.keys() <= weights.keys() else state
+
+    def alongside(state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return rename(state, renaming) if state.keys() <= weights.keys() else state
+
+    return rename_states(checkpoint, named, alongside)
 
 
 def name_for_module(checkpoint: dict[str, Any], module: nn.Module) -> None:

@@ -150,7 +150,7 @@ def _load(file: BinaryIO, path: PathLike, map_location: Any, weights_only: bool)
         raise ValueError(f"{path}: expected a checkpoint, got an empty file (0 bytes).")
     foreign = _foreign(head, file)
     if safetensors_files.is_one(head):
-        return safetensors_files.read(file, path, size, map_location)
+        return safetensors_files.read(file, path, map_location)
     if foreign is not None:
         raise ValueError(
             f"{path}: expected a checkpoint of torch, Lightning or safetensors, got {foreign} "

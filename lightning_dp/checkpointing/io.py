@@ -43,7 +43,7 @@ class AtomicTorchCheckpointIO(TorchCheckpointIO):
     """Lightning's `TorchCheckpointIO`; local files are written atomically, and more are read.
 
     A crash in the middle of a save leaves the old file. Reading knows what other people write,
-    see `lightning_dp.checkpoint_files`.
+    see `lightning_dp.checkpointing.files`.
     """
 
     @override
@@ -65,13 +65,7 @@ class AtomicTorchCheckpointIO(TorchCheckpointIO):
 
 
 class ModulePrefixMixin:
-    """`ModulePrefixCheckpointIO` without the base class, which each of Lightning's packages has.
-
-    Args:
-        checkpoint_io: see `ModulePrefixCheckpointIO`.
-        on_save: see there.
-        on_load: see there.
-    """
+    """`ModulePrefixCheckpointIO` without the base class, which each of Lightning's packages has."""
 
     def __init__(
         self,
@@ -98,13 +92,7 @@ class ModulePrefixMixin:
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads through the wrapped IO, with keys as `on_load` says, as a Trainer needs it.
-
-        Args:
-            path: the file.
-            map_location: passed on; None for the wrapped IO's own choice, which is the CPU.
-            weights_only: passed on; None for True.
-        """
+        """Loads through the wrapped IO, with keys as `on_load` says, as a Trainer needs it."""
         options = {} if map_location is None else {"map_location": map_location}
         if _takes_weights_only(self.checkpoint_io):
             options["weights_only"] = checkpoint_files.is_safe(weights_only)

@@ -23,26 +23,24 @@ def is_one(head: bytes) -> bool:
     return head[8:9] == b"{" and 1 < int.from_bytes(head[:8], "little") <= _LONGEST_HEADER
 
 
-def read(
-    file: BinaryIO, path: str | os.PathLike[str], size: int, map_location: Any
-) -> dict[str, Tensor]:
+def read(file: BinaryIO, path: str | os.PathLike[str], map_location: Any) -> dict[str, Tensor]:
     """The state dict in a file, tied weights tied, in the order that `write` has noted.
 
     Raises:
         ImportError: the extra is not installed.
         ValueError: the file is cut short or damaged.
     """
-    notes: dict[str, str] = _header(file, path, size).get("__metadata__", {})
     library = _library()
-    file.seek(0)
     name = getattr(file, "name", None)  # a local file needs no copy in memory
     tensors: dict[str, Tensor]
     try:
+        notes = _notes(file)
         order = json.loads(notes.get(_ORDER, "[]"))
+        file.seek(0)
         tensors = library.load(file.read()) if name is None else library.load_file(name)
     except Exception as error:  # the library's own types of errors
         raise ValueError(
-            f"{path}: expected a .safetensors file, got a damaged one: {error}"
+            f"{path}: expected a .safetensors file, got one that is cut short or damaged: {error}"
         ) from error
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
     tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
@@ -57,8 +55,7 @@ def keeps_order(path: Path) -> bool:
     if path.suffix.lower() != SUFFIX:
         return True
     with path.open("rb") as file:
-        notes: dict[str, str] = _header(file, path, path.stat().st_size).get("__metadata__", {})
-    return _ORDER in notes
+        return _ORDER in _notes(file)
 
 
 def write(state: Mapping[str, Any], path: Path) -> None:
@@ -93,10 +90,10 @@ def _check_value(key: str, value: Any, path: Path) -> None:
     found = None
     if not isinstance(value, Tensor):
         found = f"of type {type(value).__qualname__}"
-    elif value.is_meta:
-        found = "on the device meta"
-    elif value.layout is not torch.strided or value.is_nested or value.is_quantized:
-        found = "which is sparse, nested or quantized"
+    elif (
+        value.is_meta or value.layout is not torch.strided or value.is_nested or value.is_quantized
+    ):
+        found = "which is sparse, nested, quantized or on the device meta"
     if found is not None:
         raise ValueError(
             f"{path}: expected tensors only, dense ones with values, as the format holds no "
@@ -130,21 +127,12 @@ def _memory_of(tensor: Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _header(file: BinaryIO, path: str | os.PathLike[str], size: int) -> dict[str, Any]:
+def _notes(file: BinaryIO) -> dict[str, str]:
+    """What the header says besides tensors, which the library does not tell of a file in memory."""
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
-    try:
-        header: dict[str, Any] = json.loads(file.read(length))
-        ends = [part["data_offsets"][1] for key, part in header.items() if key != "__metadata__"]
-        expected = 8 + length + max(ends, default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        expected = max(size + 1, 8 + length)
-    if size != expected:
-        raise ValueError(
-            f"{path}: expected a .safetensors file of {expected:,} bytes by its header, got "
-            f"{size:,} bytes: it is cut short or damaged."
-        )
-    return header
+    notes: dict[str, str] = json.loads(file.read(length)).get("__metadata__", {})
+    return notes
 
 
 def _library() -> Any:

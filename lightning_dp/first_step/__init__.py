@@ -4,9 +4,5 @@ Decided here: how the two are compared (`check`, `compare`), what the difference
 (`diagnosis`), and that trying leaves no trace (`snapshot`).
 """
 
-from lightning_dp.first_step.check import FirstStep, check_first_step
-
-__all__ = [
-    "FirstStep",
-    "check_first_step",
-]
+from lightning_dp.first_step.check import FirstStep as FirstStep
+from lightning_dp.first_step.check import check_first_step as check_first_step

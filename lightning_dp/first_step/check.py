@@ -73,48 +73,35 @@ class FirstStep:
             warnings.warn(str(self), stacklevel=2)
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Stands for `self.log`, and for turning layers off."""
+
+
+@dataclass
 class Runs:
-    """Runs of one training step on one batch, alone and split, each as if it were the only one.
+    """Runs of one training step on one batch, alone and split, each as if it were the only one."""
 
-    Args:
-        module: the user's module.
-        mode: of its own, for nothing else; its replicas run in order.
-        batch: as the step gets it.
-        args: the step's other arguments.
-        transfer: moves a batch.
-        precision: the Trainer's.
-        devices: the replicas' and the output device.
-    """
+    module: LightningModule
+    mode: Mode  # of its own, for nothing else; its replicas run in order
+    batch: Any  # as the step gets it
+    args: tuple[Any, ...]  # the step's other arguments
+    transfer: Transfer
+    precision: Precision  # the Trainer's
+    devices: Sequence[torch.device]  # the replicas' and the output device
 
-    def __init__(
-        self,
-        module: LightningModule,
-        mode: Mode,
-        batch: Any,
-        args: tuple[Any, ...],
-        *,
-        transfer: Transfer,
-        precision: Precision,
-        devices: Sequence[torch.device],
-    ) -> None:
-        self.module = module
-        self.spreads_forward = isinstance(mode, ForwardMode)
-        self._mode = mode
-        self._root = devices[0]
-        self._batch = batch
-        self._args = args
-        self._transfer = transfer
-        self._precision = precision
-        scaler = getattr(precision, "scaler", None)
+    def __post_init__(self) -> None:
+        """Notes how everything is, to put it back after each run."""
+        self.spreads_forward = isinstance(self.mode, ForwardMode)
+        scaler = getattr(self.precision, "scaler", None)
         self._scale = 1.0 if scaler is None or not scaler.is_enabled() else _SCALE
-        self._parameters = list(module.parameters())
-        groups = [optimizer.param_groups for optimizer in module.trainer.strategy.optimizers]
-        self._snapshot = Snapshot(module, devices, groups)
+        self._parameters = list(self.module.parameters())
+        groups = [optimizer.param_groups for optimizer in self.module.trainer.strategy.optimizers]
+        self._snapshot = Snapshot(self.module, self.devices, groups)
 
     @property
     def sizes(self) -> Sizes:
         """Samples per device in the latest split run."""
-        return self._mode.engine.last_sizes
+        return self.mode.engine.last_sizes
 
     @property
     def tolerance(self) -> float:
@@ -123,17 +110,17 @@ class Runs:
         GPUs compute convolutions, and matrix products if told to, with 10 bits of float32's 23.
         """
         precisions = {p.dtype for p in self._parameters if p.is_floating_point()}
-        if "16" in str(self._precision.precision):
+        if "16" in str(self.precision.precision):
             precisions.add(torch.bfloat16 if self._scale == 1 else torch.float16)
         eps: float = max((torch.finfo(dtype).eps for dtype in precisions), default=0.0)
         half: float = eps**0.5
-        return max(half, 1e-2 if self._root.type == "cuda" and eps > 1e-9 else 0.0)
+        return max(half, 1e-2 if self.devices[0].type == "cuda" and eps > 1e-9 else 0.0)
 
     def alone(
         self,
         shard: int | None = None,
         *,
-        off: Callable[[], None] = lambda: None,
+        off: Callable[[], None] = _nothing,
         seed: int | None = None,
     ) -> Outcome:
         """The step on the root, of the whole batch or of one shard of it, as on one device.
@@ -145,50 +132,50 @@ class Runs:
         """
         return self._run(lambda: self._step_alone(shard), off, seed)
 
-    def split(self, *, off: Callable[[], None] = lambda: None) -> Outcome:
+    def split(self, *, off: Callable[[], None] = _nothing) -> Outcome:
         """The step split over the devices."""
         return self._run(self._step_split, off)
 
     def end(self) -> None:
         """Leaves everything as it was."""
         self._snapshot.end()
-        self._mode.engine.close()
+        self.mode.engine.close()
 
     def _run(
         self, step: Callable[[], Any], off: Callable[[], None], seed: int | None = None
     ) -> Outcome:
         try:
-            self.module.__dict__["log"] = _say_nothing
+            self.module.__dict__["log"] = _nothing
             off()
             if seed is not None:
                 self._snapshot.reseed(seed)
-            with self._precision.train_step_context():
+            with self.precision.train_step_context():
                 output = step()
             if output is None:
                 raise ValueError("training_step returned None")
             loss: Tensor = StepOutput.parse(output).loss
-            with self._mode.during_backward():
+            with self.mode.during_backward():
                 (loss * self._scale).backward()  # type: ignore[no-untyped-call]
             return Outcome.of(loss, self._parameters)
         finally:
             self._snapshot.restore()
 
     def _step_alone(self, shard: int | None) -> Any:
-        batch = copy.deepcopy(self._batch)
+        batch, root = copy.deepcopy(self.batch), self.devices[0]
         if shard is not None:
-            batch = self._mode.engine.scatter(batch, lambda part, _: part).parts[shard]
+            batch = self.mode.engine.scatter(batch, lambda part, _: part).parts[shard]
         if self.spreads_forward:
-            batch = to_device(batch, self._root)
+            batch = to_device(batch, root)
             for submodule in self.module.modules():
                 if is_metric(submodule):
-                    submodule.to(self._root)
+                    submodule.to(root)
         else:
-            batch = self._transfer(batch, self._root, 0)
-        return self.module.training_step(batch, *self._args)
+            batch = self.transfer(batch, root, 0)
+        return self.module.training_step(batch, *self.args)
 
     def _step_split(self) -> Any:
-        self._mode.engine.resync()
-        return self._mode.step("training_step", copy.deepcopy(self._batch), self._args)
+        self.mode.engine.resync()
+        return self.mode.step("training_step", copy.deepcopy(self.batch), self.args)
 
 
 def check_first_step(
@@ -203,14 +190,8 @@ def check_first_step(
     """Runs a training step on the root alone and split, compares, and looks for the cause.
 
     Leaves no trace: gradients, buffers, random numbers, metrics, logs and attributes are as before.
-
-    Args:
-        module: the user's module.
-        batch: as the step gets it.
-        args: the step's other arguments.
-        make_mode: makes a mode as the training's, whose replicas run in order.
-        loss_reduction: of the training.
-        options: see `Runs`.
+    The mode that `make_mode` makes is as the training's, but for replicas that run in order; the
+    other arguments are those of `Runs`.
     """
     if not module.automatic_optimization:
         return FirstStep(not_checked="with manual optimisation the step itself trains.")
@@ -259,7 +240,3 @@ def _unheard(module: LightningModule) -> Iterator[None]:
             yield
     finally:
         trainer.loggers = loggers
-
-
-def _say_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for `self.log`."""

@@ -16,23 +16,22 @@ class Outcome:
 
     Attributes:
         loss: its value.
-        gradients: of every parameter, on the CPU; None where there is none.
+        gradient: that of all parameters as one vector, on the CPU; 0 where a parameter has none.
     """
 
     loss: float
-    gradients: list[Tensor | None]
+    gradient: Tensor
 
     @classmethod
     def of(cls, loss: Tensor, parameters: Sequence[nn.Parameter]) -> Outcome:
         """Takes a loss after its backward; the gradients are copied."""
-        gradients = [None if p.grad is None else p.grad.to("cpu", copy=True) for p in parameters]
-        plain = [None if g is None else _plain(g) for g in gradients]
-        return cls(float(loss.detach().cpu()), plain)
+        nothing = torch.zeros(0, dtype=torch.float64)
+        return cls(float(loss.detach()), torch.cat([nothing, *map(_gradient_of, parameters)]))
 
     @property
     def is_finite(self) -> bool:
         """Whether the loss and all gradients are numbers."""
-        return math.isfinite(self.loss) and math.isfinite(_dot(self.gradients, self.gradients))
+        return math.isfinite(self.loss) and bool(self.gradient.isfinite().all())
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,8 @@ class Difference:
     @classmethod
     def between(cls, a: Outcome, b: Outcome) -> Difference:
         """How far `a` is off `b`."""
-        pairs = zip(a.gradients, b.gradients, strict=True)
-        off = [_minus(x, y) for x, y in pairs]
-        gradient = _ratio(_dot(off, off), _dot(b.gradients, b.gradients)) ** 0.5
+        off = a.gradient - b.gradient
+        gradient = _ratio(float(off.norm()), float(b.gradient.norm()))
         return cls(_ratio(abs(a.loss - b.loss), abs(b.loss)), gradient)
 
     @property
@@ -63,11 +61,9 @@ class Difference:
 
 def weighted_sum(outcomes: Sequence[Outcome], weights: Sequence[float]) -> Outcome:
     """The outcome of the weighted sum of the losses."""
-    gradients = [
-        _sum(parts, weights) for parts in zip(*(o.gradients for o in outcomes), strict=True)
-    ]
-    losses = [outcome.loss for outcome in outcomes]
-    return Outcome(sum(w * x for w, x in zip(weights, losses, strict=True)), gradients)
+    pairs = list(zip(weights, outcomes, strict=True))
+    gradient = torch.stack([weight * outcome.gradient for weight, outcome in pairs]).sum(0)
+    return Outcome(sum(weight * outcome.loss for weight, outcome in pairs), gradient)
 
 
 def fitted_weights(whole: Outcome, parts: Sequence[Outcome]) -> list[float]:
@@ -75,11 +71,11 @@ def fitted_weights(whole: Outcome, parts: Sequence[Outcome]) -> list[float]:
 
     Least squares over all gradients, and the loss as one more coordinate of as much weight.
     """
-    scale = _ratio(_dot(whole.gradients, whole.gradients), whole.loss**2)
+    scale = _ratio(float(whole.gradient @ whole.gradient), whole.loss**2)
     scale = scale if 0 < scale < math.inf else 1.0
 
     def dot(a: Outcome, b: Outcome) -> float:
-        return _dot(a.gradients, b.gradients) + scale * a.loss * b.loss
+        return float(a.gradient @ b.gradient) + scale * a.loss * b.loss
 
     gram = torch.tensor([[dot(a, b) for b in parts] for a in parts], dtype=torch.float64)
     target = torch.tensor([dot(a, whole) for a in parts], dtype=torch.float64)
@@ -87,29 +83,10 @@ def fitted_weights(whole: Outcome, parts: Sequence[Outcome]) -> list[float]:
     return solution
 
 
-def _plain(gradient: Tensor) -> Tensor:
-    dense = gradient.to_dense() if gradient.layout is not torch.strided else gradient
-    return torch.view_as_real(dense) if dense.is_complex() else dense
-
-
-def _dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
-    products = [
-        torch.dot(x.flatten().double(), y.flatten().double()).item()
-        for x, y in zip(a, b, strict=True)
-        if x is not None and y is not None
-    ]
-    return math.fsum(products)
-
-
-def _minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return a.double() - b.double()
-
-
-def _sum(parts: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
-    terms = [w * x.double() for w, x in zip(weights, parts, strict=True) if x is not None]
-    return torch.stack(terms).sum(0) if terms else None
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    dense = gradient.detach().cpu().to_dense()
+    return (torch.view_as_real(dense) if dense.is_complex() else dense).flatten().double()
 
 
 def _ratio(a: float, b: float) -> float:

@@ -14,7 +14,6 @@ from lightning_dp.parallel.torch_private import BatchNorm
 if TYPE_CHECKING:
     from lightning_dp.first_step.check import Runs
 
-
 _DROPOUTS = (
     nn.Dropout,
     nn.Dropout1d,
@@ -29,13 +28,8 @@ class Diagnosis:
     """Looks for the causes of a difference, the usual ones.
 
     Layers that are known to see their shard only are turned off, one kind after the other, and the
-    step is run again. What then still differs is the loss: the losses and gradients of the shards,
-    each run on the root alone, show how they make up those of the batch.
-
-    Args:
-        runs: runs the step.
-        alone: its outcome on the root alone.
-        loss_reduction: how the losses were joined.
+    step is run again. What then still differs from the outcome `alone`, on the root, is the loss:
+    losses and gradients of the shards, each run there, show how they make up those of the batch.
     """
 
     def __init__(self, runs: Runs, alone: Outcome, loss_reduction: LossReduction) -> None:
@@ -44,8 +38,8 @@ class Diagnosis:
         self._sizes = [size for size in runs.sizes if size]
         self._active = [k for k, size in enumerate(runs.sizes) if size]
         self._loss_reduction = loss_reduction
-        self._dropouts = _Layers(runs.module, _drops, _turn_dropout_off)
-        self._norms = _Layers(runs.module, _normalises, _turn_off)
+        self._dropouts = _Layers(runs.module, _drops)
+        self._norms = _Layers(runs.module, _normalises)
 
     def causes(self) -> dict[str, str]:
         """What makes the difference, each with what to choose."""
@@ -117,25 +111,19 @@ class Diagnosis:
 class _Layers:
     """The layers of one kind in a module."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        is_one: Callable[[nn.Module], bool],
-        turn_off: Callable[[nn.Module], None],
-    ) -> None:
-        self._layers = {name: layer for name, layer in module.named_modules() if is_one(layer)}
-        self._turn_off = turn_off
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._layers)
+    def __init__(self, module: nn.Module, is_one: Callable[[nn.Module], bool]) -> None:
+        self._layers = [layer for layer in module.modules() if is_one(layer)]
+        self.names = [name for name, layer in module.named_modules() if is_one(layer)]
 
     def turn_off(self) -> None:
-        for layer in self._layers.values():
-            self._turn_off(layer)
+        for layer in self._layers:
+            if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
+                layer.dropout = 0.0
+            else:
+                layer.training = False
 
     def __str__(self) -> str:
-        return ", ".join(self.names[:3]) + ", ..." * (len(self._layers) > 3)
+        return ", ".join(self.names[:3]) + ", ..." * (len(self.names) > 3)
 
 
 def _normalises(layer: nn.Module) -> bool:
@@ -146,17 +134,6 @@ def _drops(layer: nn.Module) -> bool:
     if isinstance(layer, _DROPOUTS):
         return layer.training and layer.p > 0
     return isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0
-
-
-def _turn_off(layer: nn.Module) -> None:
-    layer.training = False
-
-
-def _turn_dropout_off(layer: nn.Module) -> None:
-    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
-        layer.dropout = 0.0
-    else:
-        layer.training = False
 
 
 def _listed(weights: Sequence[float]) -> str:

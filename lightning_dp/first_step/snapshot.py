@@ -6,20 +6,17 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.gradients import (
-    GradientsAside,
-    HooksOff,
-    clear_gradients,
-)
+from lightning_dp.parallel.gradients import GradientsAside, HooksOff, clear_gradients
 from lightning_dp.parallel.torch_private import hooked
 
-Restore = Callable[[], None]
+Restore = Callable[[], Any]
 
 _FRAMEWORKS = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
 _TRACKERS = {
@@ -108,17 +105,19 @@ def _look_at(node: Any) -> tuple[Restore | None, Iterable[Any]]:
     if isinstance(node, Tensor):
         return _tensor(node), ()
     if isinstance(node, torch.Generator):
-        return _state(node.get_state(), node.set_state), ()
+        return partial(node.set_state, node.get_state()), ()
     if isinstance(node, random.Random):
-        return _state(node.getstate(), node.setstate), ()
+        return partial(node.setstate, node.getstate()), ()
+    # A container of a class of its own may have attributes.
+    attributes = [vars(node)] if hasattr(node, "__dict__") else []
     if isinstance(node, dict):
-        return _dict(node), [*node.values(), *_attributes(node)]
+        return _dict(node), [*node.values(), *attributes]
     if isinstance(node, list | deque | set):
-        return _items(node), [*node, *_attributes(node)]
+        return _items(node), [*node, *attributes]
     if isinstance(node, tuple | frozenset):
         return None, node
     if isinstance(node, nn.Module) or _is_users(node):
-        return None, [vars(node)]
+        return None, attributes
     return _of_numpy(node), ()
 
 
@@ -128,11 +127,6 @@ def _is_users(node: Any) -> bool:
         return True
     packages = {cls.__module__.split(".")[0] for cls in type(node).__mro__[:-1]}
     return hasattr(node, "__dict__") and not isinstance(node, type) and not packages & _LEFT_ALONE
-
-
-def _attributes(node: Any) -> list[Any]:
-    """The attributes of a container of a class of its own."""
-    return [vars(node)] if hasattr(node, "__dict__") else []
 
 
 def _tensor(tensor: Tensor) -> Restore | None:
@@ -176,10 +170,6 @@ def _items(node: Any) -> Restore:
     return restore
 
 
-def _state(before: Any, put_back: Callable[[Any], Any]) -> Restore:
-    return lambda: put_back(before)
-
-
 def _of_numpy(node: Any) -> Restore | None:
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -189,9 +179,9 @@ def _of_numpy(node: Any) -> Restore | None:
         return lambda: numpy.copyto(node, before)
     if isinstance(node, numpy.random.Generator):
         bits = node.bit_generator
-        return _state(bits.state, lambda state: setattr(bits, "state", state))
+        return partial(setattr, bits, "state", bits.state)
     if isinstance(node, numpy.random.RandomState):
-        return _state(node.get_state(), node.set_state)
+        return partial(node.set_state, node.get_state())
     return None
 
 
@@ -209,20 +199,15 @@ def _reseed(generator: Any, seed: int) -> None:
 
 
 def _process_generators(devices: Iterable[torch.device]) -> list[Restore]:
-    restores = [
-        _state(random.getstate(), random.setstate),
-        _state(torch.get_rng_state(), torch.set_rng_state),
+    restores: list[Restore] = [
+        partial(random.setstate, random.getstate()),
+        partial(torch.set_rng_state, torch.get_rng_state()),
     ]
     if "numpy" in sys.modules:
         generators = sys.modules["numpy"].random
-        restores.append(_state(generators.get_state(), generators.set_state))
+        restores.append(partial(generators.set_state, generators.get_state()))
     for device in {device for device in devices if device.type != "cpu"}:
-        restores.append(_of_device(device))
+        module = torch.get_device_module(device)
+        name = () if device.type == "mps" else (device,)  # there it is the only one
+        restores.append(partial(module.set_rng_state, module.get_rng_state(*name), *name))
     return restores
-
-
-def _of_device(device: torch.device) -> Restore:
-    module = torch.get_device_module(device)
-    if device.type == "mps":  # one device, which takes no name
-        return _state(module.get_rng_state(), module.set_rng_state)
-    return _state(module.get_rng_state(device), lambda state: module.set_rng_state(state, device))

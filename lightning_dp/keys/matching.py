@@ -42,14 +42,8 @@ def match_keys(
 ) -> Renaming:
     """Names the keys as the reference does, wherever a match can be found.
 
-    Args:
-        keys: the keys to rename.
-        reference: the keys as they should be.
-        prefixes: what wrappers put before keys, each with its dot.
-
-    Returns:
-        A name for each key. Two keys may get the same one. Keys that the reference does not have
-        lose the wrappers that those beside them lose.
+    Two keys may get the same name. Keys that the reference does not have lose the wrappers that
+    those beside them lose. Prefixes are what wrappers put before keys, each with its dot.
 
     Raises:
         ValueError: a key fits in two places equally well.
@@ -128,11 +122,8 @@ class _Matcher:
     def _best(self, source: Node, target: Node, added: bool) -> tuple[Score, list[_Move]]:
         """The best score and all moves that reach it.
 
-        Args:
-            source: a node of the keys to rename.
-            target: a node of the reference.
-            added: whether a wrapper was just stepped over in the reference. Those of the source
-                come first, so that the same is not found in several orders.
+        Wrappers of the source are stepped over first, and none any more once one of the reference
+        was `added`: so the same is not found in several orders.
         """
         key = (id(source), id(target), added)
         if key not in self._found:

@@ -5,10 +5,5 @@ and how metrics of torchmetrics record on replicas (`torchmetrics_on_replicas`) 
 the whole batch (`arguments`).
 """
 
-from lightning_dp.metrics.journal import Journals
-from lightning_dp.metrics.torchmetrics_on_replicas import is_metric
-
-__all__ = [
-    "Journals",
-    "is_metric",
-]
+from lightning_dp.metrics.journal import Journals as Journals
+from lightning_dp.metrics.torchmetrics_on_replicas import is_metric as is_metric

@@ -4,10 +4,5 @@ Decided here: what is kept of the steps (`history`), how it is drawn (`picture`)
 (`callback`).
 """
 
-from lightning_dp.monitor.callback import DataParallelMonitor
-from lightning_dp.monitor.history import Period
-
-__all__ = [
-    "DataParallelMonitor",
-    "Period",
-]
+from lightning_dp.monitor.callback import DataParallelMonitor as DataParallelMonitor
+from lightning_dp.monitor.history import Period as Period

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,21 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_dp.lightning_private import is_accumulating, is_time_to_log, logged_step
 from lightning_dp.monitor.history import History, Period
 from lightning_dp.parallel.devices import memory_capacity
-from lightning_dp.parallel.split import StepUsage
 
 MIB = 2**20
-
-
-class MeasuredStrategy(Protocol):
-    """What the callback needs of a strategy; `DataParallelStrategy` offers it."""
-
-    parallel_devices: Sequence[torch.device] | None
-
-    def watch(self) -> None:
-        """Measures every training step from now on."""
-
-    def measured_steps(self, *, wait: bool = ...) -> Iterable[StepUsage]:
-        """The steps that were measured since the last time."""
 
 
 class DataParallelMonitor(Callback):
@@ -74,7 +61,6 @@ class DataParallelMonitor(Callback):
         devices: the names of the replicas' devices in the latest fit, root first; empty if there
             was nothing to measure.
         total: all steps of the latest fit together; see `Period`.
-        periods: the latest fit over time: `total` in at most `max_points` parts.
 
     Example:
         >>> monitor = DataParallelMonitor()
@@ -96,7 +82,7 @@ class DataParallelMonitor(Callback):
 
     @property
     def periods(self) -> list[Period]:
-        """The latest fit over time, oldest first."""
+        """The latest fit over time, oldest first: `total` in at most `max_points` parts."""
         return list(self._history.periods)
 
     def plot(self, path: str | os.PathLike[str]) -> Path:
@@ -130,9 +116,11 @@ class DataParallelMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to measure, where there are several devices to compare."""
-        strategy = _strategy_to_watch(trainer)
-        self._begin([] if strategy is None else strategy.parallel_devices or [])
-        if strategy is not None:
+        strategy: Any = trainer.strategy
+        # It is ours, in either of Lightning's packages.
+        devices = (strategy.parallel_devices or []) if hasattr(strategy, "measured_steps") else []
+        self._begin(devices if len(devices) > 1 else [])
+        if self.devices:
             strategy.watch()
             strategy.measured_steps()  # what came before (to find a learning rate) is no training
 
@@ -156,22 +144,17 @@ class DataParallelMonitor(Callback):
         self._capacities: tuple[int, ...] = ()
 
     def _note(self, trainer: Trainer, *, wait: bool = False) -> None:
-        if not self.devices:
-            return
-        strategy = cast(MeasuredStrategy, trainer.strategy)
-        for step in strategy.measured_steps(wait=wait):
-            self._add(step)
-
-    def _add(self, step: StepUsage) -> None:
-        if not self.total.steps:
-            self._capacities = tuple(
-                memory_capacity(torch.device(device)) if peak else 0
-                for device, peak in zip(self.devices, step.peak_bytes, strict=True)
-            )
-        period = Period.of(step)
-        self.total += period
-        self._unlogged += period
-        self._history.add(period)
+        strategy: Any = trainer.strategy
+        for step in strategy.measured_steps(wait=wait) if self.devices else ():
+            period = Period.of(step)
+            if not self.total.steps:
+                self._capacities = tuple(
+                    memory_capacity(torch.device(device)) if peak else 0
+                    for device, peak in zip(self.devices, period.peak_bytes, strict=True)
+                )
+            self.total += period
+            self._unlogged += period
+            self._history.add(period)
 
     def _log(self, trainer: Trainer) -> None:
         # As Lightning's own rows count steps, so that a logger sees them in order.
@@ -179,18 +162,9 @@ class DataParallelMonitor(Callback):
         values = _values(self.devices, self._unlogged)
         for logger in trainer.loggers:
             separator = logger.group_separator
-            logger.log_metrics(
-                {separator.join(names): value for names, value in values.items()},
-                step=step,
-            )
+            row = {separator.join(names): value for names, value in values.items()}
+            logger.log_metrics(row, step=step)
         self._unlogged = Period()
-
-
-def _strategy_to_watch(trainer: Trainer) -> MeasuredStrategy | None:
-    """The strategy if it is ours, in either of Lightning's packages, and has several devices."""
-    strategy: Any = trainer.strategy
-    is_ours = hasattr(strategy, "measured_steps")
-    return strategy if is_ours and len(strategy.parallel_devices or []) > 1 else None
 
 
 def _is_time_to_log(trainer: Trainer) -> bool:

@@ -7,6 +7,7 @@ that any thread of any program may draw.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,25 +15,12 @@ from typing import Any
 from lightning_dp.monitor.history import Period
 
 # Okabe and Ito's colours, told apart by colour-blind people too, with a grey in place of black.
-COLORS = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#F0E442",
-    "#5A5A5A",
-)
-WAITING = "#D4D4D4"
-INK = "#222222"
-FAINT = "#6B6B6B"
-LINES = "#B0B0B0"
+COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#5A5A5A"]
+WAITING, INK, FAINT, LINES = "#D4D4D4", "#222222", "#6B6B6B", "#B0B0B0"
 
 WIDTH, DPI = 11.0, 110  # inches, and pixels per inch
 BAR = 0.68  # of a row's height
 TEXT = 9  # points
-LABEL = 0.17  # inches from one label to the next, at least
 
 
 def draw(
@@ -42,14 +30,9 @@ def draw(
     periods: Sequence[Period],
     capacities: Sequence[int],
 ) -> Path:
-    """Draws a training into a PNG file.
+    """Draws a training, in total and over time, into a PNG file in a folder that may be new.
 
-    Args:
-        path: the file; its folder is made where it is missing.
-        devices: the names of the replicas' devices, root first; a name may repeat.
-        total: all of the training.
-        periods: the training over time.
-        capacities: the bytes that there are for each replica on its device; 0 where nobody knows.
+    Devices and capacities (in bytes; 0 where nobody knows) are those of the replicas, root first.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -68,7 +51,7 @@ def draw(
     widths = [1.5, 1.3, 1.0] if counts_memory else [1.5, 1.3]
     grid = figure.add_gridspec(2, len(widths), width_ratios=widths, height_ratios=[3.2, 1])
     names = replica_names(devices)
-    _shares(figure.add_subplot(grid[0, 0]), names, periods, gap=LABEL / (0.58 * height))
+    _shares(figure.add_subplot(grid[0, 0]), names, periods)
     _waiting(figure.add_subplot(grid[1, 0]), periods)
     _time(figure.add_subplot(grid[:, 1]), names, total)
     if counts_memory:
@@ -107,18 +90,6 @@ def headline(devices: Sequence[str], total: Period) -> str:
     return "   |   ".join(parts)
 
 
-def time_unit(seconds: float) -> tuple[float, str]:
-    """How many of a unit a second is, and its name, for times of about so many seconds.
-
-    Example:
-        >>> time_unit(0.02)
-        (1000.0, 'ms')
-    """
-    if seconds >= 1:
-        return 1.0, "s"
-    return (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
-
-
 def memory_unit(size: int) -> tuple[float, str]:
     """How many of a unit a byte is, and its name, for sizes of about so many bytes.
 
@@ -133,73 +104,34 @@ def memory_unit(size: int) -> tuple[float, str]:
     return 1 / 2**power, name
 
 
-def apart(heights: Sequence[float], gap: float) -> list[float]:
-    """Heights in falling order, from 0 to 1, moved as little as need be to lie `gap` apart.
-
-    Example:
-        >>> [round(height, 3) for height in apart([0.9, 0.5, 0.49, 0], 0.1)]
-        [0.9, 0.545, 0.445, 0.0]
-    """
-    last = max(1, len(heights) - 1)
-    gap = min(gap, 1 / last)
-    # Each shifted up by its gaps, so that "apart" is "not rising": neighbours that rise are pooled.
-    pools: list[tuple[float, int]] = []
-    for i, height in enumerate(heights):
-        mean, count = height + i * gap, 1
-        while pools and pools[-1][0] < mean:
-            above, n = pools.pop()
-            mean, count = (above * n + mean * count) / (n + count), n + count
-        pools.append((mean, count))
-    pooled = [mean for mean, count in pools for _ in range(count)]
-    return [min(max(mean, last * gap), 1.0) - i * gap for i, mean in enumerate(pooled)]
-
-
-def _shares(axes: Any, names: Sequence[str], periods: Sequence[Period], gap: float) -> None:
-    """Stacked bands, the root device's on top, each with its name at its right end."""
+def _shares(axes: Any, names: Sequence[str], periods: Sequence[Period]) -> None:
+    """Stacked bands, the root device's on top, and their names in the same order."""
     edges = _edges(periods)
-    upper = [1.0] * len(edges)
-    middles = []
-    for k, color in enumerate(_colors(len(names))):
-        shares = [period.shares[k] for period in periods]
-        lower = [top - share for top, share in zip(upper, [*shares, shares[-1]], strict=True)]
-        axes.fill_between(edges, upper, lower, step="post", color=color, linewidth=0)
-        if k:
-            axes.step(edges, upper, where="post", color="white", linewidth=0.8)
-        middles.append((upper[-1] + lower[-1]) / 2)
-        upper = lower
+    shares = [[period.shares[k] for period in (*periods, periods[-1])] for k in range(len(names))]
     # Over some steps: the very last may be of a smaller batch.
     latest = sum(periods[-max(1, len(periods) // 10) :], Period()).shares
     labels = [f"{name}  {share:.0%}" for name, share in zip(names, latest, strict=True)]
-    _labels(axes, labels, middles, gap)
+    axes.stackplot(
+        edges,
+        shares[::-1],  # from the bottom up
+        labels=labels[::-1],
+        colors=_colors(len(names))[::-1],
+        step="post",
+        edgecolor="white",
+        linewidth=0.8,
+    )
+    axes.legend(
+        reverse=True,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+        frameon=False,
+        fontsize=TEXT,
+        labelcolor=INK,
+        handlelength=1,
+    )
     _plain(axes, "Share of the samples", "")
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
     _over_steps(axes, edges, labels=False)
-
-
-def _labels(axes: Any, labels: Sequence[str], heights: Sequence[float], gap: float) -> None:
-    """Texts at the right edge, each with a line to its band."""
-    colors = _colors(len(labels))
-    for label, height, place, color in zip(
-        labels, heights, apart(heights, gap), colors, strict=True
-    ):
-        axes.annotate(
-            label,
-            (1, height),
-            (1.03, place),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            va="center",
-            fontsize=TEXT,
-            color=INK,
-            arrowprops={
-                "arrowstyle": "-",
-                "color": color,
-                "linewidth": 2,
-                "shrinkA": 0,
-                "shrinkB": 0,
-                "relpos": (0, 0.5),
-            },
-        )
 
 
 def _waiting(axes: Any, periods: Sequence[Period]) -> None:
@@ -216,42 +148,48 @@ def _waiting(axes: Any, periods: Sequence[Period]) -> None:
 
 def _time(axes: Any, names: Sequence[str], total: Period) -> None:
     """A bar per replica, busy and then waiting."""
-    pairs = list(zip(total.busy_seconds, total.waiting_seconds, strict=True))
-    longest = max(map(sum, pairs)) / total.steps
-    scale, unit = time_unit(longest)
-    for row, ((busy, waiting), color) in enumerate(zip(pairs, _colors(len(names)), strict=True)):
-        both = busy + waiting
-        axes.barh(row, scale * both / total.steps, color=WAITING, height=BAR)
-        axes.barh(row, scale * busy / total.steps, color=color, height=BAR)
-        text = f" {busy / both if both else 0:.0%} busy"
-        _text(axes, scale * both / total.steps, row, text)
-    _plain(axes, "Time per step: busy, then waiting (grey)", unit)
-    axes.set_xlim(0, longest * scale * 1.3 or 1)
-    _rows(axes, names)
+    from matplotlib.ticker import EngFormatter
+
+    busy = [seconds / total.steps for seconds in total.busy_seconds]
+    waiting = [seconds / total.steps for seconds in total.waiting_seconds]
+    both = list(map(operator.add, busy, waiting))
+    texts = [f"{x / y if y else 0:.0%} busy" for x, y in zip(busy, both, strict=True)]
+    _bars(axes, names, both, texts, color=WAITING)
+    _bars(axes, names, busy, color=_colors(len(names)))
+    _plain(axes, "Time per step: busy, then waiting (grey)", "")
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
+    axes.locator_params(axis="x", nbins=5)
+    axes.set_xlim(0, max(both) * 1.3 or 1)
 
 
 def _memory(axes: Any, devices: Sequence[str], total: Period, capacities: Sequence[int]) -> None:
     """A bar per device, as replicas on one device share its memory; framed by what it has."""
     first = [k for k, device in enumerate(devices) if device not in devices[:k]]
+    names, colors = [devices[k] for k in first], _colors(len(devices))
     most, largest = max(total.peak_bytes), max(capacities)
     framed = most >= largest / 10  # else the bars could not be told apart
     scale, unit = memory_unit(most)
-    colors = _colors(len(devices))
-    for row, k in enumerate(first):
-        peak, capacity = total.peak_bytes[k], capacities[k] * framed
-        text = f" {_amount(peak * scale)} {unit}" if peak else " not counted"
-        if capacity:
-            text = f" {_amount(peak * scale)} of {_amount(capacity * scale)} {unit}"
-            axes.barh(row, capacity * scale, color="white", edgecolor=LINES, height=BAR)
-        axes.barh(row, peak * scale, color=colors[k], height=BAR)
-        _text(axes, max(peak, capacity) * scale, row, text)
+    peaks = [total.peak_bytes[k] * scale for k in first]
+    frames = [capacities[k] * scale * framed for k in first]
+    texts = [
+        f"{peak:,.1f}{f' of {frame:,.1f}' if frame else ''} {unit}" if peak else "not counted"
+        for peak, frame in zip(peaks, frames, strict=True)
+    ]
+    _bars(axes, names, list(map(max, peaks, frames)), texts, color="white", edgecolor=LINES)
+    _bars(axes, names, peaks, color=[colors[k] for k in first])
     _plain(axes, "Peak memory", unit)
     axes.set_xlim(0, max(most, largest * framed) * scale * (1.75 if framed and largest else 1.4))
-    _rows(axes, [devices[k] for k in first])
 
 
-def _amount(value: float) -> str:
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+def _bars(
+    axes: Any, names: Sequence[str], lengths: Sequence[float], texts: Any = (), **style: Any
+) -> None:
+    """A bar for each name, the first on top, with a text at its end."""
+    bars = axes.barh(range(len(names)), lengths, height=BAR, tick_label=names, **style)
+    if texts:
+        axes.bar_label(bars, texts, padding=4, fontsize=TEXT, color=INK)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
 
 
 def _over_steps(axes: Any, edges: Sequence[int], labels: bool) -> None:
@@ -267,17 +205,6 @@ def _edges(periods: Sequence[Period]) -> list[int]:
 
 def _colors(count: int) -> list[str]:
     return list(itertools.islice(itertools.cycle(COLORS), count))
-
-
-def _text(axes: Any, x: float, row: int, text: str) -> None:
-    axes.text(x, row, text, va="center", fontsize=TEXT, color=INK)
-
-
-def _rows(axes: Any, names: Sequence[str]) -> None:
-    """A row for each name, the first on top."""
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
 
 
 def _plain(axes: Any, title: str, unit: str) -> None:

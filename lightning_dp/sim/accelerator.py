@@ -65,14 +65,24 @@ class SimAccelerator(Accelerator):
         """Return device ids.
 
         Args:
-            devices: a number of devices, a list of ids, either as a string (``"2"``, ``"0,3"``),
-                or -1, ``"-1"`` or ``"auto"`` for all devices.
+            devices: a number, a list of ids, either as a string (``"2"``, ``"0,3"``), or -1,
+                ``"-1"`` or ``"auto"`` for all devices.
 
         Raises:
             ValueError: an id or number outside of what is enabled, an id that is no int, or an id
                 given twice.
         """
-        return _checked_ids(_device_ids(devices), devices)
+        ids = _device_ids(devices)
+        # What is not enabled yet can still be enabled with any count.
+        count = device_module.device_count() if is_enabled() else MAX_DEVICE_COUNT
+        known = ids and all(type(index) is int and 0 <= index < count for index in ids)
+        if not (ids and known and len(set(ids)) == len(ids)):
+            raise ValueError(
+                f"devices: expected different ids from 0 to {count - 1}, or a number from 1 to "
+                f"{count}, of simulated devices, got {devices!r}. For more devices call "
+                "lightning_dp.sim.enable(device_count=...) first."
+            )
+        return ids
 
     @staticmethod
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:
@@ -109,20 +119,6 @@ def _device_ids(devices: int | str | list[int]) -> list[int] | None:
         return list(range(devices)) if isinstance(devices, int) else list(devices)
     except (TypeError, ValueError):
         return None
-
-
-def _checked_ids(ids: list[int] | None, devices: object) -> list[int]:
-    # What is not enabled yet can still be enabled with any count.
-    count = device_module.device_count() if is_enabled() else MAX_DEVICE_COUNT
-    if not ids or {type(index) for index in ids} != {int} or len(set(ids)) < len(ids):
-        ids = None
-    if ids is None or min(ids) < 0 or max(ids) >= count:
-        raise ValueError(
-            f"devices: expected different ids from 0 to {count - 1}, or a number from 1 to "
-            f"{count}, of simulated devices, got {devices!r}. For more devices call "
-            "lightning_dp.sim.enable(device_count=...) first."
-        )
-    return ids
 
 
 def register(

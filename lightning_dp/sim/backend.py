@@ -44,24 +44,20 @@ def enable(device_count: int = DEFAULT_DEVICE_COUNT) -> None:
         RuntimeError: devices were enabled before with another count; another out-of-tree backend
             is in use; or ninja or a compiler is missing.
     """
-    if isinstance(device_count, bool) or not isinstance(device_count, int):
+    if type(device_count) is not int:
         raise TypeError(f"device_count: expected an int, got {device_count!r}.")
     if not 1 <= device_count <= MAX_DEVICE_COUNT:
         raise ValueError(
             f"device_count: expected 1 to {MAX_DEVICE_COUNT} devices, got {device_count}."
         )
     with _lock:
-        if is_enabled():
-            _check_same_count(device_count)
-        else:
+        if not is_enabled():
             _enable(device_count)
-
-
-def _check_same_count(device_count: int) -> None:
-    if device_module.device_count() != device_count:
+    enabled = device_module.device_count()
+    if enabled != device_count:
         raise RuntimeError(
-            f"device_count: {device_module.device_count()} simulated devices are enabled already, "
-            f"got {device_count}. The count is fixed for a process: enable all you need, first."
+            f"device_count: {enabled} simulated devices are enabled already, got {device_count}. "
+            "The count is fixed for a process: enable all you need, first."
         )
 
 

@@ -14,47 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = [
-    "CopyStats",
-    "DeviceProperties",
-    "Event",
-    "Stream",
-    "busy_seconds",
-    "copy_stats",
-    "current_device",
-    "current_stream",
-    "default_generators",
-    "default_stream",
-    "device",
-    "device_count",
-    "empty_cache",
-    "get_amp_supported_dtype",
-    "get_device_name",
-    "get_device_properties",
-    "get_rng_state",
-    "get_rng_state_all",
-    "get_speed",
-    "initial_seed",
-    "is_available",
-    "is_initialized",
-    "manual_seed",
-    "manual_seed_all",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_reserved",
-    "memory_stats",
-    "reset_copy_stats",
-    "reset_peak_memory_stats",
-    "set_device",
-    "set_memory_limit",
-    "set_rng_state",
-    "set_rng_state_all",
-    "set_speed",
-    "synchronize",
-]
-
 DeviceLike: TypeAlias = "int | str | torch.device | None"
 
 # Ops are done when they return: one stream per device, and events are moments in time.
@@ -77,18 +36,10 @@ class CopyStats:
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What there is to know of a device.
-
-    Attributes:
-        name: its name.
-        total_memory: bytes; the memory limit, or the host's memory where there is none.
-        multi_processor_count: 1.
-        major: 0, as there is no compute capability.
-        minor: 0.
-    """
+    """What there is to know of a device. Its compute capability, which it has not, is 0.0."""
 
     name: str
-    total_memory: int
+    total_memory: int  # bytes; the memory limit, or the host's memory where there is none
     multi_processor_count: int = 1
     major: int = 0
     minor: int = 0
@@ -98,9 +49,7 @@ def attach(extension: ModuleType) -> None:
     """Connect to the compiled extension. Called once, by ``lightning_dp.sim.enable``."""
     global _extension, _initialized, default_generators
     _extension = extension
-    default_generators = tuple(
-        extension.default_generator(index) for index in range(extension.device_count())
-    )
+    default_generators = tuple(map(extension.default_generator, range(extension.device_count())))
     _initialized = True
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_mark_forked)
@@ -117,26 +66,20 @@ def _is_in_bad_fork() -> bool:
 
 
 def _index(device: DeviceLike) -> int:
-    index = _given_index(device)
+    if device is not None and not isinstance(device, int):
+        given = torch.device(device)
+        if given.type != "sim":
+            raise ValueError(
+                f"device: expected a simulated device such as 'sim:0', got {str(given)!r}."
+            )
+        device = given.index
+    index = current_device() if device is None else device
     if not 0 <= index < device_count():
         raise ValueError(
-            f"device: expected one of sim:0 to sim:{device_count() - 1}, got {device!r}. "
+            f"device: expected one of sim:0 to sim:{device_count() - 1}, got {index}. "
             "More devices: lightning_dp.sim.enable(device_count=...) at the start of the process."
         )
     return index
-
-
-def _given_index(device: DeviceLike) -> int:
-    if device is None:
-        return current_device()
-    if isinstance(device, int):
-        return device
-    device = torch.device(device)
-    if device.type != "sim":
-        raise ValueError(
-            f"device: expected a simulated device such as 'sim:0', got {str(device)!r}."
-        )
-    return current_device() if device.index is None else device.index
 
 
 # --- devices ---
@@ -167,7 +110,7 @@ def set_device(device: DeviceLike) -> None:
     _extension.set_device(_index(device))
 
 
-class device:
+class device(torch.accelerator.device_index):
     """Context manager: ``with torch.sim.device(3): ...`` makes sim:3 the current device.
 
     Args:
@@ -176,20 +119,8 @@ class device:
     """
 
     def __init__(self, device: DeviceLike) -> None:
-        given = -1 if device is None else _given_index(device)
-        self.idx = given if given < 0 else _index(device)
-        self.prev_idx = -1
-
-    def __enter__(self) -> None:
-        """Make the device current."""
-        if self.idx >= 0:
-            self.prev_idx = current_device()
-            set_device(self.idx)
-
-    def __exit__(self, *exception: object) -> None:
-        """Return to the device that was current before."""
-        if self.idx >= 0:
-            set_device(self.prev_idx)
+        none = device is None or (isinstance(device, int) and device < 0)
+        super().__init__(None if none else _index(device))
 
 
 def synchronize(device: DeviceLike = None) -> None:
@@ -213,9 +144,7 @@ def current_stream(device: DeviceLike = None) -> torch.Stream:
     return torch.accelerator.current_stream(_index(device))
 
 
-def default_stream(device: DeviceLike = None) -> torch.Stream:
-    """Return the one stream of ``device``."""
-    return current_stream(device)
+default_stream = current_stream
 
 
 # --- memory ---
@@ -231,14 +160,8 @@ def max_memory_allocated(device: DeviceLike = None) -> int:
     return int(_extension.max_memory_allocated(_index(device)))
 
 
-def memory_reserved(device: DeviceLike = None) -> int:
-    """Return ``memory_allocated(device)``: nothing is cached."""
-    return memory_allocated(device)
-
-
-def max_memory_reserved(device: DeviceLike = None) -> int:
-    """Return ``max_memory_allocated(device)``: nothing is cached."""
-    return max_memory_allocated(device)
+# Nothing is cached.
+memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
 
 def memory_stats(device: DeviceLike = None) -> dict[str, Any]:

@@ -5,10 +5,5 @@ attributes that a step has bound stay (`module_state`), and that options of opti
 (`optimizer_groups`).
 """
 
-from lightning_dp.state.module_state import ModuleState
-from lightning_dp.state.optimizer_groups import changed_once
-
-__all__ = [
-    "ModuleState",
-    "changed_once",
-]
+from lightning_dp.state.module_state import ModuleState as ModuleState
+from lightning_dp.state.optimizer_groups import changed_once as changed_once

@@ -6,42 +6,23 @@ output counts samples (`sample_dims`), and what the replicas' outputs are togeth
 table is in `join`).
 """
 
-from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.batch.cost import sample_costs
-from lightning_dp.parallel.batch.gather import TreeJoin, gather
-from lightning_dp.parallel.batch.join import (
-    Join,
-    Scalars,
-    as_rows,
-    check_overrides,
-    weighted_mean,
-)
-from lightning_dp.parallel.batch.sample_dims import Override, SampleDims, StepDims, judge
-from lightning_dp.parallel.batch.scatter import cut_for, scatter
-from lightning_dp.parallel.batch.shards import DeviceUsage, Shards
-from lightning_dp.parallel.batch.sizes import Inferred, infer_batch_size, infer_for
-from lightning_dp.parallel.batch.to_device import to_device
-
-__all__ = [
-    "DeviceUsage",
-    "Inferred",
-    "Join",
-    "Override",
-    "SampleDims",
-    "Scalars",
-    "Shards",
-    "StepDims",
-    "TreeJoin",
-    "as_rows",
-    "check_overrides",
-    "cut_for",
-    "gather",
-    "infer_batch_size",
-    "infer_for",
-    "judge",
-    "sample_costs",
-    "scatter",
-    "to_device",
-    "tree",
-    "weighted_mean",
-]
+from lightning_dp.parallel.batch import tree as tree
+from lightning_dp.parallel.batch.cost import sample_costs as sample_costs
+from lightning_dp.parallel.batch.gather import TreeJoin as TreeJoin
+from lightning_dp.parallel.batch.gather import gather as gather
+from lightning_dp.parallel.batch.join import Join as Join
+from lightning_dp.parallel.batch.join import Scalars as Scalars
+from lightning_dp.parallel.batch.join import as_rows as as_rows
+from lightning_dp.parallel.batch.join import check_overrides as check_overrides
+from lightning_dp.parallel.batch.join import weighted_mean as weighted_mean
+from lightning_dp.parallel.batch.sample_dims import Override as Override
+from lightning_dp.parallel.batch.sample_dims import SampleDims as SampleDims
+from lightning_dp.parallel.batch.sample_dims import StepDims as StepDims
+from lightning_dp.parallel.batch.sample_dims import judge as judge
+from lightning_dp.parallel.batch.scatter import cut_for as cut_for
+from lightning_dp.parallel.batch.scatter import scatter as scatter
+from lightning_dp.parallel.batch.shards import DeviceUsage as DeviceUsage
+from lightning_dp.parallel.batch.shards import Shards as Shards
+from lightning_dp.parallel.batch.sizes import Inferred as Inferred
+from lightning_dp.parallel.batch.sizes import infer_for as infer_for
+from lightning_dp.parallel.batch.to_device import to_device as to_device

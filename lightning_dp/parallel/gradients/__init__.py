@@ -5,49 +5,23 @@ Decided here: what each replica's loss weighs (`loss`), what the joint loss's ba
 taken off for a while (`aside`).
 """
 
-from lightning_dp.parallel.gradients.aside import (
-    GradientsAside,
-    HooksOff,
-    clear_gradients,
-)
-from lightning_dp.parallel.gradients.backward import (
-    JointBackward,
-    backward_at_once,
-    wait_for_autograd,
-)
-from lightning_dp.parallel.gradients.loss import (
-    LOSS_REDUCTIONS,
-    Graph,
-    LossReduction,
-    StepOutput,
-    agreed_items,
-    items_of,
-    join_losses,
-    loss_of,
-    loss_weights,
-)
-from lightning_dp.parallel.gradients.reduce import BUFFERS, Buffers, Reducer, reduce_gradients
-from lightning_dp.parallel.gradients.snapshot import Snapshot
-
-__all__ = [
-    "BUFFERS",
-    "LOSS_REDUCTIONS",
-    "Buffers",
-    "GradientsAside",
-    "Graph",
-    "HooksOff",
-    "JointBackward",
-    "LossReduction",
-    "Reducer",
-    "Snapshot",
-    "StepOutput",
-    "agreed_items",
-    "backward_at_once",
-    "clear_gradients",
-    "items_of",
-    "join_losses",
-    "loss_of",
-    "loss_weights",
-    "reduce_gradients",
-    "wait_for_autograd",
-]
+from lightning_dp.parallel.gradients.aside import GradientsAside as GradientsAside
+from lightning_dp.parallel.gradients.aside import HooksOff as HooksOff
+from lightning_dp.parallel.gradients.aside import clear_gradients as clear_gradients
+from lightning_dp.parallel.gradients.backward import JointBackward as JointBackward
+from lightning_dp.parallel.gradients.backward import backward_at_once as backward_at_once
+from lightning_dp.parallel.gradients.backward import wait_for_autograd as wait_for_autograd
+from lightning_dp.parallel.gradients.loss import LOSS_REDUCTIONS as LOSS_REDUCTIONS
+from lightning_dp.parallel.gradients.loss import Graph as Graph
+from lightning_dp.parallel.gradients.loss import LossReduction as LossReduction
+from lightning_dp.parallel.gradients.loss import StepOutput as StepOutput
+from lightning_dp.parallel.gradients.loss import agreed_items as agreed_items
+from lightning_dp.parallel.gradients.loss import items_of as items_of
+from lightning_dp.parallel.gradients.loss import join_losses as join_losses
+from lightning_dp.parallel.gradients.loss import loss_of as loss_of
+from lightning_dp.parallel.gradients.loss import loss_weights as loss_weights
+from lightning_dp.parallel.gradients.reduce import BUFFERS as BUFFERS
+from lightning_dp.parallel.gradients.reduce import Buffers as Buffers
+from lightning_dp.parallel.gradients.reduce import Reducer as Reducer
+from lightning_dp.parallel.gradients.reduce import reduce_gradients as reduce_gradients
+from lightning_dp.parallel.gradients.snapshot import Snapshot as Snapshot

@@ -3,14 +3,9 @@
 Decided here: who waits for a copy (`transfer`), and what travels together (`packing`).
 """
 
-from lightning_dp.parallel.links.packing import Packed, Packing, kind
-from lightning_dp.parallel.links.transfer import copy_coalesced, gradients_on, to_device_coalesced
-
-__all__ = [
-    "Packed",
-    "Packing",
-    "copy_coalesced",
-    "gradients_on",
-    "kind",
-    "to_device_coalesced",
-]
+from lightning_dp.parallel.links.packing import Packed as Packed
+from lightning_dp.parallel.links.packing import Packing as Packing
+from lightning_dp.parallel.links.packing import kind as kind
+from lightning_dp.parallel.links.transfer import copy_coalesced as copy_coalesced
+from lightning_dp.parallel.links.transfer import gradients_on as gradients_on
+from lightning_dp.parallel.links.transfer import to_device_coalesced as to_device_coalesced

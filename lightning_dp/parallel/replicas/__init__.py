@@ -6,19 +6,13 @@ step, also where a write leaves no trace (`untracked_writes`, `limited_norm`), a
 cannot be replicated (`structure`, `hidden_layers`).
 """
 
-from lightning_dp.parallel.replicas.compiled import compiles
-from lightning_dp.parallel.replicas.hidden_layers import check_nothing_hidden
-from lightning_dp.parallel.replicas.limited_norm import limits_norms
-from lightning_dp.parallel.replicas.replicate import BufferCopies, ParameterCopies, Replicas
-from lightning_dp.parallel.replicas.structure import AttributeVersions, ReplicaRules
-
-__all__ = [
-    "AttributeVersions",
-    "BufferCopies",
-    "ParameterCopies",
-    "ReplicaRules",
-    "Replicas",
-    "check_nothing_hidden",
-    "compiles",
-    "limits_norms",
-]
+from lightning_dp.parallel.replicas.compiled import compiles as compiles
+from lightning_dp.parallel.replicas.hidden_layers import (
+    check_nothing_hidden as check_nothing_hidden,
+)
+from lightning_dp.parallel.replicas.limited_norm import limits_norms as limits_norms
+from lightning_dp.parallel.replicas.replicate import BufferCopies as BufferCopies
+from lightning_dp.parallel.replicas.replicate import ParameterCopies as ParameterCopies
+from lightning_dp.parallel.replicas.replicate import Replicas as Replicas
+from lightning_dp.parallel.replicas.structure import AttributeVersions as AttributeVersions
+from lightning_dp.parallel.replicas.structure import ReplicaRules as ReplicaRules

@@ -5,40 +5,20 @@ the fixed ones, `adaptive` and `memory` learn from `usage`), within what `capaci
 `planner` asks them, once per batch. No tensor, no device and no batch comes in here.
 """
 
-from lightning_dp.parallel.split.arithmetic import (
-    CostSplit,
-    Order,
-    Sizes,
-    SplitPolicy,
-    batch_order,
-    by_cost,
-    chunk,
-    even,
-    minimax,
-    weighted,
-)
-from lightning_dp.parallel.split.memory import Capacities
-from lightning_dp.parallel.split.planner import Plan, Planner
-from lightning_dp.parallel.split.policies import OwnSplit, check_split, split_policy
-from lightning_dp.parallel.split.usage import LearningSplit, StepUsage
-
-__all__ = [
-    "Capacities",
-    "CostSplit",
-    "LearningSplit",
-    "Order",
-    "OwnSplit",
-    "Plan",
-    "Planner",
-    "Sizes",
-    "SplitPolicy",
-    "StepUsage",
-    "batch_order",
-    "by_cost",
-    "check_split",
-    "chunk",
-    "even",
-    "minimax",
-    "split_policy",
-    "weighted",
-]
+from lightning_dp.parallel.split.arithmetic import CostSplit as CostSplit
+from lightning_dp.parallel.split.arithmetic import Order as Order
+from lightning_dp.parallel.split.arithmetic import Sizes as Sizes
+from lightning_dp.parallel.split.arithmetic import SplitPolicy as SplitPolicy
+from lightning_dp.parallel.split.arithmetic import batch_order as batch_order
+from lightning_dp.parallel.split.arithmetic import by_cost as by_cost
+from lightning_dp.parallel.split.arithmetic import chunk as chunk
+from lightning_dp.parallel.split.arithmetic import even as even
+from lightning_dp.parallel.split.arithmetic import minimax as minimax
+from lightning_dp.parallel.split.arithmetic import weighted as weighted
+from lightning_dp.parallel.split.planner import Plan as Plan
+from lightning_dp.parallel.split.planner import Planner as Planner
+from lightning_dp.parallel.split.policies import OwnSplit as OwnSplit
+from lightning_dp.parallel.split.policies import check_split as check_split
+from lightning_dp.parallel.split.policies import split_policy as split_policy
+from lightning_dp.parallel.split.usage import LearningSplit as LearningSplit
+from lightning_dp.parallel.split.usage import StepUsage as StepUsage

@@ -6,20 +6,12 @@ replicas meet in the middle of a call (`rendezvous`, seen from one replica as `p
 what they do there together (`collectives`, `sync_batch_norm`).
 """
 
-from lightning_dp.parallel.workers import collectives, sync_batch_norm
-from lightning_dp.parallel.workers.apply import EXECUTORS, Executor, ExecutorName
-from lightning_dp.parallel.workers.calls import Calls
-from lightning_dp.parallel.workers.participant import Task, current_participant
-from lightning_dp.parallel.workers.rendezvous import Rendezvous
-
-__all__ = [
-    "EXECUTORS",
-    "Calls",
-    "Executor",
-    "ExecutorName",
-    "Rendezvous",
-    "Task",
-    "collectives",
-    "current_participant",
-    "sync_batch_norm",
-]
+from lightning_dp.parallel.workers import collectives as collectives
+from lightning_dp.parallel.workers import sync_batch_norm as sync_batch_norm
+from lightning_dp.parallel.workers.apply import EXECUTORS as EXECUTORS
+from lightning_dp.parallel.workers.apply import Executor as Executor
+from lightning_dp.parallel.workers.apply import ExecutorName as ExecutorName
+from lightning_dp.parallel.workers.calls import Calls as Calls
+from lightning_dp.parallel.workers.participant import Task as Task
+from lightning_dp.parallel.workers.participant import current_participant as current_participant
+from lightning_dp.parallel.workers.rendezvous import Rendezvous as Rendezvous

@@ -198,10 +198,10 @@ class StepDims:
         return self._counts.get(path)
 
     def say(self, path: Path, text: str, *, quietly: bool = False) -> None:
-        """Warns, or just says so, once for each path."""
+        """Warns, or just says so in the log, once for each path."""
         if path not in self._said:
             self._said.add(path)
-            log.info(text) if quietly else warnings.warn(text, stacklevel=2)
+            log.warning(text) if quietly else warnings.warn(text, stacklevel=2)
 
     def _ask(self) -> None:
         self._asked += 1

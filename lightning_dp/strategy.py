@@ -189,8 +189,8 @@ class DataParallelMixin(OptionsMixin):
             self._mode.engine.resync()
         if method == "training_step" and self._check_first_step and self.first_step is None:
             self._compare_first_step(self._mode, batch, tuple(rest))
-        context = f"{method.replace('validation', 'val')}_context"  # as the precision plugin has it
-        with getattr(self.precision_plugin, context)():
+        name = method.replace("training", "train").replace("validation", "val")
+        with getattr(self.precision_plugin, f"{name}_context")():
             output = self._mode.step(method, batch, tuple(rest))
         self.last_sizes = self._mode.engine.last_sizes
         return output

@@ -66,7 +66,9 @@ class Weights:
         self.noticed = set(compress(count(), map(ne, state.pointers, seen.pointers)))
         if not self.shares_memory:
             self.noticed.update(compress(count(), map(ne, state.versions, seen.versions)))
-        stale = self.noticed | silent
+        # While they were frozen they may have been written to without a trace.
+        thawed = compress(count(), map(ne, state.requires_grad, seen.requires_grad))
+        stale = self.noticed.union(silent, thawed)
         if policy != "changed":
             chosen = state.requires_grad if policy == "trained" else repeat(True, len(self._roots))
             stale.update(compress(count(), chosen))

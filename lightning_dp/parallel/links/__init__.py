@@ -4,12 +4,11 @@ Decided here: who waits for a copy (`transfer`), and what travels together (`pac
 """
 
 from lightning_dp.parallel.links.packing import Packed, Packing, kind
-from lightning_dp.parallel.links.transfer import copy_coalesced, gradients_on, to_device_coalesced
+from lightning_dp.parallel.links.transfer import gradients_on, to_device_coalesced
 
 __all__ = [
     "Packed",
     "Packing",
-    "copy_coalesced",
     "gradients_on",
     "kind",
     "to_device_coalesced",

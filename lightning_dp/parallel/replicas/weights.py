@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_dp.parallel.links import Packed, Packing, copy_coalesced, kind
+from lightning_dp.parallel.links import Packed, Packing, kind
 from lightning_dp.parallel.replicas.structure import RootState
 
 
@@ -96,10 +96,9 @@ class Weights:
         return bound
 
     def copy(self, stale: set[int]) -> None:
-        """Copies some of the root's, one by one as far as they are on the same device."""
-        positions = sorted(stale)
-        sources = [self._roots[i].data for i in positions]
-        copy_coalesced(sources, [self.parameters[i].data for i in positions])
+        """Copies some of the root's, one by one."""
+        for i in stale:
+            self.parameters[i].data.copy_(self._roots[i].data)
 
 
 class WeightCopies:

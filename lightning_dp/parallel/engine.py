@@ -245,6 +245,10 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(active, parameters=copied, buffers=buffers)
         self._stale -= stale
+        in_threads = self._executor.choose(call.name, len(active))
+        if call.training:
+            # Where no two backwards run at once, they accumulate into the root's own gradients.
+            self.replicas.share_parameters(call.has_backward and not in_threads)
         call.begin(shards)
         return self.replicas.modules
 
@@ -260,7 +264,7 @@ class Engine:
         context = self._context(self.replicas, call.name, shards, self._is_rerun)
         with context, self.replicas.writing() if training else nullcontext():
             tasks = call.tasks(modules, shards, self.devices)
-            outputs = self._executor.run(call.name, tasks, calls=self.calls)
+            outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
         if training:
             self.reducer.after_forward(shards)
             self.meter.count(shards.sizes)

@@ -346,7 +346,7 @@ def in_a_trainer(k: int, steps: int) -> dict[str, Times]:
             times |= {name: Times() for name in ("state", "state filled", "rebuild")}
         for name, filled in (("state", False), ("state filled", True)):
             replicas.refresh()
-            around = journals.around(replicas, "training_step", shards, (0,))
+            around = journals.around(replicas, shards)
             with times[name].measured():
                 around.__enter__()
             for replica in replicas.modules if filled else ():

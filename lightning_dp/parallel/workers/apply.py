@@ -49,6 +49,7 @@ class Executor:
         self._workers: list[_Worker] = []
         self._trials: dict[tuple[str, int], _Trial] = {}
         self._latest: dict[str, _Trial] = {}
+        self._in_threads: dict[str, bool] = {}
 
     def run(
         self,
@@ -73,12 +74,14 @@ class Executor:
                 replica, device and samples. No task is running any more when it arrives.
         """
         calls = calls or Calls()
-        trial = self._trial(kind, len(tasks), goes_on)
+        if not goes_on:
+            self.choose(kind, len(tasks))
+        trial = self._latest.get(kind)
         start = time.perf_counter()
         try:
             calls.thread_state = ThreadState.capture(self._devices)
             calls.begin(tasks, self._start)
-            if len(tasks) > 1 and self._uses_threads(trial):
+            if len(tasks) > 1 and self._in_threads[kind]:
                 calls.run_in_threads()
             else:
                 calls.run_in_order(moves=not self._is_on_cpu)
@@ -107,18 +110,20 @@ class Executor:
         for worker in workers:
             worker.thread.join()
 
-    def _trial(self, kind: str, count: int, goes_on: bool) -> _Trial | None:
-        """The trial that decides; None if there is nothing to decide."""
-        if self._how != "auto" or torch.are_deterministic_algorithms_enabled():
-            return None
-        if not goes_on:
-            self._latest[kind] = self._trials.setdefault((kind, count), _Trial())
-            self._latest[kind].begin()
-        return self._latest[kind]
+    def choose(self, kind: str, count: int) -> bool:
+        """Decides how so many tasks of a kind, and what goes on with them, will run.
 
-    def _uses_threads(self, trial: _Trial | None) -> bool:
-        in_threads = self._how == "threads" if trial is None else trial.threads
-        return in_threads and not _is_checkpointing()
+        Returns:
+            Whether in threads.
+        """
+        in_threads = self._how == "threads"
+        self._latest.pop(kind, None)
+        if self._how == "auto" and not torch.are_deterministic_algorithms_enabled():
+            trial = self._latest[kind] = self._trials.setdefault((kind, count), _Trial())
+            trial.begin()
+            in_threads = trial.threads
+        self._in_threads[kind] = in_threads and not _is_checkpointing()
+        return self._in_threads[kind]
 
     def _start(self, participant: Participant) -> None:
         if not self._workers:

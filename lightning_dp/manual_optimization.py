@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from lightning_dp.parallel.gradients import items_of
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.torch_private import backwards_go_to
 from lightning_dp.parallel.workers import Rendezvous, current_participant
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -69,8 +70,8 @@ class ManualOptimization:
                 owners = replicas.modules if owner is self._module else [owner]
                 for each in owners:
                     stack.enter_context(replaced(each, **{name: call}))
-            direct = _Collective(step, "backward", torch.autograd.backward, _backward)
-            stack.enter_context(replaced(torch.autograd, backward=direct))
+            backward = _Collective(step, "backward", torch.autograd.backward, _backward)
+            stack.enter_context(backwards_go_to(partial(_hand_over, backward)))
             yield
 
     def _methods(self) -> Iterator[tuple[Any, str, str, Conduct]]:
@@ -162,12 +163,27 @@ def _manual_backward(
     return _joint_backward(step, rendezvous, losses, method, calls)
 
 
+def _hand_over(
+    backward: _Collective,
+    run: Callable[[], Any],
+    tensors: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    keep_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Tensor],
+) -> Any:
+    """`loss.backward()` or `torch.autograd.backward(...)` in a replica."""
+    if current_participant() is None:
+        return run()
+    gradient = gradients[0] if len(tensors) == 1 else None
+    loss = tensors[0] if len(tensors) == 1 else _sum_of(tensors, gradients)
+    return backward(loss, gradient, keep_graph, create_graph, inputs=inputs or None)
+
+
 def _backward(
     step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
 ) -> Any:
-    """`loss.backward()`, which comes here as `torch.autograd.backward(loss, ...)`."""
-    losses = [_sum_of(args[0] if args else kwargs["tensors"]) for args, kwargs in calls]
-    return _joint_backward(step, rendezvous, losses, method, calls)
+    return _joint_backward(step, rendezvous, [args[0] for args, _ in calls], method, calls)
 
 
 def _joint_backward(
@@ -195,13 +211,12 @@ def _call_with_loss(
     return method(loss, *moved, **others)
 
 
-def _sum_of(tensors: Any) -> Tensor:
-    """Several losses whose backward runs at once are their sum."""
-    if isinstance(tensors, Tensor):
-        return tensors
+def _sum_of(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    """Several losses whose backward runs at once are their sum, weighted by their gradients."""
     if any(items_of(tensor) is not None for tensor in tensors):
         raise ValueError(
             f"Expected one loss with num_items, got a backward of {len(tensors)} tensors, some "
             "with num_items. Make a backward of each: shards weigh differently in each of them."
         )
-    return torch.stack([tensor.reshape(()) for tensor in tensors]).sum()
+    pairs = zip(tensors, gradients, strict=True)
+    return torch.stack([t.sum() if g is None else (t * g).sum() for t, g in pairs]).sum()

@@ -61,9 +61,9 @@ class OptionsMixin(CheckpointMixin):
         sample_cost: with `split="cost"`, the entry of the batch that holds the samples' costs, such
             as `"lengths"` or `"text.lengths"`; None to ask the module.
         dim: the dimension along which batches are cut and outputs joined.
-        gather_overrides: how outputs under certain keys are gathered, in place of what `gather`
-            does with their type: `{"count": "first", "aux.losses": "stack"}`, with "mean", "sum",
-            "stack", "cat", "first" or "list".
+        gather_overrides: how outputs, and items of lists on `self`, under certain keys are
+            gathered, in place of what `gather` does with their type: `{"count": "first",
+            "aux.losses": "stack"}`, with "mean", "sum", "stack", "cat", "first" or "list".
         parallel_modules: forward mode: names of submodules whose calls are spread over the
             replicas too, when the step calls them directly: `["generator", "discriminator"]`.
         move_batch: forward mode: whether the batch is brought to the output device before the

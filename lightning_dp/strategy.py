@@ -23,14 +23,6 @@ from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import CostSplit, StepUsage
 from lightning_dp.parallel.workers import current_participant
 
-_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
-"""What of the precision plugin surrounds each step."""
-
 
 class DataParallelMixin(OptionsMixin):
     """The strategy for either of Lightning's packages; its options are in `OptionsMixin`."""
@@ -197,7 +189,8 @@ class DataParallelMixin(OptionsMixin):
             self._mode.engine.resync()
         if method == "training_step" and self._check_first_step and self.first_step is None:
             self._compare_first_step(self._mode, batch, tuple(rest))
-        with getattr(self.precision_plugin, _CONTEXTS[method])():
+        name = method.replace("training", "train").replace("validation", "val")
+        with getattr(self.precision_plugin, f"{name}_context")():
             output = self._mode.step(method, batch, tuple(rest))
         self.last_sizes = self._mode.engine.last_sizes
         return output

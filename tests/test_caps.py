@@ -62,6 +62,22 @@ def test_a_device_that_was_to_have_nothing_gets_something_only_if_nobody_else_ha
     assert capacity.within((8, 8, 0)) == (7, 7, 2)
 
 
+def test_what_each_device_took_is_tried_on_all_at_once() -> None:
+    """The root may hold what the others send it, and then its room depends on theirs."""
+    capacity = Capacity(2)
+    capacity.record_success((20, 10))
+    capacity.record_success((10, 20))
+    capacity.record_oom((21, 21), [0, 1])
+    tried = []
+    while (sizes := capacity.trial(60)) is not None:
+        tried.append(sizes)
+        if sum(sizes) > 35:
+            capacity.record_oom(sizes, [0])
+        else:
+            capacity.record_success(sizes)
+    assert sum(capacity.fits) <= 35 and tried[-1] == capacity.fits
+
+
 def test_a_heavier_batch_makes_less_fit() -> None:
     capacity = Capacity(2)
     capacity.record_success((20, 20))

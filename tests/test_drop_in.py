@@ -76,10 +76,8 @@ def test_a_training_loop_is_that_of_the_module(
 def test_splits(wrap: Any, split: str, sizes: Any) -> None:
     wrapper = wrap(perceptron().double(), k=4, split=split)
     assert wrapper.last_sizes == ()
-    wrapper.eval().requires_grad_(False)(inputs(9))  # the first one shows what counts samples
     for n in (9, 4, 3, 1):
-        with torch.no_grad():
-            assert len(wrapper(inputs(n))) == n
+        assert len(wrapper(inputs(n))) == n
         assert wrapper.last_sizes == sizes(n, 4)
 
 
@@ -96,7 +94,7 @@ def test_dim_1(wrap: Any) -> None:
 def test_outputs_are_equal_bit_by_bit_for_equal_rows(wrap: Any) -> None:
     one, net = pair()
     wrapper = wrap(net, k=2)
-    expected = torch.cat([one(inputs()[:4]), one(inputs()[4:])])
+    expected = torch.cat([one(inputs()[:3]), one(inputs()[3:])])
     assert torch.equal(wrapper(inputs()), expected)
 
 
@@ -254,12 +252,11 @@ def test_running_statistics_are_seen_by_evaluation_and_in_state_dicts(
             x = inputs(8, seed=seed)
             wrapper(x)
             first, second = copy.deepcopy(one), copy.deepcopy(one)
-            n = wrapper.last_sizes[0]
-            first(x[:n]), second(x[n:])
+            first(x[:4]), second(x[4:])
             one.load_state_dict(first.state_dict())
             if buffers == "mean":
-                one.running_mean.lerp_(second.running_mean, 1 - n / 8)
-                one.running_var.lerp_(second.running_var, 1 - n / 8)
+                one.running_mean.lerp_(second.running_mean, 0.5)
+                one.running_var.lerp_(second.running_var, 0.5)
             assert_same_module(wrapper, one)
         assert_equal_trees(wrapper.eval()(x), one.eval()(x), "outputs", **EXACT)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from oracle import Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
+from torch.autograd import backward as backward_by_name
 from torch.nn import functional as F
 
 from lightning_dp import DataParallelStrategy
@@ -227,6 +229,18 @@ class PlainTorch(Manual):
         return loss
 
 
+class ImportedByName(Manual):
+    """Backwards of a function that was imported by its name, of several losses with gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        backward_by_name(self.loss(batch), retain_graph=True)
+        losses = [self.loss(batch), 2 * self.loss(batch)]
+        backward_by_name(losses, [torch.tensor(sign).to(losses[0]) for sign in (1.0, -0.25)])
+        optimizer.step()
+
+
 class Scheduled(Manual):
     """A schedule per step, and one by the step's loss, with the patience of none."""
 
@@ -351,6 +365,7 @@ def compare(make: Callable[[], LightningModule], devices: int, **kwargs: Any) ->
         Clipping,
         ClippingValues,
         PlainTorch,
+        ImportedByName,
         Scheduled,
         Decaying,
         DecayingWithSchedule,
@@ -527,9 +542,34 @@ def test_an_exception_in_the_middle_arrives_and_another_fit_works(executor: str)
         job.fit(module, loader(), loader())
     assert "step" not in vars(job.strategy.optimizers[0])
     assert not {"manual_backward", "toggle_optimizer"} & set(vars(module))
-    assert torch.autograd.backward.__module__ == "torch.autograd"
+    assert torch.autograd._engine_run_backward.__module__ == "torch.autograd.graph"
     module.fails = False
     job.fit(module, loader(), loader())
+
+
+def test_two_fits_at_once() -> None:
+    """Each thread's backwards are its own fit's, and torch's own are back in the end."""
+    torch.set_default_dtype(torch.float64)
+    own, errors = torch.autograd._engine_run_backward, []
+    first = PlainTorch()
+    modules = [first, copy.deepcopy(first), copy.deepcopy(first)]
+
+    def fit(module: LightningModule, devices: int) -> None:
+        try:
+            trainer(devices, max_epochs=2).fit(module, loader(), loader())
+        except BaseException as error:
+            errors.append(error)
+
+    fit(modules[0], 1)
+    threads = [threading.Thread(target=fit, args=(module, 2)) for module in modules[1:]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert torch.autograd._engine_run_backward is own
+    for module in modules[1:]:
+        torch.testing.assert_close(module.state_dict(), first.state_dict(), atol=1e-10, rtol=0)
 
 
 def test_errors_of_optimizers_reach_the_step_that_may_handle_them() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -136,6 +137,66 @@ def test_when_no_split_fits_the_error_says_the_largest_batch_that_does(
     # One sample is not known for sure: logged values and items of lists take a few bytes too.
     assert fits(largest - 1) is None
     assert fits(largest + 2) is not None
+
+
+@pytest.mark.filterwarnings("ignore:self.latest")  # no room for unequal shards, which would tell
+def test_garbage_is_collected_before_a_device_gets_less(limit: Any, caplog: Any) -> None:
+    class Link:
+        pass
+
+    limit(1, SMALL)
+    link: Any = Link()
+    link.itself, link.tensor = link, torch.zeros(SMALL // 2, dtype=torch.uint8, device="sim:1")
+    gc.collect()  # from here on it is old
+    del link
+    job = trainer(2, DataParallelStrategy(), precision="64-true", max_epochs=1)
+    job.fit(Wide(), loader(20), loader(2))
+    assert job.strategy.usage[1].samples == 10
+    assert not [r for r in caplog.records if r.name == "lightning_dp"]
+
+
+class SlowBackward(torch.autograd.Function):
+    """In the first step sim:0 runs out of memory while sim:1 takes its time."""
+
+    begun, failed, again = threading.Event(), threading.Event(), threading.Event()
+    was_overtaken = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if gradient.device.index == 1:
+            is_first = not SlowBackward.begun.is_set()
+            SlowBackward.begun.set()
+            if is_first and SlowBackward.failed.wait(30):
+                SlowBackward.was_overtaken = SlowBackward.again.wait(0.5)
+        elif gradient.device.index == 0 and not SlowBackward.failed.is_set():
+            assert SlowBackward.begun.wait(30)
+            SlowBackward.failed.set()
+            gradient.new_empty(10**12)
+        return gradient
+
+
+class SlowInBackward(Wide):
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        if SlowBackward.failed.is_set():
+            SlowBackward.again.set()
+        return nn.functional.cross_entropy(SlowBackward.apply(self.net(x)), y)
+
+
+def test_devices_that_are_still_at_work_are_waited_for(limit: Any) -> None:
+    """What they hold and write is not to meet the step that runs again."""
+    limit(0, 2**30)
+    options: dict[str, Any] = {"precision": "64-true", "max_epochs": 1}
+    for event in (SlowBackward.begun, SlowBackward.failed, SlowBackward.again):
+        event.clear()
+    SlowBackward.was_overtaken = False
+    result = run(SlowInBackward, 2, **options)
+    assert SlowBackward.again.is_set() and not SlowBackward.was_overtaken
+    assert_same(result, run(SlowInBackward, 1, **options))
 
 
 class Careless(Wide):

@@ -369,3 +369,113 @@ def test_references_that_are_made_later_point_into_the_replica() -> None:
     replicas.refresh()
     other = replicas.modules[1]
     assert other.first[0].__self__ is other[0] and other.weights["a"] is other[0].weight
+
+
+class Sharing(nn.Module):
+    """Two layers, of which one is known by a list, and recurrent weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+        self.norms = [self.first.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.rnn(self.first(x))
+        return self.last(hidden).square().sum() + self.norms[0].square().sum()
+
+
+def shared(places: Sequence[int]) -> tuple[Sharing, Replicas, list[bool]]:
+    """A module and replicas that share its parameters, and which of them lie on its device."""
+    net = Sharing()
+    replicas = replicas_of(net, places)
+    replicas.refresh()
+    replicas.share_parameters(True)
+    return net, replicas, [device_of(module) == device_of(net) for module in replicas.modules]
+
+
+def computes_with_the_roots(replica: nn.Module, net: Sharing) -> set[bool]:
+    own = [*replica.parameters(), *replica.rnn._flat_weights, replica.norms[0]]
+    roots = [*net.parameters(), *net.rnn._flat_weights, net.norms[0]]
+    return {a is b for a, b in zip(own, roots, strict=True)}
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_shared_parameters_leave_nothing_to_sum(places: tuple[int, ...]) -> None:
+    net, replicas, on_root_device = shared(places)
+    assert len(replicas.parameters) == 1 + on_root_device.count(False)
+    xs = [on_root(2, 5, 3) for _ in places]
+    for replica, x, is_there in zip(replicas.modules, xs, on_root_device, strict=True):
+        assert computes_with_the_roots(replica, net) == {is_there}
+        call(replica, x).backward()
+    gradients = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    for x, is_there in zip(xs, on_root_device, strict=True):
+        if is_there:
+            net(x).backward()
+    for gradient, p in zip(gradients, net.parameters(), strict=True):
+        torch.testing.assert_close(gradient.cpu(), p.grad.cpu())
+
+
+def test_hooks_see_one_sum_in_a_joint_backward_of_shared_parameters() -> None:
+    net, replicas, _ = shared((0, 0, 0))
+    seen: list[Tensor] = []
+    net.first.bias.register_hook(seen.append)
+    torch.autograd.backward([call(module, on_root(2, 5, 3)) for module in replicas.modules])
+    assert len(seen) == 1 and torch.equal(seen[0], net.first.bias.grad)
+
+
+def test_replicas_that_no_longer_share_have_parameters_of_their_own() -> None:
+    net, replicas, _ = shared((0, 0))
+    net.norms, net.scale = [net.last.weight, net.first.weight], 2.0
+    replicas.refresh()
+    replicas.share_parameters(True)
+    assert replicas.modules[1].norms[0] is net.last.weight and replicas.modules[1].scale == 2.0
+    replicas.share_parameters(False)
+    assert computes_with_the_roots(replicas.modules[1], net) == {False}
+    assert replicas.modules[1].norms[0] is replicas.modules[1].last.weight
+    call(replicas.modules[1], on_root(2, 5, 3)).backward()
+    assert all(p.grad is None for p in net.parameters())
+    replicas.share_parameters(True)
+    assert len(replicas.parameters) == 2, "there are gradients on it"
+
+
+@torch.no_grad()
+def normalise(net: Sharing) -> None:
+    net.first.weight.div_(net.first.weight.norm())
+
+
+def bind(net: Sharing) -> None:
+    net.first.weight.data = 2 * net.first.weight.data
+
+
+def freeze_last(net: Sharing) -> None:
+    net.last.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [normalise, bind, freeze_last])
+def test_parameters_that_a_step_changes_are_not_shared(change: Any) -> None:
+    net, replicas, _ = shared((0, 0, 0))
+    before = [p.detach().clone() for p in net.parameters()]
+    other = replicas.modules[1]
+    replicas.check_shared()
+    assert computes_with_the_roots(other, net) == {True}
+    change(net)
+    replicas.check_shared()
+    assert computes_with_the_roots(other, net) == {False}
+    for p, value, root in zip(other.parameters(), before, net.parameters(), strict=True):
+        assert p.requires_grad
+        assert_equal(p, root if change is normalise else value)
+    replicas.refresh()
+    replicas.share_parameters(True)
+    assert computes_with_the_roots(other, net) == {False}, "nor later"
+
+
+def test_only_trained_parameters_are_shared() -> None:
+    net, replicas, _ = shared((0, 0))
+    net.first.requires_grad_(False)
+    replicas.refresh()
+    replicas.share_parameters(True)
+    other = replicas.modules[1]
+    assert other.first.weight is not net.first.weight and other.last.weight is net.last.weight
+    assert other.norms[0] is other.first.weight

@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
+from oracle import Classifier, assert_equal_trees, devices_of, loader, samples, trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.batch import SampleDims, StepDims, gather, judge
@@ -100,21 +102,15 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("k", [2, 3, 4])
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_outputs_are_those_of_one_device(name: str, k: int, mode: str) -> None:
+def test_outputs_are_those_of_one_device(name: str, k: int) -> None:
     """Batches of which every shard is as long as something else in the output."""
     net = Series(CASES[name]).to(devices_of(1)[0])
     options: Any = {"output_device": devices_of(1)[0], "split": lambda n: even(n, k)}
-    cls: Any = StepParallel if mode == "step" else ForwardParallel
-    engine = cls(net, devices_of(k), **options)
+    engine = StepParallel(net, devices_of(k), **options)
     for n in (4, 3, 12, 2, 4):
         batch = torch.randn(n * k, 5).to(devices_of(1)[0])
-        if mode == "step":
-            shards = engine.scatter(batch, name="predict_step", training=False)
-            result = engine.evaluate("predict_step", shards)
-        else:
-            with engine.spreading():
-                result = net(batch)
+        shards = engine.scatter(batch, name="predict_step", training=False)
+        result = engine.evaluate("predict_step", shards)
         assert_equal_trees(result, CASES[name](batch), "result", atol=0, rtol=0)
     engine.close()
 
@@ -132,6 +128,26 @@ def test_only_the_first_batch_of_a_kind_of_step_is_cut_unequally() -> None:
         engine.run(name, lambda module, shard: module(shard), shards)
         sizes.append(engine.last_sizes)
     assert sizes == [(4, 3, 2), (3, 3, 3), (4, 3, 2), (3, 3, 3)]
+    engine.close()
+
+
+def test_where_scalars_are_stacked_shards_stay_equal() -> None:
+    """Their mean, as of the losses that nn.DataParallel gives, is right for equal shards alone."""
+    net = Series(lambda x: (x.mean(), x, x.new_ones(2), x.T)).to(devices_of(1)[0])
+    split = lambda n: even(n, 3)  # noqa: E731
+    engine = ForwardParallel(net, devices_of(3), output_device=devices_of(1)[0], split=split)
+    for n in (8, 9, 9):
+        batch = torch.randn(n, 5).to(devices_of(1)[0])
+        with engine.spreading():
+            means, rows, constant, columns = net(batch)
+        assert engine.last_sizes == even(n, 3)
+        assert (
+            means.shape == (3,)
+            and torch.equal(rows, batch)
+            and torch.equal(constant, batch.new_ones(2))
+        )
+        assert torch.equal(columns, batch.T), "as learnt from the first batch"
+    torch.testing.assert_close(means.mean(), batch.mean())
     engine.close()
 
 
@@ -189,7 +205,11 @@ class Collecting(Classifier):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.net(batch[0])
-        return {"series": logits[:, None].repeat(1, 12, 1), "matrix": logits.T @ logits}
+        return {
+            "series": logits[:, None].repeat(1, 12, 1),
+            "matrix": logits.T @ logits,
+            "tokens": logits[:, None].repeat(1, 4, 1).view(-1, 3),
+        }
 
 
 def collected(k: int, n: int, **options: Any) -> Any:
@@ -208,6 +228,7 @@ def test_sums_and_matrices_in_lists_are_those_of_one_device(k: int, n: int) -> N
     overrides = {"pairs": "sum", "matrix": "sum"}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"self\.matrices.* added up")
+        warnings.filterwarnings("ignore", message=r"output\['tokens'\].* have 4 rows for each")
         several = collected(k, n, gather_overrides=overrides)
     assert_equal_trees(several, collected(1, n), "collected", atol=1e-10, rtol=0)
 
@@ -216,7 +237,53 @@ def test_what_has_no_samples_is_named_with_its_way_out() -> None:
     with pytest.warns(UserWarning) as caught:
         collected(3, 9)
     texts = [str(w.message) for w in caught if "gather_overrides" in str(w.message)]
-    names = ["self.pairs", "self.matrices", "output['matrix']"]
-    assert len(texts) == 3
-    for name, text in zip(names, texts, strict=True):
-        assert text.startswith(f"{name}: ") and "no rows of samples" in text
+    names = ["self.pairs", "self.matrices", "output['matrix']", "output['tokens']"]
+    assert [text.split(": ")[0] for text in texts] == names
+    assert [("no rows of samples" in text) for text in texts] == [True, True, True, False]
+
+
+class Weighted(Metric):
+    """A sum over samples, each with the weight of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("sum", torch.tensor(0.0, dtype=torch.double), dist_reduce_fx="sum")
+        self.add_state("calls", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, x: Tensor, y: Tensor, weights: Tensor, classes: int) -> None:
+        assert weights.shape == (3,) and classes == 3
+        self.sum = self.sum + (weights[y] * x).sum()
+        self.calls = self.calls + 1
+
+    def compute(self) -> Tensor:
+        return self.sum / self.calls
+
+
+class Measuring(Classifier):
+    """Passes to a metric, and to log, what is as long as every shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Weighted()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.metric.update(x[:, 0], y, torch.arange(3.0, device=x.device), 3)
+        self.log("metric", self.metric)
+        self.log("mean", x.mean(), batch_size=3)
+
+
+@pytest.mark.parametrize("sizes", [(9, 9, 9), (9, 3, 9), (6, 9, 2)])
+def test_arguments_of_metrics_and_logs_may_be_as_long_as_every_shard(
+    sizes: tuple[int, ...],
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    positions = iter(range(sum(sizes)))
+    batches = [[next(positions) for _ in range(n)] for n in sizes]
+    results = [
+        trainer(k).validate(
+            Measuring(), DataLoader(samples(sum(sizes)), batch_sampler=batches), verbose=False
+        )
+        for k in (3, 1)
+    ]
+    assert_equal_trees(*results, "logged", atol=1e-10, rtol=0)

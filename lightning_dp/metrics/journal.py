@@ -43,7 +43,8 @@ class Journal:
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands for `self.log` on a replica."""
-        self.calls.append(LogCall.of(name, self.faces.original(value), args, kwargs))
+        own = self.faces.original(value) if isinstance(value, nn.Module) else value
+        self.calls.append(LogCall.of(name, own, args, kwargs))
 
 
 class Journals(ReplicaRules):
@@ -110,7 +111,8 @@ class Journals(ReplicaRules):
         try:
             # Replica 0 is the user's module: it records only while the step lasts.
             own = self._journals[0]
-            with replaced(self._module, log=own.log), own.faces.worn(self._metrics):
+            worn = own.faces.worn(self._metrics) if self._metrics else contextlib.nullcontext()
+            with replaced(self._module, log=own.log), worn:
                 yield
             if is_rerun:
                 state.undo()

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, StepDims, to_device
+from lightning_dp.parallel.batch import Shards, to_device
 from lightning_dp.parallel.replicas import ParameterCopies
 from lightning_dp.parallel.workers import Task
 
@@ -45,10 +45,6 @@ class ReplicaCall(ABC):
         self.name = name
         self.training = training
         self.transfer = transfer
-
-    def asks(self, dims: StepDims) -> bool:
-        """Whether shards are to be unequal, to show what counts samples."""
-        return dims.asks
 
     def begin(self, shards: Shards) -> None:
         """The replicas are up to date, and about to be called."""

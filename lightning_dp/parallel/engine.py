@@ -129,7 +129,7 @@ class Engine:
         self._dim = dim
         self._columns = columns
         self._cost_key = cost_key
-        self.dims = SampleDims(dim, overrides)
+        self.dims = SampleDims(dim, overrides, is_told=scalars == "stack")
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
         self._expects_samples = expects_samples
         self._context = context
@@ -150,7 +150,7 @@ class Engine:
         """
         if not isinstance(batch, Shards):
             dims = self.dims.of(call.name, training=call.training)
-            plan = plan or self.plan(batch, training=call.training, telling=call.asks(dims))
+            plan = plan or self.plan(batch, training=call.training, telling=dims.asks)
             batch = self.scatter(batch, call.transfer, plan, dims)
         modules = self.replicate(call, batch)
         outputs = self.apply(call, modules, batch)
@@ -219,7 +219,8 @@ class Engine:
             plan: which samples go where; None to decide it.
             dims: what is known of this kind of step.
         """
-        plan, dims = plan or self.plan(batch), dims or self.dims.of("", training=True)
+        dims = dims or self.dims.of("", training=True)
+        plan = plan or self.plan(batch, telling=dims.asks)
         if plan.whole:
             return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True, dims=dims)
         sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
@@ -301,6 +302,7 @@ class Engine:
 
     def undo(self) -> None:
         """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
+        self._executor.rest()
         self.reducer.undo()
         if self._snapshot is not None:
             self._snapshot.restore()

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dp.parallel.batch import Shards, StepDims, to_device
+from lightning_dp.parallel.batch import Shards, to_device
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
-from lightning_dp.parallel.torch_private import version
 
 
 class ForwardParallel(RecoveringEngine):
@@ -65,7 +64,6 @@ class ForwardParallel(RecoveringEngine):
         self._own_forwards: dict[str, Any] | None = None
         self._always_copies = always_copies
         self._mode = (False, False)
-        self._asked: dict[StepDims, int] = {}
 
     @contextlib.contextmanager
     def spreading(self) -> Iterator[None]:
@@ -93,15 +91,6 @@ class ForwardParallel(RecoveringEngine):
         # Code outside of the replicas may write weights between two calls, through `.data` too.
         call.copied_parameters = "trained" if self._always_copies or any(mode) else "changed"
         return self.run(call, arguments)
-
-    def asks(self, dims: StepDims) -> bool:
-        """Whether a kind of call is to be cut unequally, from its first asking to other weights."""
-        weights = sum(map(version, self.replicas.parameters[0]))
-        if dims.asks:
-            self._asked[dims] = weights
-        elif self._asked.get(dims) != weights:
-            self._asked.pop(dims, None)
-        return dims in self._asked
 
     def close(self) -> None:
         """As every engine; and lets go of graphs, which would keep the replicas for good."""
@@ -154,12 +143,6 @@ class SpreadCall(ReplicaCall):
         self._engine = engine
         self._path = path
         self._num_args = num_args
-
-    def asks(self, dims: StepDims) -> bool:
-        """A backward may repeat a call (checkpoints): until weights change, it is cut as before."""
-        if not self.training and not torch.is_grad_enabled():
-            return dims.asks
-        return self._engine.asks(dims)
 
     def begin(self, shards: Shards) -> None:
         """Puts the replicas inside the root's graph."""

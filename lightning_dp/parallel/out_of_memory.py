@@ -15,8 +15,14 @@ from torch import nn
 
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.call import ReplicaCall
-from lightning_dp.parallel.devices import empty_cache, memory_text, out_of_memory_count
+from lightning_dp.parallel.devices import (
+    allocated_memory,
+    empty_cache,
+    memory_text,
+    out_of_memory_count,
+)
 from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.gradients import wait_for_autograd
 from lightning_dp.parallel.split import Plan, Planner, Sizes
 
 T = TypeVar("T")
@@ -75,6 +81,7 @@ class RecoveringEngine(Engine):
         gradient, self.interrupted = self.interrupted, None
         if gradient is None:
             raise error
+        wait_for_autograd(self.devices)
 
         def attempt() -> None:
             with context(), self.rerunning():
@@ -107,6 +114,8 @@ class Recovery:
         self._devices = list(devices)
         self._planner = planner
         self._counts = self._count()
+        self._clean: dict[torch.device, int] | None = None
+        self._excused: set[Sizes] = set()
 
     def retry(
         self,
@@ -129,17 +138,22 @@ class Recovery:
             training: whether the step trains.
 
         Raises:
-            torch.OutOfMemoryError: no split fits; the message says the largest batch that does.
+            torch.OutOfMemoryError: no split fits; the message says the largest batch that does:
+                all its parts were tried at once, and with one sample more each device ran out,
+                with no garbage in its memory. What a step logs or keeps is left out of trials.
                 Or the memory was not used up by a replica.
         """
         events: list[str] = []
+        self._clean, self._excused = None, set()
         while True:
+            failed, text = self._failed(error), _forget(error)
             batch = self._planner.latest.sizes
-            text = self._note(error, events, training)
-            self._clean_up(undo, everything=len(events) == 1)
-            if not self._planner.has_room(sum(batch), training=training):
-                self._try_parts(sum(batch), trial, undo, training)
-                self._check_room(name, sum(batch), text, training)
+            if not self._is_excused(self._clean_up(undo, failed)):
+                events.append(self._said(failed))
+                self._planner.record_oom(failed, training=training)
+                if not self._planner.has_room(sum(batch), training=training):
+                    self._try_parts(sum(batch), trial, undo, training)
+                    self._check_room(name, sum(batch), text, training)
             try:
                 result = attempt()
             except torch.OutOfMemoryError as again:
@@ -148,34 +162,31 @@ class Recovery:
                 self._report(name, events)
                 return result
 
-    def _note(self, error: torch.OutOfMemoryError, events: list[str], training: bool) -> str:
-        """Lowers the caps of the devices that failed; raises the error if it is none of these."""
-        failed = self._failed()
-        if not failed:
-            raise error
+    def _said(self, failed: list[int]) -> str:
         sizes = self._planner.latest.sizes
-        events.append(
-            ", ".join(f"{self._devices[k]} with {sizes[k]} of {sum(sizes)} samples" for k in failed)
+        return ", ".join(
+            f"{self._devices[k]} with {sizes[k]} of {sum(sizes)} samples" for k in failed
         )
-        self._planner.record_oom(failed, training=training)
-        _forget(error)
-        return str(error)
 
     def _try_parts(
         self, n: int, trial: Callable[[Plan], object], undo: Callable[[], None], training: bool
     ) -> None:
         """Finds out what fits, unless the module refuses parts (batch norm, one sample)."""
         while (plan := self._planner.trial(n, training=training)) is not None:
+            failed: list[int] = []
             try:
                 trial(plan)
             except torch.OutOfMemoryError as error:
-                self._note(error, [], training)
+                failed = self._failed(error)
+                _forget(error)
             except Exception as error:
                 log.info("Looking for the largest batch that fits ended: %s", error)
                 break
             else:
                 self._planner.record_success(training=training)
-            self._clean_up(undo)
+            had_garbage = self._clean_up(undo, failed)
+            if failed and not self._is_excused(had_garbage):
+                self._planner.record_oom(failed, training=training)
 
     def _check_room(self, name: str, n: int, text: str, training: bool) -> None:
         fits = self._planner.fits(training=training)
@@ -186,8 +197,9 @@ class Recovery:
         shares = ", ".join(f"{d} {size}" for d, size in zip(self._devices, fits, strict=True))
         return (
             f"{name}: expected a batch of at most {sum(fits)} samples, the largest that fits now "
-            f"({shares}), got {n}. Make the batch smaller (accumulate_grad_batches keeps the "
-            f"effective size), or use more or larger devices. The last device said: {text}"
+            f"({shares}; what a step logs or keeps comes on top), got {n}. Make the batch smaller "
+            f"(accumulate_grad_batches keeps the effective size), or use more or larger devices. "
+            f"The last device said: {text}"
         )
 
     def _report(self, name: str, events: list[str]) -> None:
@@ -201,30 +213,55 @@ class Recovery:
                 ", ".join(map(memory_text, dict.fromkeys(self._devices))),
             )
 
-    def _failed(self) -> list[int]:
-        """The replicas with samples on the devices that have run out since the last look."""
+    def _failed(self, error: torch.OutOfMemoryError) -> list[int]:
+        """The replicas with samples on the devices that have run out since the last look.
+
+        Raises the error if there are none.
+        """
         before, self._counts = self._counts, self._count()
         sizes = self._planner.latest.sizes
-        return [
+        failed = [
             k
             for k, device in enumerate(self._devices)
             if self._counts[device] > before[device] and sizes[k]
         ]
+        if not failed:
+            raise error
+        return failed
 
     def _count(self) -> dict[torch.device, int]:
         return {device: out_of_memory_count(device) for device in self._devices}
 
-    def _clean_up(self, undo: Callable[[], None], *, everything: bool = False) -> None:
+    def _clean_up(self, undo: Callable[[], None], failed: Sequence[int]) -> bool:
+        """Takes back what an attempt has left; whether devices that failed held old garbage."""
         undo()
-        # What attempts leave is young; to look at all objects of a process takes a second.
-        gc.collect(2 if everything else 1)
-        for device in dict.fromkeys(self._devices):
+        gc.collect(1)  # what attempts leave is young
+        before, clean = self._in_use(), self._clean or {}
+        # To look at all objects of a process takes a second.
+        if any(used > clean.get(device, 0) for device, used in before.items()):
+            gc.collect()
+        for device in before:
             empty_cache(device)
+        self._clean = self._in_use()
+        return any(self._clean[self._devices[k]] < before[self._devices[k]] for k in failed)
+
+    def _is_excused(self, had_garbage: bool) -> bool:
+        """Whether sizes that failed with garbage in memory get another chance, which is one."""
+        sizes = self._planner.latest.sizes
+        if not had_garbage or sizes in self._excused:
+            return False
+        self._excused.add(sizes)
+        return True
+
+    def _in_use(self) -> dict[torch.device, int]:
+        return {device: allocated_memory(device) for device in self._devices}
 
 
-def _forget(error: BaseException | None) -> None:
-    """Lets go of the half-done work that an error's frames hold."""
+def _forget(failure: BaseException) -> str:
+    """Lets go of the half-done work that an error's frames hold; what it said."""
+    error: BaseException | None = failure
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__context__
+    return str(failure)

@@ -22,6 +22,7 @@ from lightning_dp.parallel.gradients import (
     join_losses,
     loss_of,
     loss_weights,
+    wait_for_autograd,
 )
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.torch_private import hooked
@@ -175,8 +176,13 @@ class TrainingStep(EvaluationStep):
     def finish(self, result: Any, gradient: Tensor | None = None) -> None:
         """The joint loss's backward."""
         loss = loss_of(result)
-        if loss is not None and loss.requires_grad:
+        if loss is None or not loss.requires_grad:
+            return
+        try:
             loss.backward(gradient)  # type: ignore[no-untyped-call]
+        except torch.OutOfMemoryError:
+            wait_for_autograd(self.engine.devices)
+            raise
 
     @contextlib.contextmanager
     def without_trace(self) -> Iterator[None]:

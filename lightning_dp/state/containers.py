@@ -130,7 +130,7 @@ class Merge:
         added = [{k: other[k] - before.get(k, 0) for k in keys if k in other} for other in after]
         totals = [sum(counts.values()) for counts in added]
         differ = any(counts != added[0] for counts in added)
-        counts = differ or self._counts(path, totals) if any(totals) else differ
+        counts = differ or (any(totals) and self._are_of_samples(path, totals, self._sizes))
         # Of batches, one replica's count is right; the root's own, where it had no samples, is not.
         counted = added if counts else added[:1]
         for key in keys:
@@ -140,26 +140,29 @@ class Merge:
         self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]]
     ) -> None:
         """Lists under integers, to which replicas append differently often, are of samples."""
-        keys = dict.fromkeys(key for other in after for key in other)
-        lists = [[other.get(key, []) for other in after] for key in keys]
-        if not keys or not all(type(key) is int for key in keys):
-            return
-        if all(isinstance(items, list) for row in lists for items in row):
-            olds = [before.get(key, []) for key in keys]
-            counts = [
-                [len(x) - len(old) for x in row] for row, old in zip(lists, olds, strict=True)
-            ]
-            differs = next((row for row in counts if len(set(row)) > 1), None)
-            for key in keys if differs else ():
-                self._dims.counts((*path, key), differs or (), self._sizes)
+        keys = {key for other in after for key in other}
+        lists = [other.get(key, []) for key in keys for other in after]
+        if all(type(key) is int for key in keys) and all(isinstance(x, list) for x in lists):
+            lengths = [[len(other.get(key, ())) for other in after] for key in keys]
+            differing = next((row for row in lengths if len(set(row)) > 1), None)
+            for key in keys if differing else ():
+                self._are_of_samples((*path, key), differing or [], self._sizes)
 
-    def _counts(self, path: Path, numbers: list[int]) -> bool:
-        """Whether numbers of all replicas are of samples, and not of batches."""
-        counts = self._dims.counts(path, numbers, self._sizes)
-        if counts is None and numbers == self._sizes:
-            self._say_guess(path, numbers)
+    def _are_of_samples(
+        self, path: Path, numbers: list[int], sizes: list[int], may_be: bool = True
+    ) -> bool:
+        """Whether as many new items of every replica belong to samples, and not to the batch."""
+        known = self._dims.counts(path, numbers, sizes)
+        if known is None and may_be and numbers == sizes:
+            self._dims.say(
+                path,
+                f"{tree.name((tree.Attribute(path[1]), *path[2:]), 'self')}: {numbers[0]} more on "
+                "every replica, as many as it has samples, are taken for one per sample. Shards of "
+                "unequal sizes would tell.",
+                quietly=set(sizes) == {1},
+            )
             return True
-        return bool(counts)
+        return bool(known)
 
     def _gathered(
         self, path: Path, values: list[Any], sizes: list[int], order: Order | None, i: int = 0
@@ -187,29 +190,13 @@ class Merge:
     ) -> list[Any]:
         """The items that one device would have appended; in turn, if they are surely samples'."""
         counts = [len(tail) for tail in tails]
-        if in_turn or len(tails) == 1 or (any(counts) and self._are_of_samples(path, tails, sizes)):
+        may_be = max(sizes) > 1 or _are_labels(tails)
+        if in_turn or (any(counts) and self._are_of_samples(path, counts, sizes, may_be)):
             appended = [to_device(item, self._output_device) for tail in tails for item in tail]
             places = None if order is None or counts != sizes else batch_order(order)
             return appended if places is None else [appended[i] for i in places]
         rows = enumerate(zip(*tails, strict=True))
         return [self._gathered(path, list(items), sizes, order, i) for i, items in rows]
-
-    def _are_of_samples(self, path: Path, tails: list[list[Any]], sizes: list[int]) -> bool:
-        """Whether new items belong to samples, and not to the batch."""
-        counts = [len(tail) for tail in tails]
-        known = self._dims.counts(path, counts, sizes)
-        if known is not None or counts != sizes or not (sizes[0] > 1 or _are_labels(tails)):
-            return bool(known)
-        self._say_guess(path, counts)
-        return True
-
-    def _say_guess(self, path: Path, counts: list[int]) -> None:
-        name = tree.name((tree.Attribute(path[1]), *path[2:]), "self")
-        self._dims.say(
-            path,
-            f"{name}: {counts[0]} more on every replica, as many as it has samples, are taken for "
-            "one per sample. Shards of unequal sizes would tell.",
-        )
 
 
 def is_container(value: Any) -> bool:

@@ -128,6 +128,7 @@ class ModuleState:
 
     def _look_again(self) -> None:
         """Brings what is known up to date with what anybody, or the latest step, has changed."""
+        changed = self._changed_containers()
         modules = {module for module, _ in self._strays()}
         modules.update(compress(self._modules, map(ne, self._looks.look(), self._seen)))
         for module in modules:
@@ -135,8 +136,10 @@ class ModuleState:
         self._seen = list(self._looks.versions)
         if modules:
             self._list()
-        for container in self._changed_containers():
-            container.renew()
+        for container in changed:
+            number, name = container.place
+            if self._by_number[number].containers.get(name) is container:
+                container.renew()
 
     def _list(self) -> None:
         """Puts everything into flat lists, which are quick to compare."""

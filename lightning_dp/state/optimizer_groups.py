@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from operator import is_not
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class _SharedGroup(Options):
         return self._group
 
     def _differs(self, now: Options) -> bool:
-        return any(now[key] is not value for key, value in self._before.items())
+        return any(map(is_not, map(now.__getitem__, self._before), self._before.values()))
 
     def _own(self) -> Options | None:
         """The calling replica's copy; None for the leader, and for code outside of replicas."""

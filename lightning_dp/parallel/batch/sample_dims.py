@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from lightning_dp.parallel.split import Sizes
@@ -114,7 +115,9 @@ class StepDims:
     Args:
         dim: along which batches are cut.
         overrides: how outputs under certain keys are gathered, whatever is known.
-        is_told: whether `dim` is what counts samples where nothing tells: the caller says so.
+        is_told: whether the caller says that `dim` counts samples: it does where nothing tells, and
+            no batch is cut unequally for it. So it is where 0-dim outputs are stacked, whose mean
+            is right for equal shards alone.
 
     Attributes:
         asks: whether a batch that is cut unequally would tell more.
@@ -132,7 +135,7 @@ class StepDims:
     ) -> None:
         self.dim = dim
         self.overrides = overrides or {}
-        self.asks = True
+        self.asks = not is_told
         self.keeps_sizes = False
         self._asked = 0
         self.is_told = is_told
@@ -147,7 +150,7 @@ class StepDims:
 
     def keep_sizes(self) -> None:
         """From now on, batches of one size are cut alike, as the first was."""
-        self.asks = self.keeps_sizes = True
+        self.asks = self.keeps_sizes = not self.is_told
 
     def rows(self, path: Path, shapes: Sequence[Shape], sizes: Sizes) -> Verdict:
         """How the leaves at a path are joined; learns from it."""
@@ -155,8 +158,7 @@ class StepDims:
         if known is None and not tells(sizes):
             known = self._alike(path)
         if known is None and self.is_told and not tells(sizes) and shapes[0]:
-            ndim = len(shapes[0])
-            known = self.dim % ndim if -ndim <= self.dim < ndim else None
+            known = self._as_told(shapes[0], sizes)
         verdict = judge(shapes, sizes, self.dim, known)
         if not verdict.is_sure:
             self._ask()
@@ -165,6 +167,10 @@ class StepDims:
             if is_news or verdict.how == "varies":
                 self._dims[path] = verdict.dim if verdict.how == "rows" else verdict.how
         return verdict
+
+    def _as_told(self, shape: Shape, sizes: Sizes) -> Known | None:
+        is_dim = -len(shape) <= self.dim < len(shape)
+        return self.dim % len(shape) if is_dim and shape[self.dim] % sizes[0] == 0 else None
 
     def _alike(self, path: Path) -> Known | None:
         """What is known of all other entries of a container on `self`, if it is one thing.
@@ -192,14 +198,14 @@ class StepDims:
         return self._counts.get(path)
 
     def say(self, path: Path, text: str, *, quietly: bool = False) -> None:
-        """Warns, or just says so, once for each path."""
+        """Warns, or just says so in the log, once for each path."""
         if path not in self._said:
             self._said.add(path)
-            log.info(text) if quietly else warnings.warn(text, stacklevel=2)
+            log.warning(text) if quietly else warnings.warn(text, stacklevel=2)
 
     def _ask(self) -> None:
         self._asked += 1
-        self.asks = self.keeps_sizes or self._asked <= _ASK_AT_MOST
+        self.asks = self.keeps_sizes or (self._asked <= _ASK_AT_MOST and not self.is_told)
 
 
 class SampleDims:
@@ -208,16 +214,22 @@ class SampleDims:
     Args:
         dim: along which batches are cut.
         overrides: see `StepDims`.
+        is_told: see `StepDims`.
     """
 
-    def __init__(self, dim: int = 0, overrides: Mapping[str, Override] | None = None) -> None:
-        self._dim = dim
-        self._overrides = overrides
+    def __init__(
+        self,
+        dim: int = 0,
+        overrides: Mapping[str, Override] | None = None,
+        *,
+        is_told: bool = False,
+    ) -> None:
+        self._make = partial(StepDims, dim, overrides, is_told=is_told)
         self._steps: dict[tuple[str, bool], StepDims] = {}
 
     def of(self, name: str, *, training: bool) -> StepDims:
         """What is known of one kind of step."""
         kind = (name, training)
         if kind not in self._steps:
-            self._steps[kind] = StepDims(self._dim, self._overrides)
+            self._steps[kind] = self._make()
         return self._steps[kind]

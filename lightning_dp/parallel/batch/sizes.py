@@ -69,13 +69,7 @@ class Inferred(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A node that may count the samples: a leaf, or a list of samples.
-
-    Attributes:
-        path: where it is in the batch.
-        size: its length.
-        items: the list, None for a leaf.
-    """
+    """A node that may count the samples: where it is, its length, and its items if it is a list."""
 
     path: tree.Path
     size: int

@@ -10,6 +10,7 @@ from lightning_dp.parallel.gradients.aside import HooksOff as HooksOff
 from lightning_dp.parallel.gradients.aside import clear_gradients as clear_gradients
 from lightning_dp.parallel.gradients.backward import JointBackward as JointBackward
 from lightning_dp.parallel.gradients.backward import backward_at_once as backward_at_once
+from lightning_dp.parallel.gradients.backward import wait_for_autograd as wait_for_autograd
 from lightning_dp.parallel.gradients.loss import LOSS_REDUCTIONS as LOSS_REDUCTIONS
 from lightning_dp.parallel.gradients.loss import Graph as Graph
 from lightning_dp.parallel.gradients.loss import LossReduction as LossReduction

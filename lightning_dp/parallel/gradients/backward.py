@@ -8,6 +8,7 @@ the middle, when memory runs out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -77,7 +78,9 @@ class JointBackward:
         try:
             self._run(self, gradient, keep_graph)
         except torch.OutOfMemoryError:
-            self.graphs.clear()  # what they hold is needed to do the step again
+            # What they hold is needed to do the step again.
+            self.graphs.clear()
+            self.shards.parts.clear()
             raise
 
 
@@ -132,3 +135,27 @@ class _JointLoss(torch.autograd.Function):
         ctx.joint_backward(gradient, keep_graph)
         nothing: tuple[None, ...] = (None,) * ctx.num_inputs
         return nothing
+
+
+def wait_for_autograd(devices: Sequence[torch.device]) -> None:
+    """Waits until autograd's threads are done with a backward that has failed.
+
+    Whoever asked for it is told of the first error, while the threads of other devices may still
+    work: they hold its graph, and write gradients. A little backward of all devices goes through
+    the same threads after what they have begun. It is made in a new thread, whose work has the
+    lowest numbers: among what waits for a device, that comes last.
+
+    Not for code that itself runs in a backward: its own thread would wait for itself.
+
+    Args:
+        devices: those whose threads are waited for; the CPU has none.
+    """
+
+    def pass_through() -> None:
+        ends = [torch.zeros(0, device=device, requires_grad=True) for device in others]
+        ways = [end.clone() for end in ends]
+        torch.autograd.grad(ways, ends, [torch.zeros_like(end) for end in ends])
+
+    if others := [device for device in dict.fromkeys(devices) if device.type != "cpu"]:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(pass_through).result()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.devices import current_stream
+from lightning_dp.parallel.links.packing import buckets
 from lightning_dp.parallel.torch_private import copy_to_each
-
-BUCKET_BYTES = 32 * 2**20
-"""A bucket is sent once it holds this much; larger tensors travel alone."""
 
 
 def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -29,7 +27,7 @@ def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None
     if sources[0].device == targets[0].device:
         copy_to_each(list(targets), list(sources))
         return
-    for positions in _buckets(sources):
+    for positions in buckets(sources):
         parts = to_device_coalesced([sources[i] for i in positions], targets[0].device)
         copy_to_each([targets[i] for i in positions], parts)
 
@@ -52,7 +50,7 @@ def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list
     sources = {tensor.device for tensor in tensors} - {device}
     for source in sources:
         away = [i for i, tensor in enumerate(tensors) if tensor.device == source]
-        for bucket in _buckets([tensors[i] for i in away]):
+        for bucket in buckets([tensors[i] for i in away]):
             positions = [away[j] for j in bucket]
             parts = _sent([tensors[i] for i in positions], device)
             for i, part in zip(positions, parts, strict=True):
@@ -78,13 +76,26 @@ def _sent(bucket: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """The tensors of a bucket after one copy, which may still be under way."""
     if len(bucket) == 1:
         return [bucket[0].to(device, non_blocking=True)]
-    packed = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    orders = [_memory_order(tensor) for tensor in bucket]
+    rows = [tensor.permute(order) for tensor, order in zip(bucket, orders, strict=True)]
+    packed = torch.cat([row.reshape(-1) for row in rows])
     # Autograd takes the parts of `split` for views of one tensor and refuses to change them in
     # place. Nobody else has this one.
     parts = torch.unsafe_split_with_sizes(
         packed.to(device, non_blocking=True), [tensor.numel() for tensor in bucket]
     )
-    return [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)]
+    return [
+        part.as_strided(tensor.shape, tensor.stride(), part.storage_offset())
+        if row.is_contiguous() and not part.requires_grad
+        else part.view(row.shape).permute(sorted(range(len(order)), key=order.__getitem__))
+        for tensor, part, row, order in zip(bucket, parts, rows, orders, strict=True)
+    ]
+
+
+def _memory_order(tensor: Tensor) -> list[int]:
+    """The dimensions in the order of their strides, which channels_last keeps on the way."""
+    dims = range(tensor.dim())
+    return list(dims) if tensor.is_contiguous() else sorted(dims, key=tensor.stride, reverse=True)
 
 
 def _wait_for_copies(source: torch.device) -> None:
@@ -94,26 +105,3 @@ def _wait_for_copies(source: torch.device) -> None:
         stream.synchronize()
     elif source.type != "cpu":
         torch.get_device_module(source).synchronize()
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Positions of tensors that travel together: of one kind, at most a bucket's bytes."""
-    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
-    for i, tensor in enumerate(tensors):
-        if not _can_be_packed(tensor):
-            yield [i]
-            continue
-        # Together, those without a gradient would come out as if they had one.
-        kind = tensor.dtype, tensor.requires_grad and torch.is_grad_enabled()
-        positions, size = open_buckets.get(kind, ([], 0))
-        added = tensor.numel() * tensor.element_size()
-        if positions and size + added > BUCKET_BYTES:
-            yield positions
-            positions, size = [], 0
-        open_buckets[kind] = ([*positions, i], size + added)
-    yield from (positions for positions, _ in open_buckets.values())
-
-
-def _can_be_packed(tensor: Tensor) -> bool:
-    is_plain = type(tensor) in (Tensor, nn.Parameter)
-    return is_plain and tensor.layout is torch.strided and not tensor.is_nested

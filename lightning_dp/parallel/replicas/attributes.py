@@ -36,6 +36,7 @@ class AttributeMirror:
         "_own_parameters",
         "_root_parameters",
         "_seen",
+        "_shared",
         "_size",
         "_slots",
         "_source",
@@ -64,6 +65,7 @@ class AttributeMirror:
         self._own = {**tables_as_attributes(self._own_parameters, buffers, children), **own}
         self._seen: dict[str, Any] = {}
         self._translated: dict[str, Any] = {}
+        self._shared: dict[int, Any] = {}
         self._slots = [(name, original, twins[id(original)]) for name in _slots_of(original)]
         self._kept: dict[str, tuple[Any, Any]] = {}
         self._copies: list[tuple[Tensor, float]] = []
@@ -78,6 +80,8 @@ class AttributeMirror:
         copy_hook_tables(attributes)  # a step may add hooks, for its replica's calls alone
         self._look_for_parts()
         attributes.update(self._translated)
+        if self._shared:
+            attributes.update(_translate(self._translated, self._shared))
         for name, original, twin in self._slots:
             if hasattr(original, name):
                 value = _translate(getattr(original, name), self._twins)
@@ -89,8 +93,7 @@ class AttributeMirror:
                 del self._kept[name]
         self._copy_tensors()
         attributes.update(self._own)
-        if len(attributes) != self._size:
-            self._drop_strays()
+        self._drop_strays()
 
     def _look_for_parts(self) -> None:
         """Translates what has been bound anew and refers to parts of the root."""
@@ -122,6 +125,16 @@ class AttributeMirror:
         for name in self._translated:
             if name in self._original:
                 self._attributes[name] = _translate(self._original[name], twins)
+
+    def share(self, others: dict[int, Any], shared: dict[int, Any]) -> None:
+        """Has the root's own parameters in the place of some of its own.
+
+        Args:
+            others: what takes the place of what it has now.
+            shared: the root's, by the ids of its own.
+        """
+        self._shared = shared
+        self.replace(others)
 
     def replace(self, others: dict[int, Any]) -> None:
         """Puts other tensors in the place of those that it has, whatever the original has now."""

@@ -39,6 +39,11 @@ class LimitedNorms:
         }
 
     @property
+    def may_limit(self) -> bool:
+        """Whether there are embeddings, which may get a limit at any time."""
+        return bool(self._modules)
+
+    @property
     def positions(self) -> set[int]:
         """The places of these weights among the parameters."""
         return {i for i, module in self._modules.items() if module.max_norm is not None}

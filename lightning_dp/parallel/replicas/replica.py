@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import compress, count
-from operator import ne
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.links import copy_coalesced
 from lightning_dp.parallel.replicas.attributes import AttributeMirror
 from lightning_dp.parallel.replicas.broadcast import broadcast
 from lightning_dp.parallel.replicas.compiled import compiled_attributes
@@ -21,21 +19,31 @@ from lightning_dp.parallel.replicas.structure import (
     by_dtype,
     entries,
 )
+from lightning_dp.parallel.replicas.weights import Weights
+
+_GRAD = attrgetter("grad")
 
 
 class Replica:
     """The module as it stands on one device other than the first entry."""
 
     def __init__(
-        self, source: ModuleStructure, k: int, device: torch.device, rules: ReplicaRules
+        self,
+        source: ModuleStructure,
+        k: int,
+        device: torch.device,
+        rules: ReplicaRules,
+        weights: Weights,
     ) -> None:
         self._source = source
-        self.shares_memory = all(p.device == device for p in source.parameters)
-        """Whether the parameters' memory is the root's, so that there is nothing to copy."""
+        self.weights = weights
+        self.shares_memory = weights.shares_memory
+        self.parameters = weights.parameters
+        self.shared: set[int] = set()
+        """Positions of the parameters in the place of which it has the root's own."""
         self._device = device
         self._seen = RootState(source, versions=not self.shares_memory, buffer_versions=True)
         self._seen_buffers = self._seen
-        self.parameters = [_leaf_parameter(p, device) for p in source.parameters]
         self.buffer_tables: list[dict[str, Tensor | None]] = [{} for _ in source.buffer_tables]
         self._replace_buffers(self._seen)
         self._connected: list[Tensor] = []
@@ -56,28 +64,36 @@ class Replica:
         self._attribute_counts: list[int] = []
         self._watched: list[AttributeMirror] = []
 
-    def refresh(self, state: RootState, parameters: str, buffers: bool, silent: set[int]) -> None:
-        """Follows the root, whose state is `state`.
+    def refresh(
+        self, state: RootState, parameters: str, buffers: bool, silent: set[int]
+    ) -> set[int]:
+        """Follows the root, whose state is `state`, but for parameters that have to be copied.
 
         Args:
             state: the root's; without versions of the buffers, all buffers count as changed.
             parameters: which are copied, see `Replicas.refresh`.
             buffers: whether to look for buffers that changed, and copy them.
             silent: positions of parameters to copy although they look unchanged.
+
+        Returns:
+            The positions of the parameters that have to be copied.
         """
-        self._refresh_attributes(self._source.attribute_versions)
-        self._refresh_parameters(state, parameters, silent)
+        self._refresh_attributes(state.attribute_versions)
+        stale: set[int] = set()
+        if silent or parameters != "changed" or state.parameters != self._seen.parameters:
+            stale = self.weights.follow(state, self._seen, parameters, silent)
         if buffers:
             self._refresh_buffers(state, everything=parameters == "all")
             self._seen_buffers = state
         self._seen = state
+        return stale
 
     def _refresh_attributes(self, versions: list[int]) -> None:
         # All at once first: nearly always nothing has changed.
         if (
             versions == self._attribute_versions
             and list(map(len, self._attributes)) == self._attribute_counts
-            and not any(mirror.is_stale() for mirror in self._watched)
+            and not (self._watched and any(mirror.is_stale() for mirror in self._watched))
         ):
             return
         for mirror, version in zip(self._mirrors, versions, strict=True):
@@ -88,10 +104,26 @@ class Replica:
         self._attribute_counts = list(map(len, self._attributes))
         self._watched = [mirror for mirror in self._mirrors if mirror.has_to_be_watched]
 
-    def refresh_parameters(self, state: RootState) -> None:
-        """Follows the root's parameters alone, where they look changed."""
-        self._refresh_parameters(state, "changed", set())
+    def refresh_parameters(self, state: RootState) -> set[int]:
+        """Follows the root's parameters alone, where they look changed; see `refresh`."""
+        stale = self.weights.follow(state, self._seen, "changed", set())
         self._seen = state
+        return stale
+
+    def has_gradients(self) -> bool:
+        """Whether gradients have accumulated on its own parameters."""
+        return bool(set(map(type, map(_GRAD, self.parameters))) - {type(None)})
+
+    def share(self, positions: set[int]) -> None:
+        """Computes with the root's own parameters of these positions, and no others."""
+        if positions == self.shared:
+            return
+        pairs = list(zip(self._source.parameters, self.parameters, strict=True))
+        others = {id(pairs[i][0]): pairs[i][1] for i in self.shared - positions}
+        others |= {id(pairs[i][1]): pairs[i][0] for i in positions - self.shared}
+        for mirror in self._mirrors:
+            mirror.share(others, {id(pairs[i][1]): pairs[i][0] for i in positions})
+        self.shared = positions
 
     def keep(self, position: int, name: str) -> None:
         """Lets a submodule keep the attribute that it has now, until the root's is bound anew."""
@@ -142,34 +174,6 @@ class Replica:
         twins.update({id(m): rules.copy_leaf(m, k, device) for m in source.leaves})
         return twins
 
-    def _refresh_parameters(self, state: RootState, policy: str, silent: set[int]) -> None:
-        roots = self._source.parameters
-        if state.requires_grad != self._seen.requires_grad:
-            for root, twin in zip(roots, self.parameters, strict=True):
-                twin.requires_grad_(root.requires_grad)
-        noticed = self._changed_parameters(state)
-        if noticed or silent or policy != "changed":
-            _update(
-                [
-                    (root, twin, i in noticed)
-                    for i, (root, twin) in enumerate(zip(roots, self.parameters, strict=True))
-                    if i in noticed
-                    or i in silent
-                    or policy == "all"
-                    or (policy == "trained" and root.requires_grad)
-                ]
-            )
-
-    def _changed_parameters(self, state: RootState) -> set[int]:
-        """Positions of parameters that were replaced or, in other memory than ours, written to."""
-        seen = self._seen
-        changed: set[int] = set()
-        if state.pointers != seen.pointers:
-            changed.update(compress(count(), map(ne, state.pointers, seen.pointers)))
-        if not self.shares_memory and state.versions != seen.versions:
-            changed.update(compress(count(), map(ne, state.versions, seen.versions)))
-        return changed
-
     def _refresh_buffers(self, state: RootState, everything: bool) -> None:
         own = list(map(id, entries(self.buffer_tables)))
         # Assigning to a buffer, here or there, puts another tensor in its place.
@@ -204,41 +208,3 @@ class Replica:
                     None if buffer is None else next(parts[buffer.dtype]).data.view(buffer.shape)
                 )
         self._own_buffer_ids = list(map(id, entries(self.buffer_tables)))
-
-
-def _leaf_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    shared = parameter.detach()  # a view of the same memory where the device is the same
-    twin = nn.Parameter(_trainable(shared.to(device)), requires_grad=parameter.requires_grad)
-    twin.__dict__.update(parameter.__dict__)
-    return twin
-
-
-def _trainable(tensor: Tensor) -> Tensor:
-    """A tensor of the same memory that is no inference tensor: callbacks bind weights to such."""
-    if not tensor.is_inference():
-        return tensor
-    memory = tensor.untyped_storage()
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _update(stale: list[tuple[nn.Parameter, nn.Parameter, bool]]) -> None:
-    """Brings parameters up to date: those in the root's memory by reference, others by copy.
-
-    Where the root's change left no trace (the third entry says whether it did), neither does the
-    copy: graphs of earlier calls stay usable, as they do on one device.
-    """
-    copied: list[tuple[Tensor, Tensor]] = []
-    for source, twin, noticed in stale:
-        if source.device == twin.device:
-            if source.data_ptr() != twin.data_ptr() or _differs(source, twin):
-                twin.data = source.data
-        elif _differs(source, twin):
-            twin.data = source.detach().to(twin.device, copy=True)
-        else:
-            copied.append((source.data, twin.detach() if noticed else twin.data))
-    copy_coalesced([source for source, _ in copied], [twin for _, twin in copied])
-
-
-def _differs(source: Tensor, twin: Tensor) -> bool:
-    return source.shape != twin.shape or source.dtype != twin.dtype

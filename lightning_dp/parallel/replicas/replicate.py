@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeAlias
+from operator import itemgetter
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.links import Packing
 from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.replicas.replica import Replica
 from lightning_dp.parallel.replicas.structure import (
@@ -22,13 +24,14 @@ from lightning_dp.parallel.replicas.structure import (
     entries,
 )
 from lightning_dp.parallel.replicas.untracked_writes import SharedWrites, SilentWrites
+from lightning_dp.parallel.replicas.weights import WeightCopies
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
 
 
 class Replicas:
-    """A module and its replicas, one per device; `modules[0]` is the module itself.
+    """A module and its replicas, one per device.
 
     Args:
         root: the module; its parameters lie on `devices[0]`.
@@ -37,9 +40,17 @@ class Replicas:
         before_rebuild: called with the parameters of all replicas before other replicas take
             their place: what has accumulated on them must not go with them.
 
+    Attributes:
+        modules: the replicas, in the order of the devices; the first is the module itself.
+        submodules: all modules in every replica; equal positions correspond. One list until other
+            replicas take their place.
+
     Raises:
         ValueError: a parameter is not initialised yet, or a submodule cannot be replicated.
     """
+
+    modules: list[nn.Module]
+    submodules: list[list[nn.Module]]
 
     def __init__(
         self,
@@ -52,22 +63,25 @@ class Replicas:
         self._devices = list(devices)
         self._rules = rules or ReplicaRules()
         self._before_rebuild = before_rebuild
+        self._may_share = True
+        self._before_step: tuple[list[Any], ...] | None = None
         self._build()
 
     @property
-    def modules(self) -> list[nn.Module]:
-        """The replicas, in the order of the devices."""
-        return [self._root, *(replica.module for replica in self._others)]
-
-    @property
-    def submodules(self) -> list[list[nn.Module]]:
-        """All modules in every replica; equal positions correspond. One list until a rebuild."""
-        return self._submodules
-
-    @property
     def parameters(self) -> list[list[nn.Parameter]]:
-        """The parameters of every replica; equal positions correspond, tied ones appear once."""
-        return [self._structure.parameters, *(replica.parameters for replica in self._others)]
+        """The parameters of every replica; equal positions correspond, tied ones appear once.
+
+        Left out are replicas whose gradients are all in the root's, see `share_parameters`.
+        """
+        if self._before_step is None:
+            return self._parameters
+        others = [r for r in self._others if not r.shared or r.has_gradients()]
+        return [self._structure.parameters, *(replica.parameters for replica in others)]
+
+    @property
+    def packing(self) -> Packing:
+        """How parameters, and gradients of their kinds, are packed when they travel."""
+        return self._weights.packing
 
     @property
     def buffers(self) -> list[list[Tensor | None]]:
@@ -97,27 +111,30 @@ class Replicas:
                 norm writes to its buffers and leaves no trace. `"read"`: all, but none if a
                 forward writes to them without reading them, as batch norm does in training.
         """
-        others = [k for k in (active or range(len(self._devices))) if k > 0]
+        others = [self._others[k - 1] for k in (active or range(len(self._devices))) if k > 0]
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
-            if self._structure.signature() != self._signature:
+            if self._structure.has_changed():
                 # The weights of a functional call accumulate nothing.
                 if all(parameter.is_leaf for parameter in self._structure.parameters):
                     self._before_rebuild(self.parameters)
                 self._build()
             elif others:
-                self._structure.look_at_attributes()
+                self._structure.attributes.look()
                 copied = parameters == "all" or buffers != "read" or self._structure.reads_buffers()
                 state = RootState(
                     self._structure,
-                    versions=not all(replica.shares_memory for replica in self._others),
+                    versions=self._silent is not None,
                     buffer_versions=buffers == "changed",
                     buffers=copied,
                 )
+                self._all_trained = all(state.requires_grad)
                 silent = set() if self._silent is None else self._silent.look()
-                silent |= self._limited.positions
-                for k in others:
-                    self._others[k - 1].refresh(state, parameters, copied, silent)
+                if self._limited is not None:
+                    silent |= self._limited.positions
+                stale = [(r.weights, r.refresh(state, parameters, copied, silent)) for r in others]
+                if any(map(itemgetter(1), stale)):
+                    self._weights.send(stale)
 
     def refresh_parameters(self, active: Iterable[int]) -> None:
         """Brings the parameters of some replicas up to date, in the middle of a step.
@@ -125,20 +142,55 @@ class Replicas:
         Attributes and buffers stay as the step has left them on each replica.
         """
         with torch.inference_mode(False), torch.no_grad():
-            versions = not all(replica.shares_memory for replica in self._others)
             state = RootState(
-                self._structure, versions=versions, buffer_versions=False, buffers=False
+                self._structure,
+                versions=self._silent is not None,
+                buffer_versions=False,
+                buffers=False,
             )
-            for k in active:
-                if k > 0:
-                    self._others[k - 1].refresh_parameters(state)
+            working = [self._others[k - 1] for k in active if k > 0]
+            self._weights.send([(r.weights, r.refresh_parameters(state)) for r in working])
+
+    def share_parameters(self, share: bool) -> None:
+        """Lets replicas on the root's device compute with the root's own parameters, or no longer.
+
+        Their backwards then accumulate into the root's `.grad`: there is nothing to sum. It is to
+        be said after every refresh, and only where replicas run one after another and no two
+        backwards at the same time. Shared are the parameters that are trained, until a step does
+        something to one: see `check_shared`.
+        """
+        trained = {i for i, p in enumerate(self._structure.parameters) if p.requires_grad}
+        limited = set() if self._limited is None else self._limited.positions
+        positions = trained - limited if share and self._may_share else set()
+        self._before_step = self._parameter_state() if positions else None
+        for replica in self._others:
+            if replica.shares_memory:
+                replica.share(positions)
+
+    def check_shared(self) -> None:
+        """Shares nothing from now on if the step has written to, bound or frozen a parameter.
+
+        To be called before every replica but the first one that runs in a step. What that one, the
+        root, does to its parameters the others do to theirs: so these have to be their own.
+        """
+        if self._before_step is not None and self._before_step != self._parameter_state():
+            self._may_share = False
+            self.share_parameters(False)
+
+    def _parameter_state(self) -> tuple[list[Any], ...]:
+        state = RootState(self._structure, versions=True, buffer_versions=False, buffers=False)
+        return state.versions, state.pointers, state.requires_grad
 
     def writing(self) -> AbstractContextManager[None]:
         """What surrounds a step of the replicas: writes to shared weights are noticed."""
-        return nullcontext() if self._shared is None else self._shared.noticed()
+        if self._shared is None or self._all_trained:
+            return nullcontext()
+        return self._shared.noticed()
 
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""
+        if self._limited is None:
+            return
         for k in active:
             if k > 0 and not self._others[k - 1].shares_memory:
                 self._limited.adopt(self._others[k - 1].parameters)
@@ -176,19 +228,23 @@ class Replicas:
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self._structure = ModuleStructure(self._root, self._rules)
-            self._signature = self._structure.signature()
-            self._limited = LimitedNorms(self._structure.modules, self._structure.parameters)
+            limited = LimitedNorms(self._structure.modules, self._structure.parameters)
+            self._limited = limited if limited.may_limit else None
             self._silent: SilentWrites | None = None
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(self._structure.parameters)
             self._rules.on_build(self._structure.leaves)
+            self._weights = weights = WeightCopies(self._structure.parameters)
             self._others = [
-                Replica(self._structure, k, device, self._rules)
+                Replica(self._structure, k, device, self._rules, weights.on(device))
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
+            self.modules = [self._root, *(replica.module for replica in self._others)]
             others = (replica.submodules for replica in self._others)
-            self._submodules = [self._structure.modules, *others]
+            self.submodules = [self._structure.modules, *others]
+            self._parameters = [self._structure.parameters, *(r.parameters for r in self._others)]
+            self._all_trained = False
             self._shared: SharedWrites | None = None
             if any(replica.shares_memory for replica in self._others):
                 self._shared = SharedWrites(self._structure.parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, is_not, itemgetter
@@ -61,22 +61,19 @@ class ModuleStructure:
         self.parameters: list[nn.Parameter] = list(unique.values())
         self.buffer_tables = list(map(buffer_table, self.modules))
         self._with_buffers = [m for m in self.modules if buffer_table(m)]
-        self._attributes = AttributeVersions([m.__dict__ for m in self.modules])
-        fixed: list[dict[str, Any]] = [
-            *parameter_tables,
-            *map(child_table, self.modules),
-        ]
-        hooks = list(chain.from_iterable(map(hook_tables, self.modules)))
-        self._fixed_tables = [table for table in fixed if table]
-        self._filled_buffer_tables = [table for table in self.buffer_tables if table]
-        self._hook_tables = [table for table in hooks if table]
+        self.attributes = AttributeVersions([m.__dict__ for m in self.modules])
+        # Hooks by their numbers: every one has its own, for good.
+        fixed: list[dict[str, Any]] = [*parameter_tables, *map(child_table, self.modules)]
+        hooks: list[dict[int, Any]] = list(chain.from_iterable(map(hook_tables, self.modules)))
         tables: list[dict[Any, Any]] = [*fixed, *self.buffer_tables, *hooks]
         self._empty_tables = [table for table in tables if not table]
-
-    @property
-    def attribute_versions(self) -> list[int]:
-        """For each module a number that grows when one of its attributes is bound anew."""
-        return self._attributes.versions
+        self._filled_tables = [table for table in tables if table]
+        self._lengths = list(map(len, self._filled_tables))
+        self._live: list[Iterable[Any]] = [
+            *(t.values() for t in fixed if t),
+            *(t.keys() for t in hooks if t),
+        ]
+        self._entries = list(chain.from_iterable(self._live))
 
     def _walk(self, module: nn.Module, rules: ReplicaRules, seen: set[int]) -> None:
         if id(module) in seen:
@@ -95,16 +92,13 @@ class ModuleStructure:
                 if rules.is_leaf(hidden):  # it is replicated by hand, wherever it is kept
                     self._walk(hidden, rules, seen)
 
-    def signature(self) -> list[int]:
-        """Changes when a parameter, submodule, buffer name or hook comes, goes or is replaced."""
-        entries = chain.from_iterable(map(dict.values, self._fixed_tables))
-        filled = any(self._empty_tables)
-        hooks = chain.from_iterable(self._hook_tables)  # each has a number of its own, for good
-        return [filled, *map(id, entries), *map(len, self._filled_buffer_tables), *hooks]
-
-    def look_at_attributes(self) -> None:
-        """Brings `attribute_versions` up to date: once per step, for all replicas."""
-        self._attributes.look()
+    def has_changed(self) -> bool:
+        """Whether a parameter, submodule, buffer name or hook came, went or was replaced."""
+        return (
+            any(self._empty_tables)
+            or list(map(len, self._filled_tables)) != self._lengths
+            or any(map(is_not, chain.from_iterable(self._live), self._entries))
+        )
 
     def reads_buffers(self) -> bool:
         """Whether a forward may read a buffer. Batch norm in training writes to its own only."""
@@ -183,10 +177,12 @@ class RootState:
         buffers: bool = True,
     ) -> None:
         parameters = structure.parameters
+        self.attribute_versions = structure.attributes.versions
         self.buffers = structure.buffers() if buffers else []
         self.pointers = list(map(Tensor.data_ptr, parameters))
         self.versions = list(map(version, parameters)) if versions else []
         self.requires_grad = list(map(_REQUIRES_GRAD, parameters))
+        self.parameters = (self.pointers, self.versions, self.requires_grad)
         self.buffer_ids = list(map(id, self.buffers))
         self.buffer_versions = [version_of(b) for b in self.buffers] if buffer_versions else None
 

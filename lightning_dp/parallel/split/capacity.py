@@ -27,6 +27,7 @@ class Capacity:
     def __init__(self, k: int) -> None:
         self._fits = [0] * k
         self._fails: list[int | None] = [None] * k
+        self._latest: Sizes = ()
 
     @property
     def caps(self) -> Caps | None:
@@ -46,12 +47,14 @@ class Capacity:
     def record_success(self, sizes: Sequence[int]) -> None:
         """A step with these sizes was done."""
         self._fits = list(map(max, self._fits, sizes))
+        self._latest = tuple(sizes)
 
     def record_oom(self, sizes: Sequence[int], devices: Sequence[int]) -> None:
         """In a step with these sizes, these devices ran out of memory.
 
         Batches differ, and the heaviest is to fit: that so many fitted earlier counts no more.
         """
+        self._latest = ()
         for k in devices:
             self._fails[k] = min(sizes[k], self._fails[k] or sizes[k])
             self._fits[k] = min(self._fits[k], sizes[k] - 1)
@@ -75,8 +78,8 @@ class Capacity:
     def trial(self, n: int) -> Sizes | None:
         """Sizes, of n samples at most, that tell most about what fits; None if all is known.
 
-        Halves for each device the range between what fits and what does not. The sum may be less
-        than n.
+        Halves for each device the range between what fits and what does not; at last, all that
+        has fitted on some device is tried at once. The sum may be less than n.
         """
         sizes, left = [], n
         for fits, fails in zip(self._fits, self._fails, strict=True):
@@ -84,5 +87,5 @@ class Capacity:
             size = fits if known or fails is None else (fits + fails) // 2
             sizes.append(min(size, left))
             left -= sizes[-1]
-        is_news = any(map(int.__gt__, sizes, self._fits))
-        return tuple(sizes) if is_news else None
+        is_news = any(map(int.__gt__, sizes, self._fits)) or self._latest != tuple(sizes)
+        return tuple(sizes) if is_news and any(sizes) else None

@@ -10,7 +10,8 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
@@ -90,6 +91,14 @@ class Executor:
             raise error if task is None else _with_note(error, task)
         return results
 
+    def rest(self) -> None:
+        """Waits until the workers have let go of their latest calls, just after these ended."""
+        marks = [threading.Event() for _ in self._workers]
+        for worker, mark in zip(self._workers, marks, strict=True):
+            worker.inbox.put(mark.set)
+        for mark in marks:
+            mark.wait()
+
     def close(self) -> None:
         """Ends the worker threads; a later `run` starts new ones."""
         workers, self._workers = self._workers, []
@@ -114,14 +123,15 @@ class Executor:
     def _start(self, participant: Participant) -> None:
         if not self._workers:
             self._workers = _start_workers(self._devices)
-        self._workers[participant.task.replica].inbox.put(participant)
+        work = partial(participant.calls.work, participant)
+        self._workers[participant.task.replica].inbox.put(work)
 
 
 class _Worker:
     """A thread that runs what is put into its inbox, until None comes."""
 
     def __init__(self, replica: int, intra_op_threads: int) -> None:
-        self.inbox: SimpleQueue[Participant | None] = SimpleQueue()
+        self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self.ready = threading.Event()
         self._intra_op_threads = intra_op_threads
         self.thread = threading.Thread(target=self._loop, name=f"dp-replica-{replica}", daemon=True)
@@ -131,10 +141,10 @@ class _Worker:
         torch.get_num_threads()  # a thread's first look replaces what was set before it
         torch.set_num_threads(self._intra_op_threads)
         self.ready.set()
-        while (participant := self.inbox.get()) is not None:
-            participant.calls.work(participant)
+        while (work := self.inbox.get()) is not None:
+            work()
             # The last one holds a batch and a graph, which must not outlive the step.
-            del participant
+            del work
 
 
 class _Trial:

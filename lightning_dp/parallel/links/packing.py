@@ -1,0 +1,175 @@
+"""Packing: tensors of fixed kinds that often travel together, as views of a few flat ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import accumulate
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.torch_private import add_to_each, copy_to_each
+
+BUCKET_BYTES = 32 * 2**20
+"""A bucket is full once it holds this much; larger tensors travel alone."""
+
+_ALIGNMENT = 256  # bytes, as kernels expect of memory of its own
+kind = attrgetter("shape", "dtype", "layout")
+"""What packed tensors must not differ in from those that they were packed for."""
+
+
+class Packing:
+    """Which tensors lie in which bucket, and where: those of one dtype, at most a bucket's bytes.
+
+    Tensors keep their strides (channels_last stays channels_last) where these are dense.
+
+    Args:
+        tensors: such as are going to travel. Those that will change together are best of one
+            `requires_grad`: they share a bucket.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._kinds = list(map(kind, tensors))
+        self.buckets = [
+            Bucket(positions, [tensors[i] for i in positions])
+            for positions in buckets(tensors)
+            if can_be_packed(tensors[positions[0]])
+        ]
+        packed = set().union(*(bucket.positions for bucket in self.buckets))
+        self._alone = [i for i in range(len(tensors)) if i not in packed]
+        self._staged: dict[torch.device, list[Packed]] = {}
+
+    def fits(self, tensors: Sequence[Tensor | None]) -> bool:
+        """Whether these are of the kinds that this is for, every one of them."""
+        try:
+            return list(map(kind, tensors)) == self._kinds
+        except AttributeError:  # one is None
+            return False
+
+    def on(self, device: torch.device) -> list[Packed]:
+        """Memory for all tensors on a device, bucket by bucket."""
+        return [bucket.on(device) for bucket in self.buckets]
+
+    def tensors(self, packed: Sequence[Packed]) -> dict[int, Tensor]:
+        """The packed tensors by position; some may not be fit to be packed."""
+        return {
+            i: view
+            for bucket, own in zip(self.buckets, packed, strict=True)
+            for i, view in zip(bucket.of(range(len(self._kinds))), own.views, strict=True)
+        }
+
+    def staged(self, device: torch.device) -> list[Packed]:
+        """Memory through which they pass on a device: one for all buckets, in turn."""
+        if device not in self._staged:
+            size = max((bucket.size * bucket.dtype.itemsize for bucket in self.buckets), default=0)
+            memory = torch.zeros(size, dtype=torch.uint8, device=device)
+            self._staged[device] = [bucket.in_memory(memory) for bucket in self.buckets]
+        return self._staged[device]
+
+    def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
+        """Copies tensors to other devices: packed once, a bucket crosses in one copy to each.
+
+        Args:
+            sources: tensors of these kinds, on one device.
+            targets: for each bucket those that it goes to.
+        """
+        staged = self.staged(sources[0].device)
+        for bucket, here, away in zip(self.buckets, staged, targets, strict=True):
+            if away:
+                copy_to_each(here.views, bucket.of(sources))
+            for packed in away:
+                is_device = "cpu" not in (here.flat.device.type, packed.flat.device.type)
+                packed.flat.copy_(here.flat, non_blocking=is_device)
+
+    def add(self, sums: list[Tensor], terms: Sequence[list[Tensor]]) -> None:
+        """Adds tensors to others, in place: bucket by bucket one copy from each other device.
+
+        Args:
+            sums: tensors of these kinds, on one device.
+            terms: as many others of these kinds from each replica that adds some.
+        """
+        device = sums[0].device
+        away = [term for term in terms if term[0].device != device]
+        for term in terms:
+            if term[0].device == device:
+                add_to_each(sums, term)
+        for j, bucket in enumerate(self.buckets if away else ()):
+            total = self.staged(device)[j]
+            for i, term in enumerate(away):
+                sent = self.staged(term[0].device)[j]
+                copy_to_each(sent.views, bucket.of(term))
+                total.flat.add_(sent.flat.to(device)) if i else total.flat.copy_(sent.flat)
+            add_to_each(bucket.of(sums), total.views)
+        for i in self._alone:
+            for term in away:
+                sums[i].add_(term[i].to(device))
+
+
+class Bucket:
+    """Tensors that travel together.
+
+    Attributes:
+        positions: theirs among all tensors.
+        of: takes them from among all tensors.
+        size: their number of elements, gaps included.
+    """
+
+    def __init__(self, positions: list[int], tensors: list[Tensor]) -> None:
+        self.positions = set(positions)
+        get: Any = itemgetter(*positions)
+        self.of: Callable[[Sequence[Any]], tuple[Any, ...]] = (
+            get if len(positions) > 1 else lambda tensors: (get(tensors),)
+        )
+        self.dtype = tensors[0].dtype
+        self._like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        step = _ALIGNMENT // self.dtype.itemsize
+        ends = list(accumulate(-(-tensor.numel() // step) * step for tensor in tensors))
+        self._places = [0, *ends]
+        self.size = ends[-1]
+
+    def on(self, device: torch.device) -> Packed:
+        """The tensors in memory of their own."""
+        return self.in_memory(torch.zeros(self.size, dtype=self.dtype, device=device))
+
+    def in_memory(self, memory: Tensor) -> Packed:
+        """The tensors at the beginning of memory that is there."""
+        flat = memory.view(self.dtype)[: self.size]
+        views = [
+            # Through `.data`: a write to one must not seem to be one to all.
+            flat.data.as_strided(like.shape, like.stride(), place)
+            for like, place in zip(self._like, self._places, strict=False)
+        ]
+        return Packed(flat, views)
+
+
+class Packed:
+    """The tensors of a bucket on a device: one flat tensor, and its views."""
+
+    def __init__(self, flat: Tensor, views: list[Tensor]) -> None:
+        self.flat, self.views = flat, views
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Positions of tensors that travel together: of one kind, at most a bucket's bytes."""
+    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        if not can_be_packed(tensor):
+            yield [i]
+            continue
+        # Together, those without a gradient would come out as if they had one.
+        own = tensor.dtype, tensor.requires_grad
+        positions, size = open_buckets.get(own, ([], 0))
+        added = tensor.numel() * tensor.element_size()
+        if positions and size + added > BUCKET_BYTES:
+            yield positions
+            positions, size = [], 0
+        open_buckets[own] = ([*positions, i], size + added)
+    yield from (positions for positions, _ in open_buckets.values())
+
+
+def can_be_packed(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but its elements."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    return is_plain and tensor.layout is torch.strided and not tensor.is_nested

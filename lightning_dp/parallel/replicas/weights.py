@@ -1,0 +1,163 @@
+"""Weights: the parameters of a replica, in the root's memory or, on another device, in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress, count, repeat
+from operator import ne
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from lightning_dp.parallel.links import Packed, Packing, copy_coalesced, kind
+from lightning_dp.parallel.replicas.structure import RootState
+
+
+class Weights:
+    """The parameters of one replica, which are leaves.
+
+    Args:
+        roots: the root's parameters.
+        device: the replica's.
+        packing: how those on another device are packed.
+
+    Attributes:
+        shares_memory: whether they lie in the root's memory, so that there is nothing to copy.
+        noticed: positions of those of the root that seemed changed when they were followed last.
+    """
+
+    def __init__(
+        self, roots: Sequence[nn.Parameter], device: torch.device, packing: Packing
+    ) -> None:
+        self.shares_memory = all(p.device == device for p in roots)
+        self.noticed: set[int] = set()
+        self._roots, self._device = roots, device
+        if self.shares_memory:
+            self._memory = [p.detach() for p in roots]
+        else:
+            self._make_memory(packing)
+        self.parameters = list(map(_leaf_parameter, roots, self._memory))
+
+    def _make_memory(self, packing: Packing) -> None:
+        self.packed = packing.on(self._device)
+        views = packing.tensors(self.packed)
+        self._memory = [
+            views[i] if i in views else root.detach().to(self._device, copy=True)
+            for i, root in enumerate(self._roots)
+        ]
+        self._pointers = list(map(Tensor.data_ptr, self._memory))
+
+    def follow(self, state: RootState, seen: RootState, policy: str, silent: set[int]) -> set[int]:
+        """Follows the root, but for what has to be copied.
+
+        Args:
+            state: the root's.
+            seen: what it was when it was followed last.
+            policy: which parameters are copied, see `Replicas.refresh`.
+            silent: positions of parameters to copy although they look unchanged.
+
+        Returns:
+            The positions of those that have to be copied.
+        """
+        if state.requires_grad != seen.requires_grad:
+            for root, twin in zip(self._roots, self.parameters, strict=True):
+                twin.requires_grad_(root.requires_grad)
+        self.noticed = set(compress(count(), map(ne, state.pointers, seen.pointers)))
+        if not self.shares_memory:
+            self.noticed.update(compress(count(), map(ne, state.versions, seen.versions)))
+        stale = self.noticed | silent
+        if policy != "changed":
+            chosen = state.requires_grad if policy == "trained" else repeat(True, len(self._roots))
+            stale.update(compress(count(), chosen))
+        if not self.shares_memory:
+            return stale
+        for i in stale:
+            root, twin = self._roots[i], self.parameters[i]
+            if root.data_ptr() != twin.data_ptr() or kind(root) != kind(twin):
+                twin.data = root.data
+        return set()
+
+    def move(self, packing: Packing) -> None:
+        """Takes other memory, for parameters of other kinds."""
+        self._make_memory(packing)
+        for twin, memory in zip(self.parameters, self._memory, strict=True):
+            twin.data = memory
+
+    def take_back(self) -> set[int]:
+        """Binds parameters to their memory again that a step has bound to values of its own."""
+        bound = set(
+            compress(count(), map(ne, map(Tensor.data_ptr, self.parameters), self._pointers))
+        )
+        for i in bound:
+            self.parameters[i].data = self._memory[i]
+        return bound
+
+    def copy(self, stale: set[int]) -> None:
+        """Copies some of the root's, one by one as far as they are on the same device."""
+        positions = sorted(stale)
+        sources = [self._roots[i].data for i in positions]
+        copy_coalesced(sources, [self.parameters[i].data for i in positions])
+
+
+class WeightCopies:
+    """The parameters of all replicas elsewhere: packed on the root's device, and sent.
+
+    Args:
+        roots: the root's parameters.
+    """
+
+    def __init__(self, roots: Sequence[nn.Parameter]) -> None:
+        self._roots = roots
+        self._elsewhere: list[Weights] = []
+        self.packing = Packing(roots)
+
+    def on(self, device: torch.device) -> Weights:
+        """Parameters for a replica on a device, with the root's values."""
+        weights = Weights(self._roots, device, self.packing)
+        if not weights.shares_memory:
+            self._elsewhere.append(weights)
+            self.send([(weights, set(range(len(self._roots))))])
+        return weights
+
+    def send(self, stale: list[tuple[Weights, set[int]]]) -> None:
+        """Copies parameters to replicas; where they are most of a bucket, all of it.
+
+        Where the root's change left no trace, neither does the copy: graphs of earlier calls stay
+        usable, as they do on one device.
+
+        Args:
+            stale: replicas, and the positions of what they are to have.
+        """
+        stale = [pair for pair in stale if pair[1]]
+        if stale and not self.packing.fits(self._roots):
+            self.packing = Packing(self._roots)
+            for weights in self._elsewhere:
+                weights.move(self.packing)
+            stale = [(weights, set(range(len(self._roots)))) for weights in self._elsewhere]
+        targets: list[list[Packed]] = [[] for _ in self.packing.buckets]
+        for weights, positions in stale:
+            positions |= weights.take_back()
+            for j, bucket in enumerate(self.packing.buckets):
+                if 2 * len(positions & bucket.positions) >= len(bucket.positions):
+                    targets[j].append(weights.packed[j])
+                    positions -= bucket.positions
+            weights.copy(positions)
+            increment_version([weights.parameters[i] for i in weights.noticed])
+        if stale:
+            self.packing.send(self._roots, targets)
+
+
+def _leaf_parameter(root: nn.Parameter, memory: Tensor) -> nn.Parameter:
+    twin = nn.Parameter(_trainable(memory), requires_grad=root.requires_grad)
+    twin.__dict__.update(root.__dict__)
+    return twin
+
+
+def _trainable(tensor: Tensor) -> Tensor:
+    """A tensor of the same memory that is no inference tensor: callbacks bind weights to such."""
+    if not tensor.is_inference():
+        return tensor
+    memory = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())

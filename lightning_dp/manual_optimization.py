@@ -21,9 +21,7 @@ from lightning_dp.parallel.torch_private import backwards_go_to
 from lightning_dp.parallel.workers import Rendezvous, current_participant
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
-Conduct: TypeAlias = Callable[[ManualStep, Rendezvous, Callable[..., Any], list[Arguments]], Any]
-"""What the host does for all replicas: given the step, the rendezvous, the method that they called,
-and each one's arguments."""
+"""What a replica has called a method with."""
 
 
 class ManualOptimization:
@@ -65,42 +63,39 @@ class ManualOptimization:
             yield
             return
         with contextlib.ExitStack() as stack:
-            for owner, name, what, conduct in self._methods():
-                call = _Collective(step, what, getattr(owner, name), conduct)
+            for owner, name, what, kind in self._methods():
+                call = kind(step, what, getattr(owner, name))
                 owners = replicas.modules if owner is self._module else [owner]
                 for each in owners:
                     stack.enter_context(replaced(each, **{name: call}))
-            backward = _Collective(step, "backward", torch.autograd.backward, _backward)
+            backward = _Backward(step, "backward", torch.autograd.backward)
             stack.enter_context(backwards_go_to(partial(_hand_over, backward)))
             yield
 
-    def _methods(self) -> Iterator[tuple[Any, str, str, Conduct]]:
-        """Object, method, name for people, and what the host does in its place."""
-        yield self._module, "manual_backward", "manual_backward", _manual_backward
+    def _methods(self) -> Iterator[tuple[Any, str, str, type[_Collective]]]:
+        """Object, method, name for people, and what stands in its place."""
+        yield self._module, "manual_backward", "manual_backward", _Backward
         for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
-            yield self._module, name, name, _once
+            yield self._module, name, name, _Collective
         strategy = self._module.trainer.strategy
         for optimizers in (lightning_optimizers(strategy), strategy.optimizers):
             for i, optimizer in enumerate(optimizers):
                 label = f"{type(optimizer).__name__} (optimizer {i})"
-                yield optimizer, "step", f"step of {label}", _optimizer_step
-                yield optimizer, "zero_grad", f"zero_grad of {label}", _once
-                yield optimizer, "add_param_group", f"add_param_group of {label}", _once
+                yield optimizer, "step", f"step of {label}", _OptimizerStep
+                yield optimizer, "zero_grad", f"zero_grad of {label}", _Collective
+                yield optimizer, "add_param_group", f"add_param_group of {label}", _Collective
         for i, config in enumerate(strategy.lr_scheduler_configs):
             label = f"{type(config.scheduler).__name__} (scheduler {i})"
-            yield config.scheduler, "step", f"step of {label}", _scheduler_step
+            yield config.scheduler, "step", f"step of {label}", _SchedulerStep
 
 
 class _Collective:
     """Stands for a method: called in a replica, it waits for the others and acts once for all."""
 
-    def __init__(
-        self, step: ManualStep, what: str, original: Callable[..., Any], conduct: Conduct
-    ) -> None:
+    def __init__(self, step: ManualStep, what: str, original: Callable[..., Any]) -> None:
         self._step = step
         self._what = what
         self._original = original
-        self._conduct = conduct
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         participant = current_participant()
@@ -115,52 +110,48 @@ class _Collective:
         return getattr(self._original, name)
 
     def _act(self, rendezvous: Rendezvous, calls: list[Arguments]) -> list[Any]:
-        return [self._conduct(self._step, rendezvous, self._original, calls)] * len(calls)
+        return [self._act_once(rendezvous, calls)] * len(calls)
+
+    def _act_once(self, rendezvous: Rendezvous, calls: list[Arguments]) -> Any:
+        """What the host does for all replicas, of which it knows the arguments."""
+        args, kwargs = calls[0]
+        return self._step.once(lambda: self._original(*args, **kwargs))
 
 
-def _once(
-    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
-) -> Any:
-    args, kwargs = calls[0]
-    return step.once(lambda: method(*args, **kwargs))
-
-
-def _scheduler_step(
-    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
-) -> Any:
+class _SchedulerStep(_Collective):
     """A metric that every replica has of its shard is the batch's."""
-    args, kwargs = calls[0]
-    args = tuple(_joined(step, [args[i] for args, _ in calls]) for i in range(len(args)))
-    kwargs = {name: _joined(step, [kwargs[name] for _, kwargs in calls]) for name in kwargs}
-    return step.once(lambda: method(*args, **kwargs))
+
+    def _act_once(self, rendezvous: Rendezvous, calls: list[Arguments]) -> Any:
+        args, kwargs = calls[0]
+        args = tuple(self._joined([args[i] for args, _ in calls]) for i in range(len(args)))
+        kwargs = {name: self._joined([kwargs[name] for _, kwargs in calls]) for name in kwargs}
+        return super()._act_once(rendezvous, [(args, kwargs)])
+
+    def _joined(self, values: list[Any]) -> Any:
+        is_number = isinstance(values[0], float | Tensor)
+        return self._step.joined(values) if is_number else values[0]
 
 
-def _joined(step: ManualStep, values: list[Any]) -> Any:
-    is_number = isinstance(values[0], float | Tensor)
-    return step.joined(values) if is_number else values[0]
-
-
-def _optimizer_step(
-    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
-) -> Any:
+class _OptimizerStep(_Collective):
     """Closures run in the replicas, whose steps they are a part of, as often as it asks for."""
-    closures = [_closure_of(*call) for call in calls]
-    args, kwargs = calls[0]
-    if closures[0] is not None:
-        kwargs = {**kwargs, "closure": lambda: step.in_replicas(rendezvous, closures)}
-        args = args[1:]
-    return step.once(lambda: method(*args, **kwargs))
+
+    def _act_once(self, rendezvous: Rendezvous, calls: list[Arguments]) -> Any:
+        closures: list[Any] = [args[0] if args else kwargs.get("closure") for args, kwargs in calls]
+        args, kwargs = calls[0]
+        if closures[0] is not None:
+            kwargs = {**kwargs, "closure": lambda: self._step.in_replicas(rendezvous, closures)}
+            args = args[1:]
+        return super()._act_once(rendezvous, [(args, kwargs)])
 
 
-def _closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return args[0] if args else kwargs.get("closure")
+class _Backward(_Collective):
+    """Every replica's loss is a part of one loss, whose backward is called as the first one's."""
 
-
-def _manual_backward(
-    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
-) -> Any:
-    losses = [args[0] if args else kwargs["loss"] for args, kwargs in calls]
-    return _joint_backward(step, rendezvous, losses, method, calls)
+    def _act_once(self, rendezvous: Rendezvous, calls: list[Arguments]) -> Any:
+        losses = [args[0] if args else kwargs["loss"] for args, kwargs in calls]
+        inputs = [kwargs.get("inputs") for _, kwargs in calls]
+        call = partial(_call_with_loss, self._original, *calls[0])
+        return self._step.backward(rendezvous, losses, inputs, call)
 
 
 def _hand_over(
@@ -178,23 +169,6 @@ def _hand_over(
     gradient = gradients[0] if len(tensors) == 1 else None
     loss = tensors[0] if len(tensors) == 1 else _sum_of(tensors, gradients)
     return backward(loss, gradient, keep_graph, create_graph, inputs=inputs or None)
-
-
-def _backward(
-    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
-) -> Any:
-    return _joint_backward(step, rendezvous, [args[0] for args, _ in calls], method, calls)
-
-
-def _joint_backward(
-    step: ManualStep,
-    rendezvous: Rendezvous,
-    losses: list[Tensor],
-    method: Callable[..., Any],
-    calls: list[Arguments],
-) -> Any:
-    inputs = [kwargs.get("inputs") for _, kwargs in calls]
-    return step.backward(rendezvous, losses, inputs, partial(_call_with_loss, method, *calls[0]))
 
 
 def _call_with_loss(

@@ -23,6 +23,7 @@ about the number: what has another length goes to every replica.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
@@ -295,3 +296,12 @@ def _labels(node: Any, path: tree.Path) -> Iterator[Counted]:
         return
     for key, child in () if kind_of(node) else tree.children(node) or ():
         yield from _labels(child, (*path, key))
+
+
+def warn_of_nothing_to_cut(dim: int) -> None:
+    """Of a step's batch without a size, which only one device gets."""
+    warnings.warn(
+        "The batch has no tensor and no list that could be cut: it runs on the root device alone. "
+        f"Yield tensors whose dim {dim} counts the samples.",
+        stacklevel=2,
+    )

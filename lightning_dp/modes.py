@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -96,7 +96,7 @@ class StepMode(Mode):
         _check_step_mode(module)
         super().__init__(module, devices, **options)
         self._manual = ManualOptimization(module)
-        context = partial(_around_step, self._journals, self._manual)
+        context = partial(_around_step, self._journals, self._manual, module)
         self.engine: StepParallel = StepParallel(module, devices, context=context, **self._options)
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
         self._batch: Any = None
@@ -197,17 +197,18 @@ def _moved(transfer: Transfer, dataloader_idx: int, shard: Any, device: torch.de
 def _around_step(
     journals: Journals,
     manual: ManualOptimization,
+    module: LightningModule,
     replicas: Replicas,
     hook: str,
     shards: Shards,
     is_rerun: bool,
 ) -> Iterator[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
-    optimizers = manual.optimizers if hook == "training_step" else []
+    optimizers = module.trainer.strategy.optimizers if hook == "training_step" else []
     with (
         journals.around(replicas, shards, is_rerun),
         changed_once(optimizers, shards.active[0], is_rerun=is_rerun),
-        manual.acting_together(replicas),
+        manual.acting_together(manual.step) if manual.step else nullcontext(),
     ):
         yield
 

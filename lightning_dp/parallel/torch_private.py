@@ -265,10 +265,13 @@ _pop_dispatch_mode = found(_python_dispatch, "_pop_mode")
 
 def current_modes() -> Modes:
     """Those of the calling thread."""
-    modes = _function_modes()
-    devices = [mode.device for mode in modes if isinstance(mode, _device.DeviceContext)]
-    others = tuple(mode for mode in modes if not isinstance(mode, _device.DeviceContext))
-    return Modes(devices[-1] if devices else None, others, tuple(_dispatch_modes()))
+    default_device, others = None, []
+    for mode in _function_modes():
+        if isinstance(mode, _device.DeviceContext):
+            default_device = mode.device
+        else:
+            others.append(mode)
+    return Modes(default_device, tuple(others), tuple(_dispatch_modes()))
 
 
 def enter_modes(modes: Modes, stack: contextlib.ExitStack) -> None:

@@ -180,6 +180,12 @@ def kind_of(node: Any) -> Kind | None:
     return _kind_by_abilities(node) if is_movable(node) else None
 
 
+def size_of(node: Any, dim: int) -> int | None:
+    """The number of samples in a node that is a leaf and has any along `dim`."""
+    kind = kind_of(node)
+    return None if kind is None else kind.size(node, dim)
+
+
 def is_array(node: Any) -> bool:
     """Whether a node is an array or a scalar of NumPy, which the engine does not import."""
     numpy = sys.modules.get("numpy")

@@ -4,6 +4,7 @@ Whole folders of tests run in a process for each core. Tests and files that are 
 process, where a debugger and prints work; `-n 4` and `-n 0` say otherwise.
 """
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import oracle
 import pytest
 import torch
 from conformance_table import table
+from hypothesis import HealthCheck, settings
 
 from lightning_dp import sim
 
@@ -40,6 +42,13 @@ SIM_IS_SLOW = {
 """Long files, whose runs on simulated devices are for `-m slow`; others cover these devices."""
 
 
+# A busy machine is no failure.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
+
+
 @pytest.hookimpl(tryfirst=True)  # before the processes are counted
 def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
@@ -53,6 +62,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     # Else each process has a thread per core for every operation, and most of them wait.
     threads = (cores or 1) // max(1, option.numprocesses)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def pytest_collection_finish() -> None:
+    """Imported code is no garbage: collections, of which tests make many, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are deselected

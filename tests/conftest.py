@@ -4,6 +4,7 @@ Whole folders of tests run in a process for each core. Tests and files that are 
 process, where a debugger and prints work; `-n 4` and `-n 0` say otherwise.
 """
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -14,13 +15,9 @@ import oracle
 import pytest
 import torch
 from conformance_table import table
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from lightning_dp import sim
-
-# On a busy machine an example may take any time.
-settings.register_profile("any_machine", deadline=None)
-settings.load_profile("any_machine")
 
 MOST_PROCESSES = 8  # each takes about 1 GB
 SIM_DEVICES = 8  # their number is fixed for a process
@@ -45,6 +42,13 @@ SIM_IS_SLOW = {
 """Long files, whose runs on simulated devices are for `-m slow`; others cover these devices."""
 
 
+# A busy machine is no failure.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
+
+
 @pytest.hookimpl(tryfirst=True)  # before the processes are counted
 def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
@@ -58,6 +62,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     # Else each process has a thread per core for every operation, and most of them wait.
     threads = (cores or 1) // max(1, option.numprocesses)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def pytest_collection_finish() -> None:
+    """Imported code is no garbage: collections, of which tests make many, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are deselected

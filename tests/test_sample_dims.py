@@ -153,7 +153,7 @@ def test_where_scalars_are_stacked_shards_stay_equal() -> None:
 
 
 def test_what_comes_later_is_said_and_asks_for_another_batch() -> None:
-    dims = SampleDims().of("step", training=False)
+    dims = SampleDims(0, None, is_told=False).of("step", training=False)
     dims.has_seen((2, 1))
     assert not dims.asks
     late = [{"x": torch.ones(3, 3)}, {"x": torch.zeros(3, 3)}]

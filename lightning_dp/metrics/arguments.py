@@ -95,12 +95,14 @@ class _JoinArguments(TreeJoin):
 
     def leaves(self, leaves: list[Any], path: tree.Path) -> Any:
         if isinstance(leaves[0], Tensor):
-            return self._tensors(as_rows(leaves, self.sizes), path)
+            return self._tensors(as_rows(leaves, self.rules.sizes), path)
         return self._plain(leaves, path)
 
     def _tensors(self, tensors: list[Tensor], path: tree.Path) -> Tensor:
         if all(t.dim() == 0 for t in tensors) and self.is_mean:
-            return weighted_mean([t.to(torch.get_default_dtype()) for t in tensors], self.sizes)
+            return weighted_mean(
+                [t.to(torch.get_default_dtype()) for t in tensors], self.rules.sizes
+            )
         if any(t.dim() == 0 for t in tensors):
             raise _CannotJoin
         how, dim, *_ = self.rules.rows(tensors, path)
@@ -116,10 +118,10 @@ class _JoinArguments(TreeJoin):
 
     def _plain(self, values: list[Any], path: tree.Path) -> Any:
         if self.is_mean and all(isinstance(value, int | float) for value in values):
-            total = sum(self.sizes)
-            return sum(v * n / total for v, n in zip(values, self.sizes, strict=True))
+            total = sum(self.rules.sizes)
+            return sum(v * n / total for v, n in zip(values, self.rules.sizes, strict=True))
         if type(values[0]) is int:
-            counts, are_sizes = self.rules.counts(values, path), tuple(values) == self.sizes
+            counts, are_sizes = self.rules.counts(values, path), tuple(values) == self.rules.sizes
             if counts and are_sizes:
                 return sum(values)
             if counts or (counts is None and are_sizes):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards, gather, to_device, tree
-from lightning_dp.parallel.split import Order, batch_order
+from lightning_dp.parallel.split import batch_order
 
 Path: TypeAlias = tuple[Any, ...]
 
@@ -29,10 +29,6 @@ class Merge:
     that of the last samples; counts are added up. Tuples and containers in containers are entered.
 
     Which of the two it is, shards of unequal sizes tell, see `StepDims`.
-
-    Args:
-        output_device: where the items end up.
-        shards: the step's shards.
     """
 
     def __init__(self, output_device: torch.device, shards: Shards) -> None:
@@ -40,6 +36,13 @@ class Merge:
         self._sizes = shards.active_sizes
         self._order = shards.active_order
         self._dims = shards.dims
+
+    def _of(self, present: list[int]) -> Merge:
+        """The same for some of the replicas."""
+        part = copy.copy(self)
+        part._sizes = [self._sizes[i] for i in present]
+        part._order = None if self._order is None else [self._order[i] for i in present]
+        return part
 
     def into(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
         """Makes `root` of what it was `before` and is `after` the step on every replica.
@@ -71,7 +74,7 @@ class Merge:
         tails = [list(other)[len(before) - n :] for other, n in zip(after, gone, strict=True)]
         if any(tails) or gone[0]:
             in_turn = _overflows(before, tails)
-            new = self._appended(path, tails, self._sizes, self._order, in_turn=in_turn)
+            new = self._appended(path, tails, in_turn=in_turn)
             root.clear()
             root.extend([*kept, *new])
 
@@ -110,17 +113,15 @@ class Merge:
         for key in dict.fromkeys(k for other in after for k in other if k not in before):
             present = [i for i, other in enumerate(after) if key in other]
             values = [after[i][key] for i in present]
-            sizes = [self._sizes[i] for i in present]
-            order = None if self._order is None else [self._order[i] for i in present]
             if all(type(value) is list for value in values):
-                root[key] = self._appended((*path, key), values, sizes, order)
+                root[key] = self._of(present)._appended((*path, key), values)
             elif len(values) == len(after) and isinstance(values[0], defaultdict | Counter):
                 empty = copied(values[0])
                 empty.clear()
                 root[key] = copied(empty)
                 yield from self.into((*path, key), empty, values, root[key])
             else:
-                root[key] = self._gathered((*path, key), values, sizes, order)
+                root[key] = self._of(present)._gathered((*path, key), values)
 
     def _count(
         self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
@@ -130,7 +131,7 @@ class Merge:
         added = [{k: other[k] - before.get(k, 0) for k in keys if k in other} for other in after]
         totals = [sum(counts.values()) for counts in added]
         differ = any(counts != added[0] for counts in added)
-        counts = differ or (any(totals) and self._are_of_samples(path, totals, self._sizes))
+        counts = differ or (any(totals) and self._are_of_samples(path, totals))
         # Of batches, one replica's count is right; the root's own, where it had no samples, is not.
         counted = added if counts else added[:1]
         for key in keys:
@@ -146,57 +147,48 @@ class Merge:
             lengths = [[len(other.get(key, ())) for other in after] for key in keys]
             differing = next((row for row in lengths if len(set(row)) > 1), None)
             for key in keys if differing else ():
-                self._are_of_samples((*path, key), differing or [], self._sizes)
+                self._are_of_samples((*path, key), differing or [])
 
-    def _are_of_samples(
-        self, path: Path, numbers: list[int], sizes: list[int], may_be: bool = True
-    ) -> bool:
+    def _are_of_samples(self, path: Path, numbers: list[int], may_be: bool = True) -> bool:
         """Whether as many new items of every replica belong to samples, and not to the batch."""
-        known = self._dims.counts(path, numbers, sizes)
-        if known is None and may_be and numbers == sizes:
+        known = self._dims.counts(path, numbers, self._sizes)
+        if known is None and may_be and numbers == self._sizes:
             self._dims.say(
                 path,
                 f"{tree.name((tree.Attribute(path[1]), *path[2:]), 'self')}: {numbers[0]} more on "
                 "every replica, as many as it has samples, are taken for one per sample. Shards of "
                 "unequal sizes would tell.",
-                quietly=set(sizes) == {1},
+                quietly=set(self._sizes) == {1},
             )
             return True
         return bool(known)
 
-    def _gathered(
-        self, path: Path, values: list[Any], sizes: list[int], order: Order | None, i: int = 0
-    ) -> Any:
+    def _gathered(self, path: Path, values: list[Any], i: int = 0) -> Any:
         """What is new at a path, the i-th of several that are."""
         number, name, *keys = path
         return gather(
             values,
             self._output_device,
-            sizes=sizes,
-            order=order,
+            sizes=self._sizes,
+            order=self._order,
             dims=self._dims,
             where=("self", number, i),
             at=(tree.Attribute(name), *keys),
         )
 
-    def _appended(
-        self,
-        path: Path,
-        tails: list[list[Any]],
-        sizes: list[int],
-        order: Order | None,
-        *,
-        in_turn: bool = False,
-    ) -> list[Any]:
+    def _appended(self, path: Path, tails: list[list[Any]], *, in_turn: bool = False) -> list[Any]:
         """The items that one device would have appended; in turn, if they are surely samples'."""
         counts = [len(tail) for tail in tails]
-        may_be = max(sizes) > 1 or _are_labels(tails)
-        if in_turn or (any(counts) and self._are_of_samples(path, counts, sizes, may_be)):
+        # Integers and strings of shards of one sample: each belongs to its sample.
+        are_labels = all(isinstance(item, int | str) for tail in tails for item in tail)
+        may_be = max(self._sizes) > 1 or are_labels
+        if in_turn or (any(counts) and self._are_of_samples(path, counts, may_be)):
             appended = [to_device(item, self._output_device) for tail in tails for item in tail]
-            places = None if order is None or counts != sizes else batch_order(order)
+            is_in_order = self._order is None or counts != self._sizes
+            places = None if is_in_order else batch_order(self._order or ())
             return appended if places is None else [appended[i] for i in places]
         rows = enumerate(zip(*tails, strict=True))
-        return [self._gathered(path, list(items), sizes, order, i) for i, items in rows]
+        return [self._gathered(path, list(items), i) for i, items in rows]
 
 
 def is_container(value: Any) -> bool:
@@ -208,10 +200,10 @@ def is_container(value: Any) -> bool:
 
 def agree(a: Any, b: Any) -> bool:
     """Whether two replicas have equal values, each on its device."""
-    pairs = list(zip(tree.leaves(a), tree.leaves(b), strict=False))
-    return len(tree.leaves(b)) == len(pairs) == len(tree.leaves(a)) and all(
+    of_a, of_b = tree.leaves(a), tree.leaves(b)
+    return len(of_a) == len(of_b) and all(
         tree.equal(x, y.to(x.device) if isinstance(x, Tensor) and isinstance(y, Tensor) else y)
-        for x, y in pairs
+        for x, y in zip(of_a, of_b, strict=True)
     )
 
 
@@ -299,8 +291,3 @@ def _counts(node: dict[Any, Any]) -> bool:
     """Whether a dict is for counting: a `Counter`, or a `defaultdict` of numbers."""
     is_default = isinstance(node, defaultdict) and node.default_factory in (int, float)
     return isinstance(node, Counter) or is_default
-
-
-def _are_labels(tails: Sequence[list[Any]]) -> bool:
-    """Integers and strings of shards of one sample: each belongs to its sample."""
-    return all(isinstance(item, int | str) for tail in tails for item in tail)

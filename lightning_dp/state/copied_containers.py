@@ -16,17 +16,9 @@ Attributes: TypeAlias = dict[str, Any]
 class CopiedContainer:
     """A container on a module: the root's own, and a copy for each other replica.
 
-    Args:
-        value: the root's.
-        replicas: the attributes of the module on every replica, root first.
-        place: the number of the module and the name of the attribute.
-
-    Attributes:
-        is_busy: whether steps change it.
-        items: what is in it, copied.
-        copies: the other replicas'.
-        of_root: it and those in it, as they are whenever they are looked at.
-        live: the same of all replicas.
+    Its place is the number of the module and the name of the attribute. It is busy if steps change
+    it. `items` is what is in it, copied; `of_root` and `live` are the containers themselves and
+    those in them, the root's and all replicas', as they are whenever they are looked at.
     """
 
     def __init__(self, value: Any, replicas: Sequence[Attributes], place: tuple[int, str]) -> None:

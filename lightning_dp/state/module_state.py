@@ -51,9 +51,6 @@ class ModuleState:
     a mask that is made once), every replica goes on from its own.
 
     Looked at are the attributes of all modules that are not torch's.
-
-    Args:
-        output_device: where the items end up.
     """
 
     def __init__(self, output_device: torch.device) -> None:
@@ -62,12 +59,7 @@ class ModuleState:
         self._submodules: list[list[nn.Module]] = []
 
     def begin(self, submodules: list[list[nn.Module]], active: Sequence[int]) -> None:
-        """Notes what the modules have before a step.
-
-        Args:
-            submodules: those of all replicas, which have followed the root.
-            active: the replicas that are going to work.
-        """
+        """Notes what the modules of all replicas, which have followed the root, have by now."""
         if submodules is self._submodules:
             self._look_again()
         else:
@@ -79,12 +71,7 @@ class ModuleState:
         self._of_first = [dict(m.replicas[first]) if first else m.bound for m in self._modules]
 
     def settle(self, replicas: Replicas, shards: Shards) -> None:
-        """Gives the module what the replicas' steps left on them.
-
-        Args:
-            replicas: those that worked.
-            shards: what with.
-        """
+        """Gives the module what the replicas' steps left on them."""
         active = shards.active
         merge = Merge(self._output_device, shards)
         changed = self._changed_containers(self._of_all)

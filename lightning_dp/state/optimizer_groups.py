@@ -21,13 +21,8 @@ def changed_once(
 ) -> Iterator[None]:
     """While it lasts, `group["lr"] *= 0.9` in every replica's step takes effect once.
 
-    One replica's change is the optimizer's; each of the others sees what it has written itself. A
+    The leader's change is the optimizer's; each of the others sees what it has written itself. A
     rerun, and a step that did not fit and will run again, change nothing.
-
-    Args:
-        optimizers: those whose groups are changed.
-        leader: the replica whose changes count.
-        is_rerun: whether the step has run before.
     """
     shared = [(optimizer.param_groups, _share(optimizer, leader)) for optimizer in optimizers]
     keeps = not is_rerun

@@ -15,19 +15,9 @@ class CostError(ValueError):
 
 
 def sample_costs(module: nn.Module, batch: Any, n: int, key: str | None = None) -> list[float]:
-    """The costs of a batch's samples.
+    """The costs of a batch's samples, by `module.sample_cost(batch)` or an entry of the batch.
 
-    Args:
-        module: asked by its method `sample_cost(batch)`, if there is no key.
-        batch: the batch, as the DataLoader yielded it.
-        n: its size.
-        key: the entry of the batch that holds the costs, such as "lengths"; dots lead into nested
-            entries ("text.lengths"), numbers into lists ("1").
-
-    Raises:
-        CostError: there is neither a key nor the method, no such entry, or not one finite cost
-            of at least 0 per sample.
-        ValueError: the module cuts its batches itself.
+    Dots in the key lead into nested entries ("text.lengths"), numbers into lists ("1").
 
     Example:
         >>> sample_costs(nn.Identity(), {"lengths": torch.tensor([3, 9])}, 2, "lengths")

@@ -19,17 +19,14 @@ from lightning_dp.parallel.batch.join import (
     join_as,
     join_plain,
     join_tensors,
-    weighted_mean,
 )
-from lightning_dp.parallel.batch.leaves import is_array, kind_of, move
+from lightning_dp.parallel.batch.leaves import is_array, kind_of, move, size_of
 from lightning_dp.parallel.batch.sample_dims import Override, StepDims
 from lightning_dp.parallel.batch.sizes import BatchSizeError, infer_batch_size
 from lightning_dp.parallel.batch.to_device import to_device_together
 from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
 from lightning_dp.parallel.split import Order, Sizes
-
-__all__ = ["GatherError", "Override", "Scalars", "check_overrides", "gather", "weighted_mean"]
 
 _CPU = torch.device("cpu")
 
@@ -131,28 +128,17 @@ def gather(
 
 @dataclasses.dataclass(frozen=True)
 class TreeJoin:
-    """Walks the trees of all replicas at once; their tensors are on one device.
-
-    Attributes:
-        rules: what becomes of leaves.
-    """
+    """Walks the trees of all replicas at once; their tensors are on one device."""
 
     rules: Join
-
-    @property
-    def sizes(self) -> Sizes:
-        return self.rules.sizes
-
-    def of(self, present: list[int]) -> TreeJoin:
-        """The same for some of the replicas."""
-        return dataclasses.replace(self, rules=self.rules.of(present))
 
     def node(self, nodes: list[Any], path: tree.Path, override: Override | None = None) -> Any:
         """The nodes of all replicas at a path, joined."""
         present = [i for i, node in enumerate(nodes) if node is not None]
         if len(present) < len(nodes):
             kept = [nodes[i] for i in present]
-            return self.of(present).node(kept, path, override) if present else None
+            join = dataclasses.replace(self, rules=self.rules.of(present))
+            return join.node(kept, path, override) if present else None
         override = self.override(path) or override
         if override in ("first", "list"):
             return nodes[0] if override == "first" else nodes
@@ -161,7 +147,7 @@ class TreeJoin:
         if tree.children(nodes[0]) is not None:
             return self._containers(nodes, path, override)
         if override is not None:
-            return join_as(override, nodes, self.rules, self.rules.name(path))
+            return join_as(override, nodes, self.rules, path)
         return self.leaves(nodes, path)
 
     def leaves(self, leaves: list[Any], path: tree.Path) -> Any:
@@ -175,9 +161,9 @@ class TreeJoin:
         kind = kind_of(leaves[0])
         if kind is not None and all(kind_of(leaf) is kind for leaf in leaves):
             # Joining makes new tensors, such as a batch of graphs has: they may be on the CPU.
-            joined = move(kind.join(leaves, self.rules.dim), self.rules.device)
-            lengths = [kind.size(leaf, self.rules.dim) or 0 for leaf in leaves]
-            return self.rules.in_order(joined, lengths, self.rules.dim)
+            dim = self.rules.dim
+            joined = move(kind.join(leaves, dim), self.rules.device)
+            return self.rules.in_order(joined, [kind.size(x, dim) or 0 for x in leaves], dim)
         return join_plain(leaves, self.rules, path)
 
     def _lists(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
@@ -192,7 +178,7 @@ class TreeJoin:
         if len(nodes) == 1 or not any(lengths):
             return False
         counts = self.rules.counts(lengths, path)
-        if counts is not None or lengths != self.sizes or self._are_parts(nodes):
+        if counts is not None or lengths != self.rules.sizes or self._are_parts(nodes):
             return bool(counts)
         items = [item for node in nodes for item in node]
         is_tuple = all(isinstance(node, tuple) for node in nodes)
@@ -206,31 +192,30 @@ class TreeJoin:
     def _are_parts(self, nodes: list[Any]) -> bool:
         """Whether the items are themselves parts of a batch: `[predictions, targets]`, say."""
         items = [item for node in nodes for item in node]
-        pairs = zip(nodes, self.sizes, strict=True)
-        have_rows = [_rows(i, self.rules.dim) == size for node, size in pairs for i in node]
+        pairs = zip(nodes, self.rules.sizes, strict=True)
+        have_rows = [
+            (len(i) if tree.is_list(i) else size_of(i, self.rules.dim)) == size
+            for node, size in pairs
+            for i in node
+        ]
         are_alike = all(isinstance(i, Tensor) and i.shape[1:] == items[0].shape[1:] for i in items)
         return any(have_rows) and (all(have_rows) or not are_alike)
 
     def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
-        self.check_types(nodes, path)
+        kinds = {type(node) for node in nodes}
+        if len(kinds) > 1:
+            names = sorted(kind.__qualname__ for kind in kinds)
+            raise GatherError(
+                f"{self.rules.name(path)}: expected the same type from every replica, got "
+                f"{names}. Return the same structure for every shard."
+            )
         columns = [dict(tree.children(node) or ()) for node in nodes]
         keys = list(dict.fromkeys(key for column in columns for key in column))
-        if any(len(column) != len(keys) for column in columns):
-            keys = [key for key in keys if not isinstance(key, tree.Attribute)]
-            return {k: self._where_present(columns, k, path, override) for k in keys}
-        values = [self.node([c[k] for c in columns], (*path, k), override) for k in keys]
-        return tree.rebuild(nodes[0], values)
-
-    def _where_present(
-        self,
-        columns: list[dict[Any, Any]],
-        key: Any,
-        path: tree.Path,
-        override: Override | None,
-    ) -> Any:
-        present = [i for i, column in enumerate(columns) if key in column]
-        values = [columns[i][key] for i in present]
-        return self.of(present).node(values, (*path, key), override)
+        values = [self.node([c.get(k) for c in columns], (*path, k), override) for k in keys]
+        if all(len(column) == len(keys) for column in columns):
+            return tree.rebuild(nodes[0], values)
+        items = zip(keys, values, strict=True)
+        return {key: value for key, value in items if not isinstance(key, tree.Attribute)}
 
     def override(self, path: tree.Path) -> Override | None:
         """What the user says of a path."""
@@ -242,38 +227,17 @@ class TreeJoin:
         keys = [k.name if isinstance(k, tree.Attribute) else str(k) for k in path]
         return overrides.get(".".join(keys)) or overrides.get(keys[-1])
 
-    def check_types(self, nodes: list[Any], path: tree.Path) -> None:
-        """Raises an error unless all nodes are of one type."""
-        kinds = {type(node) for node in nodes}
-        if len(kinds) > 1:
-            names = sorted(kind.__qualname__ for kind in kinds)
-            raise GatherError(
-                f"{self.rules.name(path)}: expected the same type from every replica, got "
-                f"{names}. Return the same structure for every shard."
-            )
-
 
 def _own_sizes(outputs: Sequence[Any], dim: int) -> Sizes:
-    """What the outputs' tensors say of the shards' sizes; equal ones if they do not."""
-    sizes = [None if output is None else _own_size(output, dim) for output in outputs]
-    known = [
-        size for size, output in zip(sizes, outputs, strict=True) if size and output is not None
-    ]
-    if len(known) < sum(output is not None for output in outputs):
-        return (1,) * len(outputs)
-    return tuple(size or 0 for size in sizes)
+    """The outputs' own batch sizes; equal ones unless all have one."""
+    sizes = tuple(0 if output is None else _own_size(output, dim) for output in outputs)
+    is_known = all(size or output is None for size, output in zip(sizes, outputs, strict=True))
+    return sizes if is_known else (1,) * len(outputs)
 
 
-def _own_size(output: Any, dim: int) -> int | None:
+def _own_size(output: Any, dim: int) -> int:
     try:
         size, reading = infer_batch_size(output, dim)
     except BatchSizeError:
-        return None
-    return None if reading == "samples" and isinstance(output, tuple) else size
-
-
-def _rows(item: Any, dim: int) -> int | None:
-    kind = kind_of(item)
-    if kind is not None:
-        return kind.size(item, dim)
-    return len(item) if tree.is_list(item) else None
+        return 0
+    return 0 if size is None or (reading == "samples" and isinstance(output, tuple)) else size

@@ -26,14 +26,8 @@ class GatherError(ValueError):
 class Join:
     """What the rules depend on, as the arguments of `gather` give it.
 
-    Attributes:
-        sizes: samples of each replica that has the leaf.
-        scalars: what happens to 0-dim tensors.
-        device: where tensors that are made of numbers go.
-        dims: what is known of this kind of step.
-        where: what the paths of leaves belong to, its name first.
-        order: of each replica, the positions of its samples in the batch; None for shard order.
-        warns: whether a choice is said.
+    `sizes` and `order` are those of the replicas that have the leaf; `where` is what its path
+    belongs to, the name first; `warns` is whether a choice is said.
     """
 
     sizes: Sizes
@@ -127,7 +121,9 @@ def join_tensors(tensors: list[Tensor], rules: Join, path: tree.Path) -> Any:
         tensor(2.)
     """
     if all(not t.is_nested and t.dim() == 0 for t in tensors):
-        return _join_scalars(tensors, rules)
+        if rules.scalars == "stack":
+            return torch.cat([scalar.reshape(1) for scalar in tensors])
+        return tensors[0] if len(tensors) == 1 else _merge(tensors, rules.sizes)
     return _join_rows(as_rows(tensors, rules.sizes), rules, path, TENSORS.join)
 
 
@@ -168,12 +164,9 @@ def join_plain(values: list[Any], rules: Join, path: tree.Path) -> Any:
     return _mean(values, rules.sizes)
 
 
-def join_as(override: Override, leaves: list[Any], rules: Join, name: str) -> Any:
-    """Joins leaves as the user says.
-
-    Raises:
-        GatherError: they are of a type or shape for which that has no meaning.
-    """
+def join_as(override: Override, leaves: list[Any], rules: Join, path: tree.Path) -> Any:
+    """Joins leaves as the user says, or raises a GatherError where that has no meaning."""
+    name = rules.name(path)
     if override == "cat":
         return _concatenate(leaves, rules, name)
     if all(_is_number(leaf) for leaf in leaves) and override != "stack":
@@ -199,12 +192,6 @@ def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     total = float(sum(weights))
     terms = [scalar * (weight / total) for scalar, weight in zip(scalars, weights, strict=True)]
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
-
-
-def _join_scalars(scalars: list[Tensor], rules: Join) -> Tensor:
-    if rules.scalars == "stack":
-        return torch.cat([scalar.reshape(1) for scalar in scalars])
-    return scalars[0] if len(scalars) == 1 else _merge(scalars, rules.sizes)
 
 
 def _merge(tensors: list[Tensor], sizes: Sizes) -> Tensor:

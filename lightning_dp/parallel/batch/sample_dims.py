@@ -32,13 +32,10 @@ log = logging.getLogger(__name__)
 class Verdict(NamedTuple):
     """How the leaves that all replicas have at one path belong together.
 
-    Attributes:
-        how: `"rows"`: along `dim`, `multiple` for each sample; `"varies"`: along `dim`, in lengths
-            that have nothing to do with the samples; `"constant"`: of the batch, not of its
-            samples; `"ragged"`: their shapes fit together in no way.
-        dim: along which they are joined.
-        multiple: rows per sample.
-        is_sure: whether it follows from shapes and knowledge, and not from a lack of both.
+    `"rows"`: along `dim`, `multiple` for each sample; `"varies"`: along `dim`, in lengths that have
+    nothing to do with the samples; `"constant"`: of the batch, not of its samples; `"ragged"`:
+    their shapes fit together in no way. It is sure if it follows from shapes and knowledge, and
+    not from a lack of both.
     """
 
     how: Literal["rows", "varies", "constant", "ragged"]
@@ -49,7 +46,7 @@ class Verdict(NamedTuple):
 
 def tells(sizes: Sequence[int]) -> bool:
     """Whether shards of these sizes tell what counts samples from what does not."""
-    return len({size for size in sizes if size}) > 1
+    return len(set(sizes) - {0}) > 1
 
 
 def multiple_of(lengths: Sequence[int], sizes: Sequence[int]) -> int | None:
@@ -67,11 +64,7 @@ def multiple_of(lengths: Sequence[int], sizes: Sequence[int]) -> int | None:
 def judge(shapes: Sequence[Shape], sizes: Sizes, dim: int, known: Known | None) -> Verdict:
     """What the shapes of a leaf on all replicas say, beside what is known of it.
 
-    Args:
-        shapes: one per replica.
-        sizes: of the shards.
-        dim: along which batches are cut: taken where nothing tells.
-        known: from earlier batches; None for a leaf that was not seen before.
+    Where nothing tells, the dim along which batches are cut is taken.
 
     Example:
         >>> judge([(3, 2), (1, 2)], (3, 1), 0, None).how, judge([(3, 3)] * 2, (3, 1), 0, None).how
@@ -112,18 +105,10 @@ def _guess(shape: Shape, sizes: Sizes, own: int | None) -> Verdict:
 class StepDims:
     """What is known of one kind of step.
 
-    Args:
-        dim: along which batches are cut.
-        overrides: how outputs under certain keys are gathered, whatever is known.
-        is_told: whether the caller says that `dim` counts samples: it does where nothing tells, and
-            no batch is cut unequally for it. So it is where 0-dim outputs are stacked, whose mean
-            is right for equal shards alone.
-
-    Attributes:
-        asks: whether a batch that is cut unequally would tell more.
-        keeps_sizes: whether replicas keep something of their samples from batch to batch, so that
-            sizes have to stay as they are.
-        is_told: as given.
+    It `asks` while a batch that is cut unequally would tell more. It `keeps_sizes` where replicas
+    keep something of their samples from batch to batch. It `is_told` that `dim` counts samples
+    where nothing tells: then no batch is cut unequally for it. So it is where 0-dim outputs are
+    stacked, whose mean is right for equal shards alone.
     """
 
     def __init__(
@@ -209,20 +194,10 @@ class StepDims:
 
 
 class SampleDims:
-    """What is known of every kind of step: of a method, in training and in evaluation.
-
-    Args:
-        dim: along which batches are cut.
-        overrides: see `StepDims`.
-        is_told: see `StepDims`.
-    """
+    """What is known of every kind of step: of a method, in training and in evaluation."""
 
     def __init__(
-        self,
-        dim: int = 0,
-        overrides: Mapping[str, Override] | None = None,
-        *,
-        is_told: bool = False,
+        self, dim: int, overrides: Mapping[str, Override] | None, *, is_told: bool
     ) -> None:
         self._make = partial(StepDims, dim, overrides, is_told=is_told)
         self._steps: dict[tuple[str, bool], StepDims] = {}

@@ -34,14 +34,10 @@ class DeviceUsage:
 
 @dataclass(frozen=True)
 class Shards:
-    """A batch after split and scatter.
+    """A batch after split and scatter: a size and a part per device, None where the size is 0.
 
-    Attributes:
-        sizes: samples per device; zeros allowed.
-        parts: one shard per device; None where the size is 0.
-        whole: whether nothing was cut: the root has the batch as it is.
-        order: the positions of each shard's samples in the batch; None for the batch's own order.
-        dims: what is known of this kind of step: which dims of what it leaves count samples.
+    It is `whole` if nothing was cut: the root has the batch as it is. `order` has the positions of
+    each shard's samples in the batch, if they are not consecutive.
     """
 
     sizes: Sizes

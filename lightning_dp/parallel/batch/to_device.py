@@ -20,10 +20,6 @@ def to_device(node: Any, device: torch.device) -> Any:
     copies. Copies to an accelerator are asynchronous where the source is pinned or on an
     accelerator; copies to the CPU are finished on return.
 
-    Args:
-        node: a tensor, or nested containers of tensors and other leaves.
-        device: where to.
-
     Example:
         >>> to_device({"x": torch.zeros(2), "name": "a"}, torch.device("cpu"))
         {'x': tensor([0., 0.]), 'name': 'a'}

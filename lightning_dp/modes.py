@@ -36,18 +36,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Mode(ABC):
-    """How a strategy with several devices treats batches and steps.
-
-    Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first.
-        transfer: moves a batch, or a shard of it.
-        output_device: where loss, logs and gathered outputs end up.
-        options: of the engine.
-
-    Attributes:
-        engine: what runs the replicas.
-    """
+    """How a strategy with several devices treats batches and steps; it makes their engine."""
 
     engine: Engine
 

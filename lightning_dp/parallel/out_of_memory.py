@@ -34,11 +34,6 @@ class RecoveringEngine(Engine):
     """An engine whose steps run again where a device ran out of memory.
 
     It costs nothing until memory runs out, but for a snapshot of buffers where devices can.
-
-    Args:
-        module: the user's module.
-        devices: the replicas' devices, root first.
-        options: those of `Engine`.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], **options: Any) -> None:
@@ -48,10 +43,7 @@ class RecoveringEngine(Engine):
     def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
         """A step; where memory runs out, again with fewer samples there.
 
-        Args:
-            call: see `step`.
-            batch: see `step`.
-            shards: the batch, if it was cut already.
+        The batch may have been cut already, into shards.
         """
         try:
             return self.step(call, batch if shards is None else shards)
@@ -70,13 +62,8 @@ class RecoveringEngine(Engine):
     ) -> None:
         """Does a step and its backward again, after the joint loss's backward ran out of memory.
 
-        What the step has logged and left on the module was right, and stays.
-
-        Args:
-            call: the step's.
-            batch: the step's.
-            context: makes what surrounds a step.
-            error: what the backward raised; raised again if it was not the joint loss's.
+        What the step has logged and left on the module was right, and stays. An error is raised
+        again that was not the joint loss's.
         """
         gradient, self.interrupted = self.interrupted, None
         if gradient is None:
@@ -104,10 +91,6 @@ class Recovery:
 
     The device's cap is lowered, its samples go to the others. If no split has room for the batch,
     parts of the batch are tried until the largest batch that fits is known, for the error.
-
-    Args:
-        devices: the replicas' devices.
-        planner: decides which samples go where.
     """
 
     def __init__(self, devices: Sequence[torch.device], planner: Planner) -> None:
@@ -129,6 +112,11 @@ class Recovery:
     ) -> T:
         """Makes further attempts at a step until one fits.
 
+        If no split fits, the error says the largest batch that does: all its parts were tried at
+        once, and with one sample more each device ran out, with no garbage in its memory. What a
+        step logs or keeps is left out of trials. If no replica used up the memory, the first error
+        is raised again.
+
         Args:
             name: of the step, for the log and for errors.
             attempt: asks the planner for a split and does the whole step.
@@ -136,12 +124,6 @@ class Recovery:
             undo: takes back what a half-done step or a trial has left on the module.
             error: what the first attempt has raised.
             training: whether the step trains.
-
-        Raises:
-            torch.OutOfMemoryError: no split fits; the message says the largest batch that does:
-                all its parts were tried at once, and with one sample more each device ran out,
-                with no garbage in its memory. What a step logs or keeps is left out of trials.
-                Or the memory was not used up by a replica.
         """
         events: list[str] = []
         self._clean, self._excused = None, set()
@@ -164,9 +146,8 @@ class Recovery:
 
     def _said(self, failed: list[int]) -> str:
         sizes = self._planner.latest.sizes
-        return ", ".join(
-            f"{self._devices[k]} with {sizes[k]} of {sum(sizes)} samples" for k in failed
-        )
+        of = f"of {sum(sizes)} samples"
+        return ", ".join(f"{self._devices[k]} with {sizes[k]} {of}" for k in failed)
 
     def _try_parts(
         self, n: int, trial: Callable[[Plan], object], undo: Callable[[], None], training: bool
@@ -190,12 +171,10 @@ class Recovery:
 
     def _check_room(self, name: str, n: int, text: str, training: bool) -> None:
         fits = self._planner.fits(training=training)
-        if sum(fits) < n:
-            raise torch.OutOfMemoryError(self._no_split_fits(name, n, fits, text))
-
-    def _no_split_fits(self, name: str, n: int, fits: Sizes, text: str) -> str:
+        if sum(fits) >= n:
+            return
         shares = ", ".join(f"{d} {size}" for d, size in zip(self._devices, fits, strict=True))
-        return (
+        raise torch.OutOfMemoryError(
             f"{name}: expected a batch of at most {sum(fits)} samples, the largest that fits now "
             f"({shares}; what a step logs or keeps comes on top), got {n}. Make the batch smaller "
             f"(accumulate_grad_batches keeps the effective size), or use more or larger devices. "

@@ -35,16 +35,17 @@ class PeakMemory:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
         self._before = [0] * len(self._devices)
-        self._reset()
+        self.forget()
 
     def restart(self) -> None:
         """A new window begins."""
         self._before = self.overall()
-        self._reset()
+        self.forget()
 
     def forget(self) -> None:
         """What was in use since the last restart does not count."""
-        self._reset()
+        for device in set(self._devices):
+            reset_peak_memory(device)
 
     def window(self) -> list[int]:
         """Per replica the peak of its device since the last restart; 0 where none counts."""
@@ -53,10 +54,6 @@ class PeakMemory:
     def overall(self) -> list[int]:
         """Per replica the peak of its device since this was made."""
         return list(map(max, self._before, self.window()))
-
-    def _reset(self) -> None:
-        for device in set(self._devices):
-            reset_peak_memory(device)
 
 
 class Meter:

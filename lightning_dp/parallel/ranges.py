@@ -6,14 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch.profiler import record_function
 
 from lightning_dp.parallel.torch_private import is_profiling
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Ranges:
@@ -47,28 +46,17 @@ class Ranges:
             self._open.discard(stage)
 
 
-class HasRanges(Protocol):
-    """Whatever has stages."""
+def stage(name: str) -> Callable[[F], F]:
+    """Makes a method a stage: calls of it are ranges, those of the object's attribute `ranges`."""
 
-    ranges: Ranges
-
-
-E = TypeVar("E", bound=HasRanges)
-
-
-def stage(
-    name: str,
-) -> Callable[[Callable[Concatenate[E, P], R]], Callable[Concatenate[E, P], R]]:
-    """Makes a method a stage: calls of it are ranges."""
-
-    def decorate(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
+    def decorate(method: F) -> F:
         @wraps(method)
-        def inside(self: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def inside(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             if self.ranges.profile is None and not is_profiling():
                 return method(self, *args, **kwargs)
             with self.ranges.of(name):
                 return method(self, *args, **kwargs)
 
-        return inside
+        return cast(F, inside)
 
     return decorate

@@ -119,8 +119,8 @@ class Memory:
 
     def _is_balanced(self, points: list[_Point]) -> bool:
         """Whether no device had more left than those that worked."""
-        capacities = [free + fixed for free, fixed in zip(self._free, self._fixed, strict=True)]
-        left = [c - p.peak for c, p in zip(capacities, points, strict=True)]
+        columns = zip(self._free, self._fixed, points, strict=True)
+        left = [free + fixed - p.peak for free, fixed, p in columns]
         of_workers = [rest for rest, p in zip(left, points, strict=True) if p.samples]
         return max(left) - min(of_workers) <= SAME * max(p.peak for p in points)
 

@@ -10,8 +10,9 @@ import torch
 from containers import Boxes, Graph, Pair, Sample, graph
 from torch import Tensor, nn, zeros
 
-from lightning_dp.parallel.batch import cut_for, infer_batch_size, infer_for
-from lightning_dp.parallel.batch.scatter import BatchSizeError, cut
+from lightning_dp.parallel.batch import cut_for, infer_for
+from lightning_dp.parallel.batch.scatter import cut
+from lightning_dp.parallel.batch.sizes import BatchSizeError, infer_batch_size
 
 
 def images(*heights: int) -> list[Tensor]:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from oracle import devices_of
 from torch import Tensor
 
-from lightning_dp.parallel.batch import infer_batch_size
 from lightning_dp.parallel.batch.gather import gather
 from lightning_dp.parallel.batch.scatter import scatter
+from lightning_dp.parallel.batch.sizes import infer_batch_size
 
 pytestmark = pytest.mark.usefixtures("on")
 

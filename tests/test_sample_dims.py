@@ -109,7 +109,7 @@ def test_outputs_are_those_of_one_device(name: str, k: int) -> None:
     engine = StepParallel(net, devices_of(k), **options)
     for n in (4, 3, 12, 2, 4):
         batch = torch.randn(n * k, 5).to(devices_of(1)[0])
-        shards = engine.scatter(batch, name="predict_step", training=False)
+        shards = engine.scatter(batch, dims=engine.dims.of("predict_step", training=False))
         result = engine.evaluate("predict_step", shards)
         assert_equal_trees(result, CASES[name](batch), "result", atol=0, rtol=0)
     engine.close()
@@ -123,9 +123,10 @@ def test_only_the_first_batch_of_a_kind_of_step_is_cut_unequally() -> None:
         split=lambda n: even(n, 3),
     )
     sizes = []
-    for name in ("predict_step", "predict_step", "validation_step", "predict_step"):
-        shards = engine.scatter(torch.zeros(9, 2).to(devices_of(1)[0]), name=name, training=False)
-        engine.run(name, lambda module, shard: module(shard), shards)
+    for name in ("predict_step", "predict_step", "forward", "predict_step"):
+        dims = engine.dims.of(name, training=False)
+        shards = engine.scatter(torch.zeros(9, 2).to(devices_of(1)[0]), dims=dims)
+        engine.evaluate(name, shards)
         sizes.append(engine.last_sizes)
     assert sizes == [(4, 3, 2), (3, 3, 3), (4, 3, 2), (3, 3, 3)]
     engine.close()
@@ -237,7 +238,7 @@ def test_what_has_no_samples_is_named_with_its_way_out() -> None:
     with pytest.warns(UserWarning) as caught:
         collected(3, 9)
     texts = [str(w.message) for w in caught if "gather_overrides" in str(w.message)]
-    names = ["self.pairs", "self.matrices", "output['matrix']", "output['tokens']"]
+    names = ["self.matrices", "self.pairs", "output['matrix']", "output['tokens']"]
     assert [text.split(": ")[0] for text in texts] == names
     assert [("no rows of samples" in text) for text in texts] == [True, True, True, False]
 

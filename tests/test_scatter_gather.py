@@ -13,7 +13,8 @@ from oracle import devices_of
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch.gather import gather
-from lightning_dp.parallel.batch.scatter import BatchSizeError, cut, scatter
+from lightning_dp.parallel.batch.scatter import cut, scatter
+from lightning_dp.parallel.batch.sizes import BatchSizeError
 from lightning_dp.parallel.batch.to_device import to_device
 
 pytestmark = pytest.mark.usefixtures("on")

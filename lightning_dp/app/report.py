@@ -102,7 +102,9 @@ def _draw_devices(trainer: Trainer, folder: Path) -> str | None:
 
 def _show(report: Report, folder: Path, picture: str | None) -> None:
     console = Console()
-    console.print(_metrics_line(report))
+    shown = {k: v for k, v in report.metrics.items() if k.startswith("test/")} or report.metrics
+    figures = [f"{name} [bold]{value:.4f}[/bold]" for name, value in sorted(shown.items())]
+    console.print("   ".join(figures) or "no metrics were logged")
     if report.per_device:
         console.print(_table(report))
     else:
@@ -110,12 +112,6 @@ def _show(report: Report, folder: Path, picture: str | None) -> None:
     for line in (picture, f"run folder: {folder}"):
         if line is not None:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _metrics_line(report: Report) -> str:
-    shown = {k: v for k, v in report.metrics.items() if k.startswith("test/")} or report.metrics
-    figures = (f"{name} [bold]{value:.4f}[/bold]" for name, value in sorted(shown.items()))
-    return "   ".join(figures) or "no metrics were logged"
 
 
 def _table(report: Report) -> Table:

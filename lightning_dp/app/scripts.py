@@ -45,13 +45,8 @@ def whole_number(least: int) -> Callable[[str], int]:
 class ScriptParser(argparse.ArgumentParser):
     """Parses the options of an example, `--accelerator`, `--devices` and `--epochs` among them.
 
-    An option that cannot be used ends the script with one line on stderr and exit code 2.
-
-    Args:
-        description: what the example does.
-        accelerator: the default of `--accelerator`.
-        devices: the default of `--devices`.
-        epochs: the default of `--epochs`.
+    An option that cannot be used ends the script with one line on stderr and exit code 2. It is
+    made from what the example does and the defaults of these options.
     """
 
     def __init__(
@@ -122,12 +117,7 @@ class Losses(Callback):
 
 @dataclass(frozen=True)
 class ShortFit:
-    """What a few steps have left.
-
-    Args:
-        losses: of every step.
-        steps: what several devices did in them.
-    """
+    """What a few steps have left: their losses, and what several devices did in them."""
 
     losses: list[float]
     steps: list[Period]
@@ -150,16 +140,7 @@ def short_fits(
 ) -> dict[str, ShortFit]:
     """Fits the same model to the same data for a few steps: on one device, and with each split.
 
-    Args:
-        make: makes the model.
-        data: the data.
-        splits: the splits to compare.
-        accelerator: of the devices.
-        devices: their number, but for the first fit.
-        steps: steps of each fit.
-
-    Returns:
-        What each has left, by "1 device" and the names of the splits.
+    Returns what each has left, by "1 device" and the names of the splits.
     """
     fits = {}
     for name in ("1 device", *splits):

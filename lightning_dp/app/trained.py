@@ -14,9 +14,7 @@ _GROUPS = ("model", "data")
 def as_trained(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Takes the model, the data and the checkpoint of the training in the folder ``cfg.run``.
 
-    Args:
-        cfg: the composed configuration of an evaluation.
-        overrides: what the command line says, which wins.
+    What the command line says, in ``overrides``, wins.
 
     Raises:
         ValueError: it is not known what is to be tested, or the folder is not a training's.

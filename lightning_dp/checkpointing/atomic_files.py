@@ -58,7 +58,8 @@ def replacing(path: Path) -> Iterator[Path]:
     _writing.add(name)
     try:
         yield temporary
-        _to_disk(temporary)
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
         _folder_to_disk(path.parent)
     except OSError as error:
@@ -69,11 +70,6 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # it is gone by now, or was never there
             temporary.unlink()
         _writing.discard(name)
-
-
-def _to_disk(path: Path) -> None:
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
 
 
 def _folder_to_disk(folder: Path) -> None:

@@ -87,17 +87,11 @@ def write(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_value(key: str, value: Any, path: Path) -> None:
-    found = None
-    if not isinstance(value, Tensor):
-        found = f"of type {type(value).__qualname__}"
-    elif (
-        value.is_meta or value.layout is not torch.strided or value.is_nested or value.is_quantized
-    ):
-        found = "which is sparse, nested, quantized or on the device meta"
-    if found is not None:
+    dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if not dense or value.is_nested or value.is_quantized:
         raise ValueError(
             f"{path}: expected tensors only, dense ones with values, as the format holds no "
-            f"others; got {key!r} {found}. Write a .pt or .ckpt file."
+            f"others; got {key!r} of type {type(value).__qualname__}. Write a .pt or .ckpt file."
         )
 
 
@@ -110,7 +104,8 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     tensors: dict[str, Tensor] = {}
     storages: set[Any] = set()
     for key, tensor in values.items():
-        first = kept.setdefault(_memory_of(tensor) if tensor.numel() else key, key)
+        memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        first = kept.setdefault(memory if tensor.numel() else key, key)
         if first != key:
             notes[key] = first
             continue
@@ -121,10 +116,6 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
         storages.add(place)
         tensors[key] = (tensor if own else tensor.clone()).cpu().contiguous()
     return tensors, notes
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _notes(file: BinaryIO) -> dict[str, str]:

@@ -125,10 +125,7 @@ class Runs:
     ) -> Outcome:
         """The step on the root, of the whole batch or of one shard of it, as on one device.
 
-        Args:
-            shard: of which device; None for the batch.
-            off: turns layers off.
-            seed: of other random numbers than those of the other runs.
+        Layers may be turned off; with a seed random numbers are others than in the other runs.
         """
         return self._run(lambda: self._step_alone(shard), off, seed)
 

@@ -182,9 +182,4 @@ def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
         return kinds[0] == kinds[1]
     if one.layout is not torch.strided:
         one, other = one.to_dense(), other.to_dense()
-    other = other.to(one.device)
-    if torch.equal(one, other):
-        return True
-    if not (one.is_floating_point() or one.is_complex()):
-        return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.allclose(one, other.to(one.device), rtol=0, atol=0, equal_nan=True)

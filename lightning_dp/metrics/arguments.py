@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,26 +25,14 @@ AnyMetric: TypeAlias = Metric | MetricCollection
 MetricMethod: TypeAlias = Literal["forward", "update", "reset"]
 
 
-@dataclass(frozen=True)
-class MetricCall:
-    """A call that a replica made on its metric; tensors are detached copies.
+class MetricCall(NamedTuple):
+    """A call that a replica made on the module's own metric; tensors are detached copies."""
 
-    Attributes:
-        metric: the module's own metric, on which the call is to be made.
-        method: `"forward"`, `"update"` or `"reset"`.
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
-
+    key: tuple[object, ...]  # equal for the same call on different replicas
     metric: AnyMetric
     method: MetricMethod
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for the same call on different replicas."""
-        return ("metric", id(self.metric), self.method)
 
 
 def join_arguments(
@@ -80,15 +68,10 @@ class _CannotJoin(Exception):
 
 @dataclass(frozen=True)
 class _JoinArguments(TreeJoin):
-    """Joins metric arguments; where what one device would have passed is in doubt, it refuses.
+    """Joins metric arguments; where what one device would have passed is in doubt, it refuses."""
 
-    Attributes:
-        is_mean: whether numbers are means of batches.
-        of_samples: the paths at which something was joined: equal numbers alone may be counts or
-            constants.
-    """
-
-    is_mean: bool = False
+    is_mean: bool = False  # numbers are means of batches
+    # Where something was joined: equal numbers alone may be counts or constants.
     of_samples: list[tree.Path] = field(default_factory=list)
 
     def node(self, nodes: list[Any], path: tree.Path, override: Any = None) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics.arguments import MetricCall
-from lightning_dp.metrics.logs import LogCall, merged_log
+from lightning_dp.metrics.logs import LogCall, log_call, merged_log
 from lightning_dp.metrics.torchmetrics_on_replicas import (
     MetricFaces,
     is_metric,
@@ -32,6 +32,8 @@ from lightning_dp.parallel.split import Order, batch_order
 from lightning_dp.state import ModuleState
 
 Call: TypeAlias = LogCall | MetricCall
+Row: TypeAlias = dict[int, Any]
+"""The same call of several replicas, by the number of the replica among those that work."""
 
 
 class Journal:
@@ -44,16 +46,11 @@ class Journal:
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands for `self.log` on a replica."""
         own = self.faces.original(value) if isinstance(value, nn.Module) else value
-        self.calls.append(LogCall.of(name, own, args, kwargs))
+        self.calls.append(log_call(name, own, args, kwargs))
 
 
 class Journals(ReplicaRules):
     """The journals of all replicas of a LightningModule.
-
-    Args:
-        module: the user's module.
-        devices: the replicas' devices, root first.
-        output_device: where logged values end up.
 
     Attributes:
         replays: whether what the replicas say reaches the module.
@@ -131,74 +128,65 @@ class Journals(ReplicaRules):
         journals = [self._journals[k].calls for k in shards.active]
         for row in _aligned(journals, sizes, order, shards.dims):
             present = [sizes[i] for i in row]
-            positions = None if order is None else [order[i] for i in row]
-            metric_calls = [call for call in row.values() if isinstance(call, MetricCall)]
-            log_calls = [call for call in row.values() if isinstance(call, LogCall)]
-            if metric_calls:
-                replay(metric_calls, present, positions, shards.dims)
-            else:
-                self._check_complete(log_calls[0].name, list(row), shards)
-                merged = merged_log(log_calls, present, self._output_device, shards.dims)
-                self._module.log(merged.name, merged.value, **merged.options)
+            calls: list[Any] = list(row.values())
+            if isinstance(calls[0], MetricCall):
+                positions = None if order is None else [order[i] for i in row]
+                replay(calls, present, positions, shards.dims)
+                continue
+            if len(row) < len(journals):
+                self._refuse(calls[0].name, row, shards)
+            merged = merged_log(calls, present, self._output_device, shards.dims)
+            self._module.log(merged.name, merged.value, **merged.options)
 
-    def _check_complete(self, key: str, present: Sequence[int], shards: Shards) -> None:
+    def _refuse(self, key: str, present: Row, shards: Shards) -> NoReturn:
         names = [
             f"replica {k} on {self._devices[k]} ({shards.sizes[k]} samples)" for k in shards.active
         ]
-        if len(present) < len(names):
-            got = [name for i, name in enumerate(names) if i in present]
-            missing = [name for i, name in enumerate(names) if i not in present]
-            raise ValueError(
-                f"self.log({key!r}): expected the same keys from every replica, got it from "
-                f"{', '.join(got)}, but not from {', '.join(missing)}. Log it for every shard; "
-                "a value that some shards lack can be logged through a torchmetrics metric."
-            )
+        got = [name for i, name in enumerate(names) if i in present]
+        missing = [name for i, name in enumerate(names) if i not in present]
+        raise ValueError(
+            f"self.log({key!r}): expected the same keys from every replica, got it from "
+            f"{', '.join(got)}, but not from {', '.join(missing)}. Log it for every shard; "
+            "a value that some shards lack can be logged through a torchmetrics metric."
+        )
 
 
 def _aligned(
     journals: Sequence[Sequence[Call]],
     sizes: Sequence[int],
-    positions: Order | None,
+    order: Order | None,
     dims: StepDims,
-) -> list[dict[int, Call]]:
+) -> list[Row]:
     """The replicas' calls side by side: the n-th call with a key stands beside the other n-th ones.
 
-    The order is that of the first replica; calls that it did not make come last. Calls that were
-    made sample by sample stand alone, in the order of the batch.
-
-    Args:
-        journals: the calls of every replica that worked.
-        sizes: the samples of these replicas.
-        positions: those of their samples in the batch; None for shard order.
-        dims: what is known of this kind of step.
+    They come in the order of the first replica; calls that it did not make come last. Calls of a
+    metric that were made sample by sample stand alone, in the order of the batch.
     """
-    rows: dict[tuple[object, ...], list[dict[int, Call]]] = {}
-    order: list[tuple[tuple[object, ...], int]] = []
+    rows: dict[tuple[tuple[object, ...], int], Row] = {}
+    of_metrics: dict[tuple[object, ...], list[Row]] = {}
     for k, calls in enumerate(journals):
         counts: Counter[tuple[object, ...]] = Counter()
         for call in calls:
-            own = rows.setdefault(call.key, [])
-            if counts[call.key] == len(own):
-                order.append((call.key, len(own)))
-                own.append({})
-            own[counts[call.key]][k] = call
+            row = rows.setdefault((call.key, counts[call.key]), {})
+            if not row and isinstance(call, MetricCall):
+                of_metrics.setdefault(call.key, []).append(row)
+            row[k] = call
             counts[call.key] += 1
-    alone = {key: _one_by_one(own, sizes, positions, dims) for key, own in rows.items()}
-    aligned: list[dict[int, Call]] = []
-    for key, n in order:
-        single = alone[key]
-        aligned.extend([rows[key][n]] if single is None else single if n == 0 else [])
+    alone = {
+        key: _one_by_one(own, sizes, order)
+        for key, own in of_metrics.items()
+        if is_per_sample([list(row.values()) for row in own], sizes, dims)
+    }
+    aligned: list[Row] = []
+    for (key, n), row in rows.items():
+        if key not in alone:
+            aligned.append(row)
+        elif n == 0:
+            aligned.extend(alone[key])
     return aligned
 
 
-def _one_by_one(
-    rows: list[dict[int, Call]], sizes: Sequence[int], positions: Order | None, dims: StepDims
-) -> list[dict[int, Call]] | None:
-    """The calls sample after sample, if they are calls of a metric made sample by sample."""
-    calls = [[call for call in row.values() if isinstance(call, MetricCall)] for row in rows]
-    if not all(calls) or not is_per_sample(calls, sizes, dims):
-        return None
+def _one_by_one(rows: list[Row], sizes: Sequence[int], order: Order | None) -> list[Row]:
     alone = [{k: row[k]} for k in range(len(sizes)) for row in rows if k in row]
-    is_in_order = positions is None or len(alone) != sum(sizes)
-    places = None if is_in_order else batch_order(positions or ())
+    places = None if order is None or len(alone) != sum(sizes) else batch_order(order)
     return alone if places is None else [alone[i] for i in places]

@@ -41,14 +41,7 @@ def is_metric(module: nn.Module) -> bool:
 def replay(
     calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dims: StepDims
 ) -> None:
-    """Makes one call of all replicas on the module's own metric.
-
-    Args:
-        calls: the same call of each replica that made it, in shard order.
-        sizes: samples of these replicas.
-        order: the positions of their samples in the batch; None for shard order.
-        dims: what is known of this kind of step.
-    """
+    """Makes the same call of these replicas, in shard order, on the module's own metric."""
     metric, method = calls[0].metric, calls[0].method
     if method == "reset":
         metric.reset()
@@ -62,15 +55,10 @@ def replay(
         metric(*args, **kwargs) if method == "forward" else metric.update(*args, **kwargs)
 
 
-def is_per_sample(
-    rows: Sequence[Sequence[MetricCall]], sizes: Sequence[int], dims: StepDims
-) -> bool:
+def is_per_sample(rows: Sequence[Sequence[Any]], sizes: Sequence[int], dims: StepDims) -> bool:
     """Whether the replicas called a metric once per sample, or each a number of times of its own.
 
-    Args:
-        rows: for each n, the n-th calls of those replicas that made so many.
-        sizes: samples of all replicas that worked.
-        dims: what is known of this kind of step.
+    Row n has the n-th calls of those replicas that made so many.
     """
     if any(len(row) < len(sizes) for row in rows):
         return True
@@ -83,10 +71,6 @@ class MetricFaces:
 
     A face has the class and the attributes of the metric that it stands for, and a recorder of
     its own. Replica 0, which is the module itself, wears the recorders only during a step.
-
-    Args:
-        record: takes the calls that the replica makes.
-        device: the replica's device.
     """
 
     def __init__(self, record: Callable[[MetricCall], None], device: torch.device) -> None:
@@ -160,7 +144,10 @@ class _Recorder:
         except Exception:
             # Too few samples, perhaps: then there is no value over this shard. If the arguments
             # are at fault, the call on the module's own metric raises the same error.
-            return _no_value(self._scratch)
+            nan = torch.tensor(math.nan)
+            if isinstance(self._scratch, MetricCollection):
+                return dict.fromkeys(self._scratch.keys(keep_base=False), nan)
+            return nan
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         self._append("update", args, kwargs)
@@ -176,7 +163,8 @@ class _Recorder:
         )
 
     def _append(self, method: MetricMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._record(MetricCall(self._metric, method, _snapshot(args), _snapshot(kwargs)))
+        key = ("metric", id(self._metric), method)
+        self._record(MetricCall(key, self._metric, method, _snapshot(args), _snapshot(kwargs)))
 
 
 def _snapshot(arguments: Any) -> Any:
@@ -193,12 +181,6 @@ def _bare(metric: AnyMetric) -> AnyMetric:
             if isinstance(getattr(module.__dict__.get(name), "__self__", None), _Recorder):
                 del module.__dict__[name]
     return metric
-
-
-def _no_value(metric: AnyMetric) -> Any:
-    if isinstance(metric, MetricCollection):
-        return {name: torch.tensor(math.nan) for name in metric.keys(keep_base=False)}
-    return torch.tensor(math.nan)
 
 
 def _device(metric: AnyMetric) -> torch.device:

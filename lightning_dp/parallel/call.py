@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, to_device
-from lightning_dp.parallel.replicas import ParameterCopies
+from lightning_dp.parallel.replicas import ParameterCopies, Replicas
 from lightning_dp.parallel.workers import Task
 
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
 """Moves one shard to a device."""
+
+StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
+"""Of the replicas, what is called, the shards, and whether it is a rerun."""
 
 
 class ReplicaCall(ABC):

@@ -124,6 +124,12 @@ class TrainingStep(EvaluationStep):
     training = True
     has_backward = True
 
+    def on_replica(self, module: nn.Module, shard: Any) -> Any:
+        """The replica's own method; what the root has done to parameters must not reach others."""
+        if module is not self.engine.module:
+            self.engine.replicas.check_shared()
+        return super().on_replica(module, shard)
+
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """The joint loss, with its backward."""
         returned = {

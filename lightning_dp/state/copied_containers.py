@@ -25,7 +25,8 @@ class CopiedContainer:
         is_busy: whether steps change it.
         items: what is in it, copied.
         copies: the other replicas'.
-        live: all of them and those in them, as they are whenever they are looked at.
+        of_root: it and those in it, as they are whenever they are looked at.
+        live: the same of all replicas.
     """
 
     def __init__(self, value: Any, replicas: Sequence[Attributes], place: tuple[int, str]) -> None:
@@ -39,7 +40,8 @@ class CopiedContainer:
         self.items = copied(self.value)
         for own in self.copies:
             refill(own, copied(self.value))
-        self.live = [part for node in (self.value, *self.copies) for part in _live(node)]
+        self.of_root = list(_live(self.value))
+        self.live = [*self.of_root, *chain.from_iterable(map(_live, self.copies))]
         self._contents = Contents(self.live)
         self.put()
 

@@ -72,6 +72,7 @@ class ModuleState:
             self._look_again()
         else:
             self._begin_with(submodules)
+        self._is_settled = False
         self._versions = list(map(version, self._tensors))
         # What the root has bound is known; other replicas may have values of their own.
         first = active[0]
@@ -86,7 +87,7 @@ class ModuleState:
         """
         active = shards.active
         merge = Merge(self._output_device, shards)
-        changed = self._changed_containers()
+        changed = self._changed_containers(self._of_all)
         changed |= {m.containers[name] for m, name in self._strays() if name in m.containers}
         for container in sorted(changed, key=attrgetter("place")):
             number, name = path = container.place
@@ -108,6 +109,7 @@ class ModuleState:
                     shards.dims.keep_sizes()
                 if differs:
                     self._warn(module, name)
+        self._is_settled = True
 
     def undo(self) -> None:
         """Gives the module what it had before the step."""
@@ -128,7 +130,8 @@ class ModuleState:
 
     def _look_again(self) -> None:
         """Brings what is known up to date with what anybody, or the latest step, has changed."""
-        changed = self._changed_containers()
+        # What replicas have of their own only steps change, and those that ended are known.
+        changed = self._changed_containers(self._of_root if self._is_settled else self._of_all)
         modules = {module for module, _ in self._strays()}
         modules.update(compress(self._modules, map(ne, self._looks.look(), self._seen)))
         for module in modules:
@@ -146,7 +149,8 @@ class ModuleState:
         containers = [c for m in self._modules for c in m.containers.values()]
         self._busy = [c for c in containers if c.is_busy]
         self._quiet = [c for c in containers if not c.is_busy]
-        self._contents = Contents([part for c in self._quiet for part in c.live])
+        self._of_root = Contents([part for c in self._quiet for part in c.of_root])
+        self._of_all = Contents([part for c in self._quiet for part in c.live])
         self._tensors = [value for m in self._modules for _, _, value in m.tensors]
         places = [place for module in self._modules for place in module.places()]
         self._owners = [(module, name) for module, _, name, _ in places]
@@ -159,13 +163,13 @@ class ModuleState:
         values = map(dict.get, self._attributes, self._names)
         return set(compress(self._owners, map(is_not, values, self._values)))
 
-    def _changed_containers(self) -> set[CopiedContainer]:
+    def _changed_containers(self, contents: Contents) -> set[CopiedContainer]:
         """Those of which the items are others than they were.
 
         Some change in nearly every step. The others are looked at all at once.
         """
         changed = {container for container in self._busy if container.differs()}
-        if self._contents.differ():
+        if contents.differ():
             found = [container for container in self._quiet if container.differs()]
             for container in found:
                 container.is_busy = True

@@ -16,7 +16,8 @@ time of the simulated devices' own kernels is taken, which are called bare for t
 Lightning's Trainer the state of 100 submodules of ten attributes each, two of them containers, has
 to be looked after: what replicas leave on them is to be what one device would.
 
-Each number is a median, with the lowest in brackets: of use where others are at work.
+Each number is a median, with the lowest in brackets: of use where others are at work. Times of
+Python alone are those of the calling thread, which do not count while others have the CPU.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.split import split_policy
-from lightning_dp.parallel.step import StepParallel
+from lightning_dp.parallel.step import StepParallel, TrainingStep
 
 CPU = torch.device("cpu")
 FACES = ("engine", "trainer", "separate")
@@ -59,10 +60,10 @@ class Times:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Measures what happens meanwhile."""
-        start = time.perf_counter()
+        """Measures what this thread does meanwhile."""
+        start = time.thread_time()
         yield
-        self.seconds.append(time.perf_counter() - start)
+        self.seconds.append(time.thread_time() - start)
 
     def __str__(self) -> str:
         middle, best = statistics.median(self.seconds) * 1e3, min(self.seconds) * 1e3
@@ -155,7 +156,7 @@ def own_seconds(engine: StepParallel, batch: Tensor, module: nn.Module) -> float
 
 def rebuild_seconds(module: nn.Module, k: int, steps: int) -> float:
     """Python time of building K module trees, as `torch.nn.parallel.replicate` does per forward."""
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(steps):
         for _ in range(k):
             twins = [m._replicate_for_data_parallel() for m in module.modules()]
@@ -169,7 +170,7 @@ def rebuild_seconds(module: nn.Module, k: int, steps: int) -> float:
                         setattr(twin, name, parameter.detach())
                 for name, buffer in original._buffers.items():
                     setattr(twin, name, buffer)
-    return (time.perf_counter() - start) / steps
+    return (time.thread_time() - start) / steps
 
 
 def on_the_cpu(k: int, steps: int) -> dict[str, Times]:
@@ -183,18 +184,20 @@ def on_the_cpu(k: int, steps: int) -> dict[str, Times]:
         how: StepParallel(module, [CPU] * k, output_device=CPU, split=split, executor=how)
         for how in ("inorder", "threads", "auto")
     }
-    times = {name: Times() for name in ("bare", "own", "rebuild", *engines)}
+    times = {name: Times() for name in ("bare", "freeing", "own", "rebuild", *engines)}
     for i in range(steps + WARM_UP):
         seconds = {"bare": seconds_of(lambda: bare_step(replicas, shards), replicas)}
         for how, engine in engines.items():
             seconds[how] = seconds_of(partial(engine_step, engine, batch), [module])
-        freeing = freeing_seconds(replicas, shards)
-        seconds["own"] = own_seconds(engines["inorder"], batch, module) - freeing
+        seconds["freeing"] = freeing_seconds(replicas, shards)
+        seconds["own"] = own_seconds(engines["inorder"], batch, module)
         seconds["rebuild"] = rebuild_seconds(module, k, 1)
         for name, value in seconds.items() if i >= WARM_UP else ():
             times[name].seconds.append(value)
     for engine in engines.values():
         engine.close()
+    freeing = min(times["freeing"].seconds)
+    times["own"].seconds = [seconds - freeing for seconds in times["own"].seconds]
     return times
 
 
@@ -220,10 +223,10 @@ def on_separate_devices(k: int, steps: int) -> dict[str, Times]:
             torch._foreach_mul_(list(module.parameters()), 0.999)
         shards = engine.scatter(batch)
         with times["refresh"].measured():
-            engine.replicate(shards, training=True)
+            engine.replicate(TrainingStep(engine, "training_step"), shards)
         loss = engine.train("training_step", shards)
-        reduce = partial(_measured, times["reduce"], engine.backward.after)
-        with replaced(engine.backward, after=reduce):
+        reduce = partial(_measured, times["reduce"], engine.reducer.after_backward)
+        with replaced(engine.reducer, after_backward=reduce):
             loss.backward()
         with times["kernels"].measured():
             kernels.run()
@@ -343,14 +346,14 @@ def in_a_trainer(k: int, steps: int) -> dict[str, Times]:
             times |= {name: Times() for name in ("state", "state filled", "rebuild")}
         for name, filled in (("state", False), ("state filled", True)):
             replicas.refresh()
-            around = journals.around(replicas, "training_step", shards, (0,))
+            around = journals.around(replicas, shards)
             with times[name].measured():
                 around.__enter__()
             for replica in replicas.modules if filled else ():
                 replica.outputs.append(torch.ones(()))
-            start = time.perf_counter()
+            start = time.thread_time()
             around.__exit__(None, None, None)
-            times[name].seconds[-1] += time.perf_counter() - start
+            times[name].seconds[-1] += time.thread_time() - start
         module.outputs.clear()
         times["rebuild"].seconds.append(rebuild_seconds(module, k, 1))
     return times

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,23 +34,27 @@ class CannotCut(TypeError):
     """A leaf has samples but no way to cut it; the message says why, without the leaf's name."""
 
 
-class Kind(Protocol):
+class Kind:
     """What scatter and gather need to know about one kind of leaf."""
 
     def size(self, leaf: Any, dim: int) -> int | None:
         """The number of samples, or None if the leaf has none along `dim`."""
+        return len(leaf)
 
     def cut(self, leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
         """One piece per size; the sizes sum to the leaf's size, and none is 0."""
+        return slices(leaf, sizes)
 
     def join(self, leaves: Sequence[Any], dim: int) -> Any:
         """What `cut` would have made these pieces of."""
+        return torch.cat(list(leaves), dim)
 
     def to(self, leaf: Any, device: torch.device) -> Any:
-        """The leaf on a device; the original stays where it is."""
+        """The leaf on a device; many a `to` moves the object itself, which others may have too."""
+        return copy.copy(leaf).to(device)
 
 
-class _Tensors:
+class _Tensors(Kind):
     def size(self, leaf: Tensor, dim: int) -> int | None:
         if leaf.is_nested:
             return leaf.size(0) if dim == 0 else None
@@ -66,28 +71,21 @@ class _Tensors:
         pieces = [leaf.narrow(dim, start, stop - start) for start, stop in _ranges(sizes)]
         # Views share a version counter: one replica that writes to its piece would seem to have
         # written to what the others have saved for their backward.
-        has_derivatives = leaf.requires_grad or _has_tangent(leaf)
+        has_derivatives = leaf.requires_grad or forward_ad.unpack_dual(leaf).tangent is not None  # type: ignore[no-untyped-call]
         return pieces if has_derivatives else [piece.data for piece in pieces]
-
-    def join(self, leaves: Sequence[Tensor], dim: int) -> Tensor:
-        return torch.cat(list(leaves), dim)
 
     def to(self, leaf: Tensor, device: torch.device) -> Tensor:
         return leaf.to(device, non_blocking=_may_overlap(device))
 
 
-def _has_tangent(leaf: Tensor) -> bool:
-    return forward_ad.unpack_dual(leaf).tangent is not None  # type: ignore[no-untyped-call]
-
-
-class _Arrays:
+class _Arrays(Kind):
     """NumPy arrays; they stay on the host."""
 
     def size(self, leaf: Any, dim: int) -> int | None:
         return int(leaf.shape[dim]) if -leaf.ndim <= dim < leaf.ndim else None
 
     def cut(self, leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
-        return [leaf[index] for index in _indices(sizes, dim % leaf.ndim)]
+        return slices(leaf, sizes, dim % leaf.ndim)
 
     def join(self, leaves: Sequence[Any], dim: int) -> Any:
         return sys.modules["numpy"].concatenate(leaves, dim)
@@ -96,7 +94,7 @@ class _Arrays:
         return leaf
 
 
-class _PackedSequences:
+class _PackedSequences(Kind):
     """Packed sequences are samples in the order in which they were before packing."""
 
     def size(self, leaf: PackedSequence, dim: int) -> int | None:
@@ -104,10 +102,8 @@ class _PackedSequences:
 
     def cut(self, leaf: PackedSequence, sizes: Sizes, dim: int) -> list[PackedSequence]:
         sequences, in_order = unpack_sequence(leaf), leaf.sorted_indices is None
-        return [
-            pack_sequence(sequences[start:stop], enforce_sorted=in_order)
-            for start, stop in _ranges(sizes)
-        ]
+        parts = slices(sequences, sizes)
+        return [pack_sequence(part, enforce_sorted=in_order) for part in parts]
 
     def join(self, leaves: Sequence[PackedSequence], dim: int) -> PackedSequence:
         sequences = [sequence for leaf in leaves for sequence in unpack_sequence(leaf)]
@@ -121,58 +117,43 @@ class _PackedSequences:
         return leaf.to(device, non_blocking=overlap)  # type: ignore[arg-type]  # torch types dtypes only
 
 
-class _GraphBatches:
+class _GraphBatches(Kind):
     """PyTorch Geometric's `Batch`, whose tensors count nodes and edges of all graphs."""
 
     def size(self, leaf: Any, dim: int) -> int | None:
         return int(leaf.num_graphs)
 
     def cut(self, leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
-        graphs = leaf.to_data_list()
-        return [self._batch(leaf, graphs[start:stop]) for start, stop in _ranges(sizes)]
+        return [self._batch(leaf, part) for part in slices(leaf.to_data_list(), sizes)]
 
     def join(self, leaves: Sequence[Any], dim: int) -> Any:
         return self._batch(leaves[0], [graph for leaf in leaves for graph in leaf.to_data_list()])
 
-    def to(self, leaf: Any, device: torch.device) -> Any:
-        return _copy_to(leaf, device)
-
     def _batch(self, leaf: Any, graphs: list[Any]) -> Any:
         # The leaf's own class is made at run time, of Batch and of the class of the graphs.
         maker = next(base for base in type(leaf).__mro__ if "from_data_list" in vars(base))
-        return maker.from_data_list(graphs, **_followed(leaf))  # type: ignore[attr-defined]
+        # For these keys it says which graph owns a row.
+        keys = set(leaf.keys() if callable(leaf.keys) else leaf.keys)
+        followed = sorted(k for k in keys if {f"{k}_batch", f"{k}_ptr"} <= keys)
+        options = {"follow_batch": followed} if followed else {}
+        return maker.from_data_list(graphs, **options)  # type: ignore[attr-defined]
 
 
-class _TensorDicts:
+class _TensorDicts(Kind):
     def size(self, leaf: Any, dim: int) -> int | None:
         shape = leaf.batch_size
         return int(shape[dim]) if -len(shape) <= dim < len(shape) else None
 
     def cut(self, leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
-        return [leaf[index] for index in _indices(sizes, dim % len(leaf.batch_size))]
-
-    def join(self, leaves: Sequence[Any], dim: int) -> Any:
-        return torch.cat(list(leaves), dim)
-
-    def to(self, leaf: Any, device: torch.device) -> Any:
-        return leaf.to(device)
+        return slices(leaf, sizes, dim % len(leaf.batch_size))
 
 
-class _Sliceables:
+class _Sliceables(Kind):
     """Objects of people's own with `to`, a length and slices."""
-
-    def size(self, leaf: Any, dim: int) -> int | None:
-        return len(leaf)
-
-    def cut(self, leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
-        return [leaf[start:stop] for start, stop in _ranges(sizes)]
 
     def join(self, leaves: Sequence[Any], dim: int) -> Any:
         cat = getattr(type(leaves[0]), "cat", None)
         return cat(list(leaves)) if callable(cat) else list(leaves)
-
-    def to(self, leaf: Any, device: torch.device) -> Any:
-        return _copy_to(leaf, device)
 
 
 # What most nodes of most batches are: there is no need to ask these what they can do.
@@ -199,6 +180,12 @@ def kind_of(node: Any) -> Kind | None:
     return _kind_by_abilities(node) if is_movable(node) else None
 
 
+def size_of(node: Any, dim: int) -> int | None:
+    """The number of samples in a node that is a leaf and has any along `dim`."""
+    kind = kind_of(node)
+    return None if kind is None else kind.size(node, dim)
+
+
 def is_array(node: Any) -> bool:
     """Whether a node is an array or a scalar of NumPy, which the engine does not import."""
     numpy = sys.modules.get("numpy")
@@ -217,7 +204,7 @@ def move(leaf: Any, device: torch.device) -> Any:
     kind = kind_of(leaf)
     if kind is not None:
         return kind.to(leaf, device)
-    return _copy_to(leaf, device) if is_movable(leaf) else leaf
+    return Kind().to(leaf, device) if is_movable(leaf) else leaf
 
 
 def pick(leaf: Any, samples: Sequence[int], dim: int) -> Any:
@@ -254,18 +241,6 @@ def _kind_by_abilities(node: Any) -> Kind | None:
     return _SLICEABLES if has_slices and not is_known and not hasattr(cls, "keys") else None
 
 
-def _followed(batch: Any) -> dict[str, Any]:
-    """What a batch of graphs was made with: for which keys it says which graph owns a row."""
-    keys = set(batch.keys() if callable(batch.keys) else batch.keys)
-    followed = sorted(k for k in keys if {f"{k}_batch", f"{k}_ptr"} <= keys)
-    return {"follow_batch": followed} if followed else {}
-
-
-def _copy_to(leaf: Any, device: torch.device) -> Any:
-    """A moved copy: many a `to` moves the object itself, which other replicas may have too."""
-    return copy.copy(leaf).to(device)
-
-
 def _may_overlap(device: torch.device) -> bool:
     """Whether a copy may still be under way when the call returns: never towards the host.
 
@@ -274,13 +249,13 @@ def _may_overlap(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _ranges(sizes: Sizes) -> Iterator[tuple[int, int]]:
-    start = 0
-    for size in sizes:
-        yield start, start + size
-        start += size
+def _ranges(sizes: Sizes) -> list[tuple[int, int]]:
+    stops = list(accumulate(sizes))
+    return list(zip([0, *stops], stops, strict=False))
 
 
-def _indices(sizes: Sizes, dim: int) -> Iterator[tuple[slice, ...]]:
-    for start, stop in _ranges(sizes):
-        yield (*[slice(None)] * dim, slice(start, stop))
+def slices(leaf: Any, sizes: Sizes, dim: int = 0) -> list[Any]:
+    """Consecutive pieces of what can be sliced, along a dim."""
+    pieces = [slice(start, stop) for start, stop in _ranges(sizes)]
+    before = (slice(None),) * dim
+    return [leaf[(*before, piece) if dim else piece] for piece in pieces]

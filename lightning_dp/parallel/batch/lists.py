@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.batch.leaves import is_array, is_movable, kind_of
+from lightning_dp.parallel.batch.leaves import is_array, is_movable, kind_of, size_of
 
 
 def may_be_samples(items: Sequence[Any]) -> bool:
@@ -63,11 +63,8 @@ def has_label(item: Any) -> bool:
         >>> has_label((torch.zeros(3), 1)), has_label({"x": torch.zeros(3), "name": "a"})
         (True, False)
     """
-    return any(_is_number(child) for _, child in tree.children(item) or ())
-
-
-def _is_number(node: Any) -> bool:
-    return node.ndim == 0 if is_tensor(node) else type(node) in (int, float)
+    entries = [child for _, child in tree.children(item) or ()]
+    return any(x.ndim == 0 if is_tensor(x) else type(x) in (int, float) for x in entries)
 
 
 def has_names(node: Sequence[Any]) -> bool:
@@ -83,17 +80,12 @@ def has_names(node: Sequence[Any]) -> bool:
 
 def has_rows(node: Any, dim: int) -> bool:
     """Whether any leaf has a size along `dim`."""
-
-    def counts(leaf: Any) -> bool:
-        kind = kind_of(leaf)
-        return kind is not None and kind.size(leaf, dim) is not None
-
-    return _any_leaf(node, counts)
+    return any(size_of(leaf, dim) is not None for leaf in tree.leaves(node))
 
 
 def has_tensors(node: Any) -> bool:
     """Whether there are tensors in a node, 0-dim ones too, or objects that go to a device."""
-    return _any_leaf(node, lambda leaf: kind_of(leaf) is not None or is_movable(leaf))
+    return any(kind_of(leaf) is not None or is_movable(leaf) for leaf in tree.leaves(node))
 
 
 def is_tensor(node: Any) -> bool:
@@ -116,8 +108,3 @@ def _signature(node: Any) -> Any:
 
 def _is_strings(node: Any) -> bool:
     return tree.is_list(node) and bool(node) and all(isinstance(x, str | bytes) for x in node)
-
-
-def _any_leaf(node: Any, test: Callable[[Any], bool]) -> bool:
-    pairs = tree.children(node)
-    return test(node) if pairs is None else any(_any_leaf(child, test) for _, child in pairs)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.batch.leaves import CannotCut, Kind, kind_of, pick
+from lightning_dp.parallel.batch.leaves import CannotCut, Kind, kind_of, pick, slices
 from lightning_dp.parallel.batch.sizes import (
     WAY_OUT,
     BatchSizeError,
@@ -21,8 +20,6 @@ from lightning_dp.parallel.batch.sizes import (
 from lightning_dp.parallel.batch.to_device import to_device
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
 from lightning_dp.parallel.split import Order, Sizes, even
-
-__all__ = ["BatchSizeError", "cut", "cut_for", "scatter"]
 
 
 def scatter(
@@ -62,26 +59,54 @@ def scatter(
         [{'x': tensor([0, 1, 2]), 'scale': 2.0}, {'x': tensor([3, 4]), 'scale': 2.0}]
     """
     places = resolve_devices(devices)
-    n, reading = infer_batch_size(batch, dim)
-    if n is None:
+    inferred = infer_batch_size(batch, dim)
+    if inferred.size is None:
         raise BatchSizeError(
             f"Expected a batch with a tensor or a list to cut, got {type(batch).__qualname__}: "
             f"{batch!r:.200}. Yield tensors whose first dimension counts the samples. {WAY_OUT}"
         )
-    sizes = even(n, len(places)) if sizes is None else tuple(sizes)
+    sizes = even(inferred.size, len(places)) if sizes is None else tuple(sizes)
     if len(sizes) != len(places):
         raise ValueError(
             f"sizes: expected {len(places)} numbers, one per device, got {len(sizes)}: {sizes}. "
             "Give every device a size (0 leaves it idle)."
         )
-    shards = _cut_as(batch, Inferred(n, reading), sizes, dim)
+    shards = cut(batch, sizes, dim, inferred=inferred)
     return [
         to_device(shard, device) if size else None
         for shard, device, size in zip(shards, places, sizes, strict=True)
     ]
 
 
-def cut(batch: Any, sizes: Sizes, dim: int = 0, order: Order | None = None) -> list[Any]:
+def cut_for(
+    module: nn.Module,
+    batch: Any,
+    inferred: Inferred,
+    sizes: Sizes,
+    dim: int = 0,
+    order: Order | None = None,
+) -> list[Any]:
+    """Cuts a batch as the module does it, by `split_batch(batch, sizes)`, or else as `cut`."""
+    own = getattr(module, "split_batch", None)
+    if own is None:
+        return cut(batch, sizes, dim, order, inferred)
+    parts = list(own(batch, sizes))
+    if len(parts) != len(sizes):
+        raise ValueError(
+            f"{type(module).__qualname__}.split_batch: expected one shard for each of "
+            f"the sizes {sizes}, got {len(parts)} shards. Return a list as long as sizes; "
+            "where a size is 0, the entry is not used."
+        )
+    return parts
+
+
+def cut(
+    batch: Any,
+    sizes: Sizes,
+    dim: int = 0,
+    order: Order | None = None,
+    inferred: Inferred | None = None,
+) -> list[Any]:
     """Cuts a batch as `scatter` does, without moving anything, and in any order of the samples.
 
     Example:
@@ -89,53 +114,42 @@ def cut(batch: Any, sizes: Sizes, dim: int = 0, order: Order | None = None) -> l
         >>> cut([torch.arange(3), ["a", "b", "c"]], (2, 0, 1))
         [[tensor([0, 1]), ['a', 'b']], None, [tensor([2]), ['c']]]
     """
-    return _cut_as(batch, infer_batch_size(batch, dim), tuple(sizes), dim, order)
-
-
-def _cut_as(
-    batch: Any, inferred: Inferred, sizes: Sizes, dim: int, order: Order | None = None
-) -> list[Any]:
-    n, reading = inferred
-    wrong = [size for size in sizes if size < 0]
-    if wrong or (n is not None and n != sum(sizes)):
+    n, reading = inferred or infer_batch_size(batch, dim)
+    if min(sizes) < 0 or n not in (None, sum(sizes)):
         raise BatchSizeError(
             f"Expected sizes of at least 0 that sum to the batch size {n}, got {tuple(sizes)} with "
             f"sum {sum(sizes)}. Let them sum to {n}."
         )
-    active = tuple(size for size in sizes if size)
+    active = tuple(filter(None, sizes))
     positions = None if order is None else [part for part in order if part]
-    shards = iter(_Cut(active, reading, dim, positions).node(batch, ()))
+    shards = iter(_Cut(active, reading, dim, positions, sum(active)).node(batch, ()))
     return [next(shards) if size else None for size in sizes]
 
 
-class _Cut:
-    """Cuts the nodes of one batch by the same sizes, none of which is 0."""
+class _Cut(NamedTuple):
+    """Cuts the nodes of one batch by the same sizes, none of which is 0 and whose sum is n."""
 
-    def __init__(self, sizes: Sizes, reading: Reading, dim: int, order: Order | None) -> None:
-        self.sizes = sizes
-        self.order = order
-        self.reading = reading
-        self.dim = dim
-        self.n = sum(sizes)
+    sizes: Sizes
+    reading: Reading
+    dim: int
+    order: Order | None
+    n: int
 
     def node(self, node: Any, path: tree.Path) -> list[Any]:
         """One node per size."""
         kind = kind_of(node)
         if kind is not None:
             return self._leaf(node, kind, path)
-        if self._is_list_of_samples(node, path):
+        has_length = tree.is_list(node) and len(node) == self.n
+        if has_length and holds_samples(node, self.reading, self.dim, path):
             return self._list(node)
         pairs = tree.children(node)
         if pairs is None:
-            return [_replicated(node, path)] * len(self.sizes)
-        columns = [self.node(child, (*path, key)) for key, child in pairs]
-        if not columns:
+            _check_replicated(node, path)
+        if not pairs:
             return [node] * len(self.sizes)
+        columns = [self.node(child, (*path, key)) for key, child in pairs]
         return [tree.rebuild(node, values) for values in zip(*columns, strict=True)]
-
-    def _is_list_of_samples(self, node: Any, path: tree.Path) -> bool:
-        has_length = tree.is_list(node) and len(node) == self.n
-        return has_length and holds_samples(node, self.reading, self.dim, path)
 
     def _leaf(self, leaf: Any, kind: Kind, path: tree.Path) -> list[Any]:
         if kind.size(leaf, self.dim) != self.n:
@@ -153,17 +167,14 @@ class _Cut:
                 f"Change it in the collate function. {WAY_OUT}"
             ) from None
 
-    def _list(self, node: Sequence[Any]) -> list[Any]:
-        ends = list(accumulate(self.sizes))
-        consecutive = [range(end - n, end) for end, n in zip(ends, self.sizes, strict=True)]
-        return [
-            type(node)([node[i] for i in positions])  # type: ignore[call-arg]  # a list or a tuple
-            for positions in self.order or consecutive
-        ]
+    def _list(self, node: Any) -> list[Any]:
+        if self.order is None:
+            return [type(node)(part) for part in slices(node, self.sizes)]
+        return [type(node)([node[i] for i in positions]) for positions in self.order]
 
 
-def _replicated(leaf: Any, path: tree.Path) -> Any:
-    """A leaf that every replica gets whole, unless it may hold samples that we cannot see."""
+def _check_replicated(leaf: Any, path: tree.Path) -> None:
+    """Raises an error about a leaf that may hold samples that we cannot see."""
     if callable(getattr(leaf, "to", None)):
         raise TypeError(
             f"Expected tensors in mappings, lists, tuples, named tuples or dataclasses, or objects "
@@ -171,38 +182,3 @@ def _replicated(leaf: Any, path: tree.Path) -> Any:
             f"{type(leaf).__qualname__}, which cannot be cut. "
             f"Turn it into one of those in the collate function. {WAY_OUT}"
         )
-    return leaf
-
-
-def cut_for(
-    module: nn.Module,
-    batch: Any,
-    inferred: Inferred,
-    sizes: Sizes,
-    dim: int = 0,
-    order: Order | None = None,
-) -> list[Any]:
-    """Cuts a batch as the module does it, by a method `split_batch(batch, sizes)`, or as `cut`.
-
-    Args:
-        module: the module.
-        batch: the batch; one without a batch size goes to every shard whole.
-        inferred: how it was read, see `infer_for`.
-        sizes: samples per shard, summing to the batch size; where it is 0, there is no shard.
-        dim: the dimension to cut.
-        order: the positions of each shard's samples in the batch; None for the batch's own order.
-
-    Raises:
-        ValueError: the module returned another number of shards.
-    """
-    own = getattr(module, "split_batch", None)
-    if own is None:
-        return _cut_as(batch, inferred, sizes, dim, order)
-    parts = list(own(batch, sizes))
-    if len(parts) != len(sizes):
-        raise ValueError(
-            f"{type(module).__qualname__}.split_batch: expected one shard for each of "
-            f"the sizes {sizes}, got {len(parts)} shards. Return a list as long as sizes; "
-            "where a size is 0, the entry is not used."
-        )
-    return parts

@@ -23,14 +23,16 @@ about the number: what has another length goes to every replica.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.batch.leaves import TENSORS, kind_of
+from lightning_dp.parallel.batch.leaves import TENSORS, kind_of, size_of
 from lightning_dp.parallel.batch.lists import (
     are_alike,
     has_label,
@@ -57,12 +59,7 @@ class BatchSizeError(ValueError):
 
 
 class Inferred(NamedTuple):
-    """How a batch was read.
-
-    Attributes:
-        size: its number of samples; None if there is nothing to cut.
-        reading: which of its lists hold one item per sample.
-    """
+    """How many samples a batch has, None if there is nothing to cut, and how it was read."""
 
     size: int | None
     reading: Reading
@@ -80,16 +77,8 @@ def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = Fa
     """How a module's batch is read.
 
     The module's own method `batch_size(batch)` counts first, then the `len()` of a batch object
-    that can be cut, then what is in the batch.
-
-    Args:
-        module: the module.
-        batch: as the DataLoader yielded it.
-        dim: the dimension to cut.
-        columns: whether lists are containers of columns whatever is in them.
-
-    Raises:
-        BatchSizeError: leaves disagree and nothing tells, or the method returned no size.
+    that can be cut, then what is in the batch. With `columns`, lists are containers of columns
+    whatever is in them.
     """
     own: Any = getattr(module, "batch_size", None)
     cuts_itself, is_asked = hasattr(module, "split_batch"), callable(own)
@@ -118,7 +107,7 @@ def infer_batch_size(batch: Any, dim: int, *, columns: bool = False) -> Inferred
     n = _plain_columns(batch, dim)
     if n is not None:
         return Inferred(n, "columns")
-    rows = list(_rows(batch, dim, ()))
+    rows = _rows(batch, dim)
     n = _agreed(rows)
     if columns:
         return Inferred(_loosely(batch, dim, rows) if n is None else n, "columns")
@@ -163,7 +152,7 @@ def _told(batch: Any, dim: int, n: int) -> Inferred:
     """The reading of a batch of n samples: lists of n items hold samples, unless n rows each."""
     has_lists = any(e.items is not None and e.size == n for e in _entries(batch, dim))
     has_samples = _samples(batch) == n
-    has_columns_alone = {row.size for row in _rows(batch, dim, ())} == {n}
+    has_columns_alone = _agreed(_rows(batch, dim)) == n
     if has_columns_alone and (has_lists or has_samples):
         return infer_batch_size(batch, dim)
     if has_columns_alone or not (has_lists or has_samples):
@@ -176,13 +165,17 @@ def _plain_columns(batch: Any, dim: int) -> int | None:
     tensors = batch if type(batch) in (list, tuple) else (batch,)
     if type(batch) is dict:
         tensors = batch.values()
-    sizes = {TENSORS.size(t, dim) if type(t) is Tensor else None for t in tensors}
+    sizes = set()
+    for tensor in tensors:
+        if type(tensor) is not Tensor:
+            return None
+        sizes.add(TENSORS.size(tensor, dim))
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def _columns_or_lists(batch: Any, n: int, by_lists: int, entries: list[Counted]) -> Inferred:
     lists = [entry.items for entry in entries if entry.items is not None]
-    labels = {label.size for label in _labels(batch, ())}
+    labels = {label.size for label in _labels(batch)}
     if n != by_lists and len({n, by_lists} & labels) == 1:
         return Inferred(n, "columns") if n in labels else Inferred(by_lists, "lists")
     if any(is_record(item) for items in lists for item in items):
@@ -218,14 +211,17 @@ def _ambiguous(readings: str) -> NoReturn:
 
 def _loosely(batch: Any, dim: int, found: list[Counted]) -> int | None:
     """The one size beside sizes of 1, of leaves with rows or else of names; None without any."""
-    found = found or list(_labels(batch, ()))
-    if not found:
-        return None
-    n = _agreed(found)
-    if n is None:
-        n = _agreed(_large(found))
-    if n is None:
-        _two_sizes(found, dim)
+    found = found or _labels(batch)
+    large = _large(found)
+    n = _agreed(large or found)
+    if n is None and found:
+        first, other = next((large[0], c) for c in large if c.size != large[0].size)
+        raise BatchSizeError(
+            f"Expected one batch size along dim {dim}, got two: {tree.name(first.path)} has "
+            f"{first.size} and {tree.name(other.path)} has {other.size}. Give both the same number "
+            "of samples, or pass what is not cut as a number, a 0-dim tensor or with a length of "
+            f"1; give tensors of one sample each as a list in a dict. {WAY_OUT}"
+        )
     return n
 
 
@@ -233,53 +229,49 @@ def _large(found: list[Counted]) -> list[Counted]:
     return [counted for counted in found if counted.size != 1]
 
 
-def _two_sizes(found: list[Counted], dim: int) -> NoReturn:
-    first, *others = _large(found)
-    other = next(counted for counted in others if counted.size != first.size)
-    raise BatchSizeError(
-        f"Expected one batch size along dim {dim}, got two: {tree.name(first.path)} has "
-        f"{first.size} and {tree.name(other.path)} has {other.size}. Give both the same number of "
-        "samples, or pass what is not cut as a number, a 0-dim tensor or with a length of 1; "
-        f"give tensors of one sample each as a list in a dict. {WAY_OUT}"
-    )
-
-
 def _agreed(found: list[Counted]) -> int | None:
     sizes = {counted.size for counted in found}
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _rows(node: Any, dim: int, path: tree.Path) -> Iterator[Counted]:
-    """Every leaf with rows."""
-    kind = kind_of(node)
-    if kind is not None:
-        size = kind.size(node, dim)
-        if size is not None:
+def _parts(
+    node: Any, is_whole: Callable[[Any], bool] | None = None, path: tree.Path = ()
+) -> Iterator[tuple[tree.Path, Any]]:
+    """The leaves of a batch, and the outermost lists that are taken as a whole."""
+    is_one = is_whole is not None and tree.is_list(node) and is_whole(node)
+    pairs = None if is_one or kind_of(node) else tree.children(node)
+    if pairs is None:
+        yield path, node
+    for key, child in pairs or ():
+        yield from _parts(child, is_whole, (*path, key))
+
+
+def _counted(parts: Iterable[tuple[tree.Path, Any]], dim: int) -> Iterator[Counted]:
+    for path, node in parts:
+        if tree.is_list(node):
+            yield Counted(path, len(node), node)
+        elif (size := size_of(node, dim)) is not None:
             yield Counted(path, size)
-        return
-    for key, child in tree.children(node) or ():
-        yield from _rows(child, dim, (*path, key))
+
+
+def _rows(batch: Any, dim: int) -> list[Counted]:
+    """Every leaf with rows."""
+    return list(_counted(_parts(batch), dim))
 
 
 def _entries(batch: Any, dim: int) -> list[Counted]:
     """The outermost lists of samples below the top, and the leaves with rows outside of them."""
-    entries = list(_outermost(batch, dim, None, ()))
+
+    def holds_samples(node: Any, length: int | None = None) -> bool:
+        is_inside = node is not batch and length in (None, len(node))
+        return is_inside and has_tensors(node) and may_be_samples(node)
+
+    entries = list(_counted(_parts(batch, holds_samples), dim))
     n = _agreed([entry for entry in entries if entry.items is None])
     if n is None or _agreed(entries) is not None:
         return entries
-    return list(_outermost(batch, dim, n, ()))
-
-
-def _outermost(node: Any, dim: int, length: int | None, path: tree.Path) -> Iterator[Counted]:
-    """Those lists that have `length`; with None, all."""
-    is_list = bool(path) and tree.is_list(node) and length in (None, len(node))
-    if is_list and has_tensors(node) and may_be_samples(node):
-        yield Counted(path, len(node), node)
-    elif kind_of(node) is not None:
-        yield from _rows(node, dim, path)
-    else:
-        for key, child in tree.children(node) or ():
-            yield from _outermost(child, dim, length, (*path, key))
+    # Beside columns, only lists as long as these.
+    return list(_counted(_parts(batch, partial(holds_samples, length=n)), dim))
 
 
 def _samples(batch: Any) -> int | None:
@@ -288,10 +280,16 @@ def _samples(batch: Any) -> int | None:
     return len(batch) if is_candidate and not any(map(is_tensor, batch)) else None
 
 
-def _labels(node: Any, path: tree.Path) -> Iterator[Counted]:
+def _labels(batch: Any) -> list[Counted]:
     """The outermost lists without tensors."""
-    if tree.is_list(node) and not has_tensors(node) and has_names(node):
-        yield Counted(path, len(node))
-        return
-    for key, child in () if kind_of(node) else tree.children(node) or ():
-        yield from _labels(child, (*path, key))
+    lists = _parts(batch, lambda node: not has_tensors(node) and has_names(node))
+    return [Counted(path, len(node), node) for path, node in lists if tree.is_list(node)]
+
+
+def warn_of_nothing_to_cut(dim: int) -> None:
+    """Of a step's batch without a size, which only one device gets."""
+    warnings.warn(
+        "The batch has no tensor and no list that could be cut: it runs on the root device alone. "
+        f"Yield tensors whose dim {dim} counts the samples.",
+        stacklevel=2,
+    )

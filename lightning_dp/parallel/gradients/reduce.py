@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff
-from lightning_dp.parallel.links import gradients_on
+from lightning_dp.parallel.links import Packing, gradients_on
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import add_to_each, hooked
 
@@ -85,7 +85,7 @@ class Reducer:
         """Reduces what has accumulated on the replicas, if no backward has come to do so."""
         if self._waiting:
             self._waiting = False
-            reduce_gradients(self._replicas.parameters)
+            reduce_gradients(self._replicas.parameters, self._replicas.packing)
 
     def settle(self) -> None:
         """Does what a step left open whose backward did not come or did not end."""
@@ -104,7 +104,7 @@ class Reducer:
     def _reduce(self) -> None:
         self._waiting = self.accumulating
         if not self.accumulating:
-            reduce_gradients(self._replicas.parameters)
+            reduce_gradients(self._replicas.parameters, self._replicas.packing)
 
     def _left_on_replicas(self) -> bool:
         """Whether earlier backwards, which accumulated, have left gradients on replicas."""
@@ -141,25 +141,33 @@ class Reducer:
             reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
 
 
-def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+def reduce_gradients(
+    parameters: Sequence[Sequence[nn.Parameter]], packing: Packing | None = None
+) -> None:
     """Adds the replicas' gradients to the root's and clears theirs.
 
     A parameter without a gradient on any replica keeps None.
+
+    They travel in buckets where all are there, of the kinds that `packing` is for.
     """
     root, others = parameters[0], parameters[1:]
-    if not root:
+    if not root or not others:
         return
     device = root[0].device
     sums = list(map(_GRAD, root))
-    before = list(sums)
-    for replica in others:
-        gradients = list(map(_GRAD, replica))
-        _add(sums, gradients_on(device, gradients))
-        for parameter in replica:
-            parameter.grad = None
-    for parameter, total, old in zip(root, sums, before, strict=True):
-        if total is not old:
-            parameter.grad = total
+    terms = [list(map(_GRAD, replica)) for replica in others]
+    is_elsewhere = any([replica[0].device != device for replica in others])
+    if packing and is_elsewhere and all(map(packing.fits, [sums, *terms])):
+        packing.add(cast(list[Tensor], sums), cast(list[list[Tensor]], terms))
+    else:
+        before = list(sums)
+        for gradients in terms:
+            _add(sums, gradients_on(device, gradients))
+        for parameter, total, old in zip(root, sums, before, strict=True):
+            if total is not old:
+                parameter.grad = total
+    for parameter in chain.from_iterable(others):
+        parameter.grad = None
 
 
 @torch.no_grad()

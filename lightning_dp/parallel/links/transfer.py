@@ -9,27 +9,6 @@ from torch import Tensor
 
 from lightning_dp.parallel.devices import current_stream
 from lightning_dp.parallel.links.packing import buckets
-from lightning_dp.parallel.torch_private import copy_to_each
-
-
-def copy_coalesced(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Copies each source into its target, in place; both lists lie on one device each.
-
-    Between devices, tensors of one dtype are packed into buckets on the source's device, so that
-    a model of hundreds of parameters crosses in a few copies.
-
-    Args:
-        sources: tensors on one device.
-        targets: tensors of the same shapes and dtypes on one other or the same device.
-    """
-    if not sources:
-        return
-    if sources[0].device == targets[0].device:
-        copy_to_each(list(targets), list(sources))
-        return
-    for positions in buckets(sources):
-        parts = to_device_coalesced([sources[i] for i in positions], targets[0].device)
-        copy_to_each([targets[i] for i in positions], parts)
 
 
 def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

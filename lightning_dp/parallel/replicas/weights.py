@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_dp.parallel.links import Packed, Packing, copy_coalesced, kind
+from lightning_dp.parallel.links import Packed, Packing, kind
 from lightning_dp.parallel.replicas.structure import RootState
 
 
@@ -66,7 +66,9 @@ class Weights:
         self.noticed = set(compress(count(), map(ne, state.pointers, seen.pointers)))
         if not self.shares_memory:
             self.noticed.update(compress(count(), map(ne, state.versions, seen.versions)))
-        stale = self.noticed | silent
+        # While they were frozen they may have been written to without a trace.
+        thawed = compress(count(), map(ne, state.requires_grad, seen.requires_grad))
+        stale = self.noticed.union(silent, thawed)
         if policy != "changed":
             chosen = state.requires_grad if policy == "trained" else repeat(True, len(self._roots))
             stale.update(compress(count(), chosen))
@@ -94,10 +96,9 @@ class Weights:
         return bound
 
     def copy(self, stale: set[int]) -> None:
-        """Copies some of the root's, one by one as far as they are on the same device."""
-        positions = sorted(stale)
-        sources = [self._roots[i].data for i in positions]
-        copy_coalesced(sources, [self.parameters[i].data for i in positions])
+        """Copies some of the root's, one by one."""
+        for i in stale:
+            self.parameters[i].data.copy_(self._roots[i].data)
 
 
 class WeightCopies:

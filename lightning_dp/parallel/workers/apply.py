@@ -44,6 +44,7 @@ class Executor:
         self._workers: list[_Worker] = []
         self._trials: defaultdict[tuple[str, int], _Trial] = defaultdict(_Trial)
         self._latest: dict[str, _Trial] = {}
+        self._in_threads: dict[str, bool] = {}
 
     def run(
         self,
@@ -70,12 +71,13 @@ class Executor:
             calls: knows what the replicas need if they meet; None if they will not.
         """
         calls = calls or Calls()
-        trial = self._trial(kind, len(tasks), goes_on)
+        if not goes_on:
+            self.choose(kind, len(tasks))
+        trial = self._latest.get(kind)
         start = time.perf_counter()
         try:
             calls.begin(tasks, ThreadState.capture(self._devices), self._start)
-            in_threads = self._how == "threads" if trial is None else trial.threads
-            if in_threads and len(tasks) > 1 and not _is_checkpointing():
+            if len(tasks) > 1 and self._in_threads[kind]:
                 calls.run_in_threads()
             else:
                 calls.run_in_order(moves=not self._is_on_cpu)
@@ -107,14 +109,16 @@ class Executor:
         for worker in workers:
             worker.thread.join()
 
-    def _trial(self, kind: str, count: int, goes_on: bool) -> _Trial | None:
-        """The trial that decides; None if there is nothing to decide."""
-        if self._how != "auto" or torch.are_deterministic_algorithms_enabled():
-            return None
-        if not goes_on:
-            self._latest[kind] = self._trials[kind, count]
-            self._latest[kind].begin()
-        return self._latest[kind]
+    def choose(self, kind: str, count: int) -> bool:
+        """Decides whether so many tasks of a kind, and what goes on with them, run in threads."""
+        in_threads = self._how == "threads"
+        self._latest.pop(kind, None)
+        if self._how == "auto" and not torch.are_deterministic_algorithms_enabled():
+            trial = self._latest[kind] = self._trials[kind, count]
+            trial.begin()
+            in_threads = trial.threads
+        self._in_threads[kind] = in_threads and not _is_checkpointing()
+        return self._in_threads[kind]
 
     def _start(self, participant: Participant) -> None:
         if not self._workers:

@@ -28,26 +28,15 @@ from lightning_dp.state import changed_once
 ModeName: TypeAlias = Literal["step", "forward"]
 MODES: tuple[ModeName, ...] = ("step", "forward")
 
-Transfer: TypeAlias = Callable[[Any, torch.device, int], Any]
-"""Lightning's transfer hooks: what is moved, where to, and the index of its DataLoader."""
+Transfer: TypeAlias = Callable[..., Any]
+"""Lightning's transfer hooks: what is moved, where to, and `dataloader_idx`."""
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Mode(ABC):
-    """How a strategy with several devices treats batches and steps.
-
-    Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first.
-        transfer: moves a batch, or a shard of it.
-        output_device: where loss, logs and gathered outputs end up.
-        options: of the engine.
-
-    Attributes:
-        engine: what runs the replicas.
-    """
+    """How a strategy with several devices treats batches and steps; it makes their engine."""
 
     engine: Engine
 
@@ -114,7 +103,7 @@ class StepMode(Mode):
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs it on all replicas; where it does not fit, again with fewer samples there."""
         engine, training = self.engine, method == "training_step"
-        transfer = partial(_moved, self._transfer, self._dataloader_idx)
+        transfer = partial(self._transfer, dataloader_idx=self._dataloader_idx)
         if training and not self._module.automatic_optimization:
             # Not again if it does not fit: it has moved weights by then.
             with self._manual.running(ManualStep(engine, method, args, transfer)) as step:
@@ -169,7 +158,7 @@ class ForwardMode(Mode):
         """Brings the batch to the output device, where the step's own computations are."""
         if not self._move_batch:
             return batch
-        return self._transfer(batch, self.engine.output_device, dataloader_idx)
+        return self._transfer(batch, self.engine.output_device, dataloader_idx=dataloader_idx)
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
@@ -187,10 +176,6 @@ class ForwardMode(Mode):
 def _at(module: LightningModule, device: torch.device) -> AbstractContextManager[None]:
     """While it lasts, `self.device` is where the running code's tensors are."""
     return replaced(module, **own_device(module, device))
-
-
-def _moved(transfer: Transfer, dataloader_idx: int, shard: Any, device: torch.device) -> Any:
-    return transfer(shard, device, dataloader_idx)
 
 
 @contextlib.contextmanager

@@ -26,12 +26,7 @@ def all_devices() -> list[torch.device]:
 def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list[torch.device]:
     """Turns what the user wrote into existing devices; an entry may repeat.
 
-    Args:
-        devices: at least one device. An integer is an id of this machine's accelerator.
-        key: the name of the option, for errors.
-
-    Raises:
-        ValueError: the list is empty, or an entry is malformed or names no device of this machine.
+    An integer is an id of this machine's accelerator. Errors name the option by its key.
 
     Example:
         >>> resolve_devices(["cpu", "cpu"])
@@ -50,16 +45,10 @@ def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list
 def resolve_output_device(
     output_device: DeviceLike | None, devices: Sequence[torch.device]
 ) -> torch.device:
-    """The device where loss, logs and gathered outputs end up.
+    """The device where loss, logs and gathered outputs end up: the root unless it is said.
 
-    Args:
-        output_device: None for the root device; a device or its name; an integer for the id of a
-            device of the root's type (for CPU replicas, which all share one memory, the index of
-            a replica).
-        devices: the replicas' devices, root first.
-
-    Raises:
-        ValueError: there is no such device.
+    An integer is the id of a device of the root's type. For CPU replicas, which all share one
+    memory, it is the index of a replica.
 
     Example:
         >>> resolve_output_device(None, [torch.device("cpu")])
@@ -73,7 +62,9 @@ def resolve_output_device(
         raise ValueError(
             f"output_device: expected a device, its name or its id, got {output_device}."
         )
-    if isinstance(output_device, int) and devices[0].type == "cpu":
+    if not isinstance(output_device, int):
+        return _existing(output_device, "output_device")
+    if devices[0].type == "cpu":
         if not 0 <= output_device < len(devices):
             raise ValueError(
                 f"output_device: expected an index from 0 to {len(devices) - 1} "
@@ -81,14 +72,12 @@ def resolve_output_device(
                 f"got {output_device}. Use 'cpu', or leave it out for the root device."
             )
         return devices[output_device]
-    if isinstance(output_device, int):
-        if output_device < 0:
-            raise ValueError(
-                f"output_device: expected an id of 0 or more, got {output_device}. "
-                "Leave it out for the root device."
-            )
-        return _existing(f"{devices[0].type}:{output_device}", "output_device")
-    return _existing(output_device, "output_device")
+    if output_device < 0:
+        raise ValueError(
+            f"output_device: expected an id of 0 or more, got {output_device}. "
+            "Leave it out for the root device."
+        )
+    return _existing(f"{devices[0].type}:{output_device}", "output_device")
 
 
 def accelerator_type() -> str | None:
@@ -107,26 +96,28 @@ def device_count(device_type: str) -> int:
     return int(module.device_count()) if hasattr(module, "device_count") else 0
 
 
+def _module_of(device: torch.device) -> Any:
+    """What torch offers for devices of this kind, of which some is missing; None for the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
 def peak_memory(device: torch.device) -> int:
     """The most bytes that were in use on a device since `reset_peak_memory`; 0 if none counts."""
-    if device.type == "cpu":
-        return 0
-    module: Any = torch.get_device_module(device)
+    module = _module_of(device)
     return int(module.max_memory_allocated(device)) if hasattr(module, _PEAK) else 0
 
 
 def allocated_memory(device: torch.device) -> int:
     """The bytes in use on a device now; 0 if none counts."""
-    if device.type == "cpu":
-        return 0
-    module: Any = torch.get_device_module(device)
+    module = _module_of(device)
     return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else 0
 
 
 def out_of_memory_count(device: torch.device) -> int:
     """How often a device has run out of memory so far; 0 if none counts."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    return int(module.memory_stats(device).get("num_ooms", 0)) if _counts_memory(module) else 0
+    if not counts_memory(device):
+        return 0
+    return int(_module_of(device).memory_stats(device).get("num_ooms", 0))
 
 
 def memory_text(device: torch.device) -> str:
@@ -138,7 +129,7 @@ def memory_text(device: torch.device) -> str:
 
 def empty_cache(device: torch.device) -> None:
     """Gives memory that is kept for later back to a device."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    module = _module_of(device)
     if hasattr(module, "empty_cache"):
         with current_device(device):
             module.empty_cache()
@@ -146,19 +137,15 @@ def empty_cache(device: torch.device) -> None:
 
 def memory_capacity(device: torch.device) -> int:
     """The bytes that this process can have on a device, with what it has; 0 if none counts."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    if not _counts_memory(module):
+    if not counts_memory(device):
         return 0
+    module = _module_of(device)
     free, _ = module.mem_get_info(device)
     return int(free + module.memory_reserved(device))
 
 
 def memory_capacities(devices: Sequence[torch.device]) -> list[int]:
-    """The `memory_capacity` of each device; zeros if all are the CPU, whose memory is shared.
-
-    Raises:
-        ValueError: some of the devices do not count their memory.
-    """
+    """The `memory_capacity` of each device; zeros if all are the CPU, whose memory is shared."""
     on_cpu = all(device.type == "cpu" for device in devices)
     unknown = [] if on_cpu else [str(d) for d in devices if not counts_memory(d)]
     if unknown:
@@ -171,22 +158,20 @@ def memory_capacities(devices: Sequence[torch.device]) -> list[int]:
 
 def counts_memory(device: torch.device) -> bool:
     """Whether a device tells what is in use on it, and how much it has."""
-    return device.type != "cpu" and _counts_memory(torch.get_device_module(device))
-
-
-def _counts_memory(module: Any) -> bool:
+    module = _module_of(device)
     return all(hasattr(module, name) for name in (_PEAK, "memory_stats", "mem_get_info"))
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Starts a new peak where devices count their memory."""
-    if device.type != "cpu" and hasattr(torch.get_device_module(device), _PEAK):
-        torch.get_device_module(device).reset_peak_memory_stats(device)
+    module = _module_of(device)
+    if hasattr(module, _PEAK):
+        module.reset_peak_memory_stats(device)
 
 
 def busy_clock(device: torch.device) -> float:
     """Seconds that a device has worked so far, where it counts them itself; 0 elsewhere."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    module = _module_of(device)
     return float(module.busy_seconds(device)) if hasattr(module, "busy_seconds") else 0.0
 
 
@@ -207,9 +192,7 @@ def current_device(device: torch.device, stream: torch.Stream | None = None) -> 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The calling thread's current stream on `device`; None where devices have no streams."""
-    if device.type == "cpu":
-        return None
-    module = torch.get_device_module(device)
+    module = _module_of(device)
     has_streams = hasattr(module, "current_stream") and hasattr(module, "stream")
     return module.current_stream(device) if has_streams else None
 
@@ -264,10 +247,7 @@ def _hint(device: torch.device) -> str:
 
 
 def explain_cuda_ids(visible: str | None) -> str:
-    """Which GPU an id means, for an error about ids that do not exist.
-
-    Args:
-        visible: the value of the environment variable CUDA_VISIBLE_DEVICES, None if it is not set.
+    """Which GPU an id means where CUDA_VISIBLE_DEVICES is this, for an error about ids.
 
     Example:
         >>> explain_cuda_ids("7,9").split(": ")[1].split(".")[0]

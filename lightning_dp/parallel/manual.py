@@ -65,13 +65,12 @@ class ManualStep(EvaluationStep):
 
     def joined(self, outputs: Sequence[Any]) -> Any:
         """What one device would have, where the replicas have `outputs`."""
-        engine, shards = self.engine, self.shards
+        engine = self.engine
         if engine.loss_reduction == "sum" and isinstance(outputs[0], Tensor):
             return gather(outputs, engine.output_device, overrides={"": "sum"})
         if isinstance(outputs[0], Tensor) and items_of(outputs[0]) is not None:
             return join_losses(self._graphs(outputs), engine.output_device)
-        sizes, order = shards.active_sizes, shards.active_order
-        return engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
+        return super().gather(list(outputs), self.shards)
 
     def _graphs(self, losses: Sequence[Tensor]) -> list[Graph]:
         counts = agreed_items([items_of(loss) for loss in losses])
@@ -102,14 +101,10 @@ class ManualStep(EvaluationStep):
     def backward(
         self, losses: Sequence[Tensor], inputs: Sequence[Any], call: Callable[[Tensor], T]
     ) -> T:
-        """A backward of the losses of all replicas.
+        """A backward of the losses of all replicas: of the joint loss, which `call` is given.
 
-        Args:
-            losses: one for each of them, of one element; a mean over its samples (or their sum,
-                as `loss_reduction` has it), or over as many items as its attribute `num_items`
-                tells.
-            inputs: for each, the parameters that are to get gradients; None for all.
-            call: what is done with the joint loss, whose backward is theirs.
+        Each is a mean over its samples (or their sum, as `loss_reduction` has it), or over as many
+        items as its attribute `num_items` tells. Without `inputs`, all parameters get gradients.
         """
         for loss in losses:
             if not isinstance(loss, Tensor) or loss.numel() != 1:

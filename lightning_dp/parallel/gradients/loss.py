@@ -65,7 +65,8 @@ class StepOutput:
                 "Take its mean over the samples."
             )
         told = output.get("num_items") if is_mapping else None
-        items = items_of(loss) if told is None else _count(told)
+        told = getattr(loss, "num_items", None) if told is None else told
+        items = None if told is None else _count(told)
         extras = {k: v for k, v in output.items() if k not in cls._KEYS} if is_mapping else None
         return cls(loss, items, extras)
 

@@ -28,17 +28,12 @@ EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
 
 
 class Executor:
-    """Runs the replicas' tasks and returns their results in the order of the tasks.
+    """Runs the replicas' tasks, one worker for each, and returns the results in their order.
 
-    Args:
-        devices: one device per replica; the pool has one worker for each.
-        how: `"threads"`, `"inorder"` (one after another on the calling thread: for a debugger, or
-            to repeat a run bit by bit), or `"auto"`, which measures both on the first calls of
-            each kind of work and keeps the faster. Threads win where the devices compute, the
-            other way wins where Python is the bottleneck.
-
-    Raises:
-        ValueError: unknown `how`.
+    By `"threads"`, by `"inorder"` (one after another on the calling thread: for a debugger, or to
+    repeat a run bit by bit), or by `"auto"`, which measures both on the first calls of each kind of
+    work and keeps the faster. Threads win where the devices compute, the other way wins where
+    Python is the bottleneck.
     """
 
     def __init__(self, devices: Sequence[torch.device], how: ExecutorName = "auto") -> None:
@@ -64,6 +59,9 @@ class Executor:
         An interrupt ends the replicas that wait, and is raised when the others have ended, too. A
         second one is raised at once.
 
+        The first failed replica's own exception is raised, with a note that says which replica,
+        device and samples. No task is running any more when it arrives.
+
         Args:
             kind: the name of this kind of work; `"auto"` chooses for each kind on its own.
             tasks: at most one per replica.
@@ -71,10 +69,6 @@ class Executor:
                 backward after its forward): it runs the same way and counts with it. Changing
                 threads in between costs more than either way saves: memory goes back and forth.
             calls: knows what the replicas need if they meet; None if they will not.
-
-        Raises:
-            Exception: the first failed replica's own exception, with a note that says which
-                replica, device and samples. No task is running any more when it arrives.
         """
         calls = calls or Calls()
         if not goes_on:

@@ -129,10 +129,8 @@ class Calls:
     def run_in_order(self, *, moves: bool) -> None:
         """One after another on this thread; once one comes to a rendezvous, in their workers.
 
-        The host, who does the first one's task, brings the others on while it waits for them.
-
-        Args:
-            moves: whether some replicas' devices are not where the host is.
+        The host, who does the first one's task, brings the others on while it waits for them. It
+        moves from device to device, unless all are the CPU.
         """
         self.one_by_one = True
         for participant in self.participants:
@@ -179,9 +177,8 @@ class Calls:
     def close(self) -> tuple[list[Any], tuple[Task | None, BaseException] | None]:
         """Lets go of everything, when all calls have ended.
 
-        Returns:
-            What the calls returned, in the order of the replicas; and the error to be raised, if
-            there is one, with the task whose own it is, or None.
+        Returns what they returned, in the order of the replicas; and the error to be raised, if
+        there is one, with the task whose own it is.
         """
         participants, first = self.participants, self.broken
         self.is_open, self.participants, self.broken = False, [], None

@@ -144,16 +144,9 @@ class Participant:
     def meet(self, what: str, value: Any, act: Act) -> Any:
         """Waits until all replicas are at the same rendezvous; what this one gets there.
 
-        Args:
-            what: the name of the rendezvous, for people; the same on all replicas.
-            value: what this replica brings.
-            act: called once, on the host, with the calls and all values in the order of the
-                replicas; returns one entry per replica.
-
-        Raises:
-            RendezvousError: another replica has ended, or is at another rendezvous.
-            ReplicaStopped: another replica has failed.
-            Exception: what `act` raised, in all replicas.
+        People know the rendezvous as `what`. `act` is called once, on the host, with the values of
+        all replicas, in their order, and returns one entry for each. What it raises, it raises in
+        all of them.
         """
         start = time.perf_counter()
         try:

@@ -222,10 +222,9 @@ def backwards_go_to(handler: Callable[..., None]) -> Iterator[None]:
     That is `loss.backward()` and `torch.autograd.backward`, by whatever name: both end in one
     function. It alone is replaced, as long as anybody has a handler; others go straight through.
 
-    Args:
-        handler: called with a function that runs the backward, the tensors and their gradients
-            (a sequence each; None for a tensor without a graph), `retain_graph`, `create_graph`
-            and the sequence of inputs, which is empty for all leaves.
+    A handler gets a function that runs the backward, the tensors and their gradients (a sequence
+    each; None for a tensor without a graph), `retain_graph`, `create_graph` and the sequence of
+    inputs, which is empty for all leaves.
     """
     user, before = object(), _handler.get()
     try:  # from here on an interrupt finds its way to `finally`

@@ -24,14 +24,11 @@ C = TypeVar("C", bound=Callback)
 class Report:
     """The outcome of a training or an evaluation.
 
-    Args:
-        metrics: every logged metric's last value; train/... and val/... are the last epoch's.
-        devices: the names of the devices that took part, in order.
-        per_device: what each of them did, under the names in ``metrics.json``; without what did
-            not happen, or what the strategy does not measure.
+    What each device did stands under the names in ``metrics.json``, without what did not happen and
+    what the strategy does not measure.
     """
 
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float]  # every logged one's last value
     devices: tuple[str, ...]
     per_device: Mapping[str, Sequence[float]]
 

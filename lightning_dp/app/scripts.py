@@ -17,22 +17,12 @@ _EVERY = 5
 
 
 def whole_numbers(text: str) -> list[int]:
-    """The `type=` of an option that is whole numbers from 0 on, such as ids of devices.
-
-    Example:
-        >>> whole_numbers("7,9")
-        [7, 9]
-    """
+    """The `type=` of an option that is whole numbers from 0 on, such as the ids "7,9"."""
     return [whole_number(0)(part) for part in text.split(",")]
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """The `type=` of an option that is a whole number of at least so much.
-
-    Example:
-        >>> whole_number(1)("4")
-        4
-    """
+    """The `type=` of an option that is a whole number of at least so much."""
 
     def parse(text: str) -> int:
         if text.strip("-").isdigit() and int(text) >= least:
@@ -138,10 +128,7 @@ def short_fits(
     devices: int,
     steps: int,
 ) -> dict[str, ShortFit]:
-    """Fits the same model to the same data for a few steps: on one device, and with each split.
-
-    Returns what each has left, by "1 device" and the names of the splits.
-    """
+    """Fits the same model to the same data for a few steps: on "1 device", and with each split."""
     fits = {}
     for name in ("1 device", *splits):
         L.seed_everything(42, verbose=False)
@@ -174,13 +161,7 @@ def loss_rows(fits: Mapping[str, ShortFit]) -> list[list[str]]:
 
 
 def print_rows(rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table, its columns aligned on the right.
-
-    Example:
-        >>> print_rows([["split", "load"], ["even", "1.301"]])
-        split   load
-         even  1.301
-    """
+    """Prints a table, its columns aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

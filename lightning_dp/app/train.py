@@ -12,11 +12,7 @@ register_resolvers()
 
 
 def train(cfg: DictConfig) -> report.Report:
-    """Runs the job that ``conf/train.yaml`` describes; results go to ``cfg.paths.output_dir``.
-
-    Raises:
-        ValueError: an option is not usable; raised before any data is loaded.
-    """
+    """Runs the job that ``conf/train.yaml`` describes; results go to ``cfg.paths.output_dir``."""
     job = begin(cfg)
     trainer, per_device = job.trainer, {}
     metrics: dict[str, float] = {}

@@ -15,9 +15,6 @@ def as_trained(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Takes the model, the data and the checkpoint of the training in the folder ``cfg.run``.
 
     What the command line says, in ``overrides``, wins.
-
-    Raises:
-        ValueError: it is not known what is to be tested, or the folder is not a training's.
     """
     if cfg.run is None:
         if cfg.ckpt_path is None:

@@ -24,12 +24,7 @@ def is_one(head: bytes) -> bool:
 
 
 def read(file: BinaryIO, path: str | os.PathLike[str], map_location: Any) -> dict[str, Tensor]:
-    """The state dict in a file, tied weights tied, in the order that `write` has noted.
-
-    Raises:
-        ImportError: the extra is not installed.
-        ValueError: the file is cut short or damaged.
-    """
+    """The state dict in a file, tied weights tied, in the order that `write` has noted."""
     library = _library()
     name = getattr(file, "name", None)  # a local file needs no copy in memory
     tensors: dict[str, Tensor]
@@ -62,11 +57,6 @@ def write(state: Mapping[str, Any], path: Path) -> None:
     """Writes a state dict; of tied weights one is written, and which are tied to it is noted.
 
     Until the file is complete an old one stays.
-
-    Raises:
-        ImportError: the extra is not installed.
-        OSError: the file cannot be written.
-        ValueError: a value is no tensor, or one that the format does not hold.
     """
     library = _library()
     from safetensors import SafetensorError

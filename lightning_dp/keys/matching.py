@@ -42,10 +42,7 @@ def match_keys(
     """Names the keys as the reference does, wherever a match can be found.
 
     Two keys may get the same name. Keys that the reference does not have lose the wrappers that
-    those beside them lose. Prefixes are what wrappers put before keys, each with its dot.
-
-    Raises:
-        ValueError: a key fits in two places equally well.
+    those beside them lose. One that fits in two places equally well raises a ValueError.
     """
     own = set(reference)
     if set(keys) == own:

@@ -24,13 +24,9 @@ def all_devices() -> list[torch.device]:
 
 
 def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list[torch.device]:
-    """Turns what the user wrote into existing devices; an entry may repeat.
+    """Turns what the user wrote into existing devices, or raises a ValueError that names `key`.
 
-    An integer is an id of this machine's accelerator. Errors name the option by its key.
-
-    Example:
-        >>> resolve_devices(["cpu", "cpu"])
-        [device(type='cpu'), device(type='cpu')]
+    An integer is an id of this machine's accelerator; an entry may repeat.
     """
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
         raise ValueError(
@@ -45,14 +41,9 @@ def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list
 def resolve_output_device(
     output_device: DeviceLike | None, devices: Sequence[torch.device]
 ) -> torch.device:
-    """The device where loss, logs and gathered outputs end up: the root unless it is said.
+    """The device where loss, logs and gathered outputs end up: the root, unless told otherwise.
 
-    An integer is the id of a device of the root's type. For CPU replicas, which all share one
-    memory, it is the index of a replica.
-
-    Example:
-        >>> resolve_output_device(None, [torch.device("cpu")])
-        device(type='cpu')
+    An integer is the id of a device of the root's type; for CPU replicas, the index of a replica.
     """
     if output_device is None:
         return devices[0]
@@ -62,9 +53,7 @@ def resolve_output_device(
         raise ValueError(
             f"output_device: expected a device, its name or its id, got {output_device}."
         )
-    if not isinstance(output_device, int):
-        return _existing(output_device, "output_device")
-    if devices[0].type == "cpu":
+    if isinstance(output_device, int) and devices[0].type == "cpu":
         if not 0 <= output_device < len(devices):
             raise ValueError(
                 f"output_device: expected an index from 0 to {len(devices) - 1} "
@@ -72,12 +61,14 @@ def resolve_output_device(
                 f"got {output_device}. Use 'cpu', or leave it out for the root device."
             )
         return devices[output_device]
-    if output_device < 0:
-        raise ValueError(
-            f"output_device: expected an id of 0 or more, got {output_device}. "
-            "Leave it out for the root device."
-        )
-    return _existing(f"{devices[0].type}:{output_device}", "output_device")
+    if isinstance(output_device, int):
+        if output_device < 0:
+            raise ValueError(
+                f"output_device: expected an id of 0 or more, got {output_device}. "
+                "Leave it out for the root device."
+            )
+        return _existing(f"{devices[0].type}:{output_device}", "output_device")
+    return _existing(output_device, "output_device")
 
 
 def accelerator_type() -> str | None:
@@ -96,28 +87,26 @@ def device_count(device_type: str) -> int:
     return int(module.device_count()) if hasattr(module, "device_count") else 0
 
 
-def _module_of(device: torch.device) -> Any:
-    """What torch offers for devices of this kind, of which some is missing; None for the CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device)
-
-
 def peak_memory(device: torch.device) -> int:
     """The most bytes that were in use on a device since `reset_peak_memory`; 0 if none counts."""
-    module = _module_of(device)
+    if device.type == "cpu":
+        return 0
+    module: Any = torch.get_device_module(device)
     return int(module.max_memory_allocated(device)) if hasattr(module, _PEAK) else 0
 
 
 def allocated_memory(device: torch.device) -> int:
     """The bytes in use on a device now; 0 if none counts."""
-    module = _module_of(device)
+    if device.type == "cpu":
+        return 0
+    module: Any = torch.get_device_module(device)
     return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else 0
 
 
 def out_of_memory_count(device: torch.device) -> int:
     """How often a device has run out of memory so far; 0 if none counts."""
-    if not counts_memory(device):
-        return 0
-    return int(_module_of(device).memory_stats(device).get("num_ooms", 0))
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    return int(module.memory_stats(device).get("num_ooms", 0)) if _counts_memory(module) else 0
 
 
 def memory_text(device: torch.device) -> str:
@@ -129,7 +118,7 @@ def memory_text(device: torch.device) -> str:
 
 def empty_cache(device: torch.device) -> None:
     """Gives memory that is kept for later back to a device."""
-    module = _module_of(device)
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     if hasattr(module, "empty_cache"):
         with current_device(device):
             module.empty_cache()
@@ -137,9 +126,9 @@ def empty_cache(device: torch.device) -> None:
 
 def memory_capacity(device: torch.device) -> int:
     """The bytes that this process can have on a device, with what it has; 0 if none counts."""
-    if not counts_memory(device):
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    if not _counts_memory(module):
         return 0
-    module = _module_of(device)
     free, _ = module.mem_get_info(device)
     return int(free + module.memory_reserved(device))
 
@@ -158,20 +147,22 @@ def memory_capacities(devices: Sequence[torch.device]) -> list[int]:
 
 def counts_memory(device: torch.device) -> bool:
     """Whether a device tells what is in use on it, and how much it has."""
-    module = _module_of(device)
+    return device.type != "cpu" and _counts_memory(torch.get_device_module(device))
+
+
+def _counts_memory(module: Any) -> bool:
     return all(hasattr(module, name) for name in (_PEAK, "memory_stats", "mem_get_info"))
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Starts a new peak where devices count their memory."""
-    module = _module_of(device)
-    if hasattr(module, _PEAK):
-        module.reset_peak_memory_stats(device)
+    if device.type != "cpu" and hasattr(torch.get_device_module(device), _PEAK):
+        torch.get_device_module(device).reset_peak_memory_stats(device)
 
 
 def busy_clock(device: torch.device) -> float:
     """Seconds that a device has worked so far, where it counts them itself; 0 elsewhere."""
-    module = _module_of(device)
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     return float(module.busy_seconds(device)) if hasattr(module, "busy_seconds") else 0.0
 
 
@@ -192,7 +183,9 @@ def current_device(device: torch.device, stream: torch.Stream | None = None) -> 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The calling thread's current stream on `device`; None where devices have no streams."""
-    module = _module_of(device)
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
     has_streams = hasattr(module, "current_stream") and hasattr(module, "stream")
     return module.current_stream(device) if has_streams else None
 
@@ -247,12 +240,7 @@ def _hint(device: torch.device) -> str:
 
 
 def explain_cuda_ids(visible: str | None) -> str:
-    """Which GPU an id means where CUDA_VISIBLE_DEVICES is this, for an error about ids.
-
-    Example:
-        >>> explain_cuda_ids("7,9").split(": ")[1].split(".")[0]
-        "the machine's GPU 7 is id 0 in this process, GPU 9 is id 1"
-    """
+    """Which GPU an id means where CUDA_VISIBLE_DEVICES is `visible`, for errors about ids."""
     if not visible:
         return (
             "Ids count the machine's GPUs from 0, as nvidia-smi lists them. Choose among those, "

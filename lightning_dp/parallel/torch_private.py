@@ -75,7 +75,8 @@ _HOOK_TABLES = (
 )
 
 hook_tables: Callable[[nn.Module], Sequence[dict[int, Any]]] = _getter(nn.Module(), *_HOOK_TABLES)
-"""A module's tables of hooks that run in a forward or because of one; a test tells of new ones."""
+"""A module's tables of hooks that run in a forward or because of one. One that is new in a release
+would not be copied: a test tells."""
 
 FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 """Attributes that every module has, and that stay the same objects; some tables of hooks do not."""
@@ -221,8 +222,9 @@ def backwards_go_to(handler: Callable[..., None]) -> Iterator[None]:
     That is `loss.backward()` and `torch.autograd.backward`, by whatever name: both end in one
     function. It alone is replaced, as long as anybody has a handler; others go straight through.
 
-    A handler is called with a function that runs the backward, the tensors, their gradients (None
-    for a tensor without a graph), `retain_graph`, `create_graph` and inputs: none for all leaves.
+    A handler gets a function that runs the backward, the tensors and their gradients (a sequence
+    each; None for a tensor without a graph), `retain_graph`, `create_graph` and the sequence of
+    inputs, which is empty for all leaves.
     """
     user, before = object(), _handler.get()
     try:  # from here on an interrupt finds its way to `finally`

@@ -24,9 +24,6 @@ def load_extension() -> ModuleType:
 
     It lies in PyTorch's cache of extensions (``TORCH_EXTENSIONS_DIR``), in a folder of its own for
     every version of PyTorch, Python and these sources.
-
-    Raises:
-        RuntimeError: ninja or a C++ compiler is missing, or the build fails.
     """
     from torch.utils import cpp_extension
 

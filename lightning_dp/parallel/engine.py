@@ -62,17 +62,14 @@ class Engine:
         split: how many samples each device gets.
         dim: the dimension along which batches are cut and outputs joined.
         columns: whether lists are containers of columns whatever is in them.
-        cost_key: for a split by cost the entry of the batch that holds the costs; None to ask the
-            module's method `sample_cost(batch)`.
-        buffers: which buffers (running statistics, say) the root keeps after a training step:
-            those of the `"first"` replica, or the `"mean"` of all, weighted by shard size.
+        cost_key: the batch's entry that holds costs; None to ask the module, see `sample_costs`.
+        buffers: which buffers the root keeps after a training step, see `reduce_buffers`.
         executor: how the replicas run, see `Executor`.
         scalars: how 0-dim outputs are gathered, see `gather`.
         overrides: how outputs under certain keys are gathered, see `gather`.
         rules: how special submodules are replicated.
         expects_samples: whether to warn of batches in which there is nothing to cut.
-        context: entered around every apply; for what the replicas leave behind besides their
-            outputs. A rerun has done so before, and is to leave nothing.
+        context: entered around every apply, for what replicas leave behind besides outputs.
     """
 
     def __init__(

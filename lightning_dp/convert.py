@@ -44,13 +44,7 @@ alone. Without an option that renames, keys stay as they are.
 
 
 def convert(options: Namespace) -> None:
-    """Converts a file as the options of the command line say, after showing what is renamed.
-
-    Raises:
-        FileNotFoundError: SRC or REFERENCE does not exist.
-        ImportError: a `.safetensors` file, and the extra is not installed.
-        ValueError: DST exists, keys do not match those of REFERENCE, or a file is no checkpoint.
-    """
+    """Converts a file as the options of the command line say, after showing what is renamed."""
     if options.target.exists() and not (options.force or options.dry_run):
         raise ValueError(
             f"DST: expected a new file, got {str(options.target)!r}, which exists. Give another "

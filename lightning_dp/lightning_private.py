@@ -14,11 +14,7 @@ from torch import nn
 
 
 def found(owner: Any, name: str) -> Any:
-    """A private attribute of an object of Lightning's or torchmetrics'.
-
-    Raises:
-        RuntimeError: this release has it no longer.
-    """
+    """A private attribute of an object, or a RuntimeError that tells the release without it."""
     if not hasattr(owner, name):
         package = type(owner).__module__.partition(".")[0]
         release = getattr(sys.modules.get(package), "__version__", "of an unknown release")

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_dp.lightning_private import lightning_optimizers
 from lightning_dp.parallel.gradients import items_of
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import replaced
-from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import backwards_go_to
-from lightning_dp.parallel.workers import Rendezvous, current_participant
+from lightning_dp.parallel.workers import Calls, current_participant
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
-Conduct: TypeAlias = Callable[[ManualStep, Rendezvous, Callable[..., Any], list[Arguments]], Any]
-"""What the host does for all replicas: given the step, the rendezvous, the method that they called,
-and each one's arguments."""
+Conduct: TypeAlias = Callable[[ManualStep, Callable[..., Any], list[Arguments]], Any]
+"""What the host does for all replicas: given the step, the method that they called, and each one's
+arguments."""
 
 
 class ManualOptimization:
@@ -33,50 +32,38 @@ class ManualOptimization:
     them: `manual_backward`, `toggle_optimizer`, `untoggle_optimizer` and `clip_gradients` of the
     module, `step`, `zero_grad` and `add_param_group` of its optimizers, `step` of its schedulers,
     and every backward, `loss.backward()` too.
-
-    Args:
-        module: the user's module.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self._step: ManualStep | None = None
-
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The module's, also where it does not call them itself."""
-        return self._module.trainer.strategy.optimizers
+        self.step: ManualStep | None = None  # that runs
 
     @contextlib.contextmanager
     def running(self, step: ManualStep) -> Iterator[ManualStep]:
         """While it lasts, what the replicas do with optimizers is a part of this step."""
-        self._step = step
+        self.step = step
         try:
             yield step
         finally:
-            self._step = None
+            self.step = None
             step.end()
 
     @contextlib.contextmanager
-    def acting_together(self, replicas: Replicas) -> Iterator[None]:
+    def acting_together(self, step: ManualStep) -> Iterator[None]:
         """While it lasts, what replicas do with optimizers is done once."""
-        step = self._step
-        if step is None:
-            yield
-            return
         with contextlib.ExitStack() as stack:
             for owner, name, what, conduct in self._methods():
                 call = _Collective(step, what, getattr(owner, name), conduct)
-                owners = replicas.modules if owner is self._module else [owner]
-                for each in owners:
+                is_module = owner is self._module
+                for each in step.engine.replicas.modules if is_module else [owner]:
                     stack.enter_context(replaced(each, **{name: call}))
-            backward = _Collective(step, "backward", torch.autograd.backward, _backward)
+            backward = _Collective(step, "backward", torch.autograd.backward, _joint_backward)
             stack.enter_context(backwards_go_to(partial(_hand_over, backward)))
             yield
 
     def _methods(self) -> Iterator[tuple[Any, str, str, Conduct]]:
         """Object, method, name for people, and what the host does in its place."""
-        yield self._module, "manual_backward", "manual_backward", _manual_backward
+        yield self._module, "manual_backward", "manual_backward", _joint_backward
         for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
             yield self._module, name, name, _once
         strategy = self._module.trainer.strategy
@@ -91,16 +78,14 @@ class ManualOptimization:
             yield config.scheduler, "step", f"step of {label}", _scheduler_step
 
 
+@dataclass
 class _Collective:
     """Stands for a method: called in a replica, it waits for the others and acts once for all."""
 
-    def __init__(
-        self, step: ManualStep, what: str, original: Callable[..., Any], conduct: Conduct
-    ) -> None:
-        self._step = step
-        self._what = what
-        self._original = original
-        self._conduct = conduct
+    _step: ManualStep
+    _what: str
+    _original: Callable[..., Any]
+    _conduct: Conduct
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         participant = current_participant()
@@ -114,20 +99,16 @@ class _Collective:
             raise AttributeError(name)
         return getattr(self._original, name)
 
-    def _act(self, rendezvous: Rendezvous, calls: list[Arguments]) -> list[Any]:
-        return [self._conduct(self._step, rendezvous, self._original, calls)] * len(calls)
+    def _act(self, _: Calls, arguments: list[Arguments]) -> list[Any]:
+        return [self._conduct(self._step, self._original, arguments)] * len(arguments)
 
 
-def _once(
-    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
-) -> Any:
+def _once(step: ManualStep, method: Callable[..., Any], calls: list[Arguments]) -> Any:
     args, kwargs = calls[0]
     return step.once(lambda: method(*args, **kwargs))
 
 
-def _scheduler_step(
-    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
-) -> Any:
+def _scheduler_step(step: ManualStep, method: Callable[..., Any], calls: list[Arguments]) -> Any:
     """A metric that every replica has of its shard is the batch's."""
     args, kwargs = calls[0]
     args = tuple(_joined(step, [args[i] for args, _ in calls]) for i in range(len(args)))
@@ -140,27 +121,14 @@ def _joined(step: ManualStep, values: list[Any]) -> Any:
     return step.joined(values) if is_number else values[0]
 
 
-def _optimizer_step(
-    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
-) -> Any:
+def _optimizer_step(step: ManualStep, method: Callable[..., Any], calls: list[Arguments]) -> Any:
     """Closures run in the replicas, whose steps they are a part of, as often as it asks for."""
-    closures = [_closure_of(*call) for call in calls]
+    closures: list[Any] = [args[0] if args else kwargs.get("closure") for args, kwargs in calls]
     args, kwargs = calls[0]
     if closures[0] is not None:
-        kwargs = {**kwargs, "closure": lambda: step.in_replicas(rendezvous, closures)}
+        kwargs = {**kwargs, "closure": lambda: step.in_replicas(closures)}
         args = args[1:]
     return step.once(lambda: method(*args, **kwargs))
-
-
-def _closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    return args[0] if args else kwargs.get("closure")
-
-
-def _manual_backward(
-    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
-) -> Any:
-    losses = [args[0] if args else kwargs["loss"] for args, kwargs in calls]
-    return _joint_backward(step, rendezvous, losses, method, calls)
 
 
 def _hand_over(
@@ -180,21 +148,10 @@ def _hand_over(
     return backward(loss, gradient, keep_graph, create_graph, inputs=inputs or None)
 
 
-def _backward(
-    step: ManualStep, rendezvous: Rendezvous, method: Callable[..., Any], calls: list[Arguments]
-) -> Any:
-    return _joint_backward(step, rendezvous, [args[0] for args, _ in calls], method, calls)
-
-
-def _joint_backward(
-    step: ManualStep,
-    rendezvous: Rendezvous,
-    losses: list[Tensor],
-    method: Callable[..., Any],
-    calls: list[Arguments],
-) -> Any:
+def _joint_backward(step: ManualStep, method: Callable[..., Any], calls: list[Arguments]) -> Any:
+    losses = [args[0] if args else kwargs["loss"] for args, kwargs in calls]
     inputs = [kwargs.get("inputs") for _, kwargs in calls]
-    return step.backward(rendezvous, losses, inputs, partial(_call_with_loss, method, *calls[0]))
+    return step.backward(losses, inputs, partial(_call_with_loss, method, *calls[0]))
 
 
 def _call_with_loss(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -28,26 +28,15 @@ from lightning_dp.state import changed_once
 ModeName: TypeAlias = Literal["step", "forward"]
 MODES: tuple[ModeName, ...] = ("step", "forward")
 
-Transfer: TypeAlias = Callable[[Any, torch.device, int], Any]
-"""Lightning's transfer hooks: what is moved, where to, and the index of its DataLoader."""
+Transfer: TypeAlias = Callable[..., Any]
+"""Lightning's transfer hooks: what is moved, where to, and `dataloader_idx`."""
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Mode(ABC):
-    """How a strategy with several devices treats batches and steps.
-
-    Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first.
-        transfer: moves a batch, or a shard of it.
-        output_device: where loss, logs and gathered outputs end up.
-        options: of the engine.
-
-    Attributes:
-        engine: what runs the replicas.
-    """
+    """How a strategy with several devices treats batches and steps; it makes their engine."""
 
     engine: Engine
 
@@ -96,7 +85,7 @@ class StepMode(Mode):
         _check_step_mode(module)
         super().__init__(module, devices, **options)
         self._manual = ManualOptimization(module)
-        context = partial(_around_step, self._journals, self._manual)
+        context = partial(_around_step, self._journals, self._manual, module)
         self.engine: StepParallel = StepParallel(module, devices, context=context, **self._options)
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
         self._batch: Any = None
@@ -114,7 +103,7 @@ class StepMode(Mode):
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs it on all replicas; where it does not fit, again with fewer samples there."""
         engine, training = self.engine, method == "training_step"
-        transfer = partial(_moved, self._transfer, self._dataloader_idx)
+        transfer = partial(self._transfer, dataloader_idx=self._dataloader_idx)
         if training and not self._module.automatic_optimization:
             # Not again if it does not fit: it has moved weights by then.
             with self._manual.running(ManualStep(engine, method, args, transfer)) as step:
@@ -169,7 +158,7 @@ class ForwardMode(Mode):
         """Brings the batch to the output device, where the step's own computations are."""
         if not self._move_batch:
             return batch
-        return self._transfer(batch, self.engine.output_device, dataloader_idx)
+        return self._transfer(batch, self.engine.output_device, dataloader_idx=dataloader_idx)
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
@@ -189,25 +178,22 @@ def _at(module: LightningModule, device: torch.device) -> AbstractContextManager
     return replaced(module, **own_device(module, device))
 
 
-def _moved(transfer: Transfer, dataloader_idx: int, shard: Any, device: torch.device) -> Any:
-    return transfer(shard, device, dataloader_idx)
-
-
 @contextlib.contextmanager
 def _around_step(
     journals: Journals,
     manual: ManualOptimization,
+    module: LightningModule,
     replicas: Replicas,
     hook: str,
     shards: Shards,
     is_rerun: bool,
 ) -> Iterator[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
-    optimizers = manual.optimizers if hook == "training_step" else []
+    optimizers = module.trainer.strategy.optimizers if hook == "training_step" else []
     with (
         journals.around(replicas, shards, is_rerun),
         changed_once(optimizers, shards.active[0], is_rerun=is_rerun),
-        manual.acting_together(replicas),
+        manual.acting_together(manual.step) if manual.step else nullcontext(),
     ):
         yield
 

@@ -1,17 +1,25 @@
-"""Every test leaves no thread behind, and the environment and torch's globals as found."""
+"""Every test leaves no thread behind, and the environment and torch's globals as found.
 
+Whole folders of tests run in a process for each core. Tests and files that are named run in this
+process, where a debugger and prints work; `-n 4` and `-n 0` say otherwise.
+"""
+
+import gc
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import oracle
 import pytest
 import torch
 from conformance_table import table
+from hypothesis import HealthCheck, settings
 
 from lightning_dp import sim
 
+MOST_PROCESSES = 8  # each takes about 1 GB
 SIM_DEVICES = 8  # their number is fixed for a process
 CONFORMS = "::test_as_one_device["
 
@@ -32,6 +40,34 @@ SIM_IS_SLOW = {
     "test_unusual_steps",
 }
 """Long files, whose runs on simulated devices are for `-m slow`; others cover these devices."""
+
+
+# A busy machine is no failure.
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the processes are counted
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    option = config.option
+    is_told = getattr(option, "numprocesses", 0) is not None or hasattr(config, "workerinput")
+    in_here = option.usepdb or option.collectonly or option.capture == "no"
+    if is_told or in_here or not all(Path(name).is_dir() for name in config.args):
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    option.numprocesses = min(cores or 1, MOST_PROCESSES) if (cores or 1) > 1 else 0
+    option.dist = "worksteal"
+    # Else each process has a thread per core for every operation, and most of them wait.
+    threads = (cores or 1) // max(1, option.numprocesses)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def pytest_collection_finish() -> None:
+    """Imported code is no garbage: collections, of which tests make many, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are deselected

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dp.parallel.split.arithmetic import even
-from lightning_dp.parallel.split.capacity import Capacity
+from lightning_dp.parallel.split.planner import Capacity
 
 limits = st.lists(st.integers(0, 40), min_size=1, max_size=6)
 

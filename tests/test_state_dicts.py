@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -61,6 +61,7 @@ def state_of(keys: list[str]) -> dict[str, int]:
 TREES = st.one_of(plain_trees, trees_with_module)
 
 
+@settings(deadline=None)  # other work on the machine is no failure
 @given(st.data(), TREES)
 def test_a_reference_finds_every_key_in_any_wrappers(data: st.DataObject, tree: Tree) -> None:
     source, target = data.draw(wrapped(tree)), data.draw(wrapped(tree))
@@ -69,6 +70,7 @@ def test_a_reference_finds_every_key_in_any_wrappers(data: st.DataObject, tree: 
         assert list(found.items()) == list(state_of(reference).items())
 
 
+@settings(deadline=None)  # other work on the machine is no failure
 @given(st.data(), TREES)
 def test_names_of_the_reference_stay(data: st.DataObject, tree: Tree) -> None:
     keys = data.draw(wrapped(tree))
@@ -76,6 +78,7 @@ def test_names_of_the_reference_stay(data: st.DataObject, tree: Tree) -> None:
     assert normalize_state_dict(state_of(some), keys) == state_of(some)
 
 
+@settings(deadline=None)  # other work on the machine is no failure
 @given(st.data(), TREES, TREES)
 def test_normalising_twice_changes_nothing_more(data: st.DataObject, one: Tree, two: Tree) -> None:
     source, other = (
@@ -93,6 +96,7 @@ def test_normalising_twice_changes_nothing_more(data: st.DataObject, one: Tree, 
         assert sorted(once.values()) == sorted(state_of(source).values()), "all are there"
 
 
+@settings(deadline=None)  # other work on the machine is no failure
 @given(TREES, st.sampled_from(WRAPPERS))
 def test_adding_and_stripping_a_prefix_is_the_identity(tree: Tree, wrapper: str) -> None:
     state = state_of(keys_of(tree))
@@ -101,6 +105,7 @@ def test_adding_and_stripping_a_prefix_is_the_identity(tree: Tree, wrapper: str)
     assert normalize_state_dict(state, added) == added
 
 
+@settings(deadline=None)  # other work on the machine is no failure
 @given(plain_trees, st.lists(st.sampled_from(WRAPPERS), max_size=3))
 def test_without_a_reference_wrappers_around_all_are_taken(tree: Tree, around: list[str]) -> None:
     state = state_of(keys_of(tree))

@@ -122,7 +122,6 @@ def test_statistics_and_gradients_are_those_of_the_batch(
         (lambda: nn.BatchNorm2d(3).eval(), 2),
         (lambda: nn.Sequential(*[nn.BatchNorm2d(3)] * 2), 2),
     ],
-    ids=str,
 )
 @pytest.mark.parametrize("sizes", [(3, 2, 1), (0, 2, 1)])
 def test_all_kinds_of_layers(

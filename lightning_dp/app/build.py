@@ -35,8 +35,7 @@ class Job:
 def begin(cfg: DictConfig) -> Job:
     """Checks the options, seeds, builds what is needed, and writes the configuration down.
 
-    Raises:
-        ValueError: an option is not usable; raised before any data is loaded.
+    An option that is not usable raises a ValueError before any data is loaded.
     """
     cfg = settle(cfg)
     if cfg.seed is not None:
@@ -52,9 +51,6 @@ def settle(cfg: DictConfig) -> DictConfig:
 
     ``strategy=single`` takes one device whatever ``trainer.devices`` says, so that
     ``-m strategy=dp_custom,single trainer.devices=4`` compares four devices with one.
-
-    Raises:
-        ValueError: ``ckpt_path``, ``init_from`` or ``trainer.devices`` is not usable.
     """
     cfg = cfg.copy()
     _check_checkpoint("ckpt_path", cfg.ckpt_path)
@@ -74,11 +70,7 @@ def settle(cfg: DictConfig) -> DictConfig:
 
 
 def build(cfg: DictConfig) -> Job:
-    """Builds trainer, data and model; the trainer first, as most mistakes are about devices.
-
-    Raises:
-        ValueError: ``init_from`` holds no weights, or not those of this model.
-    """
+    """Builds trainer, data and model; the trainer first, as most mistakes are about devices."""
     if cfg.trainer.get("accelerator") == "sim":
         importlib.import_module("lightning_dp.sim")  # makes Lightning know the accelerator
     callbacks = [*_list_of(cfg.get("callbacks")), SamplesTested()]
@@ -86,18 +78,14 @@ def build(cfg: DictConfig) -> Job:
     data = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
     if cfg.get("init_from") is not None:
-        _load_weights(model, cfg.init_from)
+        try:
+            load_weights(model, cfg.init_from)
+        except RuntimeError as error:
+            raise ValueError(
+                f"init_from: expected weights of {type(model).__qualname__}, got "
+                f"{cfg.init_from!r}, which does not fit. {error}"
+            ) from error
     return Job(trainer, model, data, Path(cfg.paths.output_dir))
-
-
-def _load_weights(model: LightningModule, path: str) -> None:
-    try:
-        load_weights(model, path)
-    except RuntimeError as error:
-        raise ValueError(
-            f"init_from: expected weights of {type(model).__qualname__}, got {path!r}, which does "
-            f"not fit. {error}"
-        ) from error
 
 
 def _first(devices: object) -> int | list[object]:

@@ -46,14 +46,11 @@ class SamplesTested(Callback):
     """Counts the samples that each device gets in a test, where a strategy shares them out.
 
     In forward mode those of the latest spread call of every step count.
-
-    Attributes:
-        per_device: the samples of the latest test; empty if they were not shared out.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.per_device: tuple[int, ...] = ()
+        self.per_device: tuple[int, ...] = ()  # empty if they were not shared out
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the test before."""

@@ -41,11 +41,7 @@ def default_devices(accelerator: str) -> int | str:
 
 
 def check_devices(accelerator: object, devices: object) -> None:
-    """Checks ``trainer.devices`` before anything is built; only CPUs and CUDA devices are known.
-
-    Raises:
-        ValueError: there are no such devices.
-    """
+    """Raises a ValueError, before anything is built, if there are no such CPUs or CUDA devices."""
     gpus = torch.cuda.device_count()
     if devices == "auto" or (accelerator != "cpu" and torch.backends.mps.is_available()):
         return

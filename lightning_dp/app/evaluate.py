@@ -18,9 +18,6 @@ def evaluate(cfg: DictConfig) -> report.Report:
     """Tests ``cfg.ckpt_path``, or what the training in ``cfg.run`` has left.
 
     Leaves the test's metrics in ``cfg.paths.output_dir``.
-
-    Raises:
-        ValueError: an option is not usable; raised before any data is loaded.
     """
     cfg = as_trained(cfg, task_overrides())
     job = begin(cfg)

@@ -2,15 +2,9 @@
 
 
 def check_at_least(key: str, value: object, least: float) -> None:
-    """Raises a ValueError unless the value of an option is so large a number.
-
-    Args:
-        key: the option's name.
-        value: its value.
-        least: the smallest that can be; if it is an integer, the value has to be one too.
+    """Raises a ValueError unless an option is so large; if `least` is an integer, it has to be too.
 
     Example:
-        >>> check_at_least("noise", 0.5, 0.0)
         >>> check_at_least("batch_size", 0.5, 1)
         Traceback (most recent call last):
         ...
@@ -24,13 +18,6 @@ def check_at_least(key: str, value: object, least: float) -> None:
 
 
 def check_multiple(key: str, value: int, factor: int, why: str) -> None:
-    """Raises a ValueError unless a size is a multiple of a factor.
-
-    Example:
-        >>> check_multiple("height", 6, 4, "levels=3")
-        Traceback (most recent call last):
-        ...
-        ValueError: height: expected a multiple of 4, as levels=3, got 6.
-    """
+    """Raises a ValueError, which says why, unless a size is a multiple of a factor."""
     if value % factor:
         raise ValueError(f"{key}: expected a multiple of {factor}, as {why}, got {value}.")

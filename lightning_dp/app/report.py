@@ -24,14 +24,11 @@ C = TypeVar("C", bound=Callback)
 class Report:
     """The outcome of a training or an evaluation.
 
-    Args:
-        metrics: every logged metric's last value; train/... and val/... are the last epoch's.
-        devices: the names of the devices that took part, in order.
-        per_device: what each of them did, under the names in ``metrics.json``; without what did
-            not happen, or what the strategy does not measure.
+    What each device did stands under the names in ``metrics.json``, without what did not happen and
+    what the strategy does not measure.
     """
 
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float]  # every logged one's last value
     devices: tuple[str, ...]
     per_device: Mapping[str, Sequence[float]]
 
@@ -102,7 +99,9 @@ def _draw_devices(trainer: Trainer, folder: Path) -> str | None:
 
 def _show(report: Report, folder: Path, picture: str | None) -> None:
     console = Console()
-    console.print(_metrics_line(report))
+    shown = {k: v for k, v in report.metrics.items() if k.startswith("test/")} or report.metrics
+    figures = [f"{name} [bold]{value:.4f}[/bold]" for name, value in sorted(shown.items())]
+    console.print("   ".join(figures) or "no metrics were logged")
     if report.per_device:
         console.print(_table(report))
     else:
@@ -110,12 +109,6 @@ def _show(report: Report, folder: Path, picture: str | None) -> None:
     for line in (picture, f"run folder: {folder}"):
         if line is not None:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _metrics_line(report: Report) -> str:
-    shown = {k: v for k, v in report.metrics.items() if k.startswith("test/")} or report.metrics
-    figures = (f"{name} [bold]{value:.4f}[/bold]" for name, value in sorted(shown.items()))
-    return "   ".join(figures) or "no metrics were logged"
 
 
 def _table(report: Report) -> Table:

@@ -34,12 +34,13 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
     @functools.wraps(task)
     def program(cfg: DictConfig) -> R:
         if cfg.extras.print_config:
-            _print_config(cfg)
+            rank_zero_only(print)(OmegaConf.to_yaml(cfg, resolve=True))
         try:
             with _own_process_state(), _own_child_processes(), quiet(cfg.extras.quiet):
                 return task(cfg)
         except (KeyboardInterrupt, SystemExit) as stop:
-            if _is_interrupt(stop):
+            # After saving, Lightning makes an exit of it.
+            if any(isinstance(e, KeyboardInterrupt) for e in (stop, stop.__context__)):
                 _print_interrupted(Path(cfg.paths.output_dir))
                 sys.exit(INTERRUPTED)
             raise
@@ -127,15 +128,8 @@ def _does_not_fit(error: Exception, cfg: DictConfig) -> str | None:
 
 def _where_raised(error: Exception) -> tuple[str, str]:
     """The names of the module and of the function that raised an error."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames:
-        return "", ""
-    return str(frames[-1].f_globals.get("__name__")), frames[-1].f_code.co_name
-
-
-def _is_interrupt(stop: BaseException) -> bool:
-    """Whether it is Ctrl-C, which Lightning turns into ``sys.exit(1)`` after saving."""
-    return isinstance(stop, KeyboardInterrupt) or isinstance(stop.__context__, KeyboardInterrupt)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")), frame.f_code.co_name
 
 
 @rank_zero_only
@@ -146,8 +140,3 @@ def _print_interrupted(folder: Path) -> None:
         if checkpoint.is_file():
             print(f"To go on: ckpt_path={checkpoint}", file=sys.stderr)
             return
-
-
-@rank_zero_only
-def _print_config(cfg: DictConfig) -> None:
-    print(OmegaConf.to_yaml(cfg, resolve=True))

@@ -17,22 +17,12 @@ _EVERY = 5
 
 
 def whole_numbers(text: str) -> list[int]:
-    """The `type=` of an option that is whole numbers from 0 on, such as ids of devices.
-
-    Example:
-        >>> whole_numbers("7,9")
-        [7, 9]
-    """
+    """The `type=` of an option that is whole numbers from 0 on, such as the ids "7,9"."""
     return [whole_number(0)(part) for part in text.split(",")]
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """The `type=` of an option that is a whole number of at least so much.
-
-    Example:
-        >>> whole_number(1)("4")
-        4
-    """
+    """The `type=` of an option that is a whole number of at least so much."""
 
     def parse(text: str) -> int:
         if text.strip("-").isdigit() and int(text) >= least:
@@ -45,13 +35,8 @@ def whole_number(least: int) -> Callable[[str], int]:
 class ScriptParser(argparse.ArgumentParser):
     """Parses the options of an example, `--accelerator`, `--devices` and `--epochs` among them.
 
-    An option that cannot be used ends the script with one line on stderr and exit code 2.
-
-    Args:
-        description: what the example does.
-        accelerator: the default of `--accelerator`.
-        devices: the default of `--devices`.
-        epochs: the default of `--epochs`.
+    An option that cannot be used ends the script with one line on stderr and exit code 2. It is
+    made from what the example does and the defaults of these options.
     """
 
     def __init__(
@@ -122,12 +107,7 @@ class Losses(Callback):
 
 @dataclass(frozen=True)
 class ShortFit:
-    """What a few steps have left.
-
-    Args:
-        losses: of every step.
-        steps: what several devices did in them.
-    """
+    """What a few steps have left: their losses, and what several devices did in them."""
 
     losses: list[float]
     steps: list[Period]
@@ -148,19 +128,7 @@ def short_fits(
     devices: int,
     steps: int,
 ) -> dict[str, ShortFit]:
-    """Fits the same model to the same data for a few steps: on one device, and with each split.
-
-    Args:
-        make: makes the model.
-        data: the data.
-        splits: the splits to compare.
-        accelerator: of the devices.
-        devices: their number, but for the first fit.
-        steps: steps of each fit.
-
-    Returns:
-        What each has left, by "1 device" and the names of the splits.
-    """
+    """Fits the same model to the same data for a few steps: on "1 device", and with each split."""
     fits = {}
     for name in ("1 device", *splits):
         L.seed_everything(42, verbose=False)
@@ -193,13 +161,7 @@ def loss_rows(fits: Mapping[str, ShortFit]) -> list[list[str]]:
 
 
 def print_rows(rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table, its columns aligned on the right.
-
-    Example:
-        >>> print_rows([["split", "load"], ["even", "1.301"]])
-        split   load
-         even  1.301
-    """
+    """Prints a table, its columns aligned on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))

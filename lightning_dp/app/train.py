@@ -1,7 +1,6 @@
 """Trains, validates after each epoch and tests the best checkpoint: ``python -m lightning_dp``."""
 
 import hydra
-from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 
 from lightning_dp.app import report
@@ -13,11 +12,7 @@ register_resolvers()
 
 
 def train(cfg: DictConfig) -> report.Report:
-    """Runs the job that ``conf/train.yaml`` describes; results go to ``cfg.paths.output_dir``.
-
-    Raises:
-        ValueError: an option is not usable; raised before any data is loaded.
-    """
+    """Runs the job that ``conf/train.yaml`` describes; results go to ``cfg.paths.output_dir``."""
     job = begin(cfg)
     trainer, per_device = job.trainer, {}
     metrics: dict[str, float] = {}
@@ -27,18 +22,15 @@ def train(cfg: DictConfig) -> report.Report:
         # Read before the test, whose samples are none of training's.
         per_device = report.training_of(trainer)
     if cfg.test:
-        ckpt_path = _best_checkpoint(trainer) if cfg.train else cfg.ckpt_path
+        # If none was written, the weights as they are.
+        best = getattr(trainer.checkpoint_callback, "best_model_path", None) or None
+        ckpt_path = best if cfg.train else cfg.ckpt_path
         trainer.test(job.model, datamodule=job.data, ckpt_path=ckpt_path, verbose=False)
         metrics |= report.metrics_of(trainer)
         per_device |= report.tested_of(trainer)
     result = report.Report(metrics, report.device_names(trainer), per_device)
     report.finish(result, trainer, job.folder)
     return result
-
-
-def _best_checkpoint(trainer: Trainer) -> str | None:
-    """Returns the best checkpoint's path; None (the weights as they are) if none was written."""
-    return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_dp.conf", config_name="train")

@@ -14,12 +14,7 @@ _GROUPS = ("model", "data")
 def as_trained(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Takes the model, the data and the checkpoint of the training in the folder ``cfg.run``.
 
-    Args:
-        cfg: the composed configuration of an evaluation.
-        overrides: what the command line says, which wins.
-
-    Raises:
-        ValueError: it is not known what is to be tested, or the folder is not a training's.
+    What the command line says, in ``overrides``, wins.
     """
     if cfg.run is None:
         if cfg.ckpt_path is None:

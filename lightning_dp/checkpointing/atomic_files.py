@@ -26,12 +26,7 @@ _writing: set[str] = set()  # the names of this process's temporary files
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
-    """The path of a local file; None for an address such as `s3://bucket/file`.
-
-    Example:
-        >>> local_path("file:///tmp/a.ckpt").as_posix(), local_path("s3://bucket/a.ckpt")
-        ('/tmp/a.ckpt', None)
-    """
+    """The path of a local file; None for an address such as `s3://bucket/file`."""
     name = os.fspath(path).removeprefix("file://")
     return None if "://" in name else Path(name)
 
@@ -44,9 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
     new one; before that, all is on the disk. After an error the old file is as it was, and also
     after a crash, which leaves the temporary file: the next writer into the folder removes it.
     A device or pipe, such as `/dev/null`, is no file to be replaced: it is written to itself.
-
-    Raises:
-        OSError: the file cannot be written; it names the file, not the temporary one.
+    An OSError names the file, not the temporary one.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         yield path
@@ -58,7 +51,8 @@ def replacing(path: Path) -> Iterator[Path]:
     _writing.add(name)
     try:
         yield temporary
-        _to_disk(temporary)
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
         _folder_to_disk(path.parent)
     except OSError as error:
@@ -69,11 +63,6 @@ def replacing(path: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # it is gone by now, or was never there
             temporary.unlink()
         _writing.discard(name)
-
-
-def _to_disk(path: Path) -> None:
-    with path.open("r+b") as file:
-        os.fsync(file.fileno())
 
 
 def _folder_to_disk(folder: Path) -> None:

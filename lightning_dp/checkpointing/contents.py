@@ -65,11 +65,7 @@ def is_lightnings(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def find_weights(loaded: Any) -> Mapping[str, Any] | None:
-    """The weights in what a file held; None if there are none.
-
-    Args:
-        loaded: a module, a state dict, or a dict that holds either under one of `WEIGHTS`.
-    """
+    """The weights in what a file held: a module or state, or either under one of `WEIGHTS`."""
     if isinstance(loaded, nn.Module):
         return loaded.state_dict()
     if not isinstance(loaded, Mapping):
@@ -134,10 +130,8 @@ def added_to(checkpoint: Any) -> str | None:
 def rename_states(checkpoint: Any, main: Rename, nested: Rename | None = None) -> Any:
     """The checkpoint with its model states under other names; whatever else is in it stays.
 
-    Args:
-        checkpoint: what a file held; it is not modified.
-        main: renames the model's own state; it returns what it was given if nothing changes.
-        nested: renames model states in other places, such as those of callbacks; None: as `main`.
+    `main` renames the model's own state, and `nested` those in other places, such as callbacks';
+    they return what they were given if nothing changes.
     """
     if is_model_state(checkpoint):
         return main(checkpoint)

@@ -73,11 +73,7 @@ def load_weights(
 
 
 def weights_in(loaded: Any, path: PathLike) -> Mapping[str, Any]:
-    """The weights in what a file held.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The weights in what a file held, or a ValueError that says what it held instead."""
     state = find_weights(loaded)
     if state is None:
         found = type(loaded).__qualname__
@@ -91,17 +87,10 @@ def weights_in(loaded: Any, path: PathLike) -> Mapping[str, Any]:
 
 
 def read(path: PathLike, *, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """What a file holds that torch, Lightning or safetensors wrote.
+    """What a local or remote file holds that torch, Lightning or safetensors wrote.
 
-    Args:
-        path: a local path or an address that fsspec knows.
-        map_location: where tensors go, as in `torch.load`; None for the CPU.
-        weights_only: whether to read tensors and plain values only. None for True, unless the
-            environment has TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD, as in `torch.load`.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is empty, cut short, of another kind, or a pickle that needs code to be run.
+    Tensors go to the CPU unless told otherwise. A ValueError says what is wrong with a file: it is
+    empty, cut short, of another kind, or a pickle that needs code to be run.
     """
     map_location = "cpu" if map_location is None else map_location
     weights_only = is_safe(weights_only)
@@ -119,7 +108,7 @@ def read(path: PathLike, *, map_location: Any = None, weights_only: bool | None 
 
 
 def is_safe(weights_only: bool | None) -> bool:
-    """Whether to read tensors and plain values only: yes, unless somebody has said no."""
+    """Whether to read tensors and plain values only: yes, unless somebody said no, as for torch."""
     if weights_only is None:
         forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0")
         return forced not in ("1", "y", "yes", "true")
@@ -127,11 +116,7 @@ def is_safe(weights_only: bool | None) -> bool:
 
 
 def write(checkpoint: Any, path: Path) -> None:
-    """Writes a checkpoint as `torch.save` does; until it is complete an old file stays.
-
-    Raises:
-        OSError: the file cannot be written: a full disk, say.
-    """
+    """Writes a checkpoint as `torch.save` does; until it is complete an old file stays."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         try:
             torch.save(checkpoint, file)

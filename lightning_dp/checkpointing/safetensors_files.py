@@ -24,12 +24,7 @@ def is_one(head: bytes) -> bool:
 
 
 def read(file: BinaryIO, path: str | os.PathLike[str], map_location: Any) -> dict[str, Tensor]:
-    """The state dict in a file, tied weights tied, in the order that `write` has noted.
-
-    Raises:
-        ImportError: the extra is not installed.
-        ValueError: the file is cut short or damaged.
-    """
+    """The state dict in a file, tied weights tied, in the order that `write` has noted."""
     library = _library()
     name = getattr(file, "name", None)  # a local file needs no copy in memory
     tensors: dict[str, Tensor]
@@ -62,11 +57,6 @@ def write(state: Mapping[str, Any], path: Path) -> None:
     """Writes a state dict; of tied weights one is written, and which are tied to it is noted.
 
     Until the file is complete an old one stays.
-
-    Raises:
-        ImportError: the extra is not installed.
-        OSError: the file cannot be written.
-        ValueError: a value is no tensor, or one that the format does not hold.
     """
     library = _library()
     from safetensors import SafetensorError
@@ -87,17 +77,11 @@ def write(state: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_value(key: str, value: Any, path: Path) -> None:
-    found = None
-    if not isinstance(value, Tensor):
-        found = f"of type {type(value).__qualname__}"
-    elif (
-        value.is_meta or value.layout is not torch.strided or value.is_nested or value.is_quantized
-    ):
-        found = "which is sparse, nested, quantized or on the device meta"
-    if found is not None:
+    dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
+    if not dense or value.is_nested or value.is_quantized:
         raise ValueError(
             f"{path}: expected tensors only, dense ones with values, as the format holds no "
-            f"others; got {key!r} {found}. Write a .pt or .ckpt file."
+            f"others; got {key!r} of type {type(value).__qualname__}. Write a .pt or .ckpt file."
         )
 
 
@@ -110,7 +94,8 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
     tensors: dict[str, Tensor] = {}
     storages: set[Any] = set()
     for key, tensor in values.items():
-        first = kept.setdefault(_memory_of(tensor) if tensor.numel() else key, key)
+        memory = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        first = kept.setdefault(memory if tensor.numel() else key, key)
         if first != key:
             notes[key] = first
             continue
@@ -121,10 +106,6 @@ def _untied(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, s
         storages.add(place)
         tensors[key] = (tensor if own else tensor.clone()).cpu().contiguous()
     return tensors, notes
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _notes(file: BinaryIO) -> dict[str, str]:

@@ -20,11 +20,7 @@ _CHECKPOINT_KEY = "lightning_dp"
 
 
 class CheckpointMixin(OneProcessMixin):
-    """Saves clean names, loads any, and keeps what a split has learnt.
-
-    Attributes:
-        split_policy: the split.
-    """
+    """Saves clean names, loads any, and keeps what a split has learnt."""
 
     split_policy: SplitPolicy
 

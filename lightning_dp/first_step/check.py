@@ -31,22 +31,13 @@ _SCALE = 256.0
 
 @dataclass(frozen=True)
 class FirstStep:
-    """What the check of the first step has found.
+    """What the check of the first step has found."""
 
-    Attributes:
-        sizes: samples per device.
-        difference: relative differences of loss and gradient between the split batch and the root
-            alone; None if nothing was compared.
-        tolerance: up to which they are rounding.
-        causes: what makes the difference, each with what to choose; empty if there is none.
-        not_checked: why nothing was compared.
-    """
-
-    sizes: Sizes = ()
-    difference: Difference | None = None
-    tolerance: float = 0.0
-    causes: Mapping[str, str] = field(default_factory=dict)
-    not_checked: str = ""
+    sizes: Sizes = ()  # samples per device
+    difference: Difference | None = None  # of the split batch; None if nothing was compared
+    tolerance: float = 0.0  # up to which it is rounding
+    causes: Mapping[str, str] = field(default_factory=dict)  # each with what to choose
+    not_checked: str = ""  # why nothing was compared
 
     @property
     def is_same(self) -> bool:
@@ -125,10 +116,7 @@ class Runs:
     ) -> Outcome:
         """The step on the root, of the whole batch or of one shard of it, as on one device.
 
-        Args:
-            shard: of which device; None for the batch.
-            off: turns layers off.
-            seed: of other random numbers than those of the other runs.
+        Layers may be turned off; with a seed random numbers are others than in the other runs.
         """
         return self._run(lambda: self._step_alone(shard), off, seed)
 

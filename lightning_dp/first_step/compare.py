@@ -12,15 +12,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training step came to.
-
-    Attributes:
-        loss: its value.
-        gradient: that of all parameters as one vector, on the CPU; 0 where a parameter has none.
-    """
+    """What a training step came to."""
 
     loss: float
-    gradient: Tensor
+    gradient: Tensor  # of all parameters as one vector, on the CPU; 0 where a parameter has none
 
     @classmethod
     def of(cls, loss: Tensor, parameters: Sequence[nn.Parameter]) -> Outcome:
@@ -36,12 +31,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one outcome is off another one, relative to that.
-
-    Attributes:
-        loss: |a - b| / |b|.
-        gradient: the same with norms over all parameters.
-    """
+    """How far an outcome a is off another one b: |a - b| / |b|, with norms over all parameters."""
 
     loss: float
     gradient: float

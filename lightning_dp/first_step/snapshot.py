@@ -42,12 +42,8 @@ class Snapshot:
     they are found from the module on; and the states of Python's, NumPy's and torch's random
     generators, of all devices named and of those that hang on the module.
 
-    Values are kept on the CPU: it takes no memory of the devices.
-
-    Args:
-        module: the module; gradients are None and hooks of parameters off until `end`.
-        devices: whose random generators count.
-        others: containers that a step reaches though they do not hang on the module.
+    Values are kept on the CPU: it takes no memory of the devices. Until `end` gradients are None,
+    and hooks of parameters off. Others are containers that a step reaches past the module.
     """
 
     def __init__(

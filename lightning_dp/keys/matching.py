@@ -27,14 +27,13 @@ class Score(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """What is done with a pair of nodes: their children are paired, or a wrapper stepped over."""
+    """A wrapper stepped over: the pair of nodes to go on with. None: their children are paired."""
 
-    kind: str  # "pair" | "strip" | "add"
-    node: Node | None = None
+    source: Node
+    target: Node
+    added: bool
     name: str = ""
-
-
-_PAIR = _Move("pair")
+    """What the reference's wrapper adds to a path."""
 
 
 def match_keys(
@@ -43,10 +42,7 @@ def match_keys(
     """Names the keys as the reference does, wherever a match can be found.
 
     Two keys may get the same name. Keys that the reference does not have lose the wrappers that
-    those beside them lose. Prefixes are what wrappers put before keys, each with its dot.
-
-    Raises:
-        ValueError: a key fits in two places equally well.
+    those beside them lose. One that fits in two places equally well raises a ValueError.
     """
     own = set(reference)
     if set(keys) == own:
@@ -110,7 +106,7 @@ class _Matcher:
 
     def __init__(self, wrappers: Sequence[Wrapper]) -> None:
         self._wrappers = wrappers
-        self._found: dict[tuple[int, int, bool], tuple[Score, list[_Move]]] = {}
+        self._found: dict[tuple[int, int, bool], tuple[Score, list[_Move | None]]] = {}
         self._pairs: dict[tuple[int, int, bool], dict[str, str]] = {}
         # Holds on to what it has made: ids of nodes are keys above.
         self._without: dict[tuple[int, Wrapper], Inner | None] = {}
@@ -119,7 +115,7 @@ class _Matcher:
         """How well two nodes match at best."""
         return self._best(source, target, added)[0]
 
-    def _best(self, source: Node, target: Node, added: bool) -> tuple[Score, list[_Move]]:
+    def _best(self, source: Node, target: Node, added: bool) -> tuple[Score, list[_Move | None]]:
         """The best score and all moves that reach it.
 
         Wrappers of the source are stepped over first, and none any more once one of the reference
@@ -130,19 +126,18 @@ class _Matcher:
             self._found[key] = self._search(source, target, added)
         return self._found[key]
 
-    def _search(self, source: Node, target: Node, added: bool) -> tuple[Score, list[_Move]]:
+    def _search(self, source: Node, target: Node, added: bool) -> tuple[Score, list[_Move | None]]:
         score = self._score_pair(source, target)
         if score.matched == min(source.size, target.size) and not score.wrappers:
-            return score, [_PAIR]  # nothing is better
-        options = [(score, _PAIR)]
+            return score, [None]  # nothing is better
+        options: list[tuple[Score, _Move | None]] = [(score, None)]
         for wrapper in self._wrappers:
-            name = ".".join(wrapper)
             if not added and (found := self._step_over(source, wrapper)):
                 score = _worse(self.score(found.node, target), found.alone)
-                options.append((score, _Move("strip", found.node, name)))
+                options.append((score, _Move(found.node, target, False)))
             if found := self._step_over(target, wrapper):
                 score = _worse(self.score(source, found.node, True), found.alone)
-                options.append((score, _Move("add", found.node, name)))
+                options.append((score, _Move(source, found.node, True, ".".join(wrapper))))
         best = max(score for score, _ in options)
         return best, [move for score, move in options if score == best]
 
@@ -174,14 +169,12 @@ class _Matcher:
     def _rename(self, source: Node, target: Node, added: bool, name: str, found: Renaming) -> None:
         move, *others = self._best(source, target, added)[1]
         if others:
-            _check_same([self._pairs_by(source, target, added, m) for m in (move, *others)])
+            _check_same([self._pairs_by(source, target, m) for m in (move, *others)])
         found.modules.update(dict.fromkeys(source.paths, name))
-        if move.kind == "strip" and move.node:
-            self._rename(move.node, target, False, name, found)
-        elif move.kind == "add" and move.node:
-            self._rename(source, move.node, True, join(name, move.name), found)
-        else:
+        if move is None:
             self._rename_children(source, target, name, found)
+        else:
+            self._rename(move.source, move.target, move.added, join(name, move.name), found)
 
     def _rename_children(self, source: Node, target: Node, name: str, found: Renaming) -> None:
         for leaf, keys in source.leaves.items():
@@ -195,12 +188,10 @@ class _Matcher:
             else:
                 self._rename(child, other, False, other.paths[0], found)
 
-    def _pairs_by(self, source: Node, target: Node, added: bool, move: _Move) -> dict[str, str]:
+    def _pairs_by(self, source: Node, target: Node, move: _Move | None) -> dict[str, str]:
         """Which key matches which, after a move and the best ones that follow it."""
-        if move.kind == "strip" and move.node:
-            return self._pairs_of(move.node, target, False)
-        if move.kind == "add" and move.node:
-            return self._pairs_of(source, move.node, True)
+        if move is not None:
+            return self._pairs_of(move.source, move.target, move.added)
         pairs: dict[str, str] = {}
         for leaf in source.leaves.keys() & target.leaves.keys():
             pairs.update(dict.fromkeys(source.leaves[leaf], target.leaves[leaf][0]))
@@ -212,7 +203,7 @@ class _Matcher:
         key = (id(source), id(target), added)
         if key not in self._pairs:
             move = self._best(source, target, added)[1][0]
-            self._pairs[key] = self._pairs_by(source, target, added, move)
+            self._pairs[key] = self._pairs_by(source, target, move)
         return self._pairs[key]
 
 

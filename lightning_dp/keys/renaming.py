@@ -45,12 +45,7 @@ class Renaming:
 
 
 def join(*steps: str) -> str:
-    """A path of steps, without the empty ones.
-
-    Example:
-        >>> join("net", "", "fc.weight")
-        'net.fc.weight'
-    """
+    """A path of steps, without the empty ones."""
     return ".".join(step for step in steps if step)
 
 

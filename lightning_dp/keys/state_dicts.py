@@ -82,8 +82,7 @@ def renaming_like(
 def renamed(state_dict: Mapping[str, Any], renaming: Renaming) -> OrderedDict[str, Any]:
     """The same values under other names, with the state's `_metadata`.
 
-    Raises:
-        ValueError: two keys with different values get the same name.
+    Two keys with different values that get the same name raise a ValueError.
     """
     found: OrderedDict[str, Any] = OrderedDict()
     sources: dict[str, str] = {}
@@ -105,11 +104,7 @@ def renamed(state_dict: Mapping[str, Any], renaming: Renaming) -> OrderedDict[st
 
 
 def keys_of(reference: nn.Module | Mapping[str, Any] | Iterable[str]) -> list[str]:
-    """The keys that a reference asks for.
-
-    Raises:
-        TypeError: it is no module, state dict or collection of keys.
-    """
+    """The keys that a reference asks for."""
     if isinstance(reference, nn.Module):
         return list(reference.state_dict())
     keys = [] if isinstance(reference, str | Tensor) else list(reference)
@@ -182,9 +177,4 @@ def _is_same_tensor(one: Tensor, other: Tensor) -> bool:
         return kinds[0] == kinds[1]
     if one.layout is not torch.strided:
         one, other = one.to_dense(), other.to_dense()
-    other = other.to(one.device)
-    if torch.equal(one, other):
-        return True
-    if not (one.is_floating_point() or one.is_complex()):
-        return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.allclose(one, other.to(one.device), rtol=0, atol=0, equal_nan=True)

@@ -35,24 +35,19 @@ class DataParallelMonitor(Callback):
     so that nothing between two rows is lost. `<device>` is the name of the device (`cuda:1`), and
     for a device with several replicas its name and the replica's number (`cpu/replica_2`).
 
-    A step is a call of `training_step`: with gradient accumulation each micro-batch, and for a
-    closure that is evaluated several times each of them. In forward mode it is a spread call of
-    the module, and its time that of the forward alone. When a device is busy is told
+    A step is a call of `training_step`: each micro-batch of gradient accumulation, each evaluation
+    of a closure. In forward mode it is a spread call of the module, and its time the forward's.
+    When a device is busy is told
 
     - by its own clock, on simulated devices with a speed;
-    - by events on GPUs: from the step's start until the device is through with it, so that gaps in
-      between count as busy;
-    - elsewhere by the calls of its worker: on the CPU forward and backward, and what the step does
-      besides (logs, the joint loss) counts as waiting, as do the other replicas' turns where
-      replicas run one after another; on other devices the forward.
-
-    Nothing waits for a GPU until training ends: a row may be without the steps that GPUs are still
-    at.
+    - by events on GPUs, from the step's start until the device is through with it, gaps included;
+      nothing waits for a GPU until training ends, so that a row may be without the latest steps;
+    - elsewhere by the calls of its worker: on the CPU forward and backward, so that the rest of the
+      step (logs, the joint loss, other replicas' turns) counts as waiting; else the forward.
 
     Args:
         max_points: how many points over time are kept for the picture, at least 2. In longer
-            trainings each point stands for several steps, so that memory stays bounded; `total`
-            is of all steps.
+            trainings each stands for several steps.
 
     Raises:
         ValueError: `max_points` is not an integer of at least 2.

@@ -11,16 +11,9 @@ from lightning_dp.parallel.split import StepUsage
 
 @dataclass(frozen=True)
 class Period:
-    """What the devices did over some training steps; one entry per replica, root first.
+    """What the devices did over some training steps together; one entry per replica, root first.
 
     Periods are added with `+`; an empty one changes nothing.
-
-    Attributes:
-        steps: how many training steps.
-        samples: the samples of all steps.
-        busy_seconds: how long the replica's device worked, in all steps together.
-        waiting_seconds: how long it had nothing to do meanwhile.
-        peak_bytes: the most bytes in use on its device in any of the steps; 0 where none counts.
 
     Example:
         >>> step = StepUsage((3, 1), (0.75, 0.25), step_seconds=0.75, peak_bytes=(10, 20))
@@ -34,8 +27,8 @@ class Period:
     steps: int = 0
     samples: tuple[int, ...] = ()
     busy_seconds: tuple[float, ...] = ()
-    waiting_seconds: tuple[float, ...] = ()
-    peak_bytes: tuple[int, ...] = ()
+    waiting_seconds: tuple[float, ...] = ()  # in which its device had nothing to do, as others did
+    peak_bytes: tuple[int, ...] = ()  # the most in use in any of the steps; 0 where none counts
 
     @classmethod
     def of(cls, step: StepUsage) -> Period:
@@ -74,15 +67,9 @@ class Period:
 
 
 class History:
-    """Periods in order: few enough to keep and to draw, however long the training is.
+    """At most so many periods, oldest first: few enough to draw, however long the training is.
 
     All but the latest span equally many steps. When there are too many, every two become one.
-
-    Args:
-        limit: how many periods at most; at least 2.
-
-    Attributes:
-        periods: the periods, oldest first. Their sum is the sum of all that was added.
 
     Example:
         >>> history = History(limit=4)

@@ -33,9 +33,6 @@ def draw(
     """Draws a training, in total and over time, into a PNG file in a folder that may be new.
 
     Devices and capacities (in bytes; 0 where nobody knows) are those of the replicas, root first.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -91,17 +88,10 @@ def headline(devices: Sequence[str], total: Period) -> str:
 
 
 def memory_unit(size: int) -> tuple[float, str]:
-    """How many of a unit a byte is, and its name, for sizes of about so many bytes.
-
-    Example:
-        >>> memory_unit(3 * 2**30)[1], memory_unit(2**20)[1], memory_unit(5)[1]
-        ('GiB', 'MiB', 'KiB')
-    """
-    power, name = next(
-        ((power, name) for power, name in ((30, "GiB"), (20, "MiB")) if size >= 2**power),
-        (10, "KiB"),
-    )
-    return 1 / 2**power, name
+    """How many of a unit a byte is, and its name, for sizes of about so many bytes."""
+    if size >= 2**30:
+        return 1 / 2**30, "GiB"
+    return (1 / 2**20, "MiB") if size >= 2**20 else (1 / 2**10, "KiB")
 
 
 def _shares(axes: Any, names: Sequence[str], periods: Sequence[Period]) -> None:

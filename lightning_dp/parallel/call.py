@@ -12,35 +12,28 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, to_device
-from lightning_dp.parallel.replicas import ParameterCopies
+from lightning_dp.parallel.replicas import ParameterCopies, Replicas
 from lightning_dp.parallel.workers import Task
 
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
 """Moves one shard to a device."""
 
+StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
+"""Of the replicas, what is called, the shards, and whether it is a rerun."""
+
 
 class ReplicaCall(ABC):
     """One step's call, for `Engine.step`.
 
-    Args:
-        name: of what is called, for errors and for the executor's choice.
-        training: whether the module trains, and may leave buffers behind.
-        transfer: moves a shard to a device.
-
-    Attributes:
-        has_backward: whether the step ends with the backward of a joint loss.
-        copied_parameters: which parameters replicas elsewhere copy, see `Replicas.refresh`.
+    By its name errors call it, and the executor chooses how it runs. In training the module may
+    leave buffers behind.
     """
 
-    has_backward: ClassVar[bool] = False
-    copied_parameters: ParameterCopies = "changed"
+    has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
+    copied_parameters: ParameterCopies = "changed"  # by replicas elsewhere
 
     def __init__(
-        self,
-        name: str,
-        *,
-        training: bool = False,
-        transfer: Transfer = to_device,
+        self, name: str, *, training: bool = False, transfer: Transfer = to_device
     ) -> None:
         self.name = name
         self.training = training
@@ -58,15 +51,11 @@ class ReplicaCall(ABC):
         self, modules: Sequence[nn.Module], shards: Shards, devices: Sequence[torch.device]
     ) -> list[Task]:
         """The calls of the replicas that work."""
-        return [
-            Task(
-                k,
-                devices[k],
-                partial(self.on_replica, modules[k], shards.parts[k]),
-                partial(shards.place, self.name, k),
-            )
-            for k in shards.active
-        ]
+        tasks = []
+        for k in shards.active:
+            call = partial(self.on_replica, modules[k], shards.parts[k])
+            tasks.append(Task(k, devices[k], call, partial(shards.place, self.name, k)))
+        return tasks
 
     @abstractmethod
     def gather(self, outputs: list[Any], shards: Shards) -> Any:

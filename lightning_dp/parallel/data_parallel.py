@@ -102,9 +102,8 @@ class DataParallel(nn.Module, Generic[Module]):
         check_overrides(gather_overrides)
         super().__init__()
         self.module = module
-        self.devices = (
-            all_devices() if device_ids is None else resolve_devices(device_ids, "device_ids")
-        )
+        ids = all_devices() if device_ids is None else device_ids
+        self.devices = resolve_devices(ids, "device_ids")
         self.device_ids = [device.index for device in self.devices]
         self.output_device = resolve_output_device(output_device, self.devices)
         self.dim = dim
@@ -117,15 +116,9 @@ class DataParallel(nn.Module, Generic[Module]):
             "overrides": gather_overrides,
         }
         capacities = partial(memory_capacities, self.devices)
-        split_policy(
-            split, weights, self.devices, capacities
-        )  # a wrong number of weights is told now
-        self._split = (
-            split,
-            weights,
-            self.devices,
-            capacities,
-        )  # the policy itself cannot be pickled
+        # A wrong number of weights is told now; the policy itself cannot be pickled.
+        self._split = (split, weights, self.devices, capacities)
+        split_policy(*self._split)
         self._engine: ForwardParallel | None = None
         self._identity = id(self)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]

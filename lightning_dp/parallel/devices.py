@@ -24,18 +24,9 @@ def all_devices() -> list[torch.device]:
 
 
 def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list[torch.device]:
-    """Turns what the user wrote into existing devices; an entry may repeat.
+    """Turns what the user wrote into existing devices, or raises a ValueError that names `key`.
 
-    Args:
-        devices: at least one device. An integer is an id of this machine's accelerator.
-        key: the name of the option, for errors.
-
-    Raises:
-        ValueError: the list is empty, or an entry is malformed or names no device of this machine.
-
-    Example:
-        >>> resolve_devices(["cpu", "cpu"])
-        [device(type='cpu'), device(type='cpu')]
+    An integer is an id of this machine's accelerator; an entry may repeat.
     """
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
         raise ValueError(
@@ -50,20 +41,9 @@ def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list
 def resolve_output_device(
     output_device: DeviceLike | None, devices: Sequence[torch.device]
 ) -> torch.device:
-    """The device where loss, logs and gathered outputs end up.
+    """The device where loss, logs and gathered outputs end up: the root, unless told otherwise.
 
-    Args:
-        output_device: None for the root device; a device or its name; an integer for the id of a
-            device of the root's type (for CPU replicas, which all share one memory, the index of
-            a replica).
-        devices: the replicas' devices, root first.
-
-    Raises:
-        ValueError: there is no such device.
-
-    Example:
-        >>> resolve_output_device(None, [torch.device("cpu")])
-        device(type='cpu')
+    An integer is the id of a device of the root's type; for CPU replicas, the index of a replica.
     """
     if output_device is None:
         return devices[0]
@@ -154,11 +134,7 @@ def memory_capacity(device: torch.device) -> int:
 
 
 def memory_capacities(devices: Sequence[torch.device]) -> list[int]:
-    """The `memory_capacity` of each device; zeros if all are the CPU, whose memory is shared.
-
-    Raises:
-        ValueError: some of the devices do not count their memory.
-    """
+    """The `memory_capacity` of each device; zeros if all are the CPU, whose memory is shared."""
     on_cpu = all(device.type == "cpu" for device in devices)
     unknown = [] if on_cpu else [str(d) for d in devices if not counts_memory(d)]
     if unknown:
@@ -264,15 +240,7 @@ def _hint(device: torch.device) -> str:
 
 
 def explain_cuda_ids(visible: str | None) -> str:
-    """Which GPU an id means, for an error about ids that do not exist.
-
-    Args:
-        visible: the value of the environment variable CUDA_VISIBLE_DEVICES, None if it is not set.
-
-    Example:
-        >>> explain_cuda_ids("7,9").split(": ")[1].split(".")[0]
-        "the machine's GPU 7 is id 0 in this process, GPU 9 is id 1"
-    """
+    """Which GPU an id means where CUDA_VISIBLE_DEVICES is `visible`, for errors about ids."""
     if not visible:
         return (
             "Ids count the machine's GPUs from 0, as nvidia-smi lists them. Choose among those, "

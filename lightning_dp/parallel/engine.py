@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,9 @@ from lightning_dp.parallel.batch import (
     infer_for,
     sample_costs,
     to_device,
+    warn_of_nothing_to_cut,
 )
-from lightning_dp.parallel.call import ReplicaCall, Transfer
+from lightning_dp.parallel.call import ReplicaCall, StepContext, Transfer
 from lightning_dp.parallel.gradients import (
     Buffers,
     JointBackward,
@@ -50,9 +50,6 @@ from lightning_dp.parallel.replicas import (
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
 from lightning_dp.parallel.torch_private import BatchNorm
 from lightning_dp.parallel.workers import Calls, Executor, ExecutorName
-
-StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
-"""Of the replicas, what is called, the shards, and whether it is a rerun."""
 
 
 class Engine:
@@ -76,18 +73,6 @@ class Engine:
         expects_samples: whether to warn of batches in which there is nothing to cut.
         context: entered around every apply; for what the replicas leave behind besides their
             outputs. A rerun has done so before, and is to leave nothing.
-
-    Attributes:
-        on_cpu: whether all replicas are on the CPU.
-        reducer: brings gradients and buffers to the root.
-        planner: decides which samples go where.
-        meter: what the devices do in training.
-        last_sizes: samples per device in the latest apply.
-        ranges: the stages, as profilers see them.
-        calls: of the replicas, in the latest apply.
-        interrupted: the gradient of the joint loss whose backward began and has not ended.
-        dims: what is known of each kind of step, of what counts its samples.
-        join: joins outputs of the replicas, see `gather`.
     """
 
     def __init__(
@@ -114,9 +99,9 @@ class Engine:
         self.replicas = Replicas(module, devices, rules, before_rebuild=reduce_gradients)
         self.reducer = Reducer(self.replicas, buffers)
         self.on_cpu = all(device.type == "cpu" for device in devices)
-        self.last_sizes: Sizes = ()
-        self.ranges = Ranges()
-        self.calls = Calls()
+        self.last_sizes: Sizes = ()  # samples per device in the latest apply
+        self.ranges = Ranges()  # the stages, as profilers see them
+        self.calls = Calls()  # of the replicas, in the latest apply
         self.meter = Meter(devices)
         self.planner = Planner(len(devices), split)
         if self.planner.learns:
@@ -134,6 +119,7 @@ class Engine:
         self._expects_samples = expects_samples
         self._context = context
         self._stale = set(range(len(devices)))
+        # The gradient of the joint loss whose backward began and has not ended.
         self.interrupted: Tensor | None = None
 
     # The flow
@@ -178,22 +164,14 @@ class Engine:
     def plan(self, batch: Any, *, training: bool = True, telling: bool = False) -> Plan:
         """Decides which samples each device gets, once for everything in the batch.
 
-        A module may say by a method `batch_size(batch)` how many samples there are.
-
-        Args:
-            batch: as the user's code has it.
-            training: whether it is trained on.
-            telling: whether shards are to be unequal, to show what counts samples.
+        A module may say by a method `batch_size(batch)` how many samples there are. If they are to
+        be `telling`, shards are unequal, which shows what counts samples.
         """
         self.planner.learn(self.meter.latest)
         self._forget_step()
         n, reading = infer_for(self.module, batch, self._dim, columns=self._columns)
         if n is None and self._expects_samples:
-            warnings.warn(
-                "The batch has no tensor and no list that could be cut: it runs on the root "
-                f"device alone. Yield tensors whose dim {self._dim} counts the samples.",
-                stacklevel=2,
-            )
+            warn_of_nothing_to_cut(self._dim)
         if not n:
             return self.planner.whole()
         costs = partial(sample_costs, self.module, batch, n, self._cost_key)
@@ -210,14 +188,8 @@ class Engine:
     ) -> Shards:
         """Cuts a batch and moves each shard to its device.
 
-        A module may cut itself, by a method `split_batch(batch, sizes)` that returns one shard
-        for each of the sizes.
-
-        Args:
-            batch: what is cut; one in which there is nothing to cut goes to the root alone.
-            transfer: moves a shard to its device.
-            plan: which samples go where; None to decide it.
-            dims: what is known of this kind of step.
+        A batch in which there is nothing to cut goes to the root alone. A module may cut itself, by
+        a method `split_batch(batch, sizes)` that returns one shard for each of the sizes.
         """
         dims = dims or self.dims.of("", training=True)
         plan = plan or self.plan(batch, telling=dims.asks)
@@ -245,6 +217,10 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(active, parameters=copied, buffers=buffers)
         self._stale -= stale
+        in_threads = self._executor.choose(call.name, len(active))
+        if call.training:
+            # Where no two backwards run at once, they accumulate into the root's own gradients.
+            self.replicas.share_parameters(call.has_backward and not in_threads)
         call.begin(shards)
         return self.replicas.modules
 
@@ -260,7 +236,7 @@ class Engine:
         context = self._context(self.replicas, call.name, shards, self._is_rerun)
         with context, self.replicas.writing() if training else nullcontext():
             tasks = call.tasks(modules, shards, self.devices)
-            outputs = self._executor.run(call.name, tasks, calls=self.calls)
+            outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
         if training:
             self.reducer.after_forward(shards)
             self.meter.count(shards.sizes)

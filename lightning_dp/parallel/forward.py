@@ -23,20 +23,12 @@ class ForwardParallel(RecoveringEngine):
     parameters and the arguments. Hooks of the module itself see whole arguments and outputs.
 
     0-dim outputs are stacked to shape [K], one entry for each replica that had samples, unless
-    `overrides` says otherwise. A call without anything to cut runs on the root alone.
+    `overrides` says otherwise. A call without anything to cut runs on the root alone. Calls of the
+    `parallel_modules` are spread too, where they do not come from a call that is spread already.
 
-    Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first; an entry may repeat.
-        parallel_modules: names of submodules whose calls are spread too, when the call does not
-            come from a call that is spread already.
-        always_copies: whether calls in evaluation, too, copy the weights that can be trained, even
-            if they look unchanged. Who does not leave it to `resync` when weights may have been
-            written through `.data` needs it.
-        options: those of `Engine`.
-
-    Raises:
-        ValueError: a name in `parallel_modules` is not one of a submodule.
+    With `always_copies` calls in evaluation, too, copy the weights that can be trained, even if
+    they look unchanged. Who does not leave it to `resync` when weights may have been written
+    through `.data` needs it.
 
     Example:
         >>> cpu = torch.device("cpu")
@@ -129,11 +121,7 @@ class ForwardParallel(RecoveringEngine):
 class SpreadCall(ReplicaCall):
     """Calls `forward` of a submodule on all replicas, each with its shard of the arguments.
 
-    Args:
-        engine: runs it.
-        path: the submodule's name; "" for the module itself.
-        num_args: how many of the arguments, which are one dict, go by position.
-        training: whether any submodule trains.
+    These are one dict; the first `num_args` go by position.
     """
 
     def __init__(

@@ -32,7 +32,6 @@ from lightning_dp.parallel.gradients import (
 from lightning_dp.parallel.links import gradients_on
 from lightning_dp.parallel.step import EvaluationStep
 from lightning_dp.parallel.torch_private import norm_of_each, version
-from lightning_dp.parallel.workers import Rendezvous
 
 T = TypeVar("T")
 
@@ -66,16 +65,14 @@ class ManualStep(EvaluationStep):
 
     def joined(self, outputs: Sequence[Any]) -> Any:
         """What one device would have, where the replicas have `outputs`."""
-        engine, shards = self.engine, self.shards
+        engine = self.engine
         if engine.loss_reduction == "sum" and isinstance(outputs[0], Tensor):
             return gather(outputs, engine.output_device, overrides={"": "sum"})
         if isinstance(outputs[0], Tensor) and items_of(outputs[0]) is not None:
             return join_losses(self._graphs(outputs), engine.output_device)
-        sizes, order = shards.active_sizes, shards.active_order
-        return engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
+        return super().gather(list(outputs), self.shards)
 
     def _graphs(self, losses: Sequence[Tensor]) -> list[Graph]:
-        """The losses of all replicas, with their weights."""
         counts = agreed_items([items_of(loss) for loss in losses])
         reduction = self.engine.loss_reduction
         weights = loss_weights(self.shards.active_sizes, reduction, counts)
@@ -94,29 +91,20 @@ class ManualStep(EvaluationStep):
         self.engine.replicas.refresh_parameters(self.shards.active)
         self._gradients.follow()
 
-    def in_replicas(self, rendezvous: Rendezvous, functions: Sequence[Callable[[], Any]]) -> Any:
+    def in_replicas(self, functions: Sequence[Callable[[], Any]]) -> Any:
         """Lets the replicas make a call as a part of their steps; what one device would have."""
         self.follow()
-        results = rendezvous.call(functions, as_replicas=True)
+        results = self.engine.calls.rendezvous.call(functions, as_replicas=True)
         self._gradients.adopt()
         return self.joined(results)
 
     def backward(
-        self,
-        rendezvous: Rendezvous,
-        losses: Sequence[Tensor],
-        inputs: Sequence[Any],
-        call: Callable[[Tensor], T],
+        self, losses: Sequence[Tensor], inputs: Sequence[Any], call: Callable[[Tensor], T]
     ) -> T:
-        """A backward of the losses of all replicas.
+        """A backward of the losses of all replicas: of the joint loss, which `call` is given.
 
-        Args:
-            rendezvous: where the replicas wait.
-            losses: one for each of them, of one element; a mean over its samples (or their sum,
-                as `loss_reduction` has it), or over as many items as its attribute `num_items`
-                tells.
-            inputs: for each, the parameters that are to get gradients; None for all.
-            call: what is done with the joint loss, whose backward is theirs.
+        Each is a mean over its samples (or their sum, as `loss_reduction` has it), or over as many
+        items as its attribute `num_items` tells. Without `inputs`, all parameters get gradients.
         """
         for loss in losses:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -129,18 +117,13 @@ class ManualStep(EvaluationStep):
         with torch.no_grad():
             joint = join_losses(graphs, self.engine.output_device)
         if any([loss.requires_grad for loss in losses]):
-            run = partial(self._backward, rendezvous, inputs)
-            backward = JointBackward(self.name, self.shards, graphs, rendezvous.crossed, run)
-            joint = backward.attach(joint)
+            run = partial(self._backward, inputs)
+            crosses = self.engine.calls.crossed
+            joint = JointBackward(self.name, self.shards, graphs, crosses, run).attach(joint)
         return self.once(lambda: call(joint))
 
     def _backward(
-        self,
-        rendezvous: Rendezvous,
-        inputs: Sequence[Any],
-        joint: JointBackward,
-        gradient: Tensor,
-        keep_graph: bool,
+        self, inputs: Sequence[Any], joint: JointBackward, gradient: Tensor, keep_graph: bool
     ) -> None:
         reducer = self.engine.reducer
         reducer.before_backward()
@@ -148,13 +131,13 @@ class ManualStep(EvaluationStep):
         if joint.crosses or not self.engine.on_cpu:
             backward_at_once(joint.graphs, gradient, keep_graph, _all_of(inputs))
         else:
-            calls = dict.fromkeys(self.shards.active, _nothing)
             own_inputs = dict(zip(self.shards.active, inputs, strict=True))
+            calls: dict[int, Callable[[], Any]] = dict.fromkeys(self.shards.active, lambda: None)
             for graph in joint.graphs:
                 options = {"retain_graph": keep_graph, "inputs": own_inputs[graph.replica]}
                 backward = partial(graph.loss.backward, gradient * graph.weight, **options)
                 calls[graph.replica] = backward
-            rendezvous.call(list(calls.values()), as_replicas=False)
+            self.engine.calls.rendezvous.call(list(calls.values()), as_replicas=False)
         reducer.after_backward()
         self._gradients.put_back()
 
@@ -162,10 +145,7 @@ class ManualStep(EvaluationStep):
 class _FollowedGradients:
     """Gradients of the root, of which the replicas that work have copies.
 
-    Args:
-        parameters: the parameters of each replica, root first.
-        active: the replicas that work. The first of them leads: what its code does to its
-            gradients is done to the root's.
+    The first of these leads: what its code does to its gradients is done to the root's.
     """
 
     def __init__(self, parameters: Sequence[Sequence[nn.Parameter]], active: Sequence[int]) -> None:
@@ -275,7 +255,3 @@ def _all_of(inputs: Sequence[Any]) -> list[Tensor] | None:
     if all(own is None for own in inputs):
         return None
     return [x for own in inputs for x in ([own] if isinstance(own, Tensor) else own or ())]
-
-
-def _nothing() -> None:
-    return None

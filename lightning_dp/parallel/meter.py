@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from operator import sub
 from typing import Any
 
 import torch
@@ -29,51 +30,37 @@ _UNTAKEN = 1024
 
 
 class PeakMemory:
-    """The most bytes in use on each device: since the last restart, and since ever.
-
-    Args:
-        devices: the replicas' devices; an entry may repeat.
-    """
+    """The most bytes in use on each device: since the last restart, and since ever."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
         self._before = [0] * len(self._devices)
-        self._reset()
+        self.forget()
 
     def restart(self) -> None:
         """A new window begins."""
         self._before = self.overall()
-        self._reset()
+        self.forget()
 
     def forget(self) -> None:
         """What was in use since the last restart does not count."""
-        self._reset()
+        for device in set(self._devices):
+            reset_peak_memory(device)
 
     def window(self) -> list[int]:
         """Per replica the peak of its device since the last restart; 0 where none counts."""
-        return [peak_memory(device) for device in self._devices]
+        return list(map(peak_memory, self._devices))
 
     def overall(self) -> list[int]:
         """Per replica the peak of its device since this was made."""
         return list(map(max, self._before, self.window()))
 
-    def _reset(self) -> None:
-        for device in set(self._devices):
-            reset_peak_memory(device)
-
 
 class Meter:
-    """What the devices have done since the engine was made, and if asked for, in every step.
-
-    Args:
-        devices: the replicas' devices, root first; an entry may repeat.
-
-    Attributes:
-        usage: the totals of every device.
-    """
+    """What the devices have done since the engine was made, and if asked for, in every step."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.usage = [DeviceUsage(device) for device in devices]
+        self.usage = [DeviceUsage(device) for device in devices]  # since the engine was made
         self._devices = list(devices)
         self._memory = PeakMemory(devices)
         self._steps: StepMeter | None = None
@@ -145,11 +132,7 @@ class StepMeter:
 
     A device that counts its own work (simulated ones with a speed) is believed. GPUs compute
     asynchronously: events at both ends tell when each is through with its work. Elsewhere it is
-    the time that the workers spent in the replica's calls.
-
-    Args:
-        devices: the replicas' devices, root first; an entry may repeat.
-        memory: where their peaks are read; every step restarts it.
+    the time that the workers spent in the replica's calls. Every step restarts the memory's peaks.
     """
 
     def __init__(self, devices: Sequence[torch.device], memory: PeakMemory) -> None:
@@ -189,11 +172,7 @@ class StepMeter:
         return self._latest
 
     def take(self, *, wait: bool = False) -> list[StepUsage]:
-        """The steps that all devices are through with, in order, each of them once.
-
-        Args:
-            wait: whether to wait until the devices are through with all steps.
-        """
+        """The steps that all devices are through with, in order, each once; or waits for all."""
         for step in self._stopped if wait else ():
             step.wait()
         self.latest()
@@ -213,57 +192,43 @@ class _Step:
         self.spent = [0.0] * len(devices)
         self.peak_bytes: list[int] = []
         self._sizes = sizes
-        self._start_bytes = [allocated_memory(device) for device in devices]
+        self._start_bytes = list(map(allocated_memory, devices))
         self._devices = devices if have_clocks else []
-        self._clocks = [busy_clock(device) for device in self._devices]
+        self._clocks = list(map(busy_clock, self._devices))
         self._on_cpu = all(device.type == "cpu" for device in devices)
         is_cuda = have_clocks and all(device.type == "cuda" for device in devices)
-        self._spans = [_Span(device) for device in devices] if is_cuda else []
+        self._streams: list[Any] = list(map(current_stream, devices)) if is_cuda else []
+        self._first = self._marks()
+        self._last: list[Any] = []
         self._began = time.perf_counter()
         self._wall = 0.0
         self._counted: list[float] = []
 
     def stop(self) -> None:
         self._wall = time.perf_counter() - self._began
-        for span in self._spans:
-            span.end()
-        pairs = zip(self._devices, self._clocks, strict=True)
-        self._counted = [busy_clock(device) - before for device, before in pairs]
+        self._last = self._marks()
+        self._counted = list(map(sub, map(busy_clock, self._devices), self._clocks))
 
     def is_over(self) -> bool:
-        return all(span.is_over() for span in self._spans)
+        return all(event.query() for event in self._last)
 
     def wait(self) -> None:
-        for span in self._spans:
-            span.wait()
+        for event in self._last:
+            event.synchronize()
 
     def usage(self) -> StepUsage:
         busy = self.spent
-        if self._spans or any(self._counted):
-            busy = [span.seconds() for span in self._spans] or self._counted
+        if self._last or any(self._counted):
+            events = zip(self._first, self._last, strict=True)
+            busy = [first.elapsed_time(last) / 1e3 for first, last in events] or self._counted
         # Only on the CPU do the workers see all of a step: elsewhere its backward is not theirs.
         total = max(self._wall, *busy) if self._on_cpu else max(busy)
         peaks, before = tuple(self.peak_bytes), tuple(self._start_bytes)
         return StepUsage(self._sizes, tuple(busy), total, peaks, before)
 
-
-class _Span:
-    """The time between two points of a GPU's current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream: Any = current_stream(device)
-        self._first: Any = torch.Event(device, enable_timing=True)
-        self._last: Any = torch.Event(device, enable_timing=True)
-        self._first.record(self._stream)
-
-    def end(self) -> None:
-        self._last.record(self._stream)
-
-    def is_over(self) -> bool:
-        return bool(self._last.query())
-
-    def wait(self) -> None:
-        self._last.synchronize()
-
-    def seconds(self) -> float:
-        return float(self._first.elapsed_time(self._last)) / 1e3
+    def _marks(self) -> list[Any]:
+        """Events at this point of the GPUs' streams."""
+        marks: list[Any] = [torch.Event(s.device, enable_timing=True) for s in self._streams]
+        for mark, stream in zip(marks, self._streams, strict=True):
+            mark.record(stream)
+        return marks

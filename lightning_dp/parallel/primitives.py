@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -90,11 +91,12 @@ def parallel_apply(
             f"{len(inputs)} inputs and {len(keywords)} kwargs. Give None to idle replicas."
         )
     devices = [_device_of(replica) for replica in replicas]
-    tasks = [
-        Task(k, devices[k], _Call(replicas[k], inputs[k], keywords[k]), lambda: ", forward")
-        for k in range(len(replicas))
-        if inputs[k] is not None
-    ]
+    tasks = []
+    for k, (replica, own, named) in enumerate(zip(replicas, inputs, keywords, strict=True)):
+        if own is not None:
+            args = own if isinstance(own, tuple) else (own,)
+            call = partial(replica, *args, **(named or {}))
+            tasks.append(Task(k, devices[k], call, lambda: ", forward"))
     outputs: list[Any] = [None] * len(replicas)
     executor = Executor(devices or [torch.device("cpu")], "threads")
     try:
@@ -103,16 +105,6 @@ def parallel_apply(
     finally:
         executor.close()
     return outputs
-
-
-class _Call:
-    def __init__(self, replica: nn.Module, inputs: Any, kwargs: Mapping[str, Any] | None) -> None:
-        self._replica = replica
-        self._args = inputs if isinstance(inputs, tuple) else (inputs,)
-        self._kwargs = kwargs or {}
-
-    def __call__(self) -> Any:
-        return self._replica(*self._args, **self._kwargs)
 
 
 def _device_of(module: nn.Module) -> torch.device:

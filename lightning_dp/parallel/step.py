@@ -34,15 +34,6 @@ class StepParallel(RecoveringEngine):
     What comes back is what one device would have returned: outputs in order, the loss of the
     whole batch, and after its backward the gradients of the whole batch in the root's parameters.
 
-    Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first; an entry may repeat.
-        loss_reduction: whether the step's loss is a `"mean"` or a `"sum"` over its samples.
-        options: those of `Engine`.
-
-    Attributes:
-        has_own_backward: whether code that nobody knows makes the joint loss's backward.
-
     Example:
         >>> class Net(nn.Linear):
         ...     def training_step(self, batch):
@@ -66,7 +57,7 @@ class StepParallel(RecoveringEngine):
     ) -> None:
         super().__init__(module, devices, expects_samples=True, **options)
         self.loss_reduction: LossReduction = loss_reduction
-        self.has_own_backward = False
+        self.has_own_backward = False  # code that nobody knows makes the joint loss's backward
 
     def train(self, method: str, batch: Any, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and joins the losses; see `TrainingStep`."""
@@ -89,20 +80,10 @@ class StepParallel(RecoveringEngine):
 
 
 class EvaluationStep(ReplicaCall):
-    """Calls a method of the module with each shard, and gathers what it returns.
-
-    Args:
-        engine: runs it.
-        method: the method's name.
-        args: its other arguments.
-        transfer: moves a shard to a device.
-
-    Attributes:
-        shards: the latest ones that it was made with.
-    """
+    """Calls a method of the module with each shard, and gathers what it returns."""
 
     training = False
-    shards: Shards
+    shards: Shards  # the latest ones that it was made with
 
     def __init__(
         self,
@@ -142,6 +123,12 @@ class TrainingStep(EvaluationStep):
 
     training = True
     has_backward = True
+
+    def on_replica(self, module: nn.Module, shard: Any) -> Any:
+        """The replica's own method; what the root has done to parameters must not reach others."""
+        if module is not self.engine.module:
+            self.engine.replicas.check_shared()
+        return super().on_replica(module, shard)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """The joint loss, with its backward."""

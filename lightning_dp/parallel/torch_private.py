@@ -222,10 +222,9 @@ def backwards_go_to(handler: Callable[..., None]) -> Iterator[None]:
     That is `loss.backward()` and `torch.autograd.backward`, by whatever name: both end in one
     function. It alone is replaced, as long as anybody has a handler; others go straight through.
 
-    Args:
-        handler: called with a function that runs the backward, the tensors and their gradients
-            (a sequence each; None for a tensor without a graph), `retain_graph`, `create_graph`
-            and the sequence of inputs, which is empty for all leaves.
+    A handler gets a function that runs the backward, the tensors and their gradients (a sequence
+    each; None for a tensor without a graph), `retain_graph`, `create_graph` and the sequence of
+    inputs, which is empty for all leaves.
     """
     user, before = object(), _handler.get()
     try:  # from here on an interrupt finds its way to `finally`
@@ -265,10 +264,13 @@ _pop_dispatch_mode = found(_python_dispatch, "_pop_mode")
 
 def current_modes() -> Modes:
     """Those of the calling thread."""
-    modes = _function_modes()
-    devices = [mode.device for mode in modes if isinstance(mode, _device.DeviceContext)]
-    others = tuple(mode for mode in modes if not isinstance(mode, _device.DeviceContext))
-    return Modes(devices[-1] if devices else None, others, tuple(_dispatch_modes()))
+    default_device, others = None, []
+    for mode in _function_modes():
+        if isinstance(mode, _device.DeviceContext):
+            default_device = mode.device
+        else:
+            others.append(mode)
+    return Modes(default_device, tuple(others), tuple(_dispatch_modes()))
 
 
 def enter_modes(modes: Modes, stack: contextlib.ExitStack) -> None:

@@ -62,16 +62,7 @@ class SimAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Return device ids.
-
-        Args:
-            devices: a number, a list of ids, either as a string (``"2"``, ``"0,3"``), or -1,
-                ``"-1"`` or ``"auto"`` for all devices.
-
-        Raises:
-            ValueError: an id or number outside of what is enabled, an id that is no int, or an id
-                given twice.
-        """
+        """Return ids, given a number, a list, either as a string, or -1 or ``"auto"`` for all."""
         ids = _device_ids(devices)
         # What is not enabled yet can still be enabled with any count.
         count = device_module.device_count() if is_enabled() else MAX_DEVICE_COUNT

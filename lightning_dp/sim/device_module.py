@@ -139,12 +139,7 @@ def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
     return DeviceProperties(get_device_name(index), int(_extension.total_memory(index)))
 
 
-def current_stream(device: DeviceLike = None) -> torch.Stream:
-    """Return the one stream of ``device``."""
-    return torch.accelerator.current_stream(_index(device))
-
-
-default_stream = current_stream
+current_stream = default_stream = torch.accelerator.current_stream
 
 
 # --- memory ---
@@ -164,20 +159,9 @@ def max_memory_allocated(device: DeviceLike = None) -> int:
 memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
 
-def memory_stats(device: DeviceLike = None) -> dict[str, Any]:
-    """Return the counters of ``device`` under the names that ``torch.cuda.memory_stats`` uses."""
-    return dict(torch.accelerator.memory_stats(_index(device)))
-
-
-def reset_peak_memory_stats(device: DeviceLike = None) -> None:
-    """Let ``max_memory_allocated`` start again from the bytes in use now."""
-    _extension.reset_peak(_index(device))
-
-
-def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
-    """Return free and total bytes of ``device``; the total is its limit, or the host's memory."""
-    total = int(_extension.total_memory(_index(device)))
-    return max(0, total - memory_allocated(device)), total
+memory_stats = torch.accelerator.memory_stats
+reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
+mem_get_info = torch.accelerator.get_memory_info
 
 
 def set_memory_limit(device: DeviceLike, limit: int | None) -> None:

@@ -8,12 +8,11 @@ import os
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import torch
+from filelock import FileLock  # which torch needs too
 
 _SOURCES = Path(__file__).parent / "csrc"
 # The kernels are PyTorch's own, so that optimising this code further buys build time and no speed.
@@ -25,9 +24,6 @@ def load_extension() -> ModuleType:
 
     It lies in PyTorch's cache of extensions (``TORCH_EXTENSIONS_DIR``), in a folder of its own for
     every version of PyTorch, Python and these sources.
-
-    Raises:
-        RuntimeError: ninja or a C++ compiler is missing, or the build fails.
     """
     from torch.utils import cpp_extension
 
@@ -36,7 +32,8 @@ def load_extension() -> ModuleType:
     folder = folder / name
     folder.mkdir(parents=True, exist_ok=True)
     complete = folder / "complete"
-    with _locked(folder / "building"):
+    # One process builds at a time. The lock goes with it: a killed build blocks nobody.
+    with FileLock(folder / "building"):
         if complete.exists():
             return _import(name, folder / f"{name}{cpp_extension.LIB_EXT}")
         _check_tools()
@@ -91,21 +88,3 @@ def _check_tools() -> None:
     if missing:
         needs = "".join(f"\n  - {item}" for item in missing)
         raise RuntimeError(f"Simulated devices are compiled on first use. Please install:{needs}")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Let one process build at a time.
-
-    The lock goes with its process, so that a killed build blocks nobody.
-    """
-    with path.open("a") as file:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_LOCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -45,7 +45,7 @@ from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.split import split_policy
-from lightning_dp.parallel.step import StepParallel
+from lightning_dp.parallel.step import StepParallel, TrainingStep
 
 CPU = torch.device("cpu")
 FACES = ("engine", "trainer", "separate")
@@ -223,10 +223,10 @@ def on_separate_devices(k: int, steps: int) -> dict[str, Times]:
             torch._foreach_mul_(list(module.parameters()), 0.999)
         shards = engine.scatter(batch)
         with times["refresh"].measured():
-            engine.replicate(shards, training=True)
+            engine.replicate(TrainingStep(engine, "training_step"), shards)
         loss = engine.train("training_step", shards)
-        reduce = partial(_measured, times["reduce"], engine.backward.after)
-        with replaced(engine.backward, after=reduce):
+        reduce = partial(_measured, times["reduce"], engine.reducer.after_backward)
+        with replaced(engine.reducer, after_backward=reduce):
             loss.backward()
         with times["kernels"].measured():
             kernels.run()
@@ -346,7 +346,7 @@ def in_a_trainer(k: int, steps: int) -> dict[str, Times]:
             times |= {name: Times() for name in ("state", "state filled", "rebuild")}
         for name, filled in (("state", False), ("state filled", True)):
             replicas.refresh()
-            around = journals.around(replicas, "training_step", shards, (0,))
+            around = journals.around(replicas, shards)
             with times[name].measured():
                 around.__enter__()
             for replica in replicas.modules if filled else ():

@@ -23,6 +23,7 @@ about the number: what has another length goes to every replica.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
@@ -283,3 +284,12 @@ def _labels(batch: Any) -> list[Counted]:
     """The outermost lists without tensors."""
     lists = _parts(batch, lambda node: not has_tensors(node) and has_names(node))
     return [Counted(path, len(node), node) for path, node in lists if tree.is_list(node)]
+
+
+def warn_of_nothing_to_cut(dim: int) -> None:
+    """Of a step's batch without a size, which only one device gets."""
+    warnings.warn(
+        "The batch has no tensor and no list that could be cut: it runs on the root device alone. "
+        f"Yield tensors whose dim {dim} counts the samples.",
+        stacklevel=2,
+    )

@@ -1,21 +1,24 @@
-"""Gradients and hooks of parameters, taken off for a while and put back."""
+"""Gradients, hooks and the values of buffers: set aside for a while, and put back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.torch_private import add_to_each, put_hooks_back, take_hooks_off
+from lightning_dp.parallel.torch_private import (
+    add_to_each,
+    copy_to_each,
+    put_hooks_back,
+    take_hooks_off,
+)
 
 
 class GradientsAside:
     """The gradients of earlier backwards, apart while another one runs.
 
     If that one does not end, its half-done work can be taken away from theirs.
-
-    Args:
-        parameters: their gradients are None from now on.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -44,11 +47,7 @@ class GradientsAside:
 
 
 class HooksOff:
-    """The hooks of a parameter's gradient, taken off.
-
-    Args:
-        parameter: whose.
-    """
+    """The hooks of a parameter's gradient, taken off."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
@@ -76,3 +75,36 @@ def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Their gradients are None from now on."""
     for parameter in parameters:
         parameter.grad = None
+
+
+class Snapshot:
+    """The values of buffers at one moment; taken again and again into the same memory."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    @torch.no_grad()
+    def take(self, buffers: Sequence[Tensor | None]) -> None:
+        """Copies the buffers."""
+        self._buffers = [buffer for buffer in buffers if buffer is not None]
+        pairs = zip(self._buffers, self._values, strict=False)
+        if len(self._buffers) != len(self._values) or not all(_are_alike(*pair) for pair in pairs):
+            self._values = [buffer.clone() for buffer in self._buffers]
+        elif self._values:
+            copy_to_each(self._values, self._buffers)
+
+    def drop(self) -> None:
+        """There is nothing to restore any more; the memory is kept for the next one."""
+        self._buffers = []
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Gives the buffers their values back, without a trace, as batch norm writes to its own."""
+        for buffer, value in zip(self._buffers, self._values, strict=False):
+            if not torch.equal(buffer, value):
+                buffer.data.copy_(value)
+
+
+def _are_alike(buffer: Tensor, value: Tensor) -> bool:
+    return (buffer.shape, buffer.dtype, buffer.device) == (value.shape, value.dtype, value.device)

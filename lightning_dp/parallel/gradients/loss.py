@@ -1,30 +1,37 @@
 """Loss: the replicas' losses become one loss, whose backward is theirs.
 
-The joint loss is sum(w_i * loss_i), so its gradient is the weighted sum of the replicas'.
+The joint loss is sum(w_i * loss_i), so its gradient is the weighted sum of the replicas'. On the
+CPU one backward through all graphs would run on one thread; so every replica runs its own in its
+worker. And nobody but `JointBackward` holds the replicas' graphs: they can be let go in the middle,
+when memory runs out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.torch_private import keeps_graph, will_run
+from lightning_dp.parallel.workers import Task
+
 LossReduction: TypeAlias = Literal["mean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
+
+Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
+"""Runs the replicas' backwards and gives all parameters their gradients, given the gradient of the
+joint loss and whether graphs are kept."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """The graph of one replica.
-
-    Attributes:
-        replica: the number of the replica.
-        loss: its loss, of one element.
-        weight: of that in the joint loss.
-    """
+    """The graph of one replica: its loss, of one element, and what that weighs in the joint one."""
 
     replica: int
     loss: Tensor
@@ -33,30 +40,17 @@ class Graph:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What `training_step` returned on one replica.
-
-    Attributes:
-        loss: one number, with its graph.
-        num_items: what the loss is a mean over, where that is not samples; else None. An entry of
-            a returned mapping, or an attribute of the loss.
-        extras: the other entries of a returned mapping; None if a bare loss was returned.
-    """
+    """What `training_step` returned on one replica."""
 
     loss: Tensor
-    num_items: float | None
-    extras: dict[str, Any] | None
+    num_items: float | None  # what the loss is a mean over, where that is not samples
+    extras: dict[str, Any] | None  # other entries of a returned mapping; None for a bare loss
 
     _KEYS: ClassVar[tuple[str, ...]] = ("loss", "num_items")
 
     @classmethod
     def parse(cls, output: Any) -> StepOutput:
-        """Takes a step's output apart.
-
-        Raises:
-            TypeError: it is neither a tensor nor a mapping with a tensor under "loss", or
-                `num_items` is no number.
-            ValueError: the loss has more than one element.
-        """
+        """Takes a step's output apart, or says what is wrong with it."""
         is_mapping = isinstance(output, Mapping)
         loss = output.get("loss") if is_mapping else output
         if not isinstance(loss, Tensor):
@@ -70,10 +64,11 @@ class StepOutput:
                 f"Expected a loss of one element, got shape {tuple(loss.shape)}. "
                 "Take its mean over the samples."
             )
-        if not is_mapping:
-            return cls(loss, items_of(loss), None)
-        items = items_of(loss) if (told := output.get("num_items")) is None else _count(told)
-        return cls(loss, items, {k: v for k, v in output.items() if k not in cls._KEYS})
+        told = output.get("num_items") if is_mapping else None
+        told = getattr(loss, "num_items", None) if told is None else told
+        items = None if told is None else _count(told)
+        extras = {k: v for k, v in output.items() if k not in cls._KEYS} if is_mapping else None
+        return cls(loss, items, extras)
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -83,11 +78,7 @@ def loss_of(output: Any) -> Tensor | None:
 
 
 def items_of(loss: Tensor) -> float | None:
-    """What a loss is a mean over, if its attribute `num_items` tells: a number or a tensor.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """What a loss is a mean over, if its attribute `num_items` tells: a number or a tensor."""
     items = getattr(loss, "num_items", None)
     return None if items is None else _count(items)
 
@@ -104,11 +95,7 @@ def _count(items: Any) -> float:
 
 
 def agreed_items(counts: Sequence[float | None]) -> list[float] | None:
-    """The replicas' item counts, or None where the losses are means over samples.
-
-    Raises:
-        ValueError: some replicas gave a count and others did not, or one is negative.
-    """
+    """The replicas' item counts, or None where the losses are means over samples."""
     known = [count for count in counts if count is not None]
     if not known:
         return None
@@ -123,15 +110,10 @@ def agreed_items(counts: Sequence[float | None]) -> list[float] | None:
 def loss_weights(
     sizes: Sequence[int], reduction: LossReduction, num_items: Sequence[float] | None = None
 ) -> list[float]:
-    """The weight of each replica's loss in the joint loss.
+    """The weight of each replica's loss in the joint loss: 1 in a sum, n_i / sum(n) in a mean.
 
-    Args:
-        sizes: samples of each replica that returned a loss.
-        reduction: `"mean"` if the step's loss is a mean over its samples: n_i / sum(n);
-            `"sum"` if it is a sum: 1.
-        num_items: what the means are over, where that is not samples (valid tokens, say); these
-            counts then take the place of `sizes`. If all are 0, every mean is over nothing, and
-            so is theirs: the weights are those of the samples.
+    What the means are over, if not samples (but valid tokens, say), takes the place of the sizes.
+    If all these counts are 0, every mean is over nothing, and so is theirs: samples count again.
 
     Example:
         >>> loss_weights([3, 1], "mean"), loss_weights([3, 1], "mean", num_items=[0, 7])
@@ -160,3 +142,122 @@ def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
     for loss, graph in zip(moved[1:], counting[1:], strict=True):
         joint = joint.add(loss, alpha=graph.weight)
     return joint
+
+
+class JointBackward:
+    """What the backward of a joint loss does, when somebody calls it.
+
+    Graphs of weight 0 are left out: such a loss is a mean over nothing, it may be NaN, and so would
+    its gradient be. Where the graph of one replica goes on in that of another (`crosses`), none of
+    them has a backward of its own.
+    """
+
+    def __init__(
+        self, name: str, shards: Shards, graphs: Sequence[Graph], crosses: bool, run: Run
+    ) -> None:
+        self.name = name
+        self.shards = shards
+        self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
+        self.crosses = crosses
+        self._run = run
+
+    def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
+        """A loss of the same value whose backward is this one.
+
+        Somebody may want the gradients of the requested parameters alone, which is refused. A
+        backward of these would else find no way to them, and do nothing.
+        """
+        inputs = (joint.detach().requires_grad_(), self, *requested_parameters)
+        return _JointLoss.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
+
+    def tasks(
+        self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
+    ) -> list[Task]:
+        """The replicas' own backwards."""
+        return [
+            Task(
+                graph.replica,
+                devices[graph.replica],
+                partial(graph.loss.backward, gradient * graph.weight, retain_graph=keep_graph),
+                partial(self.shards.place, "backward", graph.replica),
+            )
+            for graph in self.graphs
+        ]
+
+    def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
+        """Runs it."""
+        try:
+            self._run(self, gradient, keep_graph)
+        except torch.OutOfMemoryError:
+            # What they hold is needed to do the step again.
+            self.graphs.clear()
+            self.shards.parts.clear()
+            raise
+
+
+def backward_at_once(
+    graphs: Sequence[Graph],
+    gradient: Tensor,
+    keep_graph: bool,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """On accelerators, which have an autograd thread each: one backward runs on all of them."""
+    gradients = [(gradient * graph.weight).to(graph.loss) for graph in graphs]
+    losses = [graph.loss for graph in graphs]
+    torch.autograd.backward(losses, gradients, retain_graph=keep_graph, inputs=inputs)
+
+
+class _JointLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joint: Tensor, backward: JointBackward, *requested: Tensor) -> Tensor:
+        ctx.joint_backward = backward
+        ctx.num_inputs = 2 + len(requested)
+        return joint.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        _check_can_run(ctx)
+        ctx.joint_backward(gradient, keeps_graph())
+        nothing: tuple[None, ...] = (None,) * ctx.num_inputs
+        return nothing
+
+
+def _check_can_run(node: Any) -> None:
+    """Refuses a backward that has a graph itself, or that is not for all leaves."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Expected a backward without create_graph=True on the joint loss: the sums of the "
+            "replicas' gradients have no graph. Take second derivatives inside training_step, "
+            "where torch.autograd.grad(..., create_graph=True) works on every replica."
+        )
+    leaf, _ = node.next_functions[0]  # leaves come first in the graph
+    if not will_run(leaf):
+        raise RuntimeError(
+            "Expected loss.backward() for all parameters of the module, got inputs=... or "
+            "torch.autograd.grad on the joint loss, which has no graph of its own. Take such "
+            "gradients inside training_step, use manual optimisation, where "
+            "self.manual_backward(loss, inputs=...) works, or "
+            'DataParallelStrategy(mode="forward").'
+        )
+
+
+def wait_for_autograd(devices: Sequence[torch.device]) -> None:
+    """Waits until autograd's threads are done with a backward that has failed.
+
+    Whoever asked for it is told of the first error, while the threads of other devices may still
+    work: they hold its graph, and write gradients. A little backward of all devices goes through
+    the same threads after what they have begun. It is made in a new thread, whose work has the
+    lowest numbers: among what waits for a device, that comes last.
+
+    Not for code that itself runs in a backward: its own thread would wait for itself. The CPU has
+    no such thread.
+    """
+
+    def pass_through() -> None:
+        ends = [torch.zeros(0, device=device, requires_grad=True) for device in others]
+        ways = [end.clone() for end in ends]
+        torch.autograd.grad(ways, ends, [torch.zeros_like(end) for end in ends])
+
+    if others := [device for device in dict.fromkeys(devices) if device.type != "cpu"]:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(pass_through).result()

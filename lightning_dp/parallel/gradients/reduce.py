@@ -6,26 +6,24 @@ Gradients are summed, not averaged: the losses' weights are already in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.gradients.aside import (
-    GradientsAside,
-    HooksOff,
-    clear_gradients,
-)
-from lightning_dp.parallel.links import gradients_on
+from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff
+from lightning_dp.parallel.links import Packing, gradients_on
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import add_to_each, hooked
 
 Buffers: TypeAlias = Literal["first", "mean"]
 BUFFERS: tuple[Buffers, ...] = ("first", "mean")
 _GRAD = attrgetter("grad")
+_IS_NONE = partial(is_, None)
 
 
 class Reducer:
@@ -34,18 +32,10 @@ class Reducer:
     Hooks of the root's parameters are off during a backward: autograd would call them with the
     root's own share of the gradient. They are called with the sums; so parameters with hooks are
     reduced in every backward, also while gradients accumulate.
-
-    Args:
-        replicas: the replicas.
-        buffers: whose buffers the root keeps, see `reduce_buffers`.
-
-    Attributes:
-        accumulating: while True a backward leaves the gradients on the replicas, for a later one
-            to reduce.
     """
 
     def __init__(self, replicas: Replicas, buffers: Buffers) -> None:
-        self.accumulating = False
+        self.accumulating = False  # a backward leaves gradients on replicas, for a later one
         self._replicas = replicas
         self._buffers: Buffers = buffers
         self._unsettled: Shards | None = None
@@ -69,8 +59,7 @@ class Reducer:
     def before_backward(self, *, can_fail: bool = False) -> None:
         """Takes hooks of the root's parameters off, and the gradients that are to stay apart.
 
-        Args:
-            can_fail: whether the backward may run out of memory, to be undone and done again.
+        They are where the backward may run out of memory, to be undone and done again.
         """
         parameters = self._replicas.parameters
         for i in hooked(parameters[0]):
@@ -96,7 +85,7 @@ class Reducer:
         """Reduces what has accumulated on the replicas, if no backward has come to do so."""
         if self._waiting:
             self._waiting = False
-            reduce_gradients(self._replicas.parameters)
+            reduce_gradients(self._replicas.parameters, self._replicas.packing)
 
     def settle(self) -> None:
         """Does what a step left open whose backward did not come or did not end."""
@@ -115,7 +104,7 @@ class Reducer:
     def _reduce(self) -> None:
         self._waiting = self.accumulating
         if not self.accumulating:
-            reduce_gradients(self._replicas.parameters)
+            reduce_gradients(self._replicas.parameters, self._replicas.packing)
 
     def _left_on_replicas(self) -> bool:
         """Whether earlier backwards, which accumulated, have left gradients on replicas."""
@@ -152,27 +141,33 @@ class Reducer:
             reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
 
 
-def reduce_gradients(parameters: Sequence[Sequence[nn.Parameter]]) -> None:
+def reduce_gradients(
+    parameters: Sequence[Sequence[nn.Parameter]], packing: Packing | None = None
+) -> None:
     """Adds the replicas' gradients to the root's and clears theirs.
 
     A parameter without a gradient on any replica keeps None.
 
-    Args:
-        parameters: the parameters of each replica, root first; equal positions correspond.
+    They travel in buckets where all are there, of the kinds that `packing` is for.
     """
     root, others = parameters[0], parameters[1:]
-    if not root:
+    if not root or not others:
         return
     device = root[0].device
     sums = list(map(_GRAD, root))
-    before = list(sums)
-    for replica in others:
-        gradients = list(map(_GRAD, replica))
-        _add(sums, gradients_on(device, gradients))
-        clear_gradients(replica)
-    for parameter, total, old in zip(root, sums, before, strict=True):
-        if total is not old:
-            parameter.grad = total
+    terms = [list(map(_GRAD, replica)) for replica in others]
+    is_elsewhere = any([replica[0].device != device for replica in others])
+    if packing and is_elsewhere and all(map(packing.fits, [sums, *terms])):
+        packing.add(cast(list[Tensor], sums), cast(list[list[Tensor]], terms))
+    else:
+        before = list(sums)
+        for gradients in terms:
+            _add(sums, gradients_on(device, gradients))
+        for parameter, total, old in zip(root, sums, before, strict=True):
+            if total is not old:
+                parameter.grad = total
+    for parameter in chain.from_iterable(others):
+        parameter.grad = None
 
 
 @torch.no_grad()
@@ -182,17 +177,11 @@ def reduce_buffers(
     sizes: Sequence[int],
     policy: Buffers,
 ) -> None:
-    """Gives the root the buffers that a training step left on the replicas.
+    """Gives the root the buffers that a training step left on the replicas that worked.
 
-    They are written without a trace, as batch norm writes to its own: graphs that have saved them
-    stay usable.
-
-    Args:
-        root: the root's buffers.
-        replicas: the buffers of each replica that worked; equal positions correspond.
-        sizes: samples of each replica that worked.
-        policy: `"first"` for the values of the first replica that worked, `"mean"` for the mean
-            of all, weighted by `sizes` (buffers of integers keep those of the first).
+    By policy those of the first of these, or the mean of all, weighted by their samples (buffers of
+    integers keep those of the first). They are written without a trace, as batch norm writes to its
+    own: graphs that have saved them stay usable.
     """
     weights = [n / sum(sizes) for n in sizes]
     for i, target in enumerate(root):
@@ -217,7 +206,7 @@ def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
     """Adds gradients to sums, in place; where there is no sum yet, the gradient becomes it."""
     targets, terms = sums, gradients
     # Nearly always all are there, and this look is much shorter than the loop.
-    if any([x is None for x in chain(sums, gradients)]):
+    if any(map(_IS_NONE, chain(sums, gradients))):
         targets, terms = [], []
         for i, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
             if total is None:

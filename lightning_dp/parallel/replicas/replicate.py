@@ -163,9 +163,11 @@ class Replicas:
         limited = set() if self._limited is None else self._limited.positions
         positions = trained - limited if share and self._may_share else set()
         self._before_step = self._parameter_state() if positions else None
-        for replica in self._others:
+        for device, replica in zip(self._devices[1:], self._others, strict=True):
             if replica.shares_memory:
                 replica.share(positions)
+            else:  # now, and not in the midst of a backward that has little memory left
+                self.packing.staged(device)
 
     def check_shared(self) -> None:
         """Shares nothing from now on if the step has written to, bound or frozen a parameter.

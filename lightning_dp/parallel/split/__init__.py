@@ -1,8 +1,8 @@
 """Split: how many samples, or which of them, each device gets. Numbers alone.
 
 Decided here: the sizes of a batch's shards by every policy (`policies` names them; `arithmetic` has
-the fixed ones, `adaptive` and `memory` learn from `usage`), within what `capacity` says that fits.
-`planner` asks them, once per batch. No tensor, no device and no batch comes in here.
+the fixed ones, `adaptive` and `memory` learn from `usage`). `planner` asks them once per batch, and
+keeps to what fits. No tensor, no device and no batch comes in here.
 """
 
 from lightning_dp.parallel.split.arithmetic import CostSplit as CostSplit

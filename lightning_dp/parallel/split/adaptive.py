@@ -46,8 +46,7 @@ class DeviceTime:
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, float]] = []
-        self.is_in_doubt = False
-        """Whether the latest step contradicts the line: the next one will tell."""
+        self.is_in_doubt = False  # the latest step contradicts the line: the next one will tell
 
     def add(self, samples: int, seconds: float) -> None:
         """Notes a step.
@@ -107,9 +106,6 @@ class Adaptive:
     what it has learnt of each device. Differences that could be noise, since the times of one
     device differ as much among each other, move nothing.
 
-    Args:
-        k: the number of devices.
-
     Example:
         >>> split = Adaptive(2)
         >>> for _ in range(8):
@@ -145,9 +141,8 @@ class Adaptive:
         self._rest -= 1
         if self._steps <= WARM_UP:
             return
-        for device, samples, spent in zip(
-            self._devices, step.sizes, step.busy_seconds, strict=True
-        ):
+        work = zip(self._devices, step.sizes, step.busy_seconds, strict=True)
+        for device, samples, spent in work:
             if samples and spent > 0:
                 device.add(samples, spent)
         self._doubt()

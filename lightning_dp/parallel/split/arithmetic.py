@@ -78,10 +78,6 @@ def unequal(sizes: Sizes, least: int = 1) -> Sizes:
     A sample goes from the last device to the first; where the last would then have fewer than
     `least`, the others share all that it has. One device alone, or two with too little, stay.
 
-    Args:
-        sizes: samples per device.
-        least: the fewest samples that a device is to have, if it has any.
-
     Example:
         >>> unequal((4, 4, 4)), unequal((4, 3)), unequal((1, 1, 1, 0)), unequal((2, 2), least=2)
         ((5, 4, 3), (4, 3), (2, 1, 0, 0), (2, 2))
@@ -161,11 +157,7 @@ def minimax(
 
 
 class CostSplit:
-    """A split by what the samples cost; without costs it is even.
-
-    Args:
-        k: the number of devices.
-    """
+    """A split by what the samples cost; without costs it is even."""
 
     def __init__(self, k: int) -> None:
         self._k = k

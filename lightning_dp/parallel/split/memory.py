@@ -20,7 +20,6 @@ STEPS = 16
 SAME = 0.02
 """Relative difference of bytes below which steps are equally heavy, and devices equally full."""
 
-
 Capacities: TypeAlias = Callable[[], Sequence[int]]
 """Returns for each replica the bytes that this process can have on its device."""
 
@@ -42,11 +41,8 @@ class Memory:
     device. What a sample takes is the same everywhere, since the module is. The first step is
     even; what is fixed follows from each measured peak, what a sample takes from steps of other
     sizes. `minimax` of peak minus capacity then gives equal free memory, so that a smaller or
-    fuller device gets less. Where it is equal within 2 %, nothing moves any more.
-
-    Args:
-        places: of each replica the number of its device; replicas on one device share its memory.
-        capacities: returns for each replica the bytes that this process can have on its device.
+    fuller device gets less. Where it is equal within 2 %, nothing moves any more. Replicas whose
+    `places` are one device share its memory.
 
     Example:
         >>> split = Memory([0, 1], lambda: [1000, 1000])
@@ -123,8 +119,8 @@ class Memory:
 
     def _is_balanced(self, points: list[_Point]) -> bool:
         """Whether no device had more left than those that worked."""
-        capacities = [free + fixed for free, fixed in zip(self._free, self._fixed, strict=True)]
-        left = [c - p.peak for c, p in zip(capacities, points, strict=True)]
+        columns = zip(self._free, self._fixed, points, strict=True)
+        left = [free + fixed - p.peak for free, fixed, p in columns]
         of_workers = [rest for rest, p in zip(left, points, strict=True) if p.samples]
         return max(left) - min(of_workers) <= SAME * max(p.peak for p in points)
 

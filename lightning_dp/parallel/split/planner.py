@@ -1,4 +1,7 @@
-"""The planner: which samples of a batch go where. As the policy says, within what fits."""
+"""The planner: which samples of a batch go where. As the policy says, within what fits.
+
+What fits on each device is learnt from the steps that did not.
+"""
 
 from __future__ import annotations
 
@@ -12,43 +15,109 @@ from lightning_dp.parallel.split.arithmetic import (
     Order,
     Sizes,
     SplitPolicy,
+    minimax,
     reordered,
     unequal,
 )
-from lightning_dp.parallel.split.capacity import MARGIN, Capacity
-from lightning_dp.parallel.split.usage import LearningSplit, StepUsage
+from lightning_dp.parallel.split.usage import Caps, LearningSplit, StepUsage
+
+MARGIN = 8
+"""A device that failed with n samples gets n / 8 less the next time."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which samples go where.
-
-    Attributes:
-        sizes: samples per device.
-        order: the positions of each device's samples in the batch; None for the batch's own order.
-        loads: what each device's samples cost, where they are split by cost.
-        left_out: samples of the batch that no device gets.
-        whole: whether there is nothing to cut: the root gets the batch as it is.
-        reading: how the batch was read, for those who cut it.
-    """
+    """Which samples go where."""
 
     sizes: Sizes
-    order: Order | None = None
-    loads: tuple[float, ...] = field(default=(), repr=False)
-    left_out: int = 0
-    whole: bool = False
-    reading: Any = "columns"
+    order: Order | None = None  # None for the batch's own order
+    loads: tuple[float, ...] = field(default=(), repr=False)  # costs, where they are split by cost
+    left_out: int = 0  # samples that no device gets
+    whole: bool = False  # there is nothing to cut: the root gets the batch as it is
+    reading: Any = "columns"  # how the batch was read, for those who cut it
+
+
+class Capacity:
+    """What fits on the devices, as far as steps have shown.
+
+    Example:
+        >>> capacity = Capacity(2)
+        >>> capacity.record_oom((32, 32), [1])
+        >>> capacity.within((32, 32)), capacity.within((1, 2))
+        ((36, 28), (1, 2))
+    """
+
+    def __init__(self, k: int) -> None:
+        self._fits = [0] * k
+        self._fails: list[int | None] = [None] * k
+        self._latest: Sizes = ()
+
+    @property
+    def caps(self) -> Caps | None:
+        """Of each device the most samples to give it, None for no limit; None if all have none."""
+        if not any(self._fails):
+            return None
+        return [
+            None if fails is None else max(fits, fails - max(1, fails // MARGIN))
+            for fits, fails in zip(self._fits, self._fails, strict=True)
+        ]
+
+    @property
+    def fits(self) -> Sizes:
+        """The most samples that each device is known to take."""
+        return tuple(self._fits)
+
+    def record_success(self, sizes: Sequence[int]) -> None:
+        """A step with these sizes was done."""
+        self._fits = list(map(max, self._fits, sizes))
+        self._latest = tuple(sizes)
+
+    def record_oom(self, sizes: Sequence[int], devices: Sequence[int]) -> None:
+        """In a step with these sizes, these devices ran out of memory.
+
+        Batches differ, and the heaviest is to fit: that so many fitted earlier counts no more.
+        """
+        self._latest = ()
+        for k in devices:
+            self._fails[k] = min(sizes[k], self._fails[k] or sizes[k])
+            self._fits[k] = min(self._fits[k], sizes[k] - 1)
+
+    def has_room(self, n: int) -> bool:
+        """Whether the caps leave room for n samples."""
+        caps = self.caps or [None]
+        return None in caps or sum(cap or 0 for cap in caps) >= n
+
+    def within(self, wanted: Sizes) -> Sizes:
+        """Sizes as wanted, but none above its cap; the others share what is left over.
+
+        They do in proportion to what they were to have; who was to have nothing comes last.
+        """
+        caps = self.caps
+        if caps is None or all(c is None or n <= c for n, c in zip(wanted, caps, strict=True)):
+            return wanted
+        per_sample = [1 / n if n else float("inf") for n in wanted]
+        return minimax(sum(wanted), [0.0] * len(wanted), per_sample, caps)
+
+    def trial(self, n: int) -> Sizes | None:
+        """Sizes, of n samples at most, that tell most about what fits; None if all is known.
+
+        Halves for each device the range between what fits and what does not; at last, all that
+        has fitted on some device is tried at once. The sum may be less than n.
+        """
+        sizes, left = [], n
+        for fits, fails in zip(self._fits, self._fails, strict=True):
+            known = fails is None or fails - fits <= 1
+            size = fits if known or fails is None else (fits + fails) // 2
+            sizes.append(min(size, left))
+            left -= sizes[-1]
+        is_news = any(map(int.__gt__, sizes, self._fits)) or self._latest != tuple(sizes)
+        return tuple(sizes) if is_news and any(sizes) else None
 
 
 class Planner:
     """Decides for every batch, once, which samples each device gets.
 
-    Args:
-        k: the number of devices.
-        policy: what decides as long as everything fits.
-
-    Attributes:
-        latest: the latest plan.
+    The policy decides as long as everything fits.
     """
 
     def __init__(self, k: int, policy: SplitPolicy) -> None:
@@ -75,17 +144,15 @@ class Planner:
         reading: Any = "columns",
         telling: int | None = None,
     ) -> Plan:
-        """Decides for a batch.
+        """Decides for a batch of n samples; what they cost is asked if the split is by cost.
 
-        Args:
-            n: its number of samples.
-            costs: asked for what they cost, if the split is by cost.
-            training: whether the batch is trained on.
-            reading: how the batch was read.
-            telling: with a number, shards become unequal by a sample, where they can, so that what
-                counts samples shows; none then has fewer samples than this.
+        With a number in `telling`, shards become unequal by a sample, where they can, so that what
+        counts samples shows; none then has fewer samples than this.
         """
-        plan = self._by_cost(costs, training) or Plan(self._sizes(n, training))
+        plan = None
+        if isinstance(self._policy, CostSplit):
+            plan = self._by_cost(self._policy, costs(), training)
+        plan = plan or Plan(self._sizes(n, training))
         if telling is not None and not any(map(math.isfinite, self._load_caps[training])):
             sizes = unequal(plan.sizes, telling)
             order = plan.order and reordered(plan.order, sizes)
@@ -141,12 +208,9 @@ class Planner:
             return self._learner(n, capacity.caps)
         return capacity.within(self._policy(n))
 
-    def _by_cost(self, ask: Callable[[], Sequence[float]], training: bool) -> Plan | None:
-        """None where the split is not by cost, or no longer can be: then by number."""
-        if not isinstance(self._policy, CostSplit):
-            return None
-        costs = ask()
-        order = self._policy.order(costs, self._load_caps[training])
+    def _by_cost(self, split: CostSplit, costs: Sequence[float], training: bool) -> Plan | None:
+        """None where the caps leave no room for a split by cost: then it is by number."""
+        order = split.order(costs, self._load_caps[training])
         if order is None:
             return None
         loads = tuple(sum(costs[i] for i in part) for part in order)

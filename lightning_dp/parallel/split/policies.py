@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
 from lightning_dp.parallel.split.adaptive import Adaptive
@@ -28,12 +28,7 @@ SPLITS = (*_FIXED, "memory", "adaptive", "cost")
 def check_split(
     split: str | OwnSplit, weights: Sequence[float] | None, sample_cost: str | None = None
 ) -> None:
-    """Checks what can be checked before the devices are known.
-
-    Raises:
-        ValueError: unknown `split`; `sample_cost` with another split than `"cost"`; `weights`
-            together with another split than `"even"`, or negative, not finite or all zero.
-    """
+    """Raises a ValueError where these options are wrong whatever the devices are."""
     if not callable(split) and split not in SPLITS:
         raise ValueError(
             f"split: expected one of {sorted(SPLITS)} or a function (batch_size, devices) -> "
@@ -67,15 +62,7 @@ def split_policy(
 ) -> SplitPolicy:
     """The function that splits every batch over the devices.
 
-    Args:
-        split: a name, or a function of the user's.
-        weights: fixed shares, one per device, or None.
-        devices: the devices, root first; what they are matters to a function of the user's alone.
-        capacities: for a split by memory, see `Memory`.
-
-    Raises:
-        ValueError: as `check_split`, the number of weights is not that of the devices, or a split
-            by memory has no capacities.
+    What the devices are matters to a function of the user's alone.
 
     Example:
         >>> split_policy("even", [1, 2, 3], ["cpu"] * 3)(12)
@@ -86,7 +73,7 @@ def split_policy(
     check_split(split, weights)
     k = len(devices)
     if callable(split):
-        return _Own(split, devices)
+        return partial(_checked, split, list(devices))
     if split == "cost":
         return CostSplit(k)
     if split == "adaptive":
@@ -107,27 +94,20 @@ def split_policy(
             f"weights: expected {k} numbers, one per device, got {len(shares)}: {list(shares)}. "
             "Give every device a weight (0 leaves it idle)."
         )
-    return lru_cache(maxsize=64)(lambda n: weighted(n, shares))
+    return lru_cache(maxsize=64)(partial(weighted, weights=shares))
 
 
-class _Own:
-    """A user's function, whose answers are checked."""
-
-    def __init__(self, split: OwnSplit, devices: Sequence[Any]) -> None:
-        self._split = split
-        self._devices = list(devices)
-
-    def __call__(self, n: int) -> Sizes:
-        sizes = self._split(n, list(self._devices))
-        k = len(self._devices)
-        are_sizes = isinstance(sizes, Sequence) and all(_is_size(size) for size in sizes)
-        if not are_sizes or len(sizes) != k or sum(sizes) != n:
-            raise ValueError(
-                f"split: expected {k} integers of at least 0, one per device, with sum {n}, from "
-                f"{getattr(self._split, '__qualname__', self._split)}({n}, devices), got "
-                f"{sizes!r}. Return a size for every device; 0 leaves it idle."
-            )
-        return tuple(int(size) for size in sizes)
+def _checked(split: OwnSplit, devices: Sequence[Any], n: int) -> Sizes:
+    """The answer of a user's function."""
+    sizes, k = split(n, list(devices)), len(devices)
+    are_sizes = isinstance(sizes, Sequence) and all(_is_size(size) for size in sizes)
+    if not are_sizes or len(sizes) != k or sum(sizes) != n:
+        raise ValueError(
+            f"split: expected {k} integers of at least 0, one per device, with sum {n}, from "
+            f"{getattr(split, '__qualname__', split)}({n}, devices), got {sizes!r}. Return a size "
+            "for every device; 0 leaves it idle."
+        )
+    return tuple(int(size) for size in sizes)
 
 
 def _is_size(value: object) -> bool:
@@ -135,6 +115,4 @@ def _is_size(value: object) -> bool:
 
 
 def _is_weight(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return math.isfinite(value) and value >= 0
+    return _is_size(value) or (isinstance(value, float) and math.isfinite(value) and value >= 0)

@@ -14,4 +14,3 @@ from lightning_dp.parallel.workers.apply import ExecutorName as ExecutorName
 from lightning_dp.parallel.workers.calls import Calls as Calls
 from lightning_dp.parallel.workers.participant import Task as Task
 from lightning_dp.parallel.workers.participant import current_participant as current_participant
-from lightning_dp.parallel.workers.rendezvous import Rendezvous as Rendezvous

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -28,17 +28,12 @@ EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
 
 
 class Executor:
-    """Runs the replicas' tasks and returns their results in the order of the tasks.
+    """Runs the replicas' tasks, one worker for each, and returns the results in their order.
 
-    Args:
-        devices: one device per replica; the pool has one worker for each.
-        how: `"threads"`, `"inorder"` (one after another on the calling thread: for a debugger, or
-            to repeat a run bit by bit), or `"auto"`, which measures both on the first calls of
-            each kind of work and keeps the faster. Threads win where the devices compute, the
-            other way wins where Python is the bottleneck.
-
-    Raises:
-        ValueError: unknown `how`.
+    By `"threads"`, by `"inorder"` (one after another on the calling thread: for a debugger, or to
+    repeat a run bit by bit), or by `"auto"`, which measures both on the first calls of each kind of
+    work and keeps the faster. Threads win where the devices compute, the other way wins where
+    Python is the bottleneck.
     """
 
     def __init__(self, devices: Sequence[torch.device], how: ExecutorName = "auto") -> None:
@@ -47,8 +42,9 @@ class Executor:
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
         self._how = how
         self._workers: list[_Worker] = []
-        self._trials: dict[tuple[str, int], _Trial] = {}
+        self._trials: defaultdict[tuple[str, int], _Trial] = defaultdict(_Trial)
         self._latest: dict[str, _Trial] = {}
+        self._in_threads: dict[str, bool] = {}
 
     def run(
         self,
@@ -60,6 +56,12 @@ class Executor:
     ) -> list[Any]:
         """Runs all tasks and waits for them.
 
+        An interrupt ends the replicas that wait, and is raised when the others have ended, too. A
+        second one is raised at once.
+
+        The first failed replica's own exception is raised, with a note that says which replica,
+        device and samples. No task is running any more when it arrives.
+
         Args:
             kind: the name of this kind of work; `"auto"` chooses for each kind on its own.
             tasks: at most one per replica.
@@ -67,21 +69,21 @@ class Executor:
                 backward after its forward): it runs the same way and counts with it. Changing
                 threads in between costs more than either way saves: memory goes back and forth.
             calls: knows what the replicas need if they meet; None if they will not.
-
-        Raises:
-            Exception: the first failed replica's own exception, with a note that says which
-                replica, device and samples. No task is running any more when it arrives.
         """
         calls = calls or Calls()
-        trial = self._trial(kind, len(tasks), goes_on)
+        if not goes_on:
+            self.choose(kind, len(tasks))
+        trial = self._latest.get(kind)
         start = time.perf_counter()
         try:
-            calls.thread_state = ThreadState.capture(self._devices)
-            calls.begin(tasks, self._start)
-            if len(tasks) > 1 and self._uses_threads(trial):
+            calls.begin(tasks, ThreadState.capture(self._devices), self._start)
+            if len(tasks) > 1 and self._in_threads[kind]:
                 calls.run_in_threads()
             else:
                 calls.run_in_order(moves=not self._is_on_cpu)
+        except BaseException as interrupt:
+            calls.end(interrupt)
+            raise
         finally:
             results, failure = calls.close()
             if trial is not None:
@@ -107,18 +109,16 @@ class Executor:
         for worker in workers:
             worker.thread.join()
 
-    def _trial(self, kind: str, count: int, goes_on: bool) -> _Trial | None:
-        """The trial that decides; None if there is nothing to decide."""
-        if self._how != "auto" or torch.are_deterministic_algorithms_enabled():
-            return None
-        if not goes_on:
-            self._latest[kind] = self._trials.setdefault((kind, count), _Trial())
-            self._latest[kind].begin()
-        return self._latest[kind]
-
-    def _uses_threads(self, trial: _Trial | None) -> bool:
-        in_threads = self._how == "threads" if trial is None else trial.threads
-        return in_threads and not _is_checkpointing()
+    def choose(self, kind: str, count: int) -> bool:
+        """Decides whether so many tasks of a kind, and what goes on with them, run in threads."""
+        in_threads = self._how == "threads"
+        self._latest.pop(kind, None)
+        if self._how == "auto" and not torch.are_deterministic_algorithms_enabled():
+            trial = self._latest[kind] = self._trials[kind, count]
+            trial.begin()
+            in_threads = trial.threads
+        self._in_threads[kind] = in_threads and not _is_checkpointing()
+        return self._in_threads[kind]
 
     def _start(self, participant: Participant) -> None:
         if not self._workers:
@@ -152,29 +152,25 @@ class _Trial:
 
     Both take turns at first. Then the faster runs, and now and then the other once more: a machine
     may be busy during the first steps, or become so later.
-
-    Attributes:
-        threads: how the present piece of work is to run.
     """
 
     ROUNDS = 5  # of each at first, and what the medians are taken of
     PROBE_EVERY = 64  # pieces of work; at twice the time a probe costs under 2 %
 
     def __init__(self) -> None:
-        self.threads = True
+        self.threads = True  # how the present piece of work is to run
         self._count = -2  # the first piece of each way is not counted: it starts caches
-        self._seconds: dict[bool, deque[float]] = {
-            way: deque(maxlen=self.ROUNDS) for way in (True, False)
-        }
+        self._seconds = {way: deque[float](maxlen=self.ROUNDS) for way in (True, False)}
 
     def begin(self) -> None:
         """Starts another piece of work."""
         self._count += 1
-        faster = min((True, False), key=lambda way: statistics.median(self._seconds[way] or [0]))
         if self._count < 2 * self.ROUNDS:
             self.threads = self._count % 2 == 1
         else:
-            self.threads = faster if self._count % self.PROBE_EVERY else not faster
+            in_threads, in_order = map(statistics.median, self._seconds.values())
+            is_probe = self._count % self.PROBE_EVERY == 0
+            self.threads = (in_threads <= in_order) != is_probe
         if self._count > 0:
             self._seconds[self.threads].append(0.0)
 

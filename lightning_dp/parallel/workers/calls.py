@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -40,18 +41,10 @@ class Calls:
         sizes: samples of these replicas; None if they are not known.
         order: the positions of their samples in the batch; None for the batch's own order.
         dim: the dimension along which the batch was cut.
-
-    Attributes:
-        participants: one per replica that works.
-        thread_state: the host's, for the workers.
-        start: lets a participant's worker do its task.
-        one_by_one: whether only one replica runs at a time.
-        is_open: whether the calls have not all ended.
-        broken: what has ended them all, if something has.
     """
 
-    thread_state: ThreadState
-    start: Callable[[Participant], None]
+    thread_state: ThreadState  # the host's, for the workers
+    start: Callable[[Participant], None]  # lets a participant's worker do its task
 
     def __init__(
         self, sizes: Sequence[int] | None = None, order: Order | None = None, dim: int = 0
@@ -60,9 +53,11 @@ class Calls:
         self.order = order
         self.dim = dim
         self.participants: list[Participant] = []
-        self.one_by_one = False
-        self.is_open = True
-        self.broken: BaseException | None = None
+        self.one_by_one = False  # only one replica runs at a time
+        self.is_open = True  # the calls have not all ended
+        self.broken: BaseException | None = None  # what has ended them all
+        self.crossed = False  # the graph of one replica goes on in that of another
+        self.is_conducting = False  # all stand still, and the host acts
         self._rendezvous: Rendezvous | None = None
         self._lock = threading.Lock()
         # Something has come about; what, is in the participants: an interrupt must not lose it.
@@ -98,31 +93,28 @@ class Calls:
         participant.is_awake = True
         try:
             self.check()
-            participant.result = participant.context.run(self._in_worker, participant)
+            participant.context.run(self._in_worker, participant)
         except BaseException as error:  # it is raised again by the thread that waits
             participant.error = error
         self.tell(participant, ENDED)
 
-    def _in_worker(self, participant: Participant) -> Any:
-        with self.thread_state.entered(participant.task.device):
-            return self._do_task(participant)
+    def _in_worker(self, participant: Participant) -> None:
+        with self.thread_state.entered(participant.device):
+            self._do_task(participant)
 
     # The host's side
-
-    @property
-    def crossed(self) -> bool:
-        """Whether the graph of one replica goes on in that of another."""
-        return self._rendezvous is not None and self._rendezvous.crossed
 
     @property
     def has_failed(self) -> bool:
         """Whether a replica has failed, or all have been ended."""
         return self.broken is not None or any([p.error is not None for p in self.participants])
 
-    def begin(self, tasks: Sequence[Task], start: Callable[[Participant], None]) -> None:
+    def begin(
+        self, tasks: Sequence[Task], state: ThreadState, start: Callable[[Participant], None]
+    ) -> None:
         """Makes a participant for each task; `start` gives one to its worker."""
-        self.participants = [Participant(self, task) for task in tasks]
-        self.start = start
+        self.thread_state, self.start = state, start
+        self.participants = list(map(partial(Participant, self), tasks))
 
     def run_in_threads(self) -> None:
         """All at once, in their workers."""
@@ -130,23 +122,28 @@ class Calls:
             participant.state = RUNNING  # of all, before the first one can ask for a rendezvous
         for participant in self.participants:
             self.start(participant)
-        self._finish()
+        self.wait()
+        if self._rendezvous is not None:
+            self._rendezvous.serve()
 
     def run_in_order(self, *, moves: bool) -> None:
         """One after another on this thread; once one comes to a rendezvous, in their workers.
 
-        Args:
-            moves: whether some replicas' devices are not where the host is.
+        The host, who does the first one's task, brings the others on while it waits for them. It
+        moves from device to device, unless all are the CPU.
         """
         self.one_by_one = True
         for participant in self.participants:
             if participant.state is NOT_BEGUN:
+                participant.hosted, participant.deliver, participant.state = True, None, RUNNING
                 device = participant.task.device
                 with self.thread_state.moved_to(device) if moves else nullcontext():
-                    self._run_here(participant)
+                    self._do_task(participant)
+                participant.state = ENDED
             if participant.error is not None or self.broken is not None:
                 break
-        self._finish()
+        if self._rendezvous is not None:
+            self._rendezvous.serve()
 
     def wait(self) -> None:
         """Waits until no replica runs any more: each has ended or is at a rendezvous."""
@@ -180,14 +177,11 @@ class Calls:
     def close(self) -> tuple[list[Any], tuple[Task | None, BaseException] | None]:
         """Lets go of everything, when all calls have ended.
 
-        Returns:
-            What the calls returned, in the order of the replicas; and the error to be raised, if
-            there is one, with the task whose own it is, or None.
+        Returns what they returned, in the order of the replicas; and the error to be raised, if
+        there is one, with the task whose own it is.
         """
-        participants = self.participants
-        if self.broken is None and any([p.state not in (NOT_BEGUN, ENDED) for p in participants]):
-            self.end(KeyboardInterrupt())  # at a bad moment, since nothing else comes here
-        self.is_open, self.participants = False, []
+        participants, first = self.participants, self.broken
+        self.is_open, self.participants, self.broken = False, [], None
         results, failed = [], []
         for participant in participants:  # which would keep batches and graphs alive in a circle
             results.append(participant.result)
@@ -195,8 +189,7 @@ class Calls:
                 failed.append((participant.task, participant.error))
             participant.result = participant.error = participant.deliver = None
             participant.reply = NO_REPLY
-        first = self.broken or (failed[0][1] if failed else None)
-        self.broken = None  # which holds the frames of the calls
+        first = first or (failed[0][1] if failed else None)
         if first is None:
             return results, None
         own = next((task for task, error in failed if error is first), None)
@@ -210,44 +203,16 @@ class Calls:
         by = "the run was interrupted" if failed is None else f"replica {failed.replica} failed"
         return ReplicaStopped(f"Expected all replicas to meet, but {by}: {self.broken!r}")
 
-    def _run_here(self, participant: Participant) -> None:
-        """Does a replica's task on the host, who brings the others on while it waits for them."""
-        participant.hosted, participant.deliver, participant.state = True, None, RUNNING
-        try:
-            participant.result = self._do_task(participant)
-        except Exception as error:
-            participant.error = error
-        except BaseException as error:  # an interrupt
-            participant.error = error
-            participant.state = ENDED
-            self.end(error)
-            raise
-        participant.state = ENDED
-
-    def _do_task(self, participant: Participant) -> Any:
+    def _do_task(self, participant: Participant) -> None:
         """Does a task on this thread, as the replica's code, and times it."""
         token, start = PARTICIPANT.set(participant), time.perf_counter()
         try:
-            return participant.task.call()
+            participant.result = participant.task.call()
+        except Exception as error:
+            participant.error = error
         finally:
             participant.task.seconds = time.perf_counter() - start - participant.waited
             PARTICIPANT.reset(token)
-
-    def _finish(self) -> None:
-        """Waits for all that have begun.
-
-        An interrupt ends the replicas that wait, and is raised when the others have ended, too. A
-        second one is raised at once.
-        """
-        try:
-            self.wait()
-            if self._rendezvous is not None:
-                self._rendezvous.serve()
-        except (RendezvousError, ReplicaStopped):
-            return  # they have been ended, and `close` tells why
-        except BaseException as error:  # an interrupt
-            self.end(error)
-            raise
 
     def _hear(self) -> None:
         """Waits until something may have come about."""

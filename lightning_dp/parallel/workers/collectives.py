@@ -10,7 +10,7 @@ runs through all of them at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from numbers import Number
 from typing import Any, TypeVar
@@ -20,20 +20,13 @@ from torch import Tensor
 
 from lightning_dp.parallel.batch import gather, to_device, tree, weighted_mean
 from lightning_dp.parallel.torch_private import is_in_backward
-from lightning_dp.parallel.workers.participant import current_participant
-from lightning_dp.parallel.workers.rendezvous import Rendezvous
+from lightning_dp.parallel.workers.calls import Calls
+from lightning_dp.parallel.workers.participant import Act, current_participant
 
 T = TypeVar("T")
 
-_OPS = {
-    "mean": "mean",
-    "avg": "mean",
-    "sum": "sum",
-    "min": "min",
-    "max": "max",
-    "product": "product",
-    "prod": "product",
-}
+_OPS = {name: name for name in ("mean", "sum", "min", "max", "product")}
+_OPS |= {"avg": "mean", "prod": "product"}
 
 
 def all_gather(x: T) -> T:
@@ -92,31 +85,31 @@ def barrier(name: str | None = None) -> None:
     Raises:
         RendezvousError: a replica ended its call, or is at another collective.
     """
-    meet(
-        "barrier" if name is None else f"barrier {name!r}", None, lambda rendezvous, values: values
-    )
+    what = "barrier" if name is None else f"barrier {name!r}"
+    meet(what, None, lambda calls, values: values)
 
 
 def decide(decision: bool, *, everybody: bool = True) -> bool:
     """Whether all replicas, or with `everybody=False` any of them, say so."""
     rule = all if everybody else any
-    act = lambda rendezvous, values: [rule(values)] * len(values)  # noqa: E731
+    act = lambda calls, values: [rule(values)] * len(values)  # noqa: E731
     return meet("reduce_boolean_decision", bool(decision), act)
 
 
 def must_meet(what: str) -> bool:
     """Whether there are other replicas to wait for, in a collective that people know as `what`."""
     participant = current_participant()
-    if participant is None:
-        _refuse_recomputation(what)
+    if participant is None and is_in_backward():
+        raise RuntimeError(
+            f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
+            "recomputes the part of the step that calls it, where the replicas do not meet. Leave "
+            "this part out of the checkpoint."
+        )
     return participant is not None and len(participant.calls.participants) > 1
 
 
-def meet(what: str, x: T, act: Callable[[Rendezvous, list[Any]], Sequence[Any]]) -> T:
-    """A collective of one's own: what `act` makes of the replicas' `x`, see `Participant.meet`.
-
-    Where there are no other replicas it is `x`.
-    """
+def meet(what: str, x: T, act: Act) -> T:
+    """What `act` makes of the replicas' `x`, see `Participant.meet`; `x` if there are no others."""
     if not must_meet(what) or (participant := current_participant()) is None:
         return x
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -124,51 +117,35 @@ def meet(what: str, x: T, act: Callable[[Rendezvous, list[Any]], Sequence[Any]])
     return result
 
 
-def _in_replicas_modes(
-    act: Callable[[Rendezvous, list[Any]], Sequence[Any]],
-    rendezvous: Rendezvous,
-    brought: list[Any],
-) -> Sequence[Any]:
+def _in_replicas_modes(act: Act, calls: Calls, brought: list[Any]) -> Sequence[Any]:
     """Acts under the modes of the code that calls the collective, which may not be the host's."""
-    values = [value for value, _ in brought]
     grad, inference = brought[0][1]
     with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-        return act(rendezvous, values)
+        return act(calls, [value for value, _ in brought])
 
 
-def _refuse_recomputation(what: str) -> None:
-    if is_in_backward():
-        raise RuntimeError(
-            f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
-            "recomputes the part of the step that calls it, where the replicas do not meet. Leave "
-            "this part out of the checkpoint."
-        )
-
-
-def _all_gather(rendezvous: Rendezvous, values: list[Any]) -> list[Any]:
-    sizes, order, devices = rendezvous.sizes, rendezvous.order, _devices(rendezvous)
-    linked = [link(rendezvous, value) for value in values]
-    joined = [
-        gather(linked, device, rendezvous.dim, sizes=sizes, order=order) for device in devices
-    ]
+def _all_gather(calls: Calls, values: list[Any]) -> list[Any]:
+    linked = [link(calls, value) for value in values]
+    options: dict[str, Any] = {"dim": calls.dim, "sizes": calls.sizes, "order": calls.order}
+    joined = [gather(linked, device, **options) for device in _devices(calls)]
     return [_own(node, linked) for node in joined]
 
 
-def _reduce(op: str, rendezvous: Rendezvous, values: list[Any]) -> list[Any]:
+def _reduce(op: str, calls: Calls, values: list[Any]) -> list[Any]:
     if not all(isinstance(value, Tensor | Number) for value in values):
         return values
-    device = rendezvous.participants[0].device
-    tensors = [torch.as_tensor(to_device(link(rendezvous, value), device)) for value in values]
+    device = calls.participants[0].device
+    tensors = [torch.as_tensor(to_device(link(calls, value), device)) for value in values]
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if len(set(shapes)) > 1:
         raise ValueError(
             f"Expected tensors of one shape to reduce, got {shapes}. Use all_gather for those that "
             "have a row for each sample."
         )
-    total = _reduced(op, tensors, rendezvous.sizes or [1] * len(tensors)).to(tensors[0].dtype)
+    total = _reduced(op, tensors, calls.sizes or [1] * len(tensors)).to(tensors[0].dtype)
     if not isinstance(values[0], Tensor):
         return [total.item()] * len(values)
-    return [total.to(device, copy=True) for device in _devices(rendezvous)]
+    return [total.to(device, copy=True) for device in _devices(calls)]
 
 
 def _reduced(op: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
@@ -183,26 +160,26 @@ def _reduced(op: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
     return stacked.amin(0) if op == "min" else stacked.amax(0)
 
 
-def _broadcast(src: int, rendezvous: Rendezvous, values: list[Any]) -> list[Any]:
+def _broadcast(src: int, calls: Calls, values: list[Any]) -> list[Any]:
     if not 0 <= src < len(values):
         raise ValueError(
             f"broadcast: expected src from 0 to {len(values) - 1}, one of the {len(values)} "
             f"replicas that have samples, got {src}."
         )
-    source = link(rendezvous, values[src])
-    copies = [_own(to_device(source, device), [source]) for device in _devices(rendezvous)]
+    source = link(calls, values[src])
+    copies = [_own(to_device(source, device), [source]) for device in _devices(calls)]
     copies[src] = values[src]
     return copies
 
 
-def link(rendezvous: Rendezvous, node: Any) -> Any:
+def link(calls: Calls, node: Any) -> Any:
     """Prepares a replica's tensors for the graphs of other replicas."""
 
     def linked(leaf: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
             return leaf
-        rendezvous.crossed = True
-        return _Link.apply(leaf, rendezvous)  # type: ignore[no-untyped-call]
+        calls.crossed = True
+        return _Link.apply(leaf, calls)  # type: ignore[no-untyped-call]
 
     return tree.map_leaves(linked, node)
 
@@ -211,13 +188,13 @@ class _Link(torch.autograd.Function):
     """Where the graph of a replica goes on in others."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rendezvous: Rendezvous) -> Tensor:
-        ctx.rendezvous = rendezvous
+    def forward(ctx: Any, x: Tensor, calls: Calls) -> Tensor:
+        ctx.calls = calls
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.rendezvous.is_open and not ctx.rendezvous.is_conducting:
+        if ctx.calls.is_open and not ctx.calls.is_conducting:
             raise RuntimeError(
                 "Expected no backward and no torch.autograd.grad through a collective (all_gather, "
                 "or batch norm with sync_batchnorm=True) inside of training_step: other replicas "
@@ -237,8 +214,8 @@ def _own(node: Any, others: Any) -> Any:
     return tree.map_leaves(own, node)
 
 
-def _devices(rendezvous: Rendezvous) -> list[torch.device]:
-    return [participant.device for participant in rendezvous.participants]
+def _devices(calls: Calls) -> list[torch.device]:
+    return [participant.device for participant in calls.participants]
 
 
 def _name_of(op: Any) -> str:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,9 +16,8 @@ import torch
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.workers.calls import Calls
-    from lightning_dp.parallel.workers.rendezvous import Rendezvous
 
-Act: TypeAlias = Callable[["Rendezvous", list[Any]], Sequence[Any]]
+Act: TypeAlias = Callable[["Calls", list[Any]], Sequence[Any]]
 """What a rendezvous is about: from what the replicas brought to what each of them gets."""
 
 
@@ -31,32 +31,18 @@ class ReplicaStopped(RuntimeError):
 
 @dataclass
 class Task:
-    """A call for one replica.
-
-    Attributes:
-        replica: the number of the replica.
-        device: its device.
-        call: what to run; takes nothing.
-        context: asked for in an error, completes the sentence "in replica 2 on cuda:1, ...".
-        seconds: how long the call worked, once it has run; waiting for others is left out.
-    """
+    """A call for one replica."""
 
     replica: int
     device: torch.device
     call: Callable[[], Any]
-    context: Callable[[], str] = str
-    seconds: float = field(default=0.0, init=False)
+    context: Callable[[], str] = str  # for errors: what goes on after "in replica 2 on cuda:1"
+    seconds: float = field(default=0.0, init=False)  # of work, without waiting for others
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """The replica waits at a rendezvous.
-
-    Attributes:
-        what: the name of the rendezvous.
-        value: what the replica brings.
-        act: what the rendezvous is about.
-    """
+    """The replica waits at a rendezvous, and brings a value."""
 
     what: str
     value: Any
@@ -86,31 +72,23 @@ class Reply:
 
 @dataclass(frozen=True)
 class Errand:
-    """A call that a replica is to make before it goes on waiting.
-
-    Attributes:
-        call: the call.
-        is_part_of_step: whether it is made as the replica's, and may come to a rendezvous.
-    """
+    """A call that a replica is to make before it goes on waiting."""
 
     call: Callable[[], Any]
-    is_part_of_step: bool
+    is_part_of_step: bool  # made as the replica's: it may come to a rendezvous
 
 
-class NotBegun:
-    """The replica's task has not been started."""
+class Phase(Enum):
+    """Of a replica's task, where it does not wait for others; in words for people."""
+
+    NOT_BEGUN = "has not begun"
+    RUNNING = "is still running"
+    ENDED = "has ended"
 
 
-class Running:
-    """The replica's task runs: it neither waits nor has it ended."""
-
-
-class Ended:
-    """The replica's task has ended: it has a result or an error."""
-
-
-NOT_BEGUN, RUNNING, ENDED, NO_REPLY = NotBegun(), Running(), Ended(), Reply()
-State: TypeAlias = NotBegun | Running | Ended | Arrival | Answer
+NOT_BEGUN, RUNNING, ENDED = Phase
+NO_REPLY = Reply()
+State: TypeAlias = Phase | Arrival | Answer
 
 PARTICIPANT: ContextVar[Participant | None] = ContextVar("participant", default=None)
 """The replica whose code runs."""
@@ -133,44 +111,29 @@ def participating(participant: Participant | None) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Participant:
-    """One replica in an apply.
-
-    Attributes:
-        calls: those of all replicas, of which this is one.
-        task: what the replica does.
-        state: what it is doing now.
-        result: what its task returned.
-        error: what its task raised.
-        hosted: whether the host itself makes this replica's call.
-        waited: seconds that it has spent at rendezvous.
-        deliver: what the host does to let it go on from a rendezvous; None if nothing.
-        reply: what it gets there, if it is hosted.
-        inbox: what it gets there, if it is not.
-        context: the host's context variables, for its worker.
-        is_awake: whether its worker has come to it.
-    """
+    """One replica in an apply."""
 
     calls: Calls
     task: Task
     state: State = NOT_BEGUN
     result: Any = None
     error: BaseException | None = None
-    hosted: bool = False
-    waited: float = 0.0
-    deliver: Callable[[], None] | None = None
-    reply: Reply = NO_REPLY
-    inbox: SimpleQueue[Reply | Errand] = field(default_factory=SimpleQueue)
-    context: contextvars.Context = field(default_factory=contextvars.copy_context)
-    is_awake: bool = False
+    hosted: bool = False  # the host itself makes this replica's call
+    waited: float = 0.0  # seconds, at rendezvous
+    deliver: Callable[[], None] | None = None  # what the host does to let it go on from there
+    reply: Reply = NO_REPLY  # what it gets there, if it is hosted
+    inbox: SimpleQueue[Reply | Errand] = field(default_factory=SimpleQueue)  # if it is not
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)  # the host's
+    is_awake: bool = False  # its worker has come to it
 
     @property
     def replica(self) -> int:
-        """The number of the replica."""
+        """Its number."""
         return self.task.replica
 
     @property
     def device(self) -> torch.device:
-        """Its device."""
+        """That of the replica."""
         return self.task.device
 
     @property
@@ -179,21 +142,11 @@ class Participant:
         return self.state is RUNNING and not self.is_awake
 
     def meet(self, what: str, value: Any, act: Act) -> Any:
-        """Waits until all replicas are at the same rendezvous.
+        """Waits until all replicas are at the same rendezvous; what this one gets there.
 
-        Args:
-            what: the name of the rendezvous, for people; the same on all replicas.
-            value: what this replica brings.
-            act: called once, on the host, with the rendezvous and all values in the order of the
-                replicas; returns one entry per replica.
-
-        Returns:
-            This replica's entry.
-
-        Raises:
-            RendezvousError: another replica has ended, or is at another rendezvous.
-            ReplicaStopped: another replica has failed.
-            Exception: what `act` raised, in all replicas.
+        People know the rendezvous as `what`. `act` is called once, on the host, with the values of
+        all replicas, in their order, and returns one entry for each. What it raises, it raises in
+        all of them.
         """
         start = time.perf_counter()
         try:
@@ -212,12 +165,11 @@ class Participant:
 
     def said(self) -> str:
         """What the replica is doing, for people."""
-        doing = {
-            NotBegun: "has not begun",
-            Running: "is still running",
-            Answer: "has ended its closure",
-            Ended: "has ended",
-        }
-        state = self.state
-        what = f"is at {state.what}" if isinstance(state, Arrival) else doing[type(state)]
-        return f"replica {self.replica} on {self.device} {what}"
+        match self.state:
+            case Arrival(what=what):
+                doing = f"is at {what}"
+            case Answer():
+                doing = "has ended its closure"
+            case phase:
+                doing = phase.value
+        return f"replica {self.replica} on {self.device} {doing}"

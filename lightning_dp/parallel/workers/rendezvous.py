@@ -11,11 +11,11 @@ the next: always the same turns, and never two at a time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.workers.participant import (
     ENDED,
     NOT_BEGUN,
@@ -26,6 +26,7 @@ from lightning_dp.parallel.workers.participant import (
     Errand,
     Participant,
     RendezvousError,
+    ReplicaStopped,
     Reply,
     participating,
 )
@@ -35,48 +36,14 @@ if TYPE_CHECKING:
 
 
 class Rendezvous:
-    """Where the replicas of one apply meet, as often as they like; made when the first one asks.
-
-    Args:
-        calls: the replicas' calls.
-
-    Attributes:
-        crossed: whether the graph of one replica goes on in that of another.
-        is_conducting: whether all stand still, and the host acts.
-    """
+    """Where the replicas of one apply meet, as often as they like; made when the first one asks."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
-        self.crossed = False
-        self.is_conducting = False
+        self._participants = calls.participants
         for participant in calls.participants:
             if participant.state is NOT_BEGUN:
                 participant.deliver = partial(calls.start, participant)
-
-    @property
-    def participants(self) -> list[Participant]:
-        """One per replica that works."""
-        return self._calls.participants
-
-    @property
-    def sizes(self) -> list[int] | None:
-        """Samples of these replicas; None if they are not known."""
-        return self._calls.sizes
-
-    @property
-    def order(self) -> Order | None:
-        """The positions of their samples in the batch; None for the batch's own order."""
-        return self._calls.order
-
-    @property
-    def dim(self) -> int:
-        """The dimension along which the batch was cut."""
-        return self._calls.dim
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the replicas' calls have not all ended."""
-        return self._calls.is_open
 
     # The replicas' side
 
@@ -86,7 +53,7 @@ class Rendezvous:
         calls.check()
         if participant.hosted:
             participant.state = arrival
-            if not any(other.state is ENDED for other in self.participants):
+            if not any(other.state is ENDED for other in self._participants):
                 self._advance()
             self._round()
             return participant.reply.take()
@@ -98,39 +65,32 @@ class Rendezvous:
     # The host's side
 
     def serve(self) -> None:
-        """Lets the replicas go on from rendezvous to rendezvous until all have ended.
-
-        Raises:
-            RendezvousError: they do not all come to the same one.
-        """
-        while not self._calls.has_failed:
-            self._advance()
-            if all(p.state is ENDED for p in self.participants):
-                return
-            self._round()
-        if self._calls.broken is None:
-            self._calls.end(self._first_error())
+        """Lets the replicas go on from rendezvous to rendezvous until all have ended."""
+        with contextlib.suppress(RendezvousError, ReplicaStopped):  # all ended: `close` tells why
+            while not self._calls.has_failed:
+                self._advance()
+                if all(p.state is ENDED for p in self._participants):
+                    return
+                self._round()
+            if self._calls.broken is None:
+                self._calls.end(self._first_error())
 
     def call(self, functions: Sequence[Callable[[], Any]], *, as_replicas: bool) -> list[Any]:
-        """Lets every replica make a call while it waits, in its own thread.
+        """In an act: lets every replica make a call while it waits, in its own thread.
 
-        Only for an act. The calls may meet in their turn.
-
-        Args:
-            functions: one per replica.
-            as_replicas: whether the calls are part of the replicas' steps, and may meet.
+        As parts of the replicas' steps, the calls may meet in their turn.
         """
         errands = [Errand(function, as_replicas) for function in functions]
-        for participant, errand in zip(self.participants, errands, strict=True):
+        for participant, errand in zip(self._participants, errands, strict=True):
             if not participant.hosted:
                 participant.deliver = partial(participant.inbox.put, errand)
-        for participant, errand in zip(self.participants, errands, strict=True):
+        for participant, errand in zip(self._participants, errands, strict=True):
             if participant.hosted:
                 participant.state = RUNNING
                 participant.state = participant.run_errand(errand)
         while True:
             self._advance()
-            states = [p.state for p in self.participants]
+            states = [p.state for p in self._participants]
             answers = [state.value for state in states if isinstance(state, Answer)]
             if len(answers) == len(states):
                 return answers
@@ -138,45 +98,44 @@ class Rendezvous:
 
     def _advance(self) -> None:
         """Lets everybody go on who can, until nobody runs any more."""
-        for participant in self.participants:
+        for participant in self._participants:
             self._calls.advance(participant)
         self._calls.wait()
 
     def _round(self) -> None:
         """All stand still: does what they have come for."""
-        arrivals = [p.state for p in self.participants if isinstance(p.state, Arrival)]
+        arrivals = [p.state for p in self._participants if isinstance(p.state, Arrival)]
         names = {arrival.what for arrival in arrivals}
-        if len(arrivals) < len(self.participants) or len(names) > 1:
+        if len(arrivals) < len(self._participants) or len(names) > 1:
             self._calls.end(self._first_error())
             raise self._calls.told()
         replies = self._conduct(arrivals[0].act, [arrival.value for arrival in arrivals])
-        for participant, reply in zip(self.participants, replies, strict=True):
+        for participant, reply in zip(self._participants, replies, strict=True):
             if participant.hosted:
                 participant.state, participant.reply = RUNNING, reply
             else:
                 participant.deliver = partial(participant.inbox.put, reply)
 
     def _conduct(self, act: Act, values: list[Any]) -> list[Reply]:
-        before, self.is_conducting = self.is_conducting, True
+        before, self._calls.is_conducting = self._calls.is_conducting, True
         try:
             with participating(None):
-                return [Reply(value) for value in act(self, values)]
+                return [Reply(value) for value in act(self._calls, values)]
         except Exception as error:
             if self._calls.broken is not None:
                 raise
             return [Reply(error=error)] * len(values)
         finally:
-            self.is_conducting = before
+            self._calls.is_conducting = before
 
     def _first_error(self) -> BaseException:
         """A replica's own, or that they have not all come to the same rendezvous."""
-        errors = [p.error for p in self.participants if p.error is not None]
-        return errors[0] if errors else self._mismatch()
-
-    def _mismatch(self) -> RendezvousError:
-        names = [p.state.what for p in self.participants if isinstance(p.state, Arrival)]
+        errors = [p.error for p in self._participants if p.error is not None]
+        if errors:
+            return errors[0]
+        names = [p.state.what for p in self._participants if isinstance(p.state, Arrival)]
         return RendezvousError(
             f"Expected all replicas at {(names or ['the end of their closures'])[0]}, got: "
-            f"{', '.join(p.said() for p in self.participants)}. Make the same calls in the same "
+            f"{', '.join(p.said() for p in self._participants)}. Make the same calls in the same "
             "order on every replica: they must not depend on what is in its shard."
         )

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.torch_private import BatchNorm, check_batch_norm_input
+from lightning_dp.parallel.workers.calls import Calls
 from lightning_dp.parallel.workers.collectives import link, meet, must_meet
-from lightning_dp.parallel.workers.rendezvous import Rendezvous
 
 Moments: TypeAlias = tuple[int, Tensor, Tensor]
 """Values per channel, their means [C] and their variances [C], divided by their number."""
@@ -26,14 +26,6 @@ def forward(self: BatchNorm, x: Tensor) -> Tensor:
 
     Outside of replicas, where one replica has the whole batch, and where the running statistics
     normalise, the layer's own forward does the same.
-
-    Args:
-        self: the layer.
-        x: input of shape [N, C, ...].
-
-    Raises:
-        ValueError: the batch has only one value per channel, as on one device.
-        RendezvousError: another replica does not call the layer.
     """
     uses_batch = self.training or (self.running_mean is None and self.running_var is None)
     if not uses_batch or not must_meet("batch norm"):
@@ -50,24 +42,21 @@ def forward(self: BatchNorm, x: Tensor) -> Tensor:
     return result
 
 
-def _merge(rendezvous: Rendezvous, moments: list[Moments]) -> list[Moments]:
+def _merge(calls: Calls, moments: list[Moments]) -> list[Moments]:
     total = sum(n for n, _, _ in moments)
     if total == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training with batch norm, got 1 in the "
             "whole batch. Use larger batches, or drop_last=True in the DataLoader."
         )
-    device = rendezvous.participants[0].device
-    linked = [(link(rendezvous, mean), link(rendezvous, var)) for _, mean, var in moments]
+    device = calls.participants[0].device
+    linked = [(link(calls, mean), link(calls, var)) for _, mean, var in moments]
     means = torch.stack([mean.to(device) for mean, _ in linked])
     variances = torch.stack([var.to(device) for _, var in linked])
     weights = torch.tensor([[n / total] for n, _, _ in moments], dtype=means.dtype, device=device)
     mean = (weights * means).sum(0)
     var = (weights * (variances + (means - mean).square())).sum(0)
-    return [
-        (total, mean.to(participant.device), var.to(participant.device))
-        for participant in rendezvous.participants
-    ]
+    return [(total, mean.to(p.device), var.to(p.device)) for p in calls.participants]
 
 
 @torch.no_grad()

@@ -24,43 +24,36 @@ from lightning_dp.parallel.torch_private import (
 
 @dataclass(frozen=True)
 class ThreadState:
-    """The modes of the thread that captured them, for other threads to enter.
-
-    Attributes:
-        root: the root device.
-        grad: whether gradients are recorded.
-        inference: whether inference mode is on.
-        autocasts: device type, dtype and cache flag of every enabled autocast.
-        modes: torch function and dispatch modes, and the default device.
-        saved_tensors: the pack and unpack functions of `saved_tensors_hooks`, or None.
-        streams: the current stream of each device that has streams.
-    """
+    """The modes of the thread that captured them, for other threads to enter."""
 
     root: torch.device
     grad: bool
     inference: bool
-    autocasts: Sequence[tuple[str, torch.dtype, bool]]
+    autocasts: Sequence[tuple[str, torch.dtype, bool]]  # kind, dtype and whether casts are kept
     modes: Modes
-    saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None
+    saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None  # how to pack and unpack
     streams: dict[torch.device, torch.Stream | None]
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> ThreadState:
         """The calling thread's state, as far as it concerns work on `devices` (root first)."""
-        kinds = {"cpu", *[device.type for device in devices]}
-        cache = torch.is_autocast_cache_enabled()
+        kinds, autocasts, streams = {"cpu"}, [], {}
+        for device in devices:
+            if device.type != "cpu":
+                kinds.add(device.type)
+                streams[device] = current_stream(device)
+        for kind in kinds:
+            if torch.is_autocast_enabled(kind):
+                keeps = torch.is_autocast_cache_enabled()
+                autocasts.append((kind, torch.get_autocast_dtype(kind), keeps))
         return cls(
-            root=devices[0],
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocasts=[
-                (kind, torch.get_autocast_dtype(kind), cache)
-                for kind in kinds
-                if torch.is_autocast_enabled(kind)
-            ],
-            modes=current_modes(),
-            saved_tensors=saved_tensors_functions(),
-            streams={d: current_stream(d) for d in devices if d.type != "cpu"},
+            devices[0],
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            autocasts,
+            current_modes(),
+            saved_tensors_functions(),
+            streams,
         )
 
     @contextlib.contextmanager

@@ -15,12 +15,10 @@ from lightning_dp.parallel.batch.join import (
     Join,
     Scalars,
     check_overrides,
-    join_arrays,
     join_as,
-    join_plain,
-    join_tensors,
+    join_leaves,
 )
-from lightning_dp.parallel.batch.leaves import is_array, kind_of, move, size_of
+from lightning_dp.parallel.batch.leaves import size_of
 from lightning_dp.parallel.batch.sample_dims import Override, StepDims
 from lightning_dp.parallel.batch.sizes import BatchSizeError, infer_batch_size
 from lightning_dp.parallel.batch.to_device import to_device_together
@@ -152,19 +150,7 @@ class TreeJoin:
 
     def leaves(self, leaves: list[Any], path: tree.Path) -> Any:
         """The leaves of all replicas at a path, joined."""
-        if all(isinstance(leaf, Tensor) for leaf in leaves):
-            return join_tensors(leaves, self.rules, path)
-        if len(leaves) == 1:
-            return leaves[0]
-        if all(is_array(leaf) for leaf in leaves):
-            return join_arrays(leaves, self.rules, path)
-        kind = kind_of(leaves[0])
-        if kind is not None and all(kind_of(leaf) is kind for leaf in leaves):
-            # Joining makes new tensors, such as a batch of graphs has: they may be on the CPU.
-            dim = self.rules.dim
-            joined = move(kind.join(leaves, dim), self.rules.device)
-            return self.rules.in_order(joined, [kind.size(x, dim) or 0 for x in leaves], dim)
-        return join_plain(leaves, self.rules, path)
+        return join_leaves(leaves, self.rules, path)
 
     def _lists(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
         if override == "cat" or self.are_of_samples(nodes, path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.batch.leaves import TENSORS, is_array, kind_of, move, pick
+from lightning_dp.parallel.batch.leaves import TENSORS, Kind, is_array, kind_of, move, pick
 from lightning_dp.parallel.batch.sample_dims import Override, StepDims, Verdict, multiple_of
 from lightning_dp.parallel.split import Order, Sizes, batch_order
 
@@ -110,21 +110,30 @@ def check_overrides(overrides: Mapping[str, str] | None) -> None:
             )
 
 
-def join_tensors(tensors: list[Tensor], rules: Join, path: tree.Path) -> Any:
-    """Joins what are tensors on every replica; a list if they do not fit.
+def join_leaves(leaves: list[Any], rules: Join, path: tree.Path) -> Any:
+    """What gather's table says of the leaves that all replicas have at a path."""
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        return _join_tensors(leaves, rules, path)
+    if len(leaves) == 1:
+        return leaves[0]
+    kind = kind_of(leaves[0])
+    if kind is None and all(map(is_array, leaves)):
+        return _join_numbers(leaves, rules, path)
+    if kind is None or any(kind_of(leaf) is not kind for leaf in leaves):
+        return _join_plain(leaves, rules, path)
+    if is_array(leaves[0]):
+        return _join_rows(leaves, rules, path, kind)
+    # Joining makes new tensors, such as a batch of graphs has: they may be on the CPU.
+    joined = move(kind.join(leaves, rules.dim), rules.device)
+    return rules.in_order(joined, [kind.size(x, rules.dim) or 0 for x in leaves], rules.dim)
 
-    Example:
-        >>> rules = Join((2, 1), "merge", torch.device("cpu"), StepDims())
-        >>> join_tensors([torch.tensor([1, 2]), torch.tensor([3])], rules, ())
-        tensor([1, 2, 3])
-        >>> join_tensors([torch.tensor(1.0), torch.tensor(4.0)], rules, ())
-        tensor(2.)
-    """
-    if all(not t.is_nested and t.dim() == 0 for t in tensors):
-        if rules.scalars == "stack":
-            return torch.cat([scalar.reshape(1) for scalar in tensors])
-        return tensors[0] if len(tensors) == 1 else _merge(tensors, rules.sizes)
-    return _join_rows(as_rows(tensors, rules.sizes), rules, path, TENSORS.join)
+
+def _join_tensors(tensors: list[Tensor], rules: Join, path: tree.Path) -> Any:
+    if any(t.is_nested or t.dim() for t in tensors):
+        return _join_rows(as_rows(tensors, rules.sizes), rules, path, TENSORS)
+    if rules.scalars == "stack":
+        return torch.cat([scalar.reshape(1) for scalar in tensors])
+    return tensors[0] if len(tensors) == 1 else _merge(tensors, rules.sizes)
 
 
 def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
@@ -137,18 +146,14 @@ def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
     return [t.reshape(-1) for t in tensors] if are_single else tensors
 
 
-def join_arrays(arrays: list[Any], rules: Join, path: tree.Path) -> Any:
-    """Joins what are NumPy arrays, or its scalars, on every replica."""
-    kind = kind_of(arrays[0])
-    if kind is not None:
-        return _join_rows(arrays, rules, path, kind.join)
-    if any(array.ndim or array.dtype.kind not in "biufc" for array in arrays):
-        return join_plain(arrays, rules, path)
-    scalars = [torch.as_tensor(array) for array in arrays]
-    return _merge(scalars, rules.sizes).numpy()[()]
+def _join_numbers(scalars: list[Any], rules: Join, path: tree.Path) -> Any:
+    """NumPy's scalars and 0-dim arrays."""
+    if any(scalar.ndim or scalar.dtype.kind not in "biufc" for scalar in scalars):
+        return _join_plain(scalars, rules, path)
+    return _merge([torch.as_tensor(scalar) for scalar in scalars], rules.sizes).numpy()[()]
 
 
-def join_plain(values: list[Any], rules: Join, path: tree.Path) -> Any:
+def _join_plain(values: list[Any], rules: Join, path: tree.Path) -> Any:
     """Joins numbers, strings and whatever else is no tensor."""
     first = values[0]
     if all(type(value) is int for value in values):
@@ -183,12 +188,7 @@ def join_as(override: Override, leaves: list[Any], rules: Join, path: tree.Path)
 
 
 def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Sum of w_i * x_i over the sum of w_i; the x_i share one shape and device.
-
-    Example:
-        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
-        tensor(2.)
-    """
+    """Sum of w_i * x_i over the sum of w_i; the x_i share one shape and device."""
     total = float(sum(weights))
     terms = [scalar * (weight / total) for scalar, weight in zip(scalars, weights, strict=True)]
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
@@ -201,9 +201,7 @@ def _merge(tensors: list[Tensor], sizes: Sizes) -> Tensor:
     return torch.stack(tensors).sum(0)
 
 
-def _join_rows(
-    leaves: list[Any], rules: Join, path: tree.Path, cat: Callable[[Sequence[Any], int], Any]
-) -> Any:
+def _join_rows(leaves: list[Any], rules: Join, path: tree.Path, kind: Kind) -> Any:
     """Tensors or arrays, along the dim that counts the shards' samples."""
     if len(leaves) == 1:
         return leaves[0]
@@ -224,7 +222,7 @@ def _join_rows(
         rules.say(path, text, leaves, is_guess=True)
     elif not is_sure:
         rules.say(path, f"are {cats} that dim counts samples", leaves, is_guess=True)
-    return rules.in_order(cat(leaves, dim), [leaf.shape[dim] for leaf in leaves], dim)
+    return rules.in_order(kind.join(leaves, dim), [leaf.shape[dim] for leaf in leaves], dim)
 
 
 def _join_constants(leaves: list[Any], rules: Join, path: tree.Path) -> Any:
@@ -246,23 +244,14 @@ def _join_constants(leaves: list[Any], rules: Join, path: tree.Path) -> Any:
 def _concatenate(leaves: list[Any], rules: Join, name: str) -> Any:
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         rows = [leaf if leaf.dim() else leaf.reshape(1) for leaf in leaves]
-        if not _fit(rows, rules.dim):
+        has_dim = all(-row.dim() <= rules.dim < row.dim() for row in rows)
+        if not has_dim or len({row.movedim(rules.dim, 0).shape[1:] for row in rows}) > 1:
             raise _cannot("cat", f"shapes that differ in dim {rules.dim} only", leaves, name)
         return torch.cat(rows, rules.dim)
     kind = kind_of(leaves[0])
     if kind is None or any(kind_of(leaf) is not kind for leaf in leaves):
         raise _cannot("cat", "tensors, arrays or lists", leaves, name)
     return move(kind.join(leaves, rules.dim), rules.device)
-
-
-def _fit(leaves: list[Any], dim: int) -> bool:
-    """Whether tensors or arrays can be joined along `dim`."""
-    shapes = [list(leaf.shape) for leaf in leaves]
-    if any(not -len(shape) <= dim < len(shape) for shape in shapes):
-        return False
-    for shape in shapes:
-        del shape[dim]
-    return all(shape == shapes[0] for shape in shapes)
 
 
 def _is_number(value: Any) -> bool:
@@ -274,13 +263,12 @@ def _mean(values: list[Any], sizes: Sizes) -> float:
 
 
 def _cannot(override: str, expected: str, leaves: list[Any], name: str) -> GatherError:
-    got = ", ".join(_described(leaf) for leaf in leaves)
+    shapes = [getattr(leaf, "shape", None) for leaf in leaves]
+    got = ", ".join(
+        type(leaf).__qualname__ + ("" if shape is None else f" of shape {tuple(shape)}")
+        for leaf, shape in zip(leaves, shapes, strict=True)
+    )
     return GatherError(
         f"{name}: expected {expected} for the override {override!r}, got {got}. "
         "Choose another override, such as 'list', or return what it can join."
     )
-
-
-def _described(leaf: Any) -> str:
-    shape = getattr(leaf, "shape", None)
-    return type(leaf).__qualname__ + ("" if shape is None else f" of shape {tuple(shape)}")

@@ -83,12 +83,7 @@ def map_leaves(fn: Callable[[Any], Any], node: Any) -> Any:
 
 
 def leaves(node: Any) -> list[Any]:
-    """The leaves of a tree, in the order in which `map_leaves` comes to them.
-
-    Example:
-        >>> leaves({"a": (1, 2), "b": [3]})
-        [1, 2, 3]
-    """
+    """The leaves of a tree, in the order in which `map_leaves` comes to them."""
     pairs = children(node)
     return [node] if pairs is None else [leaf for _, child in pairs for leaf in leaves(child)]
 
@@ -171,13 +166,9 @@ def _twin(node: Any) -> Any:
     clone = object.__new__(type(node))
     if hasattr(node, "__dict__"):
         clone.__dict__.update(node.__dict__)
-    slots = [slot for cls in type(node).__mro__ for slot in _slots(cls) if hasattr(node, slot)]
-    for slot in slots:
-        object.__setattr__(clone, slot, getattr(node, slot))
+    for cls in type(node).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for slot in [slots] if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__") and hasattr(node, slot):
+                object.__setattr__(clone, slot, getattr(node, slot))
     return clone
-
-
-def _slots(cls: type) -> list[str]:
-    slots = vars(cls).get("__slots__", ())
-    names = [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in names if name not in ("__dict__", "__weakref__")]

@@ -204,17 +204,16 @@ class Engine:
         """The replicas, up to date on the devices that have samples."""
         self.reducer.settle()
         self._forget_step()
-        active = shards.active
         buffers: BufferCopies = "changed"
         if call.training:
             buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"
             if self._snapshot is not None:
                 self._snapshot.take(self.replicas.buffers[0])
-        stale = self._stale.intersection(active)
+        stale = self._stale.intersection(shards.active)
         copied = "all" if stale else call.copied_parameters
-        self.replicas.refresh(active, parameters=copied, buffers=buffers)
+        self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        in_threads = self._executor.choose(call.name, len(active))
+        in_threads = self._executor.choose(call.name, len(shards.active))
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
             self.replicas.share_parameters(call.has_backward and not in_threads)

@@ -63,7 +63,7 @@ def merged_log(
     value = first.value
     if isinstance(value, Tensor | Number):
         value = _merged(_as_numbers(calls, device), weights, options.get("reduce_fx", "mean"))
-    return first._replace(value=value, options=options)
+    return LogCall(first.key, first.name, value, options)
 
 
 def _check_options(name: str, told: Sequence[Mapping[str, Any]]) -> None:

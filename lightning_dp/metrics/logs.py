@@ -83,7 +83,8 @@ def _merged(tensors: list[Tensor], weights: Sequence[float], reduce_fx: Any) -> 
         tensors = list(compress(tensors, weights)) or tensors
         weights = list(filter(None, weights)) or [1] * len(tensors)
     how = getattr(reduce_fx, "__name__", str(reduce_fx)).lower()
-    reduce = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}.get(how)
+    known: dict[str, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
+    reduce = known.get(how)
     return weighted_mean(tensors, weights) if reduce is None else reduce(torch.stack(tensors), 0)
 
 

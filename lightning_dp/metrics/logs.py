@@ -63,7 +63,7 @@ def merged_log(
     value = first.value
     if isinstance(value, Tensor | Number):
         value = _merged(_as_numbers(calls, device), weights, options.get("reduce_fx", "mean"))
-    return LogCall(first.key, first.name, value, options)
+    return first._replace(value=value, options=options)
 
 
 def _check_options(name: str, told: Sequence[Mapping[str, Any]]) -> None:
@@ -83,11 +83,9 @@ def _merged(tensors: list[Tensor], weights: Sequence[float], reduce_fx: Any) -> 
         tensors = list(compress(tensors, weights)) or tensors
         weights = list(filter(None, weights)) or [1] * len(tensors)
     how = getattr(reduce_fx, "__name__", str(reduce_fx)).lower()
-    reducers: dict[str, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
-    if how not in reducers:
-        return weighted_mean(tensors, weights)
-    reduced: Tensor = reducers[how](torch.stack(tensors), 0)
-    return reduced
+    known: dict[str, Any] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
+    reduce = known.get(how)
+    return weighted_mean(tensors, weights) if reduce is None else reduce(torch.stack(tensors), 0)
 
 
 def _as_numbers(calls: Sequence[LogCall], device: torch.device) -> list[Tensor]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_dp
+from lightning_dp.parallel.workers import ExecutorName
 
 PACKAGE = Path(lightning_dp.__file__).parent
 WATCHED = 3
@@ -105,13 +106,16 @@ def _of_package(calls: Counter[Any]) -> Counter[tuple[str, str]]:
     return own
 
 
-def plain_step(devices: int = 4, on: str = "cpu", warm_up: int = 60) -> Entered:
+def plain_step(
+    devices: int = 4, on: str = "cpu", warm_up: int = 60, executor: ExecutorName = "auto"
+) -> Entered:
     """What one training step enters.
 
     Args:
         devices: how many replicas.
         on: their type, such as `"cpu"`, `"sim"` or `"cuda"`.
         warm_up: steps before, in which the engine learns how to run them.
+        executor: how replicas run.
     """
     batches = DataLoader(torch.randn(4 * devices * (warm_up + WATCHED), 8), batch_size=4 * devices)
     watch = _Watch(warm_up)
@@ -119,7 +123,7 @@ def plain_step(devices: int = 4, on: str = "cpu", warm_up: int = 60) -> Entered:
         max_epochs=1,
         accelerator=on,
         devices=devices,
-        strategy="dp_custom",
+        strategy=lightning_dp.DataParallelStrategy(executor=executor),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -230,6 +230,25 @@ def test_replicas_that_sat_out_a_step_catch_up() -> None:
     assert replicas.modules[2].running_mean.tolist() == [1.0, 1.0]
 
 
+def test_buffers_made_in_inference_mode_are_always_copied() -> None:
+    norm = nn.BatchNorm1d(2).to(root_device())
+    with torch.inference_mode():
+        norm.running_mean = on_root(2)
+    replicas = replicas_of(norm)
+    with torch.inference_mode():
+        norm.running_mean.fill_(3.0)
+    replicas.refresh()
+    assert all(m.running_mean.tolist() == [3.0, 3.0] for m in replicas.modules)
+
+
+def test_weights_made_in_inference_mode_are_replicated() -> None:
+    with torch.inference_mode():
+        net = nn.Linear(2, 2)
+    replicas = replicas_of(net, places=(0, 0))
+    replicas.refresh(parameters="trained")
+    assert torch.equal(replicas.parameters[1][0].cpu(), net.weight.cpu())
+
+
 def test_writing_through_data_is_seen_when_everything_is_asked_for() -> None:
     norm = nn.BatchNorm1d(2)
     replicas = replicas_of(norm)

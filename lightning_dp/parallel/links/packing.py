@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,8 @@ kind = attrgetter("shape", "dtype", "layout")
 class Packing:
     """Which tensors lie in which bucket, and where: those of one dtype, at most a bucket's bytes.
 
-    Tensors keep their strides (channels_last stays channels_last) where these are dense.
-
-    Args:
-        tensors: such as are going to travel. Those that will change together are best of one
-            `requires_grad`: they share a bucket.
+    Tensors keep their strides (channels_last stays channels_last) where these are dense. Those that
+    will change together are best of one `requires_grad`: they share a bucket.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -38,7 +35,7 @@ class Packing:
             if can_be_packed(tensors[positions[0]])
         ]
         packed = set().union(*(bucket.positions for bucket in self.buckets))
-        self._alone = [i for i in range(len(tensors)) if i not in packed]
+        self.alone = [i for i in range(len(tensors)) if i not in packed]  # cannot be packed
         self._staged: dict[torch.device, list[Packed]] = {}
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
@@ -48,17 +45,15 @@ class Packing:
         except AttributeError:  # one is None
             return False
 
-    def on(self, device: torch.device) -> list[Packed]:
-        """Memory for all tensors on a device, bucket by bucket."""
-        return [bucket.on(device) for bucket in self.buckets]
-
-    def tensors(self, packed: Sequence[Packed]) -> dict[int, Tensor]:
-        """The packed tensors by position; some may not be fit to be packed."""
-        return {
-            i: view
-            for bucket, own in zip(self.buckets, packed, strict=True)
-            for i, view in zip(bucket.of(range(len(self._kinds))), own.views, strict=True)
-        }
+    def memory(
+        self, tensors: Sequence[Tensor], device: torch.device
+    ) -> tuple[list[Packed], list[Tensor]]:
+        """Memory for tensors of these kinds on a device: bucket by bucket, and one by one."""
+        packed = [bucket.on(device) for bucket in self.buckets]
+        own = {i: tensors[i].detach().to(device, copy=True) for i in self.alone}
+        for bucket, there in zip(self.buckets, packed, strict=True):
+            own.update(zip(bucket.of(range(len(tensors))), there.views, strict=True))
+        return packed, [own[i] for i in range(len(tensors))]
 
     def staged(self, device: torch.device) -> list[Packed]:
         """Memory through which they pass on a device: one for all buckets, in turn."""
@@ -69,26 +64,24 @@ class Packing:
         return self._staged[device]
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
-        """Copies tensors to other devices: packed once, a bucket crosses in one copy to each.
+        """Copies tensors of these kinds, which are on one device, to memory for them.
 
-        Args:
-            sources: tensors of these kinds, on one device.
-            targets: for each bucket those that it goes to.
+        For each bucket there are `targets`: packed once, it crosses in one copy to each.
         """
+        if not any(targets):
+            return
         staged = self.staged(sources[0].device)
-        for bucket, here, away in zip(self.buckets, staged, targets, strict=True):
-            if away:
+        for bucket, here, there in zip(self.buckets, staged, targets, strict=True):
+            if there:
                 copy_to_each(here.views, bucket.of(sources))
-            for packed in away:
+            for packed in there:
                 is_device = "cpu" not in (here.flat.device.type, packed.flat.device.type)
                 packed.flat.copy_(here.flat, non_blocking=is_device)
 
     def add(self, sums: list[Tensor], terms: Sequence[list[Tensor]]) -> None:
-        """Adds tensors to others, in place: bucket by bucket one copy from each other device.
+        """Adds the terms of each replica to sums, in place: all of these kinds.
 
-        Args:
-            sums: tensors of these kinds, on one device.
-            terms: as many others of these kinds from each replica that adds some.
+        The sums are on one device. From each other device comes one copy of every bucket.
         """
         device = sums[0].device
         away = [term for term in terms if term[0].device != device]
@@ -102,18 +95,22 @@ class Packing:
                 copy_to_each(sent.views, bucket.of(term))
                 total.flat.add_(sent.flat.to(device)) if i else total.flat.copy_(sent.flat)
             add_to_each(bucket.of(sums), total.views)
-        for i in self._alone:
+        for i in self.alone:
             for term in away:
                 sums[i].add_(term[i].to(device))
 
 
-class Bucket:
-    """Tensors that travel together.
+class Packed(NamedTuple):
+    """The tensors of a bucket on a device: one flat tensor, and its views."""
 
-    Attributes:
-        positions: theirs among all tensors.
-        of: takes them from among all tensors.
-        size: their number of elements, gaps included.
+    flat: Tensor
+    views: list[Tensor]
+
+
+class Bucket:
+    """Tensors that travel together, at these positions among all tensors.
+
+    From all tensors `of` takes them. The size counts their elements, gaps included.
     """
 
     def __init__(self, positions: list[int], tensors: list[Tensor]) -> None:
@@ -142,13 +139,6 @@ class Bucket:
             for like, place in zip(self._like, self._places, strict=False)
         ]
         return Packed(flat, views)
-
-
-class Packed:
-    """The tensors of a bucket on a device: one flat tensor, and its views."""
-
-    def __init__(self, flat: Tensor, views: list[Tensor]) -> None:
-        self.flat, self.views = flat, views
 
 
 def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -14,12 +14,9 @@ from lightning_dp.parallel.links.packing import buckets
 def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors on `device`; those from one device and of one dtype share one copy's memory.
 
-    Differentiable. All copies are issued before any is waited for, and only those to the CPU are:
-    work on an accelerator waits for what it reads, the host does not.
-
-    Args:
-        tensors: tensors on any devices; those on `device` stay the same objects.
-        device: where to.
+    Differentiable. Those on `device` stay the same objects. All copies are issued before any is
+    waited for, and only those to the CPU are: work on an accelerator waits for what it reads, the
+    host does not.
 
     Example:
         >>> to_device_coalesced([torch.ones(2)], torch.device("cpu"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.replicas.structure import version_of
+from lightning_dp.parallel.replicas.buffers import Table, version_of
 from lightning_dp.parallel.torch_private import (
     child_table,
     copy_hook_tables,
@@ -24,48 +24,32 @@ _ABSENT = object()
 
 
 class AttributeMirror:
-    """The attributes of one submodule of a replica."""
+    """The attributes of one submodule of a replica.
 
-    __slots__ = (
-        "_attributes",
-        "_copies",
-        "_device",
-        "_kept",
-        "_original",
-        "_own",
-        "_own_parameters",
-        "_root_parameters",
-        "_seen",
-        "_shared",
-        "_size",
-        "_slots",
-        "_source",
-        "_translated",
-        "_twins",
-        "version",
-    )
+    What stands for the root's parts is in `twins`, by their ids. In the place of some of the
+    replica's parameters it computes with others for a while: these are in `others`, by the ids of
+    the replica's. Both are the replica's own, for all its submodules.
+    """
 
     def __init__(
         self,
         original: nn.Module,
         twins: dict[int, Any],
-        buffers: dict[str, Tensor | None],
+        others: dict[int, Tensor],
+        buffers: Table,
         own: dict[str, Any],
         source: torch.device,
         device: torch.device,
     ) -> None:
         self._original = original.__dict__
         self._attributes = twins[id(original)].__dict__
-        self._twins = twins
-        self._source = source
-        self._device = device
-        self._root_parameters = parameter_table(original)
-        self._own_parameters = _translate(dict(self._root_parameters), twins)
+        self._twins, self._others = twins, others
+        self._source, self._device = source, device
+        self._parameters = _translate(dict(parameter_table(original)), twins)
         children = _translate(dict(child_table(original)), twins)
-        self._own = {**tables_as_attributes(self._own_parameters, buffers, children), **own}
+        self._own = {**tables_as_attributes(self._parameters, buffers, children), **own}
         self._seen: dict[str, Any] = {}
         self._translated: dict[str, Any] = {}
-        self._shared: dict[int, Any] = {}
         self._slots = [(name, original, twins[id(original)]) for name in _slots_of(original)]
         self._kept: dict[str, tuple[Any, Any]] = {}
         self._copies: list[tuple[Tensor, float]] = []
@@ -79,9 +63,7 @@ class AttributeMirror:
         attributes.update(self._original)
         copy_hook_tables(attributes)  # a step may add hooks, for its replica's calls alone
         self._look_for_parts()
-        attributes.update(self._translated)
-        if self._shared:
-            attributes.update(_translate(self._translated, self._shared))
+        attributes.update(_translate(self._translated, self._others))
         for name, original, twin in self._slots:
             if hasattr(original, name):
                 value = _translate(getattr(original, name), self._twins)
@@ -117,28 +99,9 @@ class AttributeMirror:
         """Keeps an attribute until the original's is bound anew."""
         self._kept[name] = (self._original.get(name), self._attributes[name])
 
-    def bind(self, twins: dict[int, Any]) -> None:
-        """Puts other twins in the place of parameters, also where attributes refer to them."""
-        for name, parameter in self._root_parameters.items():
-            if parameter is not None:
-                self._own_parameters[name] = twins[id(parameter)]
-        for name in self._translated:
-            if name in self._original:
-                self._attributes[name] = _translate(self._original[name], twins)
-
-    def share(self, others: dict[int, Any], shared: dict[int, Any]) -> None:
-        """Has the root's own parameters in the place of some of its own.
-
-        Args:
-            others: what takes the place of what it has now.
-            shared: the root's, by the ids of its own.
-        """
-        self._shared = shared
-        self.replace(others)
-
     def replace(self, others: dict[int, Any]) -> None:
         """Puts other tensors in the place of those that it has, whatever the original has now."""
-        self._own_parameters.update(_translate(dict(self._own_parameters), others))
+        self._parameters.update(_translate(dict(self._parameters), others))
         for name in self._translated:
             if name in self._attributes:
                 self._attributes[name] = _translate(self._attributes[name], others)

@@ -23,15 +23,9 @@ def broadcast(
     twins: Sequence[nn.Parameter],
     after_backward: Callable[[], None],
 ) -> list[Tensor]:
-    """The values of `twins`, as functions of `roots`.
+    """Functions of the root's parameters in the memory of their twins; twins that are not trained.
 
-    Args:
-        roots: the root's parameters.
-        twins: a replica's, with the same values.
-        after_backward: called at the end of every backward that came through here.
-
-    Returns:
-        For each parameter that is trained a tensor in the twin's memory; the others' twins.
+    At the end of every backward that came through here `after_backward` is called.
     """
     tensors: list[Tensor] = list(twins)
     for group in _groups(roots):

@@ -19,12 +19,7 @@ def compiles(module: nn.Module) -> bool:
 
 
 def compiled_attributes(original: nn.Module, twin: nn.Module) -> dict[str, Any]:
-    """What the wrapper on a replica has for itself: the calls of its own inner module.
-
-    Args:
-        original: a module of the root.
-        twin: the replica's, with the attributes of the original; a wrapper calls its inner module.
-    """
+    """What a replica's wrapper (`twin`) has for itself: the calls of its own inner module."""
     inner = compiled_inner(twin)
     if inner is None:
         return {}

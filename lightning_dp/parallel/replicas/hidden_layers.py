@@ -14,9 +14,6 @@ def check_nothing_hidden(root: nn.Module) -> None:
     They are neither moved to a device nor trained nor saved, and they cannot be replicated: a
     replica would compute with the root's, on another device. Lightning's hyperparameters, which may
     be layers, are in a dict of its own class, which is not looked into.
-
-    Raises:
-        ValueError: names the first such layer.
     """
     modules = list(root.modules())
     known = set(map(id, modules))

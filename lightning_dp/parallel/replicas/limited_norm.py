@@ -22,43 +22,30 @@ def limits_norms(module: nn.Module) -> bool:
 
 
 class LimitedNorms:
-    """The weights of embeddings of limited norm.
-
-    Args:
-        modules: the root's submodules.
-        parameters: the root's parameters.
-    """
+    """The root's embeddings, which may get a limit at any time, and their weights."""
 
     def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
         places = {id(parameter): i for i, parameter in enumerate(parameters)}
         self._parameters = parameters
-        self._modules: dict[int, Limited] = {
+        self.modules: dict[int, Limited] = {
             places[id(parameter_table(module)["weight"])]: module
             for module in modules
             if isinstance(module, Limited) and parameter_table(module).get("weight") is not None
         }
 
     @property
-    def may_limit(self) -> bool:
-        """Whether there are embeddings, which may get a limit at any time."""
-        return bool(self._modules)
-
-    @property
     def positions(self) -> set[int]:
-        """The places of these weights among the parameters."""
-        return {i for i, module in self._modules.items() if module.max_norm is not None}
+        """The places of limited weights among the parameters."""
+        return {i for i, module in self.modules.items() if module.max_norm is not None}
 
     @torch.no_grad()
     def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gives the root the rows that are shorter on a replica elsewhere.
+        """Gives the root the rows that are shorter among a replica's parameters elsewhere.
 
         They are written without a trace: graphs that have saved the weight stay usable.
-
-        Args:
-            parameters: the replica's.
         """
         for i in self.positions:
-            own, norm_type = self._parameters[i].data, self._modules[i].norm_type
+            own, norm_type = self._parameters[i].data, self.modules[i].norm_type
             other = parameters[i].data.to(own.device)
             norms = [rows.norm(norm_type, dim=1, keepdim=True) for rows in (own, other)]
             own.copy_(torch.where(norms[1] < norms[0], other, own))

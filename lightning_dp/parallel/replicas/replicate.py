@@ -8,45 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import itemgetter
-from typing import Any, Literal, TypeAlias
+from operator import attrgetter
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.links import Packing
+from lightning_dp.parallel.replicas.buffers import CopiedBuffers, entries
 from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.replicas.replica import Replica
-from lightning_dp.parallel.replicas.structure import (
-    ModuleStructure,
-    ReplicaRules,
-    RootState,
-    entries,
-)
+from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
 from lightning_dp.parallel.replicas.untracked_writes import SharedWrites, SilentWrites
-from lightning_dp.parallel.replicas.weights import WeightCopies
+from lightning_dp.parallel.replicas.weights import ParameterState, WeightCopies
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
+_GRAD = attrgetter("grad")
 
 
 class Replicas:
     """A module and its replicas, one per device.
 
-    Args:
-        root: the module; its parameters lie on `devices[0]`.
-        devices: the devices, root first; an entry may repeat.
-        rules: how special modules are copied.
-        before_rebuild: called with the parameters of all replicas before other replicas take
-            their place: what has accumulated on them must not go with them.
-
-    Attributes:
-        modules: the replicas, in the order of the devices; the first is the module itself.
-        submodules: all modules in every replica; equal positions correspond. One list until other
-            replicas take their place.
-
-    Raises:
-        ValueError: a parameter is not initialised yet, or a submodule cannot be replicated.
+    The first of `modules` is the root itself, whose parameters lie on the first device. In
+    `submodules` are all modules of every replica, at equal positions: one list until other replicas
+    take their place. Before they do, `before_rebuild` is called with the parameters of all: what
+    has accumulated on them must not go with them.
     """
 
     modules: list[nn.Module]
@@ -64,7 +51,7 @@ class Replicas:
         self._rules = rules or ReplicaRules()
         self._before_rebuild = before_rebuild
         self._may_share = True
-        self._before_step: tuple[list[Any], ...] | None = None
+        self._before_step: ParameterState | None = None
         self._build()
 
     @property
@@ -75,8 +62,12 @@ class Replicas:
         """
         if self._before_step is None:
             return self._parameters
-        others = [r for r in self._others if not r.shared or r.has_gradients()]
-        return [self._structure.parameters, *(replica.parameters for replica in others)]
+        others = [
+            replica.parameters
+            for replica in self._others
+            if not replica.shared or set(map(_GRAD, replica.parameters)) != {None}
+        ]
+        return [self._structure.parameters, *others]
 
     @property
     def packing(self) -> Packing:
@@ -86,7 +77,8 @@ class Replicas:
     @property
     def buffers(self) -> list[list[Tensor | None]]:
         """The buffers of every replica; equal positions correspond."""
-        return [self._structure.buffers(), *(entries(r.buffer_tables) for r in self._others)]
+        tables = [self._structure.buffer_tables, *(r.buffers.tables for r in self._others)]
+        return list(map(entries, tables))
 
     def refresh(
         self,
@@ -101,15 +93,13 @@ class Replicas:
         and buffers are copied where the root's changed since the replica saw them. A root with
         other parameters or submodules than before gets new replicas.
 
-        Args:
-            active: the replicas to refresh; None for all.
-            parameters: which parameters are copied. `"changed"`: those that look changed. Writing
-                through `.data` leaves no trace, so `"trained"` copies those that are trained too,
-                and `"all"` copies everything, buffers included. Those that are not trained are
-                watched, see `SilentWrites`.
-            buffers: which buffers are copied. `"changed"`: those that look changed. `"all"`: batch
-                norm writes to its buffers and leaves no trace. `"read"`: all, but none if a
-                forward writes to them without reading them, as batch norm does in training.
+        Parameters that are copied: `"changed"`, those that look changed. Writing through `.data`
+        leaves no trace, so `"trained"` copies those that are trained too, and `"all"` copies
+        everything, buffers included. Those that are not trained `SilentWrites` watches.
+
+        Buffers that are copied: `"changed"`, those that look changed. `"all"`, since batch norm
+        writes to its buffers and leaves no trace. `"read"`, all as well, but none if a forward
+        writes to them without reading them, as batch norm does in training.
         """
         others = [self._others[k - 1] for k in (active or range(len(self._devices))) if k > 0]
         # An inference tensor could never be trained, and evaluation often comes before training.
@@ -120,21 +110,22 @@ class Replicas:
                     self._before_rebuild(self.parameters)
                 self._build()
             elif others:
-                self._structure.attributes.look()
-                copied = parameters == "all" or buffers != "read" or self._structure.reads_buffers()
-                state = RootState(
-                    self._structure,
-                    versions=self._silent is not None,
-                    buffer_versions=buffers == "changed",
-                    buffers=copied,
-                )
-                self._all_trained = all(state.requires_grad)
-                silent = set() if self._silent is None else self._silent.look()
-                if self._limited is not None:
-                    silent |= self._limited.positions
-                stale = [(r.weights, r.refresh(state, parameters, copied, silent)) for r in others]
-                if any(map(itemgetter(1), stale)):
-                    self._weights.send(stale)
+                self._follow(others, parameters)
+                if parameters == "all" or buffers != "read" or self._structure.reads_buffers():
+                    everything = parameters == "all" or buffers != "changed"
+                    self._buffers.refresh([r.buffers for r in others], everything=everything)
+
+    def _follow(self, others: list[Replica], parameters: ParameterCopies) -> None:
+        """Has replicas follow the root, but for the buffers."""
+        versions = self._structure.attributes.look()
+        for replica in others:
+            replica.refresh(versions)
+        state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
+        self._all_trained = all(state.requires_grad)
+        silent = set() if self._silent is None else self._silent.look()
+        if self._limited is not None:
+            silent = silent | self._limited.positions
+        self._weights.refresh([r.weights for r in others], state, parameters, silent)
 
     def refresh_parameters(self, active: Iterable[int]) -> None:
         """Brings the parameters of some replicas up to date, in the middle of a step.
@@ -142,14 +133,8 @@ class Replicas:
         Attributes and buffers stay as the step has left them on each replica.
         """
         with torch.inference_mode(False), torch.no_grad():
-            state = RootState(
-                self._structure,
-                versions=self._silent is not None,
-                buffer_versions=False,
-                buffers=False,
-            )
-            working = [self._others[k - 1] for k in active if k > 0]
-            self._weights.send([(r.weights, r.refresh_parameters(state)) for r in working])
+            state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
+            self._weights.refresh([self._others[k - 1].weights for k in active if k > 0], state)
 
     def share_parameters(self, share: bool) -> None:
         """Lets replicas on the root's device compute with the root's own parameters, or no longer.
@@ -159,15 +144,17 @@ class Replicas:
         backwards at the same time. Shared are the parameters that are trained, until a step does
         something to one: see `check_shared`.
         """
-        trained = {i for i, p in enumerate(self._structure.parameters) if p.requires_grad}
+        roots = self._structure.parameters
+        trained = {i for i, p in enumerate(roots) if p.requires_grad}
         limited = set() if self._limited is None else self._limited.positions
         positions = trained - limited if share and self._may_share else set()
-        self._before_step = self._parameter_state() if positions else None
+        self._before_step = ParameterState.of(roots, versions=True) if positions else None
         for device, replica in zip(self._devices[1:], self._others, strict=True):
-            if replica.shares_memory:
-                replica.share(positions)
-            else:  # now, and not in the midst of a backward that has little memory left
+            if not replica.shares_memory:
+                # Now, and not in the midst of a backward that has little memory left.
                 self.packing.staged(device)
+            elif replica.shared != positions:
+                replica.share(positions)
 
     def check_shared(self) -> None:
         """Shares nothing from now on if the step has written to, bound or frozen a parameter.
@@ -175,13 +162,10 @@ class Replicas:
         To be called before every replica but the first one that runs in a step. What that one, the
         root, does to its parameters the others do to theirs: so these have to be their own.
         """
-        if self._before_step is not None and self._before_step != self._parameter_state():
+        before, roots = self._before_step, self._structure.parameters
+        if before is not None and before != ParameterState.of(roots, versions=True):
             self._may_share = False
             self.share_parameters(False)
-
-    def _parameter_state(self) -> tuple[list[Any], ...]:
-        state = RootState(self._structure, versions=True, buffer_versions=False, buffers=False)
-        return state.versions, state.pointers, state.requires_grad
 
     def writing(self) -> AbstractContextManager[None]:
         """What surrounds a step of the replicas: writes to shared weights are noticed."""
@@ -200,10 +184,7 @@ class Replicas:
     def keep(self, k: int, position: int, name: str) -> None:
         """Lets replica k keep an attribute that it has bound, until the root's is bound anew.
 
-        Args:
-            k: the replica; the root needs no leave.
-            position: of the submodule in `submodules`.
-            name: of the attribute.
+        It is an attribute of the submodule at this position in `submodules`.
         """
         if k > 0:
             self._others[k - 1].keep(position, name)
@@ -211,12 +192,8 @@ class Replicas:
     def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
         """Makes the replicas compute with functions of the root's parameters, until told otherwise.
 
-        A backward then goes through them to the root's parameters. Without gradients, the
-        replicas compute with their own parameters again.
-
-        Args:
-            active: the replicas that are going to run.
-            after_backward: called at the end of every backward that came through a replica.
+        A backward then goes through them to the root's parameters, and calls `after_backward` at
+        its end. Without gradients, the replicas compute with their own parameters again.
         """
         for k in active:
             if k > 0:
@@ -229,24 +206,25 @@ class Replicas:
 
     def _build(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            self._structure = ModuleStructure(self._root, self._rules)
-            limited = LimitedNorms(self._structure.modules, self._structure.parameters)
-            self._limited = limited if limited.may_limit else None
+            self._structure = structure = ModuleStructure(self._root, self._rules)
+            limited = LimitedNorms(structure.modules, structure.parameters)
+            self._limited = limited if limited.modules else None
             self._silent: SilentWrites | None = None
             if any(device != self._devices[0] for device in self._devices):
-                self._silent = SilentWrites(self._structure.parameters)
-            self._rules.on_build(self._structure.leaves)
-            self._weights = weights = WeightCopies(self._structure.parameters)
+                self._silent = SilentWrites(structure.parameters)
+            self._rules.on_build(structure.leaves)
+            self._weights = weights = WeightCopies(structure.parameters)
+            self._buffers = buffers = CopiedBuffers(structure.buffer_tables)
             self._others = [
-                Replica(self._structure, k, device, self._rules, weights.on(device))
+                Replica(structure, k, device, self._rules, weights.on(device), buffers.on(device))
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
             self.modules = [self._root, *(replica.module for replica in self._others)]
             others = (replica.submodules for replica in self._others)
-            self.submodules = [self._structure.modules, *others]
-            self._parameters = [self._structure.parameters, *(r.parameters for r in self._others)]
+            self.submodules = [structure.modules, *others]
+            self._parameters = [structure.parameters, *(r.parameters for r in self._others)]
             self._all_trained = False
             self._shared: SharedWrites | None = None
             if any(replica.shares_memory for replica in self._others):
-                self._shared = SharedWrites(self._structure.parameters)
+                self._shared = SharedWrites(structure.parameters)

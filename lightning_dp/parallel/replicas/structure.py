@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from itertools import chain
-from operator import attrgetter, is_not, itemgetter
+from operator import is_not, itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_dp.parallel.replicas.hidden_layers import layers_in
 from lightning_dp.parallel.torch_private import (
@@ -19,14 +17,11 @@ from lightning_dp.parallel.torch_private import (
     buffer_table,
     child_table,
     compiled_call,
-    flattened,
     hook_tables,
     parameter_table,
-    version,
 )
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class ReplicaRules:
@@ -104,20 +99,11 @@ class ModuleStructure:
         """Whether a forward may read a buffer. Batch norm in training writes to its own only."""
         return any(type(m) not in _NORMS or not m.training for m in self._with_buffers)
 
-    def buffers(self) -> list[Tensor | None]:
-        """The present buffers, with None where a registered one is absent."""
-        return entries(self.buffer_tables)
-
 
 class AttributeVersions:
     """The attributes of modules that are neither parameters, buffers nor submodules.
 
-    Args:
-        modules: the attributes of each.
-
-    Attributes:
-        versions: for each module a number that grows when one of them is bound anew, comes or
-            goes.
+    `versions` has a number for each module, which grows when one is bound anew, comes or goes.
     """
 
     def __init__(self, modules: list[dict[str, Any]]) -> None:
@@ -156,64 +142,6 @@ class AttributeVersions:
                 self._getters[j] = itemgetter(*names)
                 self._seen[j] = ()
         self._compare([get(now) for get, now in zip(self._getters, self._now, strict=True)])
-
-
-class RootState:
-    """What of the root may have changed since a replica looked: identities and versions.
-
-    Args:
-        structure: the root's.
-        versions: whether to look at the parameters' versions, for replicas that own copies.
-        buffer_versions: whether to look at the buffers'; without them, nothing is known of them.
-        buffers: whether to look at the buffers at all; else the state has none.
-    """
-
-    def __init__(
-        self,
-        structure: ModuleStructure,
-        *,
-        versions: bool,
-        buffer_versions: bool,
-        buffers: bool = True,
-    ) -> None:
-        parameters = structure.parameters
-        self.attribute_versions = structure.attributes.versions
-        self.buffers = structure.buffers() if buffers else []
-        self.pointers = list(map(Tensor.data_ptr, parameters))
-        self.versions = list(map(version, parameters)) if versions else []
-        self.requires_grad = list(map(_REQUIRES_GRAD, parameters))
-        self.parameters = (self.pointers, self.versions, self.requires_grad)
-        self.buffer_ids = list(map(id, self.buffers))
-        self.buffer_versions = [version_of(b) for b in self.buffers] if buffer_versions else None
-
-    @cached_property
-    def packed_buffers(self) -> dict[torch.dtype, Tensor]:
-        """All buffers of each dtype in one tensor, for replicas that hold them as one."""
-        return {dtype: flattened(group).detach() for dtype, group in by_dtype(self.buffers).items()}
-
-
-def entries(tables: list[dict[str, Tensor | None]]) -> list[Tensor | None]:
-    """All buffers of some modules' tables, in order."""
-    return [buffer for table in tables for buffer in table.values()]
-
-
-def by_dtype(buffers: list[Tensor | None]) -> dict[torch.dtype, list[Tensor]]:
-    """The buffers that are there, grouped, in order."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in buffers:
-        if buffer is not None:
-            groups.setdefault(buffer.dtype, []).append(buffer)
-    return groups
-
-
-def version_of(buffer: Tensor | None) -> float:
-    """Equal to what it was as long as the tensor is unchanged.
-
-    Inference tensors do not count their changes; NaN is never equal to itself.
-    """
-    if buffer is None:
-        return -1
-    return math.nan if buffer.is_inference() else version(buffer)
 
 
 def _check_replicable(module: nn.Module) -> None:

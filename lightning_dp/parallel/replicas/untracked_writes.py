@@ -23,15 +23,11 @@ LOOKS = 16
 class SilentWrites:
     """Watches the parameters that are not trained; what was once written to is always copied.
 
-    A look reads the weights once on their own device, and waits for it.
-
-    Args:
-        parameters: the root's.
+    In `found` are their positions. A look reads the weights once on their own device, and waits.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.found: set[int] = set()
-        """Positions of the parameters that were written to without a trace."""
         self._parameters = parameters
         self._steps = 0
         self._norms = self._read()
@@ -41,16 +37,16 @@ class SilentWrites:
         self._steps += 1
         if self._steps <= LOOKS or self._steps % LOOKS == 0:
             before, self._norms = self._norms, self._read()
-            new = {i for i in self._norms if i in before and self._is_silent(i, before[i])}
+            new = {
+                i
+                for i, (count, norm) in self._norms.items()
+                if i in before and count == before[i][0] and norm != before[i][1]
+            }
             new -= self.found
             self.found |= new
             if new and self._steps > LOOKS:
                 self._warn(new)
         return self.found
-
-    def _is_silent(self, i: int, before: tuple[int, float]) -> bool:
-        version, norm = self._norms[i]
-        return version == before[0] and norm != before[1]
 
     def _read(self) -> dict[int, tuple[int, float]]:
         """Version and norm of every parameter that is not trained."""
@@ -58,9 +54,9 @@ class SilentWrites:
         return {i: (version(self._parameters[i]), norm) for i, norm in norms.items()}
 
     def _warn(self, new: set[int]) -> None:
-        shapes = [tuple(self._parameters[i].shape) for i in sorted(new)[:3]]
         warnings.warn(
-            f"{len(new)} parameters that are not trained (of shapes {shapes}) were written to "
+            f"{len(new)} parameters that are not trained ({_shapes(self._parameters, new)}) were "
+            "written to "
             f"through .data, which leaves no trace: in up to {LOOKS - 1} steps replicas on other "
             "devices have used their older values. From now on they are always copied. Write to "
             "them under torch.no_grad() instead, such as p.copy_(...), and every step is right.",
@@ -72,9 +68,6 @@ class SharedWrites:
     """Notices steps that write to weights that they do not train, where replicas share them.
 
     Every replica then does it, once each. Those that are trained autograd watches itself.
-
-    Args:
-        parameters: the root's.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -93,24 +86,24 @@ class SharedWrites:
         before = _norms_of_frozen(self._parameters)
         yield
         after = _norms_of_frozen(self._parameters) if before else {}
-        written = [
-            i
-            for i, norm in after.items()
-            if before.get(i, norm) != norm and self._parameters[i].data_ptr() == memory[i]
-        ]
+        changed = [i for i, norm in after.items() if before.get(i, norm) != norm]
+        written = {i for i in changed if self._parameters[i].data_ptr() == memory[i]}
         if written:
             self._has_warned = True
             self._warn(written)
 
-    def _warn(self, written: list[int]) -> None:
-        shapes = [tuple(self._parameters[i].shape) for i in written[:3]]
+    def _warn(self, written: set[int]) -> None:
         warnings.warn(
-            f"A step writes in place to {len(written)} parameters that it does not train (of "
-            f"shapes {shapes}). Replicas on one device share them, and each of them does so: that "
-            "is right only where doing it again changes nothing. Do it in a hook, such as "
-            "on_train_batch_end, or bind new values: p.data = 0.9 * p.data + ....",
+            f"A step writes in place to {len(written)} parameters that it does not train "
+            f"({_shapes(self._parameters, written)}). Replicas on one device share them, and each of "
+            "them does so: that is right only where doing it again changes nothing. Do it in a "
+            "hook, such as on_train_batch_end, or bind new values: p.data = 0.9 * p.data + ....",
             stacklevel=2,
         )
+
+
+def _shapes(parameters: Sequence[nn.Parameter], positions: set[int]) -> str:
+    return f"of shapes {[tuple(parameters[i].shape) for i in sorted(positions)[:3]]}"
 
 
 def _norms_of_frozen(parameters: Sequence[nn.Parameter]) -> dict[int, float]:

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress, count, repeat
-from operator import ne
+from operator import attrgetter, ne
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lightning_dp.parallel.links import Packed, Packing, kind
-from lightning_dp.parallel.replicas.structure import RootState
+from lightning_dp.parallel.torch_private import version
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class ParameterState(NamedTuple):
+    """What shows whether parameters are what they were."""
+
+    pointers: list[int]
+    versions: list[int]
+    requires_grad: list[bool]
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter], *, versions: bool) -> ParameterState:
+        """As these are now; versions are for replicas that own copies."""
+        pointers, counts = map(Tensor.data_ptr, parameters), map(version, parameters)
+        trained = list(map(_REQUIRES_GRAD, parameters))
+        return cls(list(pointers), list(counts) if versions else [], trained)
 
 
 class Weights:
     """The parameters of one replica, which are leaves.
 
-    Args:
-        roots: the root's parameters.
-        device: the replica's.
-        packing: how those on another device are packed.
-
-    Attributes:
-        shares_memory: whether they lie in the root's memory, so that there is nothing to copy.
-        noticed: positions of those of the root that seemed changed when they were followed last.
+    Where they share the root's memory, there is nothing to copy. In `noticed` are the positions of
+    those of the root that seemed changed when they were followed last, in `seen` what it was then.
     """
 
     def __init__(
@@ -32,6 +44,7 @@ class Weights:
     ) -> None:
         self.shares_memory = all(p.device == device for p in roots)
         self.noticed: set[int] = set()
+        self.seen = ParameterState.of(roots, versions=not self.shares_memory)
         self._roots, self._device = roots, device
         if self.shares_memory:
             self._memory = [p.detach() for p in roots]
@@ -40,26 +53,15 @@ class Weights:
         self.parameters = list(map(_leaf_parameter, roots, self._memory))
 
     def _make_memory(self, packing: Packing) -> None:
-        self.packed = packing.on(self._device)
-        views = packing.tensors(self.packed)
-        self._memory = [
-            views[i] if i in views else root.detach().to(self._device, copy=True)
-            for i, root in enumerate(self._roots)
-        ]
+        self.packed, self._memory = packing.memory(self._roots, self._device)
         self._pointers = list(map(Tensor.data_ptr, self._memory))
 
-    def follow(self, state: RootState, seen: RootState, policy: str, silent: set[int]) -> set[int]:
-        """Follows the root, but for what has to be copied.
+    def follow(self, state: ParameterState, policy: str, silent: set[int]) -> set[int]:
+        """Follows the root, but for what has to be copied: these positions it returns.
 
-        Args:
-            state: the root's.
-            seen: what it was when it was followed last.
-            policy: which parameters are copied, see `Replicas.refresh`.
-            silent: positions of parameters to copy although they look unchanged.
-
-        Returns:
-            The positions of those that have to be copied.
+        By policy, see `Replicas.refresh`, and the `silent` ones although they look unchanged.
         """
+        seen, self.seen = self.seen, state
         if state.requires_grad != seen.requires_grad:
             for root, twin in zip(self._roots, self.parameters, strict=True):
                 twin.requires_grad_(root.requires_grad)
@@ -102,11 +104,7 @@ class Weights:
 
 
 class WeightCopies:
-    """The parameters of all replicas elsewhere: packed on the root's device, and sent.
-
-    Args:
-        roots: the root's parameters.
-    """
+    """The parameters of all replicas elsewhere: packed on the root's device, and sent."""
 
     def __init__(self, roots: Sequence[nn.Parameter]) -> None:
         self._roots = roots
@@ -118,20 +116,33 @@ class WeightCopies:
         weights = Weights(self._roots, device, self.packing)
         if not weights.shares_memory:
             self._elsewhere.append(weights)
-            self.send([(weights, set(range(len(self._roots))))])
+            self._send([(weights, set(range(len(self._roots))))])
         return weights
 
-    def send(self, stale: list[tuple[Weights, set[int]]]) -> None:
-        """Copies parameters to replicas; where they are most of a bucket, all of it.
+    def refresh(
+        self,
+        copies: Sequence[Weights],
+        state: ParameterState,
+        policy: str = "changed",
+        silent: set[int] | None = None,
+    ) -> None:
+        """Brings replicas up to date with the root's parameters, see `Weights.follow`."""
+        stale = []
+        for weights in copies:
+            if silent or policy != "changed" or state != weights.seen:
+                positions = weights.follow(state, policy, silent or set())
+                if positions:
+                    stale.append((weights, positions))
+        if stale:
+            self._send(stale)
+
+    def _send(self, stale: list[tuple[Weights, set[int]]]) -> None:
+        """Copies parameters of these positions; where they are most of a bucket, all of it.
 
         Where the root's change left no trace, neither does the copy: graphs of earlier calls stay
         usable, as they do on one device.
-
-        Args:
-            stale: replicas, and the positions of what they are to have.
         """
-        stale = [pair for pair in stale if pair[1]]
-        if stale and not self.packing.fits(self._roots):
+        if not self.packing.fits(self._roots):
             self.packing = Packing(self._roots)
             for weights in self._elsewhere:
                 weights.move(self.packing)
@@ -145,8 +156,7 @@ class WeightCopies:
                     positions -= bucket.positions
             weights.copy(positions)
             increment_version([weights.parameters[i] for i in weights.noticed])
-        if stale:
-            self.packing.send(self._roots, targets)
+        self.packing.send(self._roots, targets)
 
 
 def _leaf_parameter(root: nn.Parameter, memory: Tensor) -> nn.Parameter:

@@ -95,8 +95,8 @@ class SharedWrites:
     def _warn(self, written: set[int]) -> None:
         warnings.warn(
             f"A step writes in place to {len(written)} parameters that it does not train "
-            f"({_shapes(self._parameters, written)}). Replicas on one device share them, and each of "
-            "them does so: that is right only where doing it again changes nothing. Do it in a "
+            f"({_shapes(self._parameters, written)}). Replicas on one device share them, and each "
+            "of them does so: that is right only where doing it again changes nothing. Do it in a "
             "hook, such as on_train_batch_end, or bind new values: p.data = 0.9 * p.data + ....",
             stacklevel=2,
         )

@@ -1,10 +1,14 @@
 """Running the programs as a user does, and reading what they leave behind."""
 
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -15,6 +19,14 @@ def command_line(*arguments: str, cwd: Path, module: str = "lightning_dp") -> st
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def in_here(main: Callable[[], None], *arguments: str) -> str:
+    """What a script prints, run in this process: its imports take longer than its work."""
+    printed = io.StringIO()
+    with mock.patch.object(sys, "argv", ["script", *arguments]), redirect_stdout(printed):
+        main()
+    return printed.getvalue()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -737,10 +737,14 @@ print(in_the_middle, "kills while a file was written,", in_between, "between two
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 @pytest.mark.parametrize(
-    "kind", ["sync", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("in it", "around"))]
+    ("kind", "kills"),
+    [
+        ("sync", 6),
+        *(pytest.param(k, 20, marks=pytest.mark.slow) for k in ("sync", "in it", "around")),
+    ],
 )
-def test_the_last_complete_checkpoint_survives_kills(kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLS, str(tmp_path), "20", kind]
+def test_the_last_complete_checkpoint_survives_kills(kind: str, kills: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLS, str(tmp_path), str(kills), kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

@@ -1,12 +1,10 @@
 """A script for nn.DataParallel gives the weights that one device gives, and clean checkpoints."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from programs import ROOT
+from programs import in_here
 
 from lightning_dp import DataParallel, sim
 from lightning_dp.examples import migrate
@@ -43,20 +41,13 @@ def test_weights_are_those_of_the_bare_module_on_the_cpu(net: migrate.Net) -> No
 
 
 def test_old_keys_are_loaded_and_clean_ones_saved(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "migrate.py"), "--epochs=3", "--folder=here"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed = in_here(migrate.main, "--epochs=3", f"--folder={tmp_path / 'here'}")
     old, new = (
         torch.load(tmp_path / "here" / f"{name}.pt", map_location="cpu") for name in ("old", "new")
     )
     assert all(key.startswith("module.") for key in old)
     assert [f"module.{key}" for key in new] == list(old)
     assert new.keys() == migrate.Net().state_dict().keys()
-    lines = [line for line in done.stdout.splitlines() if line.startswith("test/acc")]
+    lines = [line for line in printed.splitlines() if line.startswith("test/acc")]
     accuracies = [float(line.split()[1]) for line in lines]
     assert len(accuracies) == 2 and accuracies[0] == accuracies[1] > 0.8

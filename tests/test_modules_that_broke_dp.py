@@ -249,8 +249,15 @@ def fresh_compiler() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("on", ["cpu"], indirect=True)  # simulated devices cannot compile
-@pytest.mark.parametrize("mode", ["step", "forward"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        ("eager", "step"),
+        ("aot_eager", "forward"),
+        pytest.param("eager", "forward", marks=pytest.mark.slow),
+        pytest.param("aot_eager", "step", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"

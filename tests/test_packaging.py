@@ -4,7 +4,10 @@ import os
 import re
 import subprocess
 import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
 
+import pytest
 from programs import ROOT
 
 if sys.version_info >= (3, 11):
@@ -23,6 +26,22 @@ def test_every_package_folder_is_installed() -> None:
     assert set(listed) == found | {"lightning_dp.conf", "lightning_dp.examples"}
 
 
+def test_bare_package_finds_conf_and_examples_beside_it() -> None:
+    """The package once more, by a path of its own, as if it were not installed."""
+    init = ROOT / "lightning_dp" / "__init__.py"
+    folders = [str(init.parent)]
+    spec = spec_from_file_location("bare", init, submodule_search_locations=folders)
+    assert spec is not None and spec.loader is not None
+    bare = module_from_spec(spec)
+    spec.loader.exec_module(bare)
+    for name in ("conf", "examples"):
+        found = PathFinder.find_spec(f"bare.{name}", bare.__path__)
+        assert found is not None and list(found.submodule_search_locations or []) == [
+            str(ROOT / name)
+        ]
+
+
+@pytest.mark.slow
 def test_bare_checkout_finds_conf_and_examples() -> None:
     code = (
         "import lightning_dp.conf as c, lightning_dp.examples as e; print(*c.__path__, *e.__path__)"

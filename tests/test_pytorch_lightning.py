@@ -162,6 +162,7 @@ def test_lightning_refuses_the_other_packages_module_before_it_asks_the_strategy
             trainer.fit(module, oracle.loader())
 
 
+@pytest.mark.slow  # the other tests here use the name, too, after imports of both packages
 def test_the_import_alone_makes_the_name_known() -> None:
     code = (
         "import pytorch_lightning as pl\nimport lightning_dp.pytorch_lightning\n"

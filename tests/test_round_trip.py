@@ -32,7 +32,7 @@ def assert_on(shards: list[Any], devices: list[torch.device], sizes: list[int]) 
         assert (shard is None) == (size == 0)
 
 
-@settings(deadline=None, max_examples=200)  # other work on the machine is no failure
+@settings(max_examples=75)  # below, every container by itself
 @given(st.data(), st.integers(1, 9))
 def test_gathering_what_was_scattered_gives_the_batch(data: st.DataObject, n: int) -> None:
     batch, sizes = data.draw(batches(n)), data.draw(all_sizes(n))
@@ -56,7 +56,6 @@ def test_every_container_by_itself(name: str, sizes: list[int]) -> None:
     assert_equal(gather(shards, devices[0], sizes=sizes), batch)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(2, 6), st.sampled_from([1, -1, 2]))
 def test_tensors_along_another_dim(data: st.DataObject, n: int, dim: int) -> None:
     shape = {1: (9, n), -1: (9, 8, n), 2: (9, 8, n)}[dim]

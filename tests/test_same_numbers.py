@@ -149,9 +149,9 @@ MODELS: dict[str, Callable[[], Classifier]] = {
 
 
 @cache
-def oracle(name: str, dtype: torch.dtype) -> Run:
+def oracle(name: str, dtype: torch.dtype, **options: Any) -> Run:
     torch.set_default_dtype(dtype)
-    return run(MODELS[name], 1)
+    return run(MODELS[name], 1, **options)
 
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
@@ -210,12 +210,8 @@ def test_options_do_not_change_the_numbers(strategy: dict[str, Any]) -> None:
 )
 def test_trainer_options_work_as_on_one_device(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
-
-    def data() -> Any:
-        # A batch of float32 shows that "64-true" converts it.
-        return loader(shuffle=False)
-
-    assert_same(run(Everything, 3, data=data, **options), run(Everything, 1, data=data, **options))
+    expected = oracle("everything", torch.float64, **options)
+    assert_same(run(Everything, 3, **options), expected)
 
 
 def test_bf16_autocast_reaches_every_worker_with_its_dtype() -> None:

@@ -69,7 +69,7 @@ def assert_same_gradients(module: nn.Module, oracle: nn.Module) -> None:
             torch.testing.assert_close(gradient, other, atol=1e-12, rtol=0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
 def test_any_split_gives_the_gradients_of_the_whole_batch(sizes: list[int]) -> None:
     batch = torch.randn(sum(sizes), 4, dtype=torch.float64)

@@ -14,12 +14,12 @@ from typing_extensions import override
 
 from lightning_dp.checkpointing import CheckpointMixin
 from lightning_dp.modes import MODES, ForwardMode, Mode, StepMode, check_mode_options
-from lightning_dp.parallel.batch import Override, check_overrides
-from lightning_dp.parallel.checks import check_choice, check_dim
+from lightning_dp.parallel.batch import Override
+from lightning_dp.parallel.checks import check_choice
+from lightning_dp.parallel.data_parallel import check_engine_options
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
-from lightning_dp.parallel.gradients import BUFFERS, LOSS_REDUCTIONS
+from lightning_dp.parallel.gradients import LOSS_REDUCTIONS
 from lightning_dp.parallel.split import OwnSplit, check_split, split_policy
-from lightning_dp.parallel.workers import EXECUTORS
 
 
 class OptionsMixin(CheckpointMixin):
@@ -115,29 +115,13 @@ class OptionsMixin(CheckpointMixin):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        check_choice("mode", mode, MODES)
         check_split(split, weights, sample_cost)
-        check_dim(dim)
-        check_overrides(gather_overrides)
-        check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
-        check_choice("buffers", buffers, BUFFERS)
-        check_choice("executor", executor, EXECUTORS)
+        check_engine_options(dim, buffers, executor, gather_overrides)
         check_choice("check_first_step", check_first_step, (False, True))
-        check_mode_options(mode, parallel_modules, move_batch)
-        engine: dict[str, Any] = {
-            "dim": dim,
-            "cost_key": sample_cost,
-            "overrides": gather_overrides,
-            "buffers": buffers,
-            "executor": executor,
-        }
-        self._make_mode: Callable[..., Mode] = (
-            partial(StepMode, loss_reduction=loss_reduction, **engine)
-            if mode == "step"
-            else partial(
-                ForwardMode, parallel_modules=parallel_modules, move_batch=move_batch, **engine
-            )
-        )
+        engine = {"dim": dim, "cost_key": sample_cost, "overrides": gather_overrides}
+        engine |= {"buffers": buffers, "executor": executor}
+        make = _mode_maker(mode, loss_reduction, parallel_modules, move_batch)
+        self._make_mode = partial(make, **engine)
         self._make_split = partial(split_policy, split, weights)
         self._output_device = output_device
         self._loss_reduction = loss_reduction
@@ -187,3 +171,14 @@ class OptionsMixin(CheckpointMixin):
             "split": self.split_policy,
         }
         return self._make_mode(self.lightning_module, self.parallel_devices, **options | others)
+
+
+def _mode_maker(
+    mode: str, loss_reduction: str, parallel_modules: Sequence[str], move_batch: bool
+) -> Callable[..., Mode]:
+    check_choice("mode", mode, MODES)
+    check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
+    check_mode_options(mode, parallel_modules, move_batch)
+    if mode == "step":
+        return partial(StepMode, loss_reduction=loss_reduction)
+    return partial(ForwardMode, parallel_modules=parallel_modules, move_batch=move_batch)

@@ -96,10 +96,7 @@ class DataParallel(nn.Module, Generic[Module]):
     ) -> None:
         _check_module(module)
         check_split(split, weights)
-        check_dim(dim)
-        check_choice("buffers", buffers, BUFFERS)
-        check_choice("executor", executor, EXECUTORS)
-        check_overrides(gather_overrides)
+        check_engine_options(dim, buffers, executor, gather_overrides)
         super().__init__()
         self.module = module
         ids = all_devices() if device_ids is None else device_ids
@@ -181,6 +178,16 @@ class DataParallel(nn.Module, Generic[Module]):
                 stacklevel=4,
             )
             self.module.to(root)
+
+
+def check_engine_options(
+    dim: object, buffers: object, executor: object, overrides: Mapping[str, Override] | None
+) -> None:
+    """Raises a ValueError for the first option that is out of its range."""
+    check_dim(dim)
+    check_choice("buffers", buffers, BUFFERS)
+    check_choice("executor", executor, EXECUTORS)
+    check_overrides(overrides)
 
 
 def _check_module(module: Any) -> None:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +68,12 @@ class Engine:
         scalars: how 0-dim outputs are gathered, see `gather`.
         overrides: how outputs under certain keys are gathered, see `gather`.
         rules: how special submodules are replicated.
-        expects_samples: whether to warn of batches in which there is nothing to cut.
         context: entered around every apply, for what replicas leave behind besides outputs.
     """
+
+    expects_samples: ClassVar[bool] = False  # whether to warn where there is nothing to cut
+    last_sizes: Sizes = ()  # samples per device in the latest apply
+    interrupted: Tensor | None = None  # of the joint loss whose backward has not ended
 
     def __init__(
         self,
@@ -87,7 +90,6 @@ class Engine:
         scalars: Scalars = "merge",
         overrides: Mapping[str, Override] | None = None,
         rules: ReplicaRules | None = None,
-        expects_samples: bool = False,
         context: StepContext = lambda *_: nullcontext(),
     ) -> None:
         self.module = module
@@ -96,7 +98,6 @@ class Engine:
         self.replicas = Replicas(module, devices, rules, before_rebuild=reduce_gradients)
         self.reducer = Reducer(self.replicas, buffers)
         self.on_cpu = all(device.type == "cpu" for device in devices)
-        self.last_sizes: Sizes = ()  # samples per device in the latest apply
         self.ranges = Ranges()  # the stages, as profilers see them
         self.calls = Calls()  # of the replicas, in the latest apply
         self.meter = Meter(devices)
@@ -105,19 +106,18 @@ class Engine:
             self.meter.watch()
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
-        # On the CPU two threads may shorten the same row at the same time: twice.
-        in_turn = compiles(module) or (self.on_cpu and limits_norms(module))
-        self._executor = Executor(devices, "inorder" if in_turn else executor)
+        self._executor = Executor(devices, "inorder" if self._runs_in_turn() else executor)
         self._dim = dim
         self._columns = columns
         self._cost_key = cost_key
         self.dims = SampleDims(dim, overrides, is_told=scalars == "stack")
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
-        self._expects_samples = expects_samples
         self._context = context
         self._stale = set(range(len(devices)))
-        # The gradient of the joint loss whose backward began and has not ended.
-        self.interrupted: Tensor | None = None
+
+    def _runs_in_turn(self) -> bool:
+        """Where two threads would compile at once, or shorten the same row of a weight twice."""
+        return compiles(self.module) or (self.on_cpu and limits_norms(self.module))
 
     # The flow
 
@@ -167,7 +167,7 @@ class Engine:
         self.planner.learn(self.meter.latest)
         self._forget_step()
         n, reading = infer_for(self.module, batch, self._dim, columns=self._columns)
-        if n is None and self._expects_samples:
+        if n is None and self.expects_samples:
             warn_of_nothing_to_cut(self._dim)
         if not n:
             return self.planner.whole()

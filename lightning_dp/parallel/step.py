@@ -47,6 +47,8 @@ class StepParallel(RecoveringEngine):
         >>> engine.close()
     """
 
+    expects_samples = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -55,7 +57,7 @@ class StepParallel(RecoveringEngine):
         loss_reduction: LossReduction = "mean",
         **options: Any,
     ) -> None:
-        super().__init__(module, devices, expects_samples=True, **options)
+        super().__init__(module, devices, **options)
         self.loss_reduction: LossReduction = loss_reduction
         self.has_own_backward = False  # code that nobody knows makes the joint loss's backward
 

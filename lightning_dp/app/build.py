@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from lightning_dp.app import report
 from lightning_dp.app.callbacks import SamplesTested
-from lightning_dp.app.devices import check_devices
+from lightning_dp.app.devices import check_devices, parsed
 from lightning_dp.checkpointing import load_weights
 
 log = logging.getLogger(__name__)
@@ -33,10 +33,7 @@ class Job:
 
 
 def begin(cfg: DictConfig) -> Job:
-    """Checks the options, seeds, builds what is needed, and writes the configuration down.
-
-    An option that is not usable raises a ValueError before any data is loaded.
-    """
+    """Checks the options before any data is loaded, seeds, builds, and writes the options down."""
     cfg = settle(cfg)
     if cfg.seed is not None:
         L.seed_everything(cfg.seed, workers=True, verbose=False)
@@ -63,7 +60,9 @@ def settle(cfg: DictConfig) -> DictConfig:
     devices = cfg.trainer.get("devices", "auto")
     check_devices(cfg.trainer.get("accelerator", "auto"), devices)
     if cfg.get("strategy") == "auto":
-        cfg.trainer.devices = _first(devices)
+        ids = parsed(devices)
+        one_of_many = isinstance(ids, Sequence) and not isinstance(ids, str)
+        cfg.trainer.devices = [int(ids[0])] if one_of_many else 1
         if cfg.trainer.devices != devices:
             log.info("strategy=single takes one device: trainer.devices=%s", cfg.trainer.devices)
     return cfg
@@ -86,14 +85,6 @@ def build(cfg: DictConfig) -> Job:
                 f"{cfg.init_from!r}, which does not fit. {error}"
             ) from error
     return Job(trainer, model, data, Path(cfg.paths.output_dir))
-
-
-def _first(devices: object) -> int | list[object]:
-    """Returns one device of several: the first of a list of ids, otherwise the number 1."""
-    ids = devices.split(",") if isinstance(devices, str) and "," in devices else devices
-    if isinstance(ids, Sequence) and not isinstance(ids, str):
-        return [int(ids[0])]
-    return 1
 
 
 def _list_of(group: DictConfig | None) -> list[Any]:

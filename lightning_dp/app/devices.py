@@ -1,7 +1,7 @@
 """Which devices a program takes by default, and the check of those it is told to take."""
 
-import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -18,10 +18,7 @@ def register_resolvers() -> None:
 
 
 def default_accelerator(devices: Sequence[object] | None = None) -> str:
-    """Returns the default of ``trainer.accelerator``: the first of ``strategy.devices`` decides.
-
-    Without those ``"gpu"`` where there are at least two CUDA devices, else ``"cpu"``.
-    """
+    """Returns trainer.accelerator's default, which the first of ``strategy.devices`` decides."""
     gpus = torch.cuda.device_count()
     if not devices:
         return "gpu" if gpus >= 2 else "cpu"
@@ -48,12 +45,12 @@ def check_devices(accelerator: object, devices: object) -> None:
     if accelerator == "auto":
         accelerator = "gpu" if gpus else "cpu"
     if accelerator == "cpu":
-        _check_cpu(_parsed(devices))
+        _check_cpu(parsed(devices))
     elif accelerator in ("gpu", "cuda"):
-        _check_cuda(_parsed(devices), gpus)
+        _check_cuda(parsed(devices), gpus)
 
 
-def _parsed(devices: object) -> object:
+def parsed(devices: Any) -> Any:
     """Turns Lightning's string forms ``"3"`` and ``"0,2"`` into a number or a list of numbers."""
     if not isinstance(devices, str):
         return devices
@@ -87,7 +84,7 @@ def _check_cuda(devices: object, available: int) -> None:
         raise ValueError(
             f"trainer.devices: expected a number from 1 to {available}, -1 for all GPUs, or a list "
             f"of different ids from 0 to {available - 1}, got {devices!r}. "
-            f"{explain_cuda_ids(os.environ.get('CUDA_VISIBLE_DEVICES'))} Leave trainer.devices "
+            f"{explain_cuda_ids()} Leave trainer.devices "
             "out to take all GPUs; for several replicas on one GPU give strategy.devices, "
             "for example strategy.devices=[cuda:0,cuda:0]."
         )

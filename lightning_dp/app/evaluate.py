@@ -15,10 +15,7 @@ register_resolvers()
 
 
 def evaluate(cfg: DictConfig) -> report.Report:
-    """Tests ``cfg.ckpt_path``, or what the training in ``cfg.run`` has left.
-
-    Leaves the test's metrics in ``cfg.paths.output_dir``.
-    """
+    """Tests ``cfg.ckpt_path``, or what the training in the folder ``cfg.run`` has left."""
     cfg = as_trained(cfg, task_overrides())
     job = begin(cfg)
     trainer = job.trainer

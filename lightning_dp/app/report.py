@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_dp.app.callbacks import SamplesTested
-from lightning_dp.monitor import DataParallelMonitor, Period
+from lightning_dp.monitor import DataParallelMonitor
 from lightning_dp.parallel.batch import DeviceUsage
 
 PICTURE = "devices.png"
@@ -22,24 +22,20 @@ C = TypeVar("C", bound=Callback)
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of a training or an evaluation.
-
-    What each device did stands under the names in ``metrics.json``, without what did not happen and
-    what the strategy does not measure.
-    """
+    """The outcome of a training or an evaluation."""
 
     metrics: Mapping[str, float]  # every logged one's last value
     devices: tuple[str, ...]
+    # What each device did, by names in metrics.json, without what nobody measures.
     per_device: Mapping[str, Sequence[float]]
 
 
 def training_of(trainer: Trainer) -> dict[str, list[float]]:
-    """Returns what each device did in the training so far; only lightning_dp's strategy knows it.
-
-    Times are the monitor's, if there is one: it knows what a device did while others worked.
-    """
+    """Returns what each device did in the training so far, as far as its strategy knows."""
     usage: Sequence[DeviceUsage] = getattr(trainer.strategy, "usage", ())
-    watched = _watched(trainer)
+    monitor = _first(trainer, DataParallelMonitor)
+    # It knows what a device did while others worked.
+    watched = monitor.total if monitor and monitor.total.steps else None
     busy = watched.busy_seconds if watched else [part.busy_seconds for part in usage]
     waiting = watched.waiting_seconds if watched else ()
     peaks = [part.peak_bytes for part in usage]
@@ -140,9 +136,3 @@ def _first(trainer: Trainer, kind: type[C]) -> C | None:
     # Lightning sets the attribute from outside the class, where type checkers do not see it.
     callbacks: list[Callback] = getattr(trainer, "callbacks", [])
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
-
-
-def _watched(trainer: Trainer) -> Period | None:
-    """Returns what a monitor has measured, if it has."""
-    monitor = _first(trainer, DataParallelMonitor)
-    return monitor.total if monitor and monitor.total.steps else None

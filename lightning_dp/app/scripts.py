@@ -35,8 +35,7 @@ def whole_number(least: int) -> Callable[[str], int]:
 class ScriptParser(argparse.ArgumentParser):
     """Parses the options of an example, `--accelerator`, `--devices` and `--epochs` among them.
 
-    An option that cannot be used ends the script with one line on stderr and exit code 2. It is
-    made from what the example does and the defaults of these options.
+    An option that cannot be used ends the script with one line on stderr and exit code 2.
     """
 
     def __init__(
@@ -58,26 +57,20 @@ class ScriptParser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}\n")
 
     def parse(self) -> argparse.Namespace:
-        """The options of the command line; simulated devices exist from then on, if asked for.
-
-        There are as many as an option `--device-count` says, where a script has one.
-        """
+        """The options of the command line; simulated devices exist from then on, if asked for."""
         args = self.parse_args()
         try:
             if args.accelerator == "sim":
-                _simulate(args.devices, vars(args).get("device_count"))
+                from lightning_dp import sim
+                from lightning_dp.sim.backend import DEFAULT_DEVICE_COUNT
+
+                asked = vars(args).get("device_count")
+                sim.enable(asked or max(DEFAULT_DEVICE_COUNT, args.devices))
             else:
                 check_devices(args.accelerator, args.devices)
         except (ValueError, RuntimeError) as error:
             self.error(str(error).replace("trainer.", "--"))
         return args
-
-
-def _simulate(devices: int, count: int | None) -> None:
-    from lightning_dp import sim
-    from lightning_dp.sim.backend import DEFAULT_DEVICE_COUNT
-
-    sim.enable(count or max(DEFAULT_DEVICE_COUNT, devices))
 
 
 def script_trainer(*callbacks: Callback, **options: Any) -> L.Trainer:

@@ -12,10 +12,7 @@ _GROUPS = ("model", "data")
 
 
 def as_trained(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Takes the model, the data and the checkpoint of the training in the folder ``cfg.run``.
-
-    What the command line says, in ``overrides``, wins.
-    """
+    """Takes model, data and checkpoint of the training in ``cfg.run``, but where overrides win."""
     if cfg.run is None:
         if cfg.ckpt_path is None:
             raise ValueError(

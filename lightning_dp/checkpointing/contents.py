@@ -57,10 +57,7 @@ def _has_names(value: Any) -> bool:
 
 
 def is_lightnings(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a Trainer made it.
-
-    Its `state_dict` then has the names of the LightningModule: `module.` is a submodule's.
-    """
+    """Whether a Trainer made it, so that `module.` in its `state_dict` is a submodule's."""
     return {_VERSION, "loops", "state_dict"} <= checkpoint.keys()
 
 
@@ -80,10 +77,7 @@ def find_weights(loaded: Any) -> Mapping[str, Any] | None:
 
 
 def as_lightnings(loaded: Any) -> Any:
-    """What a file held, as the Trainer needs it: with a `state_dict`, and a version.
-
-    What holds no weights comes back as it is.
-    """
+    """What a file held; weights with the `state_dict` and version that a Trainer asks for."""
     if isinstance(loaded, Mapping) and _VERSION in loaded and "state_dict" in loaded:
         return loaded
     weights = find_weights(loaded)

@@ -89,8 +89,7 @@ def weights_in(loaded: Any, path: PathLike) -> Mapping[str, Any]:
 def read(path: PathLike, *, map_location: Any = None, weights_only: bool | None = None) -> Any:
     """What a local or remote file holds that torch, Lightning or safetensors wrote.
 
-    Tensors go to the CPU unless told otherwise. A ValueError says what is wrong with a file: it is
-    empty, cut short, of another kind, or a pickle that needs code to be run.
+    A ValueError says what is wrong with a file that cannot be read.
     """
     map_location = "cpu" if map_location is None else map_location
     weights_only = is_safe(weights_only)

@@ -40,11 +40,7 @@ _BETWEEN_PROCESSES = ".temp.ckpt"
 
 
 class AtomicTorchCheckpointIO(TorchCheckpointIO):
-    """Lightning's `TorchCheckpointIO`; local files are written atomically, and more are read.
-
-    A crash in the middle of a save leaves the old file. Reading knows what other people write,
-    see `lightning_dp.checkpointing.files`.
-    """
+    """Lightning's `TorchCheckpointIO`; local files are written atomically, and more are read."""
 
     @override
     def save_checkpoint(
@@ -85,8 +81,10 @@ class ModulePrefixMixin:
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
         """Saves through the wrapped IO, with keys as `on_save` says."""
-        if not _is_between_processes(path):
-            checkpoint = self._before_saving(checkpoint)
+        if self.on_save != "keep" and not _is_between_processes(path):
+            checkpoint = _strip(checkpoint, _prefixes_in(checkpoint))
+            if self.on_save == "add":
+                checkpoint = add_to(checkpoint, _PREFIX)
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(
@@ -97,9 +95,8 @@ class ModulePrefixMixin:
         if _takes_weights_only(self.checkpoint_io):
             options["weights_only"] = checkpoint_files.is_safe(weights_only)
         loaded = self.checkpoint_io.load_checkpoint(path, **options)
-        if _is_between_processes(path):
-            return cast(dict[str, Any], loaded)
-        return self._after_loading(loaded)
+        checkpoint = loaded if _is_between_processes(path) else self._after_loading(loaded)
+        return cast(dict[str, Any], checkpoint)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes through the wrapped IO."""
@@ -109,21 +106,13 @@ class ModulePrefixMixin:
         """Ends the wrapped IO: one that saves in a thread waits for it."""
         self.checkpoint_io.teardown()
 
-    def _before_saving(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        if self.on_save == "keep":
-            return checkpoint
-        stripped = cast(dict[str, Any], _strip(checkpoint, _prefixes_in(checkpoint)))
-        if self.on_save == "strip":
-            return stripped
-        return cast(dict[str, Any], add_to(stripped, _PREFIX))
-
-    def _after_loading(self, loaded: Any) -> dict[str, Any]:
+    def _after_loading(self, loaded: Any) -> Any:
         checkpoint = as_lightnings(loaded)
         if self.on_load == "keep" or not isinstance(checkpoint, Mapping):
-            return cast(dict[str, Any], checkpoint)
+            return checkpoint
         checkpoint = take_added(checkpoint)
         prefixes = PREFIXES if self.on_load == "strip" else _prefixes_in(checkpoint)
-        return cast(dict[str, Any], _strip(checkpoint, prefixes))
+        return _strip(checkpoint, prefixes)
 
 
 class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):

@@ -54,10 +54,7 @@ def keeps_order(path: Path) -> bool:
 
 
 def write(state: Mapping[str, Any], path: Path) -> None:
-    """Writes a state dict; of tied weights one is written, and which are tied to it is noted.
-
-    Until the file is complete an old one stays.
-    """
+    """Writes a state dict; of tied weights one is written, and which are tied to it is noted."""
     library = _library()
     from safetensors import SafetensorError
 

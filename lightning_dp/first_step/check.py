@@ -114,10 +114,7 @@ class Runs:
         off: Callable[[], None] = _nothing,
         seed: int | None = None,
     ) -> Outcome:
-        """The step on the root, of the whole batch or of one shard of it, as on one device.
-
-        Layers may be turned off; with a seed random numbers are others than in the other runs.
-        """
+        """The step on the root, of the whole batch or of one shard of it, as on one device."""
         return self._run(lambda: self._step_alone(shard), off, seed)
 
     def split(self, *, off: Callable[[], None] = _nothing) -> Outcome:

@@ -14,14 +14,8 @@ from lightning_dp.parallel.torch_private import BatchNorm
 if TYPE_CHECKING:
     from lightning_dp.first_step.check import Runs
 
-_DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_ALPHA_DROPOUTS = (nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class Diagnosis:
@@ -67,16 +61,14 @@ class Diagnosis:
         return {name: text}
 
     def _of_loss(self) -> tuple[str, str, Sequence[float]]:
-        """Which weights make the shards' losses and gradients those of the batch.
-
-        A mean over anything weighs them by shares, of at least 0 and in sum 1.
-        """
+        """Which weights make the shards' losses and gradients those of the batch."""
         sums, means = [loss_weights(self._sizes, how) for how in ("sum", "mean")]
         if self._is_made_of(sums):
             return "sum", _SUM, sums
         if self._is_made_of(means):
             return "mean", _MEAN if self._loss_reduction == "sum" else _NO_ITEMS, means
         fitted = fitted_weights(self._runs.alone(off=self._all_off), self._parts(self._all_off))
+        # A mean over anything weighs by shares, of at least 0 and in sum 1.
         counts = [max(weight, 0.0) for weight in fitted]
         weights = [count / (sum(counts) or 1.0) for count in counts]
         if self._is_made_of(weights):
@@ -131,7 +123,7 @@ def _normalises(layer: nn.Module) -> bool:
 
 
 def _drops(layer: nn.Module) -> bool:
-    if isinstance(layer, _DROPOUTS):
+    if isinstance(layer, (*_DROPOUTS, *_ALPHA_DROPOUTS)):
         return layer.training and layer.p > 0
     return isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0
 

@@ -19,18 +19,10 @@ from lightning_dp.parallel.torch_private import hooked
 Restore = Callable[[], Any]
 
 _FRAMEWORKS = {"torch", "lightning", "lightning_fabric", "pytorch_lightning"}
-_TRACKERS = {
-    "aim",
-    "clearml",
-    "comet_ml",
-    "mlflow",
-    "neptune",
-    "tensorboard",
-    "tensorboardX",
-    "wandb",
-}
+_TRACKERS = {"aim", "clearml", "comet_ml", "mlflow", "neptune", "wandb"}
+_BOARDS = {"tensorboard", "tensorboardX"}
 _BASES = {"abc", "collections", "dataclasses", "typing", "typing_extensions"}
-_LEFT_ALONE = (set(sys.stdlib_module_names) - _BASES) | _FRAMEWORKS | _TRACKERS
+_LEFT_ALONE = (set(sys.stdlib_module_names) - _BASES) | _FRAMEWORKS | _TRACKERS | _BOARDS
 """Packages whose objects are not looked into, unless they are modules or containers."""
 
 

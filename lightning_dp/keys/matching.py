@@ -20,10 +20,8 @@ class Score(NamedTuple):
     """How good a match is; the greater the better, the first number first."""
 
     matched: int
-    unlikely: int = 0
-    """Less one for each wrapper that has something beside it."""
-    wrappers: int = 0
-    """Less one for each wrapper."""
+    unlikely: int = 0  # less one for each wrapper that has something beside it
+    wrappers: int = 0  # less one for each wrapper
 
 
 class _Move(NamedTuple):
@@ -32,8 +30,7 @@ class _Move(NamedTuple):
     source: Node
     target: Node
     added: bool
-    name: str = ""
-    """What the reference's wrapper adds to a path."""
+    name: str = ""  # what the reference's wrapper adds to a path
 
 
 def match_keys(
@@ -47,11 +44,7 @@ def match_keys(
     own = set(reference)
     if set(keys) == own:
         return as_they_are(keys)
-    wrappers = [tuple(prefix.split(".")[:-1]) for prefix in prefixes]
-    quick = _match_one_to_one(keys, own, wrappers)
-    if quick is not None:
-        return quick
-    matcher = _Matcher(wrappers)
+    matcher = _Matcher([tuple(prefix.split(".")[:-1]) for prefix in prefixes])
     return matcher.renaming(*_where_to_begin(matcher, tree_of(keys), tree_of(own)))
 
 
@@ -65,24 +58,6 @@ def bare(keys: Iterable[str], wrappers: Sequence[Wrapper]) -> dict[str, str]:
         if path not in paths:
             paths[path] = ".".join(step for step in path.split(".") if step not in steps)
         found[key] = f"{paths[path]}.{leaf}"
-    return found
-
-
-def _match_one_to_one(
-    keys: Collection[str], own: set[str], wrappers: Sequence[Wrapper]
-) -> Renaming | None:
-    """The usual case, and a quick one: apart from wrappers, no name occurs twice."""
-    theirs, ours = bare(keys, wrappers), bare(own, wrappers)
-    places = {name: key for key, name in ours.items()}
-    unique = len(places) == len(own) and len(set(theirs.values())) == len(keys)
-    if not unique or any(len(wrapper) > 1 for wrapper in wrappers):
-        return None
-    found = Renaming.of({key: places[name] for key, name in theirs.items() if name in places})
-    if not found.keys:
-        return None
-    for key in theirs.keys() - found.keys.keys():
-        path, _, leaf = key.rpartition(".")
-        found.keys[key] = join(found.module(path), leaf)
     return found
 
 

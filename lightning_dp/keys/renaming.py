@@ -66,22 +66,12 @@ def strip_prefix(keys: Iterable[str], prefix: str) -> Renaming:
 
 
 def beginnings(prefix: str) -> list[str]:
-    """The prefixes that a prefix of several steps begins with, itself included.
-
-    Example:
-        >>> beginnings("_orig_mod.module.")
-        ['_orig_mod.', '_orig_mod.module.']
-    """
+    """The prefixes that one of several steps begins with: `a.b.` with `a.` and itself."""
     return [prefix[: i + 1] for i, character in enumerate(prefix) if character == "."]
 
 
 def shared_prefix(keys: Collection[str], prefixes: Sequence[str]) -> str:
-    """The wrappers that all keys are in, outermost first.
-
-    Example:
-        >>> shared_prefix(["_orig_mod.module.a", "_orig_mod.module.b"], ["module.", "_orig_mod."])
-        '_orig_mod.module.'
-    """
+    """The wrappers that all keys are in, outermost first, as one prefix."""
     shared = ""
     while keys:
         inner = (shared + prefix for prefix in prefixes)

@@ -58,7 +58,7 @@ def normalize_state_dict(
         ['module.w', 'b']
     """
     _check_state_dict(state_dict)
-    check_prefixes(prefixes)
+    _check_prefixes(prefixes)
     if reference is None:
         prefix = shared_prefix(state_dict, prefixes)
         if prefix:
@@ -80,10 +80,7 @@ def renaming_like(
 
 
 def renamed(state_dict: Mapping[str, Any], renaming: Renaming) -> OrderedDict[str, Any]:
-    """The same values under other names, with the state's `_metadata`.
-
-    Two keys with different values that get the same name raise a ValueError.
-    """
+    """The same values under other names, with `_metadata`; a ValueError if two fall together."""
     found: OrderedDict[str, Any] = OrderedDict()
     sources: dict[str, str] = {}
     for key, value in state_dict.items():
@@ -116,8 +113,7 @@ def keys_of(reference: nn.Module | Mapping[str, Any] | Iterable[str]) -> list[st
     return keys
 
 
-def check_prefixes(prefixes: Sequence[str]) -> None:
-    """Raises a ValueError unless each is a path with a dot at its end."""
+def _check_prefixes(prefixes: Sequence[str]) -> None:
     wrong = [p for p in prefixes if not isinstance(p, str) or not p.endswith(".") or p[0] == "."]
     if isinstance(prefixes, str) or wrong:
         raise ValueError(

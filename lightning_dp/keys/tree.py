@@ -67,10 +67,7 @@ def only_modules(node: Node) -> list[Node]:
 
 
 def without(node: Node, wrapper: Wrapper) -> Inner | None:
-    """The node as it would be without the wrapper below it: `{a, module: {b}}` becomes `{a, b}`.
-
-    What then has two keys or paths holds both.
-    """
+    """The node without the wrapper below it: `{a, module: {b}}` becomes `{a, b}`."""
     inner = node
     for step in wrapper:
         if step not in inner.children or not (inner is node or inner.only_holds_one):

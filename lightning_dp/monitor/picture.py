@@ -60,12 +60,7 @@ def draw(
 
 
 def replica_names(devices: Sequence[str]) -> list[str]:
-    """The devices' names, with the replica's number where a device has several.
-
-    Example:
-        >>> replica_names(["cuda:0", "cuda:0", "cuda:1"])
-        ['cuda:0 #0', 'cuda:0 #1', 'cuda:1']
-    """
+    """The devices' names, with the replica's number where a device has several: `cuda:0 #1`."""
     return [
         f"{device} #{k}" if devices.count(device) > 1 else device
         for k, device in enumerate(devices)

@@ -18,16 +18,12 @@ DeviceLike: TypeAlias = torch.device | str | int
 def all_devices() -> list[torch.device]:
     """Every accelerator that this process sees, or the CPU if there is none."""
     kind = accelerator_type()
-    if kind is None:
-        return [torch.device("cpu")]
-    return [torch.device(kind, i) for i in range(device_count(kind))]
+    gpus = [torch.device(kind, i) for i in range(device_count(kind))] if kind else []
+    return gpus or [torch.device("cpu")]
 
 
 def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list[torch.device]:
-    """Turns what the user wrote into existing devices, or raises a ValueError that names `key`.
-
-    An integer is an id of this machine's accelerator; an entry may repeat.
-    """
+    """Turns what the user wrote, as the option `key`, into existing devices; one may repeat."""
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
         raise ValueError(
             f"{key}: expected a list such as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu'], "
@@ -49,34 +45,23 @@ def resolve_output_device(
         return devices[0]
     if isinstance(output_device, str) and output_device.isdigit():
         output_device = int(output_device)  # as a command line gives it
-    if isinstance(output_device, bool):
-        raise ValueError(
-            f"output_device: expected a device, its name or its id, got {output_device}."
-        )
-    if isinstance(output_device, int) and devices[0].type == "cpu":
-        if not 0 <= output_device < len(devices):
-            raise ValueError(
-                f"output_device: expected an index from 0 to {len(devices) - 1} "
-                f"(there are {len(devices)} CPU replicas), a device name or None, "
-                f"got {output_device}. Use 'cpu', or leave it out for the root device."
-            )
-        return devices[output_device]
-    if isinstance(output_device, int):
-        if output_device < 0:
-            raise ValueError(
-                f"output_device: expected an id of 0 or more, got {output_device}. "
-                "Leave it out for the root device."
-            )
+    if isinstance(output_device, bool) or not isinstance(output_device, int):
+        return _existing(output_device, "output_device")
+    if devices[0].type != "cpu":
         return _existing(f"{devices[0].type}:{output_device}", "output_device")
-    return _existing(output_device, "output_device")
+    if not 0 <= output_device < len(devices):
+        raise ValueError(
+            f"output_device: expected an index from 0 to {len(devices) - 1} (there are "
+            f"{len(devices)} CPU replicas), a device name or None, got {output_device}. Use 'cpu', "
+            "or leave it out for the root device."
+        )
+    return devices[output_device]
 
 
 def accelerator_type() -> str | None:
     """The type of this machine's accelerator (`"cuda"`, say), or None on a machine without one."""
-    accelerator = getattr(torch, "accelerator", None)
-    if accelerator is not None and accelerator.is_available():
-        return str(accelerator.current_accelerator().type)
-    return "cuda" if torch.cuda.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
 
 
 def device_count(device_type: str) -> int:
@@ -87,50 +72,50 @@ def device_count(device_type: str) -> int:
     return int(module.device_count()) if hasattr(module, "device_count") else 0
 
 
+def _module(device: torch.device) -> Any:
+    """What torch has for the device's type, `torch.cuda` say; None for the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device)
+
+
+def _figure(device: torch.device, name: str) -> Any:
+    """What a function of that module says of a device; 0 where there is no such function."""
+    module = _module(device)
+    return getattr(module, name)(device) if hasattr(module, name) else 0
+
+
 def peak_memory(device: torch.device) -> int:
     """The most bytes that were in use on a device since `reset_peak_memory`; 0 if none counts."""
-    if device.type == "cpu":
-        return 0
-    module: Any = torch.get_device_module(device)
-    return int(module.max_memory_allocated(device)) if hasattr(module, _PEAK) else 0
+    return int(_figure(device, _PEAK))
 
 
 def allocated_memory(device: torch.device) -> int:
     """The bytes in use on a device now; 0 if none counts."""
-    if device.type == "cpu":
-        return 0
-    module: Any = torch.get_device_module(device)
-    return int(module.memory_allocated(device)) if hasattr(module, "memory_allocated") else 0
+    return int(_figure(device, "memory_allocated"))
+
+
+def busy_clock(device: torch.device) -> float:
+    """Seconds that a device has worked so far, where it counts them itself; 0 elsewhere."""
+    return float(_figure(device, "busy_seconds"))
+
+
+def counts_memory(device: torch.device) -> bool:
+    """Whether a device tells what is in use on it, and how much it has."""
+    module = _module(device)
+    return all(hasattr(module, name) for name in (_PEAK, "memory_stats", "mem_get_info"))
 
 
 def out_of_memory_count(device: torch.device) -> int:
     """How often a device has run out of memory so far; 0 if none counts."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    return int(module.memory_stats(device).get("num_ooms", 0)) if _counts_memory(module) else 0
-
-
-def memory_text(device: torch.device) -> str:
-    """What a device has in use and can have, for people."""
-    mib = 2**20
-    used, total = allocated_memory(device) / mib, memory_capacity(device) / mib
-    return f"{device} {used:.1f} of {total:.1f} MiB in use"
-
-
-def empty_cache(device: torch.device) -> None:
-    """Gives memory that is kept for later back to a device."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    if hasattr(module, "empty_cache"):
-        with current_device(device):
-            module.empty_cache()
+    stats = _module(device).memory_stats(device) if counts_memory(device) else {}
+    return int(stats.get("num_ooms", 0))
 
 
 def memory_capacity(device: torch.device) -> int:
     """The bytes that this process can have on a device, with what it has; 0 if none counts."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    if not _counts_memory(module):
+    if not counts_memory(device):
         return 0
-    free, _ = module.mem_get_info(device)
-    return int(free + module.memory_reserved(device))
+    free, _ = _module(device).mem_get_info(device)
+    return int(free + _module(device).memory_reserved(device))
 
 
 def memory_capacities(devices: Sequence[torch.device]) -> list[int]:
@@ -145,25 +130,24 @@ def memory_capacities(devices: Sequence[torch.device]) -> list[int]:
     return list(map(memory_capacity, devices))
 
 
-def counts_memory(device: torch.device) -> bool:
-    """Whether a device tells what is in use on it, and how much it has."""
-    return device.type != "cpu" and _counts_memory(torch.get_device_module(device))
-
-
-def _counts_memory(module: Any) -> bool:
-    return all(hasattr(module, name) for name in (_PEAK, "memory_stats", "mem_get_info"))
+def memory_text(device: torch.device) -> str:
+    """What a device has in use and can have, for people."""
+    mib = 2**20
+    used, total = allocated_memory(device) / mib, memory_capacity(device) / mib
+    return f"{device} {used:.1f} of {total:.1f} MiB in use"
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Starts a new peak where devices count their memory."""
-    if device.type != "cpu" and hasattr(torch.get_device_module(device), _PEAK):
-        torch.get_device_module(device).reset_peak_memory_stats(device)
+    if hasattr(_module(device), _PEAK):
+        _module(device).reset_peak_memory_stats(device)
 
 
-def busy_clock(device: torch.device) -> float:
-    """Seconds that a device has worked so far, where it counts them itself; 0 elsewhere."""
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    return float(module.busy_seconds(device)) if hasattr(module, "busy_seconds") else 0.0
+def empty_cache(device: torch.device) -> None:
+    """Gives memory that is kept for later back to a device."""
+    if hasattr(_module(device), "empty_cache"):
+        with current_device(device):
+            _module(device).empty_cache()
 
 
 @contextlib.contextmanager
@@ -183,9 +167,7 @@ def current_device(device: torch.device, stream: torch.Stream | None = None) -> 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The calling thread's current stream on `device`; None where devices have no streams."""
-    if device.type == "cpu":
-        return None
-    module = torch.get_device_module(device)
+    module = _module(device)
     has_streams = hasattr(module, "current_stream") and hasattr(module, "stream")
     return module.current_stream(device) if has_streams else None
 
@@ -236,11 +218,12 @@ def _hint(device: torch.device) -> str:
         return " Repeat 'cpu' for more replicas on the CPU."
     if device.type != "cuda":
         return " Choose a device that exists, or 'cpu'."
-    return " " + explain_cuda_ids(os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return f" {explain_cuda_ids()}"
 
 
-def explain_cuda_ids(visible: str | None) -> str:
-    """Which GPU an id means where CUDA_VISIBLE_DEVICES is `visible`, for errors about ids."""
+def explain_cuda_ids() -> str:
+    """Which GPU an id means, for errors about ids."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not visible:
         return (
             "Ids count the machine's GPUs from 0, as nvidia-smi lists them. Choose among those, "

@@ -220,11 +220,9 @@ def backwards_go_to(handler: Callable[..., None]) -> Iterator[None]:
     """In this context, and in copies of it, a handler is given each backward that fills `.grad`.
 
     That is `loss.backward()` and `torch.autograd.backward`, by whatever name: both end in one
-    function. It alone is replaced, as long as anybody has a handler; others go straight through.
-
-    A handler gets a function that runs the backward, the tensors and their gradients (a sequence
-    each; None for a tensor without a graph), `retain_graph`, `create_graph` and the sequence of
-    inputs, which is empty for all leaves.
+    function, which is replaced as long as anybody has a handler. A handler gets what runs the
+    backward, the tensors and their gradients (a sequence each; None for a tensor without a graph),
+    `retain_graph`, `create_graph` and the sequence of inputs, which is empty for all leaves.
     """
     user, before = object(), _handler.get()
     try:  # from here on an interrupt finds its way to `finally`

@@ -22,8 +22,7 @@ _FLAGS = ["/O1"] if sys.platform == "win32" else ["-O1", "-g0"]
 def load_extension() -> ModuleType:
     """Return the extension, built on the first call on this machine and cached for later processes.
 
-    It lies in PyTorch's cache of extensions (``TORCH_EXTENSIONS_DIR``), in a folder of its own for
-    every version of PyTorch, Python and these sources.
+    PyTorch's cache has a folder for every version of PyTorch, Python and these sources.
     """
     from torch.utils import cpp_extension
 

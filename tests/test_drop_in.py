@@ -443,7 +443,7 @@ def test_threads_end_with_the_wrapper(end: str) -> None:
         assert len(threads()) == 3
     gone = weakref.ref(wrapper)
     del wrapper
-    assert gone() is None and not threads()
+    assert soon(lambda: gone() is None and not threads())
 
 
 def test_memory_does_not_grow(wrap: Any) -> None:

@@ -19,6 +19,7 @@ from oracle import (
     gradients,
     run,
 )
+from patience import quickest, soon
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -288,7 +289,7 @@ def test_the_graph_is_gone_after_the_step(executor: str) -> None:
             loss = engine.train("training_step", engine.scatter(batch_of((3, 2))))
             loss.backward()
             del loss
-            assert len(alive) == 4 and all(ref() is None for ref in alive)
+            assert len(alive) == 4 and soon(lambda: all(ref() is None for ref in alive))
     finally:
         gc.enable()
 
@@ -420,18 +421,20 @@ def test_in_order_replicas_take_turns_from_meeting_to_meeting() -> None:
     assert turns == [(i, n) for i in range(3) for n in (3, 2, 1)]
 
 
-def test_waiting_is_not_work() -> None:
+def test_waiting_is_not_work(executor: str) -> None:
     def step(net: nn.Module, x: Tensor) -> Tensor:
         if len(x) == 2:
             time.sleep(0.2)
         collectives.barrier()
         return net(x).mean()
 
-    for executor in ("threads", "inorder"):
+    def busy() -> list[float]:
         with engine_of(step, (1, 2), executor=executor) as engine:
             engine.train("training_step", engine.scatter(batch_of((1, 2))))
-            one, two = (usage.busy_seconds for usage in engine.meter.usage)
-            assert one < 0.1 < two, executor
+            return [usage.busy_seconds for usage in engine.meter.usage]
+
+    assert busy()[1] > 0.19
+    assert quickest(lambda: busy()[0], 0.1) < 0.1
 
 
 def test_backward_inside_of_a_step_through_a_collective_is_refused(executor: str) -> None:

@@ -85,7 +85,7 @@ class Kernel:
         Whenever `until` says so, it is interrupted.
         """
         request, text, error = self._client.execute(dedent(cell)), "", ""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             if until():
                 self._manager.interrupt_kernel()
@@ -118,7 +118,7 @@ def kernel(tmp_path: Path) -> Iterator[Kernel]:
 
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path}
-    manager, client = start_new_kernel(cwd=str(tmp_path), env=env, startup_timeout=120)
+    manager, client = start_new_kernel(cwd=str(tmp_path), env=env, startup_timeout=300)
     try:
         yield Kernel(manager, client)
     finally:

@@ -52,7 +52,7 @@ def test_bare_checkout_finds_conf_and_examples() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *site_packages()])},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{ROOT / 'conf'} {ROOT / 'examples'}"

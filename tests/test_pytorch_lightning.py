@@ -171,7 +171,7 @@ def test_the_import_alone_makes_the_name_known() -> None:
     )
     command = [sys.executable, "-W", "error", "-c", code]
     root = Path(__file__).parents[1]
-    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 
 

@@ -50,6 +50,6 @@ def test_devices_are_as_many_as_asked_for() -> None:
     """In a process of its own: their number is fixed for a process."""
     options = ["--device-ids", "7,9", "--device-count", "10"]
     command = [sys.executable, str(ROOT / "examples" / "tutorial.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert set(re.findall(r"in forward.* on (\S+)", done.stdout)) == {"sim:7", "sim:9"}

@@ -63,7 +63,7 @@ def test_in_order_runs_on_the_calling_thread() -> None:
 
 
 def test_tasks_overlap() -> None:
-    barrier = threading.Barrier(3, timeout=10)
+    barrier = threading.Barrier(3, timeout=60)
     assert sorted(run(barrier.wait, barrier.wait, barrier.wait)) == [0, 1, 2]
 
 
@@ -122,7 +122,7 @@ def test_a_replica_that_works_alone_has_its_own_device_too() -> None:
 
 def test_workers_leave_the_callers_default_device_as_it_was() -> None:
     """Also where a second one begins before the first has ended, and ends after it."""
-    barrier = threading.Barrier(2, timeout=10)
+    barrier = threading.Barrier(2, timeout=60)
 
     def wait_longer() -> None:
         barrier.wait()
@@ -263,7 +263,7 @@ def test_auto_takes_threads_where_they_overlap_and_in_order_where_they_do_not() 
 
     def wait() -> None:
         where.append(threading.current_thread() is threading.main_thread())
-        time.sleep(0.005)
+        time.sleep(0.015)
 
     lock = threading.Lock()
 
@@ -271,7 +271,7 @@ def test_auto_takes_threads_where_they_overlap_and_in_order_where_they_do_not() 
         where.append(threading.current_thread() is threading.main_thread())
         in_thread = threading.current_thread() is not threading.main_thread()
         with lock:
-            time.sleep(0.006 if in_thread else 0.001)
+            time.sleep(0.018 if in_thread else 0.003)
 
     def chosen(work: Callable[[], None]) -> bool:
         for _ in range(20):

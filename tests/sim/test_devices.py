@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from patience import quickest, soon
 from torch import nn
 
 from lightning_dp import sim
@@ -32,7 +34,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -370,7 +372,7 @@ def test_a_training_step_gives_its_memory_back() -> None:
         optimizer.step()
     del model, optimizer
     gc.collect()
-    assert torch.sim.memory_allocated(4) == before
+    assert soon(lambda: torch.sim.memory_allocated(4) == before)
 
 
 def test_resizing_is_counted() -> None:
@@ -463,11 +465,12 @@ def test_ops_wait_as_long_as_they_are_told() -> None:
     unpaced = seconds(lambda: ops("sim:3", 400))
     torch.sim.set_speed(3, seconds_per_op=50e-6)
     assert torch.sim.get_speed(3) == (50e-6, 0.0)
-    paced = seconds(lambda: ops("sim:3", 400))
-    assert 0.019 < paced < 0.02 + 3 * unpaced + 0.15  # not 400 sleeps of a millisecond
+    most = 0.02 + 3 * unpaced + 0.15  # not 400 sleeps of a millisecond
+    assert 0.019 < quickest(lambda: seconds(lambda: ops("sim:3", 400)), most) < most
     torch.sim.set_speed(3, seconds_per_element=1e-6)
     assert seconds(lambda: ops("sim:3", 4, size=5000)) >= 0.019
-    assert seconds(lambda: ops("sim:2", 400)) < 0.2  # the others are as fast as ever
+    others = quickest(lambda: seconds(lambda: ops("sim:2", 400)), 0.2)
+    assert others < 0.2  # they are as fast as ever
     torch.sim.set_speed(3)
     assert torch.sim.get_speed(3) == (0.0, 0.0)
 
@@ -475,10 +478,12 @@ def test_ops_wait_as_long_as_they_are_told() -> None:
 def test_views_are_free_and_results_are_waited_for() -> None:
     x = torch.ones(4, 4, device="sim:3")
     torch.sim.set_speed(3, seconds_per_op=0.02)
-    assert (
-        seconds(lambda: [x.view(2, 8).t()[1:].unsqueeze(0).expand(3, -1, -1) for _ in range(50)])
-        < 0.5
-    )
+
+    def views() -> None:
+        for _ in range(50):
+            x.view(2, 8).t()[1:].unsqueeze(0).expand(3, -1, -1)
+
+    assert quickest(lambda: seconds(views), 0.5) < 0.5
     assert seconds(lambda: x.sum().item()) >= 0.039
     torch.sim.set_speed(3, seconds_per_op=100e-6)
     assert seconds(lambda: (x + 1).cpu()) >= 190e-6
@@ -499,7 +504,7 @@ def test_devices_overlap_and_a_slow_one_is_slow() -> None:
         for thread in threads:
             thread.join()
 
-    together = seconds(all_at_once)
+    together = quickest(lambda: seconds(all_at_once), 0.55)
     assert 0.3 <= together < 0.55  # the slow device's time; one after the other would be 0.6
     assert max(took[:3]) < took[3]
 
@@ -526,10 +531,11 @@ def test_backward_overlaps_between_devices() -> None:
             output = output.sin()
         losses.append(output.sum().to("sim:0"))
     total = torch.stack(losses).sum()
+    backward = partial(total.backward, retain_graph=True)
     for index in range(4):
         torch.sim.set_speed(index, seconds_per_op=5e-3)
     # sin's backward is two ops: 0.1 s for every device.
-    assert 0.1 <= seconds(total.backward) < 0.35
+    assert 0.1 <= quickest(lambda: seconds(backward), 0.35) < 0.35
 
 
 def test_a_speed_below_zero_is_refused() -> None:

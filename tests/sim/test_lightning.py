@@ -221,7 +221,7 @@ def test_the_trainer_enables_enough_devices_by_itself() -> None:
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert result.returncode == 0, result.stderr

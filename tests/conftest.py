@@ -1,7 +1,7 @@
 """Every test leaves no thread behind, and the environment and torch's globals as found.
 
-Whole folders of tests run in a process for each core. Tests and files that are named run in this
-process, where a debugger and prints work; `-n 4` and `-n 0` say otherwise.
+Whole folders of tests run in a process for each core. Files and tests that are named, or chosen
+with -k, run in this process, where a debugger and prints work; `-n 4` and `-n 0` say otherwise.
 """
 
 import gc
@@ -54,6 +54,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
     is_told = getattr(option, "numprocesses", 0) is not None or hasattr(config, "workerinput")
     in_here = option.usepdb or option.collectonly or option.capture == "no"
+    in_here |= bool(option.keyword or getattr(option, "lf", False))  # few tests, as a rule
     if is_told or in_here or not all(Path(name).is_dir() for name in config.args):
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

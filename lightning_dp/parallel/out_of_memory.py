@@ -125,6 +125,7 @@ class RecoveringEngine(Engine):
                 _forget(error)
             except Exception as error:
                 log.info("Looking for the largest batch that fits ended: %s", error)
+                self._clean_up(failed)
                 break
             else:
                 self.planner.record_success(training=training)

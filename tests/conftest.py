@@ -6,6 +6,7 @@ with -k, run in this process, where a debugger and prints work; `-n 4` and `-n 0
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from conformance_table import table
 from hypothesis import HealthCheck, settings
 
 from lightning_dp import sim
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs behind them
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MOST_PROCESSES = 8  # each takes about 1 GB
 SIM_DEVICES = 8  # their number is fixed for a process

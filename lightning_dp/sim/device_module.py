@@ -6,8 +6,9 @@ Wherever a device is asked for, ``None`` is the current device; an int, ``"sim:3
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -16,14 +17,19 @@ import torch
 
 DeviceLike: TypeAlias = "int | str | torch.device | None"
 
-# Ops are done when they return: one stream per device, and events are moments in time.
 Stream = torch.Stream
 Event = torch.Event
+
+_DEVICE_TYPE = 20  # of out-of-tree backends, in torch.Stream
 
 _extension: Any = None
 _initialized = False  # read by torch.utils.checkpoint
 _forked = False
 default_generators: tuple[torch.Generator, ...] = ()
+
+
+class RaceError(RuntimeError):
+    """Two accesses to memory that nothing orders, or memory that was let go too early."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +130,8 @@ class device(torch.accelerator.device_index):
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Wait for all work of ``device``: for what is left of the time that ``set_speed`` asks for."""
-    _extension.settle(_index(device))
+    """Wait for all work of ``device``, and for the time that ``set_speed`` asks for."""
+    _extension.synchronize(_index(device))
 
 
 def get_device_name(device: DeviceLike = None) -> str:
@@ -139,7 +145,41 @@ def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
     return DeviceProperties(get_device_name(index), int(_extension.total_memory(index)))
 
 
-current_stream = default_stream = torch.accelerator.current_stream
+# --- streams ---
+
+current_stream = torch.accelerator.current_stream
+set_stream = torch.accelerator.set_stream
+
+
+def default_stream(device: DeviceLike = None) -> torch.Stream:
+    """Return the stream of ``device`` that is current where none was chosen."""
+    index = _index(device)
+    return torch.Stream(stream_id=0, device_index=index, device_type=_DEVICE_TYPE)
+
+
+@contextlib.contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """Make ``stream``, and its device, this thread's current ones; ``None`` changes nothing."""
+    if stream is None:
+        yield
+        return
+    with device(stream.device):
+        before = current_stream(stream.device)
+        set_stream(stream)
+        try:
+            yield
+        finally:
+            set_stream(before)
+
+
+def host_waits() -> int:
+    """Return how often the host has waited for a device, a stream or an event so far."""
+    return int(_extension.host_waits())
+
+
+def set_strict(strict: bool) -> None:
+    """Let races between streams raise ``RaceError``, and unfinished copies look unfinished."""
+    _extension.set_strict(strict)
 
 
 # --- memory ---

@@ -53,6 +53,14 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--side-streams",
+        action="store_true",
+        help="each test is on a stream of its own on every simulated device",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before the processes are counted
 def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
@@ -105,6 +113,25 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         sim.enable(SIM_DEVICES)
     monkeypatch.setattr(oracle, "ON", kind)
     yield kind
+
+
+@pytest.fixture(autouse=True)
+def caller_is_on_side_streams(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With --side-streams: what is ordered by default streams alone shows."""
+    if not request.config.getoption("--side-streams"):
+        yield
+        return
+    sim.enable(SIM_DEVICES)
+    pairs = [(torch.sim.default_stream(k), torch.Stream(f"sim:{k}")) for k in range(SIM_DEVICES)]
+    for default, side in pairs:
+        side.wait_stream(default)
+        torch.accelerator.set_stream(side)
+    torch.accelerator.set_device_index(0)
+    yield
+    for default, side in pairs:
+        default.wait_stream(side)
+        torch.accelerator.set_stream(default)
+    torch.accelerator.set_device_index(0)
 
 
 @pytest.fixture

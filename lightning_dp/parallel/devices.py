@@ -153,25 +153,13 @@ def empty_cache(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def current_device(device: torch.device, stream: torch.Stream | None = None) -> Iterator[None]:
-    """Makes `device`, and on it `stream`, the calling thread's current ones for a while."""
+def current_device(device: torch.device) -> Iterator[None]:
+    """Makes `device` the calling thread's current one for a while."""
     if device.type == "cpu":
         yield
         return
-    module = torch.get_device_module(device)
-    with module.device(device):
-        if stream is None:
-            yield
-        else:
-            with module.stream(stream):
-                yield
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """The calling thread's current stream on `device`; None where devices have no streams."""
-    module = _module(device)
-    has_streams = hasattr(module, "current_stream") and hasattr(module, "stream")
-    return module.current_stream(device) if has_streams else None
+    with torch.get_device_module(device).device(device):
+        yield
 
 
 def _existing(entry: DeviceLike, key: str) -> torch.device:

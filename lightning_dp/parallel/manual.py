@@ -117,9 +117,10 @@ class ManualStep(EvaluationStep):
         with torch.no_grad():
             joint = join_losses(graphs, self.engine.output_device)
         if any([loss.requires_grad for loss in losses]):
-            run = partial(self._backward, inputs)
-            crosses = self.engine.calls.crossed
-            joint = JointBackward(self.name, self.shards, graphs, crosses, run).attach(joint)
+            run, crosses = partial(self._backward, inputs), self.engine.calls.crossed
+            devices = [*self.engine.devices, self.engine.output_device]
+            backward = JointBackward(self.name, self.shards, graphs, crosses, run, devices)
+            joint = backward.attach(joint)
         return self.once(lambda: call(joint))
 
     def _backward(

@@ -15,7 +15,6 @@ from lightning_dp.parallel.batch import DeviceUsage
 from lightning_dp.parallel.devices import (
     allocated_memory,
     busy_clock,
-    current_stream,
     peak_memory,
     reset_peak_memory,
 )
@@ -197,7 +196,9 @@ class _Step:
         self._clocks = list(map(busy_clock, self._devices))
         self._on_cpu = all(device.type == "cpu" for device in devices)
         is_cuda = have_clocks and all(device.type == "cuda" for device in devices)
-        self._streams: list[Any] = list(map(current_stream, devices)) if is_cuda else []
+        self._streams: list[Any] = (
+            list(map(torch.accelerator.current_stream, devices)) if is_cuda else []
+        )
         self._first = self._marks()
         self._last: list[Any] = []
         self._began = time.perf_counter()

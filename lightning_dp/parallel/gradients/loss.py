@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.torch_private import keeps_graph, will_run
 from lightning_dp.parallel.workers import Task
 
@@ -137,7 +138,7 @@ def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
         tensor(1.)
     """
     counting = [graph for graph in graphs if graph.weight != 0]
-    moved = [graph.loss.to(output_device, non_blocking=True) for graph in counting]
+    moved = [graph.loss.to(output_device) for graph in counting]  # waits, if it is the host
     joint = moved[0] * counting[0].weight
     for loss, graph in zip(moved[1:], counting[1:], strict=True):
         joint = joint.add(loss, alpha=graph.weight)
@@ -149,17 +150,25 @@ class JointBackward:
 
     Graphs of weight 0 are left out: such a loss is a mean over nothing, it may be NaN, and so would
     its gradient be. Where the graph of one replica goes on in that of another (`crosses`), none of
-    them has a backward of its own.
+    them has a backward of its own. All of it runs on the streams that are current on the `devices`
+    when it is made.
     """
 
     def __init__(
-        self, name: str, shards: Shards, graphs: Sequence[Graph], crosses: bool, run: Run
+        self,
+        name: str,
+        shards: Shards,
+        graphs: Sequence[Graph],
+        crosses: bool,
+        run: Run,
+        devices: Sequence[torch.device],
     ) -> None:
         self.name = name
         self.shards = shards
         self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
         self.crosses = crosses
         self._run = run
+        self._streams = side_streams(devices)
 
     def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
         """A loss of the same value whose backward is this one.
@@ -187,7 +196,8 @@ class JointBackward:
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
         """Runs it."""
         try:
-            self._run(self, gradient, keep_graph)
+            with on_streams(self._streams):  # autograd's thread has other ones
+                self._run(self, gradient, keep_graph)
         except torch.OutOfMemoryError:
             # What they hold is needed to do the step again.
             self.graphs.clear()

@@ -1,10 +1,14 @@
 """Links: copies between devices.
 
-Decided here: who waits for a copy (`transfer`), and what travels together (`packing`).
+Decided here: who waits for a copy (`transfer`), what travels together (`packing`), and what is in
+order on a device (`streams`).
 """
 
 from lightning_dp.parallel.links.packing import Packed as Packed
 from lightning_dp.parallel.links.packing import Packing as Packing
 from lightning_dp.parallel.links.packing import kind as kind
+from lightning_dp.parallel.links.streams import host_waits_for as host_waits_for
+from lightning_dp.parallel.links.streams import on_streams as on_streams
+from lightning_dp.parallel.links.streams import side_streams as side_streams
 from lightning_dp.parallel.links.transfer import gradients_on as gradients_on
 from lightning_dp.parallel.links.transfer import to_device_coalesced as to_device_coalesced

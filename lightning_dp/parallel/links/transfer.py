@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.devices import current_stream
 from lightning_dp.parallel.links.packing import buckets
+from lightning_dp.parallel.links.streams import host_waits_for
 
 
 def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -33,7 +33,7 @@ def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list
                 moved[i] = part
     if device.type == "cpu":
         for source in sources:
-            _wait_for_copies(source)
+            host_waits_for(source)
     return moved
 
 
@@ -72,12 +72,3 @@ def _memory_order(tensor: Tensor) -> list[int]:
     """The dimensions in the order of their strides, which channels_last keeps on the way."""
     dims = range(tensor.dim())
     return list(dims) if tensor.is_contiguous() else sorted(dims, key=tensor.stride, reverse=True)
-
-
-def _wait_for_copies(source: torch.device) -> None:
-    """Lets the host wait for the copies that this thread has issued from a device to the CPU."""
-    stream = current_stream(source)
-    if stream is not None:
-        stream.synchronize()
-    elif source.type != "cpu":
-        torch.get_device_module(source).synchronize()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_dp.parallel.devices import current_device, current_stream
+from lightning_dp.parallel.devices import current_device
+from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.torch_private import (
     Modes,
     current_modes,
@@ -32,16 +33,12 @@ class ThreadState:
     autocasts: Sequence[tuple[str, torch.dtype, bool]]  # kind, dtype and whether casts are kept
     modes: Modes
     saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None  # how to pack and unpack
-    streams: dict[torch.device, torch.Stream | None]
+    streams: Sequence[torch.Stream]  # the caller's own on the devices, for there is order on them
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> ThreadState:
         """The calling thread's state, as far as it concerns work on `devices` (root first)."""
-        kinds, autocasts, streams = {"cpu"}, [], {}
-        for device in devices:
-            if device.type != "cpu":
-                kinds.add(device.type)
-                streams[device] = current_stream(device)
+        kinds, autocasts = {"cpu", *(device.type for device in devices)}, []
         for kind in kinds:
             if torch.is_autocast_enabled(kind):
                 keeps = torch.is_autocast_cache_enabled()
@@ -53,7 +50,7 @@ class ThreadState:
             autocasts,
             current_modes(),
             saved_tensors_functions(),
-            streams,
+            side_streams(devices),
         )
 
     @contextlib.contextmanager
@@ -64,7 +61,8 @@ class ThreadState:
         leaves the device out means "the module's".
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(current_device(device, self.streams.get(device)))
+            stack.enter_context(on_streams(self.streams))
+            stack.enter_context(current_device(device))
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype, cache in self.autocasts:
@@ -79,7 +77,7 @@ class ThreadState:
     def moved_to(self, device: torch.device) -> Iterator[None]:
         """Gives the thread that captured this state the current and default device of `entered`."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(current_device(device, self.streams.get(device)))
+            stack.enter_context(current_device(device))
             default = self._default_device_on(device)
             if default is not None and default != self.modes.default_device:
                 enter_modes(Modes(default, (), ()), stack)

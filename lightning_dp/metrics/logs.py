@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_dp.parallel.batch import StepDims, weighted_mean
+from lightning_dp.parallel.links import joining_device
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.
 _OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]
@@ -62,7 +63,9 @@ def merged_log(
             weights, options["batch_size"] = own, sum(own)
     value = first.value
     if isinstance(value, Tensor | Number):
-        value = _merged(_as_numbers(calls, device), weights, options.get("reduce_fx", "mean"))
+        where = joining_device([call.value for call in calls], device)
+        numbers = _as_numbers(calls, where)
+        value = _merged(numbers, weights, options.get("reduce_fx", "mean")).to(device)
     return first._replace(value=value, options=options)
 
 
@@ -98,5 +101,5 @@ def _as_numbers(calls: Sequence[LogCall], device: torch.device) -> list[Tensor]:
             number = torch.tensor(number, dtype=default)
         elif number.dtype not in (torch.float32, torch.float64):
             number = number.to(default if default == torch.float64 else torch.float32)
-        numbers.append(number.to(device))
+        numbers.append(number.to(device, non_blocking=device.type != "cpu"))
     return numbers

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.links import on_streams, side_streams
+from lightning_dp.parallel.links import joining_device, on_streams, side_streams
 from lightning_dp.parallel.torch_private import keeps_graph, will_run
 from lightning_dp.parallel.workers import Task
 
@@ -44,7 +44,7 @@ class StepOutput:
     """What `training_step` returned on one replica."""
 
     loss: Tensor
-    num_items: float | None  # what the loss is a mean over, where that is not samples
+    num_items: float | Tensor | None  # what the loss is a mean over, where that is not samples
     extras: dict[str, Any] | None  # other entries of a returned mapping; None for a bare loss
 
     _KEYS: ClassVar[tuple[str, ...]] = ("loss", "num_items")
@@ -78,32 +78,46 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
-def items_of(loss: Tensor) -> float | None:
+def items_of(loss: Tensor) -> float | Tensor | None:
     """What a loss is a mean over, if its attribute `num_items` tells: a number or a tensor."""
     items = getattr(loss, "num_items", None)
     return None if items is None else _count(items)
 
 
-def _count(items: Any) -> float:
-    value = items.item() if isinstance(items, Tensor) and items.numel() == 1 else items
-    if not isinstance(value, int | float):
+def _count(items: Any) -> float | Tensor:
+    if not isinstance(items, int | float) and not (
+        isinstance(items, Tensor) and items.numel() == 1
+    ):
         got = tuple(items.shape) if isinstance(items, Tensor) else type(items).__qualname__
         raise TypeError(
             f"Expected num_items to be a number or a tensor of one element, got {got}. Give the "
             "number of items that the loss is a mean over."
         )
-    return value
+    return items
 
 
-def agreed_items(counts: Sequence[float | None]) -> list[float] | None:
+def _numbers(counts: Sequence[float | Tensor]) -> list[float]:
+    """The values of counts on several devices, for which the host waits once."""
+    tensors = [count.detach().reshape(()) for count in counts if isinstance(count, Tensor)]
+    if not tensors:
+        return cast(list[float], list(counts))
+    device = joining_device(tensors, torch.device("cpu"))
+    values = iter(torch.stack([tensor.to(device) for tensor in tensors]).tolist())
+    return [next(values) if isinstance(count, Tensor) else count for count in counts]
+
+
+def agreed_items(counts: Sequence[float | Tensor | None]) -> list[float] | None:
     """The replicas' item counts, or None where the losses are means over samples."""
-    known = [count for count in counts if count is not None]
-    if not known:
+    told = [count for count in counts if count is not None]
+    if not told:
         return None
+    known = _numbers(told)
     if len(known) < len(counts) or min(known) < 0:
+        numbers = iter(known)
+        got = [None if count is None else next(numbers) for count in counts]
         raise ValueError(
-            f"Expected num_items of at least 0 from every replica, got {list(counts)}. Give it for "
-            "every shard: the number of items that the loss is a mean over."
+            f"Expected num_items of at least 0 from every replica, got {got}. Give it for every "
+            "shard: the number of items that the loss is a mean over."
         )
     return known
 
@@ -138,11 +152,12 @@ def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
         tensor(1.)
     """
     counting = [graph for graph in graphs if graph.weight != 0]
-    moved = [graph.loss.to(output_device) for graph in counting]  # waits, if it is the host
+    device = joining_device([graph.loss for graph in counting], output_device)
+    moved = [graph.loss.to(device) for graph in counting]
     joint = moved[0] * counting[0].weight
     for loss, graph in zip(moved[1:], counting[1:], strict=True):
         joint = joint.add(loss, alpha=graph.weight)
-    return joint
+    return joint.to(output_device)
 
 
 class JointBackward:
@@ -212,7 +227,8 @@ def backward_at_once(
     inputs: Sequence[Tensor] | None = None,
 ) -> None:
     """On accelerators, which have an autograd thread each: one backward runs on all of them."""
-    gradients = [(gradient * graph.weight).to(graph.loss) for graph in graphs]
+    # Autograd makes the gradient anew for each backward: the host need not wait for its copies.
+    gradients = [(gradient * g.weight).to(g.loss, non_blocking=True) for g in graphs]
     losses = [graph.loss for graph in graphs]
     torch.autograd.backward(losses, gradients, retain_graph=keep_graph, inputs=inputs)
 

@@ -189,17 +189,16 @@ def reduce_buffers(
         if target is None or not values:
             continue
         values = [value.to(target.device) for value in values]
-        if policy == "first" or _has_no_mean(values):
+        if policy == "first" or not target.is_floating_point():
             target.data.copy_(values[0])
         else:
-            terms = [value * weight for value, weight in zip(values, weights, strict=True)]
-            target.data.copy_(torch.stack(terms).sum(0))
+            target.data.copy_(_mean(torch.stack(values), weights))
 
 
-def _has_no_mean(values: list[Tensor]) -> bool:
-    """Whether values are integers, or all equal: a constant must not collect rounding errors."""
-    first = values[0]
-    return not first.is_floating_point() or all(torch.equal(first, value) for value in values)
+def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """The mean along dim 0; where all are equal, their value: constants collect no rounding."""
+    terms = [value * weight for value, weight in zip(values, weights, strict=True)]
+    return torch.where(values.eq(values[0]).all(0), values[0], torch.stack(terms).sum(0))
 
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:

@@ -11,4 +11,5 @@ from lightning_dp.parallel.links.streams import host_waits_for as host_waits_for
 from lightning_dp.parallel.links.streams import on_streams as on_streams
 from lightning_dp.parallel.links.streams import side_streams as side_streams
 from lightning_dp.parallel.links.transfer import gradients_on as gradients_on
+from lightning_dp.parallel.links.transfer import joining_device as joining_device
 from lightning_dp.parallel.links.transfer import to_device_coalesced as to_device_coalesced

@@ -1,8 +1,8 @@
 """Streams, events and unfinished copies of simulated devices, as CUDA documents them.
 
-What CUDA leaves unfinished, looks unfinished, and what nothing orders is a race. The rules are those
-of "CUDA semantics" in PyTorch's notes (asynchronous execution, streams, pinned memory buffers), and
-of `torch.Tensor.record_stream`.
+What CUDA leaves unfinished, looks unfinished, and what nothing orders is a race. The rules are
+those of "CUDA semantics" in PyTorch's notes (asynchronous execution, streams, pinned memory
+buffers), and of `torch.Tensor.record_stream`.
 """
 
 from __future__ import annotations

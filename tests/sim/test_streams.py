@@ -453,6 +453,15 @@ def test_a_pinning_loader_feeds_devices() -> None:
     assert torch.equal(torch.cat(batches).cpu(), data.tensors[0])
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_optimizer_refuses_gradients_of_other_strides(optimizer: Any) -> None:
+    x = torch.ones(3, 4, device=SIM, requires_grad=True)
+    x.grad = torch.ones(4, 3, device=SIM).t()
+    with pytest.raises(RuntimeError, match=r"expected grads\[0\] of the strides of its parameter"):
+        optimizer([x], lr=0.1, fused=True).step()
+    optimizer([x], lr=0.1, foreach=True).step()
+
+
 # --- the module's face ----------------------------------------------------------------------------
 
 

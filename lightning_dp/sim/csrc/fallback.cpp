@@ -68,6 +68,7 @@ class Call {
   void run() {
     check_devices();
     if (is_strict()) {
+      check_strides();
       launch_op();
     }
     to_cpu();
@@ -147,6 +148,30 @@ class Call {
       device_ = seen;
     }
     TORCH_INTERNAL_ASSERT(device_, op_.operator_name(), " came here without a simulated device.");
+  }
+
+  // A fused optimizer reads all its lists element by element in memory, so that CUDA's refuses others.
+  void check_strides() {
+    if (schema_.name().rfind("aten::_fused_", 0) != 0) {
+      return;
+    }
+    const auto& arguments = schema_.arguments();
+    const auto begin = stack_->size() - arguments.size();
+    if (!(*stack_)[begin].isTensorList()) {
+      return;
+    }
+    const auto parameters = (*stack_)[begin].toTensorVector();
+    for_each_argument([&](const c10::Argument& argument, const c10::IValue& value) {
+      if (!value.isTensorList() || argument.name() == "state_steps") {
+        return;
+      }
+      const auto tensors = value.toTensorVector();
+      for (size_t i = 0; i < tensors.size() && i < parameters.size(); ++i) {
+        TORCH_CHECK(
+            tensors[i].strides() == parameters[i].strides(), schema_.name(), ": expected ", argument.name(), "[", i,
+            "] of the strides of its parameter, ", parameters[i].strides(), ", got ", tensors[i].strides(), ".");
+      }
+    });
   }
 
   // Begins the op on the device's current stream: it reads its arguments and writes those that it changes. What it only

@@ -37,6 +37,7 @@ SIM_IS_SLOW = {
     "test_lightning_demos",
     "test_logs_and_metrics",
     "test_manual_optimisation",
+    "test_metrics_as_losses",
     "test_modules_that_broke_dp",
     "test_pytorch_lightning",
     "test_stdlib_lm",

@@ -7,7 +7,7 @@ identity, all at once. What has changed is looked at closely, attribute by attri
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress, repeat
 from operator import attrgetter, is_not, ne
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_dp.state.containers import Merge, Path, agree, is_container, refi
 from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
+_PACKAGES = ("torch.", "torchmetrics.")
 _ABSENT = object()
 _DIFFERENT = (
     "A step binds {} to different values on different replicas; self keeps the first replica's"
@@ -50,11 +51,17 @@ class ModuleState:
     a warning names the attribute, once. Where they are tensors (the state of a recurrent network,
     a mask that is made once), every replica goes on from its own.
 
-    Looked at are the attributes of all modules that are not torch's.
+    Looked at are the attributes of all modules that are not torch's or torchmetrics', but for those
+    that `apart` names for a module.
     """
 
-    def __init__(self, output_device: torch.device) -> None:
+    def __init__(
+        self,
+        output_device: torch.device,
+        apart: Callable[[nn.Module], frozenset[str]] = lambda _: frozenset(),
+    ) -> None:
         self._output_device = output_device
+        self._apart = apart
         self._warned: set[tuple[int, str]] = set()
         self._submodules: list[list[nn.Module]] = []
 
@@ -106,12 +113,20 @@ class ModuleState:
     def _begin_with(self, submodules: list[list[nn.Module]]) -> None:
         self._submodules = submodules
         self._modules = [
-            _ModuleAttributes(j, [module.__dict__ for module in modules], type(modules[0]))
+            _ModuleAttributes(
+                j,
+                [module.__dict__ for module in modules],
+                type(modules[0]),
+                _OF_TORCH | self._apart(modules[0]),
+            )
             for j, modules in enumerate(zip(*submodules, strict=True))
-            if not type(modules[0]).__module__.startswith("torch.")
+            if not type(modules[0]).__module__.startswith(_PACKAGES)
         ]
         self._by_number = {module.number: module for module in self._modules}
-        self._looks = AttributeVersions([module.root for module in self._modules])
+        self._looks = AttributeVersions(
+            [module.root for module in self._modules],
+            [module.apart - _OF_TORCH for module in self._modules],
+        )
         self._seen = list(self._looks.versions)
         self._list()
 
@@ -189,8 +204,15 @@ class ModuleState:
 class _ModuleAttributes:
     """The attributes of one module, on the root and on all other replicas."""
 
-    def __init__(self, number: int, replicas: list[Attributes], module: type[nn.Module]) -> None:
+    def __init__(
+        self,
+        number: int,
+        replicas: list[Attributes],
+        module: type[nn.Module],
+        apart: frozenset[str],
+    ) -> None:
         self.number = number
+        self.apart = apart
         self.type_name = module.__qualname__
         self.replicas = replicas
         self.root = replicas[0]
@@ -199,14 +221,14 @@ class _ModuleAttributes:
 
     def examine(self) -> None:
         """Looks at all attributes, and gives the replicas containers of their own."""
-        self.bound = {n: v for n, v in self.root.items() if n not in _OF_TORCH}
+        self.bound = {n: v for n, v in self.root.items() if n not in self.apart}
         containers = {n: self._container(n, v) for n, v in self.bound.items() if is_container(v)}
         self.containers = {name: c for name, c in containers.items() if c is not None}
         self.tensors = [
             (replica, name, value)
             for replica in self.replicas[1:]
             for name, value in replica.items()
-            if isinstance(value, Tensor) and not value.is_inference()
+            if isinstance(value, Tensor) and not value.is_inference() and name not in self.apart
         ]
 
     def _container(self, name: str, value: Any) -> CopiedContainer | None:
@@ -253,7 +275,7 @@ class _ModuleAttributes:
             name
             for name, value in first.items()
             if value is not before.get(name, _ABSENT)
-            and name not in _OF_TORCH
+            and name not in self.apart
             and name not in self.containers
             and not isinstance(value, nn.Module)
         ]
@@ -266,7 +288,7 @@ class _ModuleAttributes:
         ]
 
     def undo(self) -> None:
-        for name in self.root.keys() - self.bound.keys() - _OF_TORCH:
+        for name in self.root.keys() - self.bound.keys() - self.apart:
             del self.root[name]
         self.root.update(self.bound)
         for container in self.containers.values():

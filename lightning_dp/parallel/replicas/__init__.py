@@ -10,6 +10,7 @@ from lightning_dp.parallel.replicas.compiled import compiles as compiles
 from lightning_dp.parallel.replicas.hidden_layers import (
     check_nothing_hidden as check_nothing_hidden,
 )
+from lightning_dp.parallel.replicas.hidden_layers import layers_in as layers_in
 from lightning_dp.parallel.replicas.limited_norm import limits_norms as limits_norms
 from lightning_dp.parallel.replicas.replicate import BufferCopies as BufferCopies
 from lightning_dp.parallel.replicas.replicate import ParameterCopies as ParameterCopies

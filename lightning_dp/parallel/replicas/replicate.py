@@ -212,7 +212,6 @@ class Replicas:
             self._silent: SilentWrites | None = None
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(structure.parameters)
-            self._rules.on_build(structure.leaves)
             self._weights = weights = WeightCopies(structure.parameters)
             self._buffers = buffers = CopiedBuffers(structure.buffer_tables)
             self._others = [

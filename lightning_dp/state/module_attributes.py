@@ -1,4 +1,4 @@
-"""The attributes of one module on all replicas: what a step has bound, written to and left there."""
+"""The attributes of one module on all replicas: what a step binds, writes to and leaves there."""
 
 from __future__ import annotations
 
@@ -102,6 +102,7 @@ class ModuleAttributes:
         ]
 
     def undo(self) -> None:
+        """Gives the root what it had before the step."""
         for name in self.root.keys() - self.bound.keys() - self.apart:
             del self.root[name]
         self.root.update(self.bound)

@@ -40,6 +40,7 @@ SIM_IS_SLOW = {
     "test_metrics_as_losses",
     "test_modules_that_broke_dp",
     "test_pytorch_lightning",
+    "test_state_in_buffers",
     "test_stdlib_lm",
     "test_trainer_options",
     "test_unusual_steps",

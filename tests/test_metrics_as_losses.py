@@ -441,3 +441,42 @@ def test_a_metric_inside_a_spread_forward_may_have_parameters(output: int | None
     if output and on == "cpu":
         pytest.skip("one CPU has no other output device")
     assert_same(run(Inside, 3, strategy=strategy, **options), run(Inside, 1, **options))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [{"weights": [0, 1, 1]}, {"weights": [1, 0, 1]}, {"weights": [5, 1, 1]}, {"buffers": "mean"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["parts", "parameters"])
+def test_a_metric_as_the_loss_whoever_has_samples(name: str, strategy: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    make = type("Trained", (Trained,), {"make": staticmethod(LOSSES[name])})
+    options: dict[str, Any] = {"data": lambda: loader(41, 20), "max_epochs": 2}
+    several, one = run(make, 3, strategy=strategy, **options), run(make, 1, **options)
+    assert_same(several, one)
+    actual, expected = attributes_of(several.module), attributes_of(one.module)
+    assert_equal_trees(actual, expected, "attributes", atol=1e-10, rtol=0)
+
+
+def test_an_error_leaves_the_metrics_as_they_were() -> None:
+    class Failing(MeanLoss):
+        fails = True
+
+        def compute(self) -> Tensor:
+            if type(self).fails and self.count < 7:
+                raise KeyError("a key")
+            return super().compute()
+
+    torch.set_default_dtype(torch.float64)
+    module = type("Trained", (Trained,), {"make": Failing})()
+    before = {name: set(vars(own)) for name, own in module.criterion.named_modules()}
+    with pytest.raises(KeyError, match="a key"):
+        trainer(3, num_sanity_val_steps=0).fit(module, loader(40, 20), loader(5))
+    after = {name: set(vars(own)) for name, own in module.criterion.named_modules()}
+    assert after == before
+    assert not module.criterion.update_called and module.criterion.total == 0
+    Failing.fails = False
+    module.criterion.to("cpu")
+    module.criterion(torch.zeros(4, 3), torch.arange(4) % 3)
+    assert int(module.criterion.count) == 4

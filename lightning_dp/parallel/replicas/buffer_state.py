@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.replicas.buffers import Table, version_of
+from lightning_dp.parallel.replicas.structure import ModuleStructure
 from lightning_dp.parallel.replicas.untracked_writes import LOOKS
 from lightning_dp.parallel.torch_private import BatchNorm, buffer_table
 
@@ -38,13 +39,19 @@ class BufferState:
         self._root = root
         self._means = means
         self._told: set[str] = set()
-        self.follow([], [])
 
-    def follow(self, modules: Sequence[nn.Module], tables: Sequence[Sequence[Table]]) -> None:
-        """Looks at other replicas from now on: the root's modules, and all replicas' buffers."""
+    def follow(self, structure: ModuleStructure, tables: Sequence[Sequence[Table]]) -> None:
+        """Looks at other replicas from now on: of the root's modules, and with these buffers.
+
+        What is apart has rules of its own.
+        """
         self._steps = 0
-        self._modules = modules
-        self._positions = [j for j, m in enumerate(modules) if keeps_state(m)]
+        self._modules = structure.modules
+        self._positions = [
+            j
+            for j, module in enumerate(structure.modules)
+            if keeps_state(module) and id(module) not in structure.apart
+        ]
         self._tables = tables
 
     def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Literal, TypeAlias
 
 import torch
@@ -84,6 +85,13 @@ class Replicas:
         """The buffers of every replica; equal positions correspond."""
         tables = [self._structure.buffer_tables, *(r.buffers.tables for r in self._others)]
         return list(map(entries, tables))
+
+    @property
+    def buffers_of_steps(self) -> list[list[Tensor | None]]:
+        """Those of them that are left as a step has left them: what is apart has its own rules."""
+        tables = [self._structure.buffer_tables, *(r.buffers.tables for r in self._others)]
+        are_apart = [id(module) in self._structure.apart for module in self._structure.modules]
+        return [entries(list(compress(own, map(not_, are_apart)))) for own in tables]
 
     def refresh(
         self,
@@ -235,7 +243,7 @@ class Replicas:
             self.submodules = [structure.modules, *others]
             self._parameters = [structure.parameters, *(r.parameters for r in self._others)]
             tables = (replica.buffers.tables for replica in self._others)
-            self._buffer_state.follow(structure.modules, [structure.buffer_tables, *tables])
+            self._buffer_state.follow(structure, [structure.buffer_tables, *tables])
             self._all_trained = False
             self._shared: SharedWrites | None = None
             if any(replica.shares_memory for replica in self._others):

@@ -54,6 +54,7 @@ class ModuleStructure:
         self.root = root
         self.modules: list[nn.Module] = []
         self.compiled: list[nn.Module] = []  # by torch.jit, see `ReplicaRules.is_apart`
+        self.apart: set[int] = set()  # the ids of those modules, and of all in them
         self.staying: set[int] = set()  # the ids of modules whose tensors replicas refer to
         self._walk(root, rules, set())
         parameter_tables = [
@@ -98,6 +99,8 @@ class ModuleStructure:
         self.modules.append(module)
         is_apart = is_apart or rules.is_apart(module)
         stays = stays or (is_apart and rules.stays(module))
+        if is_apart:
+            self.apart.add(id(module))
         if stays:
             self.staying.add(id(module))
         for child in child_table(module).values():

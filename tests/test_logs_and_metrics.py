@@ -141,10 +141,11 @@ def test_low_precision_and_plain_numbers_are_averaged_in_full_precision() -> Non
         lambda x: 64,
         lambda x: 7 * len(x),
         lambda x: int((x[:, 0] > 0).sum()),
+        lambda x: (x[:, 0] > 0).sum(),
     ],
-    ids=["samples", "one", "constant", "tokens", "valid items"],
+    ids=["samples", "one", "constant", "tokens", "valid items", "tensor"],
 )
-def test_a_given_batch_size_weighs_as_on_one_device(batch_size: Callable[[Tensor], int]) -> None:
+def test_a_given_batch_size_weighs_as_on_one_device(batch_size: Callable[[Tensor], Any]) -> None:
     def step(module: Stepwise, batch: Any, batch_idx: int) -> None:
         x = batch[0]
         n = batch_size(x)

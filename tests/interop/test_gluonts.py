@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 import torch
-from comparison import Job, compare
+from comparison import Job, compare, distance
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
@@ -39,9 +41,10 @@ def series() -> ListDataset:
 
 
 @cache
-def deepar() -> DeepAREstimator:
-    # Without `default_scale`, a series without a past is scaled by the mean of its whole batch.
-    options = {"lags_seq": [1, 2, 7], "default_scale": 1.0, "dropout_rate": 0.0}
+def deepar(**trainer: Any) -> DeepAREstimator:
+    # Without `default_scale`, a series without a past is scaled by the mean of its batch.
+    options: dict[str, Any] = {"lags_seq": [1, 2, 7], "default_scale": 1.0, "dropout_rate": 0.0}
+    options["trainer_kwargs"] = trainer
     return DeepAREstimator(freq="D", context_length=8, hidden_size=8, **options, **COMMON)
 
 
@@ -101,3 +104,19 @@ def test_forward_mode(on: str, job: Job, names: list[str], record_property: Any)
     """The step does not call the module but its parts: these are named."""
     found = compare(job, on, mode="forward", parallel_modules=names)
     record_property("interop", job.row("forward", on, found))
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`", "ignore:Using a non-tuple")
+def test_the_librarys_own_trainer(on: str, tmp_path: Path) -> None:
+    """It is told by the strategy's name; windows are drawn at random, as the main thread has it."""
+
+    def trained(accelerator: str, **options: Any) -> Any:
+        np.random.seed(0)
+        torch.manual_seed(0)
+        quiet = {name: False for name in oracle.QUIET if name != "enable_checkpointing"}
+        options |= {"max_epochs": 5, "precision": "64-true", "default_root_dir": str(tmp_path)}
+        estimator = deepar(accelerator=accelerator, **quiet, **options)
+        return estimator.train(series()).prediction_net.state_dict()
+
+    expected, actual = trained("cpu", devices=1), trained(on, devices=3, strategy="dp_custom")
+    assert distance(actual, expected, "state") < 1e-9

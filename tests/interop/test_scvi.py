@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comparison import Job, compare
+from comparison import Job, compare, distance
 from torch.utils.data import DataLoader
 
 pytest.importorskip("scvi")
 
 from anndata import AnnData
+from scvi import settings
 from scvi.dataloaders import AnnDataLoader
 from scvi.model import SCVI
 from scvi.train import TrainingPlan
@@ -74,3 +75,28 @@ def test_forward_mode(on: str, record_property: Any) -> None:
     overrides = {"loss": "mean", "kl_global_sum": "mean", **sums}
     found = compare(VAE, on, mode="forward", gather_overrides=overrides)
     record_property("interop", VAE.row("forward", on, found))
+
+
+def test_the_librarys_own_trainer(on: str) -> None:
+    """It is told by the strategy's name."""
+
+    def trained(accelerator: str, **options: Any) -> SCVI:
+        settings.seed = 0
+        itself = model()
+        itself.train(
+            max_epochs=5,
+            train_size=0.8,
+            batch_size=16,
+            plan_kwargs={"lr": 1e-2, "n_epochs_kl_warmup": 4},
+            precision="64-true",
+            accelerator=accelerator,
+            enable_progress_bar=False,
+            **options,
+        )
+        return itself
+
+    expected, actual = trained("cpu", devices=1), trained(on, devices=3, strategy="dp_custom")
+    states = [itself.module.state_dict() for itself in (actual, expected)]
+    assert distance(*states, "state") < 1e-9
+    histories = [{k: v.to_dict("list") for k, v in m.history.items()} for m in (actual, expected)]
+    assert "elbo_train" in histories[0] and distance(*histories, "history") < 1e-5  # single

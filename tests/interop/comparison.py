@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+import lightning_dp
+
 REPLICAS = 3
 
 
@@ -73,9 +75,10 @@ class Difference:
 def package(name: str) -> tuple[Any, Any, Any]:
     """The Trainer and the strategy of one of the two packages, and a logger that keeps its rows."""
     theirs = importlib.import_module({"lightning": "lightning.pytorch"}.get(name, name))
-    ours = importlib.import_module("lightning_dp" if name == "lightning" else f"lightning_dp.{name}")
+    ours: Any = lightning_dp
     if name != "lightning":
-        importlib.import_module(f"lightning_dp.sim.{name}")
+        ours = importlib.import_module(f"lightning_dp.{name}")
+        importlib.import_module(f"lightning_dp.sim.{name}")  # the accelerator
 
     class Rows(theirs.loggers.logger.Logger):  # type: ignore[misc, name-defined]
         name, version = "rows", 0

@@ -137,9 +137,7 @@ DOUBLE = {"precision": "64-true"}
 BERT = Job("transformers", "BERT", classifier, labelled, trainer=DOUBLE)
 # The library computes this loss in single precision.
 GPT = Job("transformers", "GPT-2", writer, unlabelled, trainer=DOUBLE, close=1e-6)
-GPT_BY_HAND = Job(
-    "transformers", "GPT-2", lambda: writer(WriterByHand), unlabelled, trainer=DOUBLE
-)
+GPT_BY_HAND = Job("transformers", "GPT-2", lambda: writer(WriterByHand), unlabelled, trainer=DOUBLE)
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])

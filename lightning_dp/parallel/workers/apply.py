@@ -6,6 +6,7 @@ call the caller's full thread state and brings its result or its exception back.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 import time
@@ -19,7 +20,9 @@ import torch
 
 from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.torch_private import saved_tensors_functions
+from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.calls import Calls
+from lightning_dp.parallel.workers.left_behind import ended, leave_behind
 from lightning_dp.parallel.workers.participant import Participant, Task
 from lightning_dp.parallel.workers.thread_state import ThreadState
 
@@ -34,10 +37,18 @@ class Executor:
     repeat a run bit by bit), or by `"auto"`, which measures both on the first calls of each kind of
     work and keeps the faster. Threads win where the devices compute, the other way wins where
     Python is the bottleneck.
+
+    `on_left_behind` is called when a replica was left behind, which may do its work later.
     """
 
-    def __init__(self, devices: Sequence[torch.device], how: ExecutorName = "auto") -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        how: ExecutorName = "auto",
+        on_left_behind: Callable[[], None] = lambda: None,
+    ) -> None:
         check_choice("executor", how, EXECUTORS)
+        self._on_left_behind = on_left_behind
         self._devices = list(devices)
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
         self._how = how
@@ -56,11 +67,12 @@ class Executor:
     ) -> list[Any]:
         """Runs all tasks and waits for them.
 
-        An interrupt ends the replicas that wait, and is raised when the others have ended, too. A
-        second one is raised at once.
-
         The first failed replica's own exception is raised, with a note that says which replica,
         device and samples. No task is running any more when it arrives.
+
+        An interrupt ends the replicas that wait, and is raised when the others have ended, too, or
+        after some seconds. A second one is raised at once. Who runs on is named, and its thread is
+        left behind.
 
         Args:
             kind: the name of this kind of work; `"auto"` chooses for each kind on its own.
@@ -82,7 +94,7 @@ class Executor:
             else:
                 calls.run_in_order(moves=not self._is_on_cpu)
         except BaseException as interrupt:
-            calls.end(interrupt)
+            self._end(calls, interrupt)
             raise
         finally:
             results, failure = calls.close()
@@ -102,12 +114,32 @@ class Executor:
             mark.wait()
 
     def close(self) -> None:
-        """Ends the worker threads; a later `run` starts new ones."""
+        """Ends the worker threads; a later `run` starts new ones.
+
+        After some seconds, those that are still at work for somebody are left behind.
+        """
+        threads = [worker.thread for worker in self._dismiss()]
+        if not ended(threads, left_behind.GRACE_SECONDS):
+            for thread in threads:
+                leave_behind(thread.name, thread)
+
+    def _dismiss(self) -> list[_Worker]:
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.inbox.put(None)
-        for worker in workers:
-            worker.thread.join()
+        return workers
+
+    def _end(self, calls: Calls, error: BaseException) -> None:
+        """Ends the calls of a run; a worker that does not end with them never gets another one."""
+        try:
+            calls.end(error)
+        finally:
+            if stuck := {p.replica: p.task for p in calls.unended}:
+                self._on_left_behind()
+                workers = self._dismiss()
+                for k, task in stuck.items():
+                    who = f"replica {k} on {task.device}{task.context()}"
+                    leave_behind(who, workers[k].thread)
 
     def choose(self, kind: str, count: int) -> bool:
         """Decides whether so many tasks of a kind, and what goes on with them, run in threads."""
@@ -141,6 +173,10 @@ class _Worker:
         torch.get_num_threads()  # a thread's first look replaces what was set before it
         torch.set_num_threads(self._intra_op_threads)
         self.ready.set()
+        with contextlib.suppress(KeyboardInterrupt):  # of one that was left behind
+            self._work()
+
+    def _work(self) -> None:
         while (work := self.inbox.get()) is not None:
             work()
             # The last one holds a batch and a graph, which must not outlive the step.

@@ -6,14 +6,12 @@ call the caller's full thread state and brings its result or its exception back.
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,7 +22,9 @@ from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.calls import Calls
 from lightning_dp.parallel.workers.left_behind import ended, leave_behind
 from lightning_dp.parallel.workers.participant import Participant, Task
+from lightning_dp.parallel.workers.process import watch
 from lightning_dp.parallel.workers.thread_state import ThreadState
+from lightning_dp.parallel.workers.worker import Worker, start_workers
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
 EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
@@ -52,10 +52,11 @@ class Executor:
         self._devices = list(devices)
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
         self._how = how
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._trials: defaultdict[tuple[str, int], _Trial] = defaultdict(_Trial)
         self._latest: dict[str, _Trial] = {}
         self._in_threads: dict[str, bool] = {}
+        watch(self)
 
     def run(
         self,
@@ -118,12 +119,13 @@ class Executor:
 
         After some seconds, those that are still at work for somebody are left behind.
         """
-        threads = [worker.thread for worker in self._dismiss()]
+        threads = [worker.thread for worker in self.dismiss()]
         if not ended(threads, left_behind.GRACE_SECONDS):
             for thread in threads:
                 leave_behind(thread.name, thread)
 
-    def _dismiss(self) -> list[_Worker]:
+    def dismiss(self) -> list[Worker]:
+        """Lets the workers go, which end when their present work does."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.inbox.put(None)
@@ -136,7 +138,7 @@ class Executor:
         finally:
             if stuck := {p.replica: p.task for p in calls.unended}:
                 self._on_left_behind()
-                workers = self._dismiss()
+                workers = self.dismiss()
                 for k, task in stuck.items():
                     who = f"replica {k} on {task.device}{task.context()}"
                     leave_behind(who, workers[k].thread)
@@ -154,33 +156,9 @@ class Executor:
 
     def _start(self, participant: Participant) -> None:
         if not self._workers:
-            self._workers = _start_workers(self._devices)
+            self._workers = start_workers(self._devices)
         work = partial(participant.calls.work, participant)
         self._workers[participant.task.replica].inbox.put(work)
-
-
-class _Worker:
-    """A thread that runs what is put into its inbox, until None comes."""
-
-    def __init__(self, replica: int, intra_op_threads: int) -> None:
-        self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.ready = threading.Event()
-        self._intra_op_threads = intra_op_threads
-        self.thread = threading.Thread(target=self._loop, name=f"dp-replica-{replica}", daemon=True)
-        self.thread.start()
-
-    def _loop(self) -> None:
-        torch.get_num_threads()  # a thread's first look replaces what was set before it
-        torch.set_num_threads(self._intra_op_threads)
-        self.ready.set()
-        with contextlib.suppress(KeyboardInterrupt):  # of one that was left behind
-            self._work()
-
-    def _work(self) -> None:
-        while (work := self.inbox.get()) is not None:
-            work()
-            # The last one holds a batch and a graph, which must not outlive the step.
-            del work
 
 
 class _Trial:
@@ -223,17 +201,6 @@ def _is_checkpointing() -> bool:
     """
     hooks = saved_tensors_functions()
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-
-
-def _start_workers(devices: Sequence[torch.device]) -> list[_Worker]:
-    total = torch.get_num_threads()
-    on_cpu = sum(device.type == "cpu" for device in devices)
-    workers = [_Worker(k, max(1, total // max(1, on_cpu))) for k in range(len(devices))]
-    for worker in workers:
-        worker.ready.wait()
-    # A worker's number became the default of threads to come; that remains the caller's.
-    torch.set_num_threads(total)
-    return workers
 
 
 def _with_note(error: BaseException, task: Task) -> BaseException:

@@ -19,6 +19,9 @@ from types import FrameType
 GRACE_SECONDS = 5.0
 """How long replicas that work may go on after an interrupt."""
 
+AT_EXIT_SECONDS = 1.0
+"""How long the program's end waits for them."""
+
 _LIBRARIES = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_dp"}
 _OURS_TO_READ = "lightning_dp.examples"
 
@@ -54,11 +57,11 @@ def innermost_line(thread: threading.Thread) -> str:
     return f"{code.co_filename}:{number} in {code.co_name}: {line}"
 
 
-def interrupt(thread: threading.Thread) -> None:
-    """Raises a KeyboardInterrupt in a thread, as soon as it runs a line of Python."""
+def interrupt(thread: threading.Thread, error: type[BaseException] = KeyboardInterrupt) -> None:
+    """Raises an error in a thread, as soon as it runs a line of Python."""
     if thread.ident is not None and thread.is_alive():
-        error = ctypes.py_object(KeyboardInterrupt)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), error)
+        ident = ctypes.c_ulong(thread.ident)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
 
 
 def ended(threads: Iterable[threading.Thread], seconds: float) -> bool:

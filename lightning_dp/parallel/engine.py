@@ -107,9 +107,7 @@ class Engine:
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
         self._executor = Executor(devices, self._how(executor), self.replicas.lose)
-        self._dim = dim
-        self._columns = columns
-        self._cost_key = cost_key
+        self._dim, self._columns, self._cost_key = dim, columns, cost_key
         self.dims = SampleDims(dim, overrides, is_told=scalars == "stack")
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
         self._context = context

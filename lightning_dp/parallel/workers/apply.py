@@ -23,7 +23,7 @@ from lightning_dp.parallel.workers.calls import Calls
 from lightning_dp.parallel.workers.left_behind import ended, leave_behind
 from lightning_dp.parallel.workers.participant import Participant, Task
 from lightning_dp.parallel.workers.process import watch
-from lightning_dp.parallel.workers.thread_state import ThreadState
+from lightning_dp.parallel.workers.thread_state import ThreadState, is_checkpointing
 from lightning_dp.parallel.workers.worker import Worker, start_workers
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
@@ -151,7 +151,8 @@ class Executor:
             trial = self._latest[kind] = self._trials[kind, count]
             trial.begin()
             in_threads = trial.threads
-        self._in_threads[kind] = in_threads and not _is_checkpointing()
+        # A checkpoint knows tensors by their order alone, which threads would not repeat.
+        self._in_threads[kind] = in_threads and not is_checkpointing(saved_tensors_functions())
         return self._in_threads[kind]
 
     def _start(self, participant: Participant) -> None:
@@ -192,15 +193,6 @@ class _Trial:
         """Adds to the time of the present piece of work."""
         if self._seconds[self.threads]:
             self._seconds[self.threads][-1] += seconds
-
-
-def _is_checkpointing() -> bool:
-    """Whether the caller's backward will do this work again (`torch.utils.checkpoint`).
-
-    It knows the tensors that it saves by their order alone, which threads would not repeat.
-    """
-    hooks = saved_tensors_functions()
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def _with_note(error: BaseException, task: Task) -> BaseException:

@@ -101,6 +101,8 @@ class Calls:
         except BaseException as error:  # it is raised again by the thread that waits
             participant.error = error
         self.tell(participant, ENDED)
+        if not participant.place.acquire(blocking=False):  # a thread that the call has started
+            participant.inbox.put(Reply(error=ReplicaStopped("Its replica's call has ended.")))
 
     def _in_worker(self, participant: Participant) -> None:
         with self.thread_state.entered(participant.device):
@@ -143,7 +145,8 @@ class Calls:
                 device = participant.task.device
                 with self.thread_state.moved_to(device) if moves else nullcontext():
                     self._do_task(participant)
-                participant.state = ENDED
+                with participant.place:  # a thread that the call has started may host them now
+                    participant.state = ENDED
             if participant.error is not None or self.broken is not None:
                 break
         if self._rendezvous is not None:

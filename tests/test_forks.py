@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from programs import ROOT
+
+from lightning_dp.parallel.workers import Executor, Task
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
@@ -160,16 +164,26 @@ def run(tmp_path: Path, program: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, beside threads
+def test_an_executor_has_workers_in_a_child_too() -> None:
+    devices = [torch.device("cpu")] * 3
+    executor = Executor(devices, "threads")
+    tasks = lambda: [Task(k, device, os.getpid) for k, device in enumerate(devices)]  # noqa: E731
+    assert executor.run("work", tasks()) == [os.getpid()] * 3
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        os._exit(0 if executor.run("work", tasks()) == [os.getpid()] * 3 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert executor.run("work", tasks()) == [os.getpid()] * 3
+    executor.close()
+
+
 CASES = [("threads", "alone"), ("threads", "meets"), ("inorder", "meets")]
 
 
-QUICK = ("threads", "meets")
-
-
-@pytest.mark.parametrize(
-    ("executor", "meets"),
-    [pytest.param(*c, marks=() if c == QUICK else pytest.mark.slow) for c in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("executor", "meets"), CASES)
 def test_a_child_computes_what_its_parent_does(executor: str, meets: str, tmp_path: Path) -> None:
     assert "all is well" in run(tmp_path, CHECKS + IN_A_REPLICA, executor, meets)
 

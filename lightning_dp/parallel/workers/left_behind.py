@@ -33,8 +33,8 @@ def leave_behind(who: str, thread: threading.Thread) -> None:
     if not thread.is_alive():
         return
     log.warning(
-        "Expected %s to end within %g seconds of an interrupt, got it still at %s. Its thread is "
-        "left behind, and ends when this line does. Give what waits there a timeout.",
+        "Expected %s to end within %g seconds, got it still at %s. Its thread is left behind, and "
+        "ends when this line does. Give what waits there a timeout.",
         who,
         GRACE_SECONDS,
         innermost_line(thread),

@@ -192,8 +192,9 @@ def _around_step(
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
     optimizers = module.trainer.strategy.optimizers if hook == "training_step" else []
     with (
-        journals.around(replicas, shards, is_rerun),
+        # Outside: its changes go, too, if a replay runs out of memory.
         changed_once(optimizers, shards.active[0], is_rerun=is_rerun),
+        journals.around(replicas, shards, is_rerun),
         manual.acting_together(manual.step) if manual.step else nullcontext(),
     ):
         yield

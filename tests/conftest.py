@@ -42,6 +42,7 @@ SIM_IS_SLOW = {
     "test_pytorch_lightning",
     "test_state_in_buffers",
     "test_stdlib_lm",
+    "test_stuck_replicas",
     "test_trainer_options",
     "test_unusual_steps",
 }

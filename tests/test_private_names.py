@@ -31,6 +31,7 @@ ROOMS["lightning_private.py"] = "test_lightning_private.py"
 PUBLIC = {
     "_fields": "of named tuples: documented, the underscore is there for the sake of field names",
     "_replace": "of named tuples: likewise",
+    "_current_frames": "of sys: documented",
     "_target_": "of Hydra's configs: documented",
     "_convert_": "of Hydra's configs: documented",
 }

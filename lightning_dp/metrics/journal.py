@@ -12,19 +12,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_dp.lightning_private import own_device
+from lightning_dp.lightning_private import batch_value, keep_batch_value, own_device
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.logs import LogCall, log_call, merged_log
 from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import StepAttributes, names_of_metric, state_of_metric
 from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, is_per_sample, replay
+from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards, StepDims
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
@@ -52,6 +53,13 @@ class Journal:
         self.calls.append(log_call(name, value, args, kwargs))
 
 
+class _Log(NamedTuple):
+    """A call of `self.log` that is still to be made, and a metric's value of the batch by then."""
+
+    call: LogCall
+    batch_value: Any
+
+
 class Journals(ReplicaRules):
     """The journals of all replicas of a LightningModule.
 
@@ -71,6 +79,7 @@ class Journals(ReplicaRules):
         self._devices = list(devices)
         self._submodules: list[list[nn.Module]] = []
         self._attributes: dict[int, StepAttributes] = {}
+        self._metric_states = MetricStates()
         self._state = ModuleState(output_device, names_of_metric)
         self.replays = True
 
@@ -104,13 +113,14 @@ class Journals(ReplicaRules):
         """Records while the replicas run; if all went well, replays.
 
         A rerun has done so before. It, and a step that did not fit and will run again, leave the
-        module as it was.
+        module and its metrics as they were. Values are logged last: that cannot be undone.
         """
         for journal in self._journals:
             journal.calls.clear()
         self._follow(replicas.submodules)
         state = self._state
         state.begin(replicas.submodules, shards.active)
+        logs: list[_Log] = []
         try:
             # Replica 0 is the user's module: it records only while the step lasts.
             own = self._journals[0]
@@ -120,12 +130,15 @@ class Journals(ReplicaRules):
             if is_rerun:
                 state.undo()
             else:
-                state.settle(replicas, shards)
+                changes = state.changes(shards.active)  # not those of the calls that follow
+                logs = self._replay(shards) if self.replays else logs
+                state.settle(changes, replicas, shards)
         except torch.OutOfMemoryError:
             state.undo()
+            self._metric_states.give_back()
             raise
-        if not is_rerun:
-            self._replay(shards)
+        self._metric_states.drop()
+        self._log(logs)
 
     def _follow(self, submodules: list[list[nn.Module]]) -> None:
         """Finds the metrics of all replicas, if these are others than before."""
@@ -154,11 +167,14 @@ class Journals(ReplicaRules):
                     stack.enter_context(metrics.recording())
             yield
 
-    def _replay(self, shards: Shards) -> None:
-        if not self.replays:
-            return
+    def _replay(self, shards: Shards) -> list[_Log]:
+        """Makes the calls of metrics; what is to be logged."""
         sizes, order = shards.active_sizes, shards.active_order
         journals = [self._journals[k].calls for k in shards.active]
+        called = {c.metric: None for calls in journals for c in calls if isinstance(c, MetricCall)}
+        if called:
+            self._metric_states.keep(list(called))
+        logs: list[_Log] = []
         for row in _aligned(journals, sizes, order, shards.dims):
             present = [sizes[i] for i in row]
             calls: list[Any] = list(row.values())
@@ -169,7 +185,23 @@ class Journals(ReplicaRules):
             if len(row) < len(journals):
                 self._refuse(calls[0].name, row, shards)
             merged = merged_log(calls, present, self._output_device, shards.dims)
-            self._module.log(merged.name, merged.value, **merged.options)
+            logs.append(_Log(merged, batch_value(merged.value)))
+        return logs
+
+    def _log(self, logs: Sequence[_Log]) -> None:
+        for call, value in logs:
+            is_later = value is not (latest := batch_value(call.value))
+            if is_later:
+                keep_batch_value(call.value, value)
+            try:
+                self._module.log(call.name, call.value, **call.options)
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError(
+                    f"self.log({call.name!r}): expected room for the values that a step logs, got: "
+                    f"{error} Make the batch smaller."
+                ) from error
+            if is_later:
+                keep_batch_value(call.value, latest)
 
     def _refuse(self, key: str, present: Row, shards: Shards) -> NoReturn:
         names = [

@@ -36,6 +36,23 @@ def replay(
         metric.reset()
         return
     device = _device(metric)
+    try:
+        _call(calls, sizes, order, dims, device)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"{type(metric).__qualname__}: expected room on {device} for a call with the whole "
+            f"batch's arguments, got: {error}"
+        ) from error
+
+
+def _call(
+    calls: Sequence[MetricCall],
+    sizes: Sequence[int],
+    order: Order | None,
+    dims: StepDims,
+    device: torch.device,
+) -> None:
+    metric, method = calls[0].metric, calls[0].method
     joined = join_arguments(calls, sizes, device, dims, order)
     with calls[0].as_called(device):
         if joined is None:

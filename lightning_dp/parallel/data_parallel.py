@@ -138,8 +138,8 @@ class DataParallel(nn.Module, Generic[Module]):
             self._engine = ForwardParallel(
                 self.module, self.devices, split=split, always_copies=True, **self._options
             )
-            weakref.finalize(self, self._engine.close)
-        with self._engine.spreading():
+            weakref.finalize(self, self._engine.close).atexit = False  # it may be at work
+        with self._engine.turn(), self._engine.spreading():
             return self.module(*inputs, **kwargs)
 
     def close(self) -> None:

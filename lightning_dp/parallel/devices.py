@@ -11,6 +11,7 @@ import torch
 
 from lightning_dp.parallel.checks import told
 
+_HIGHEST_ID = 127  # torch takes no higher one, and no machine has it
 _PEAK = "max_memory_allocated"
 
 DeviceLike: TypeAlias = torch.device | str | int
@@ -208,7 +209,7 @@ def _parse(entry: DeviceLike, key: str) -> torch.device:
             f"{key}: expected 'cpu', since this machine has no accelerator, got id {told(number)}. "
             "Write ['cpu'] * K for K replicas on the CPU."
         )
-    return torch.device(kind, number)
+    return torch.device(kind, min(number, _HIGHEST_ID))
 
 
 def _expected(device_type: str, count: int) -> str:

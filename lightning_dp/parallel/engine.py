@@ -106,18 +106,17 @@ class Engine:
             self.meter.watch()
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
-        self._executor = Executor(devices, "inorder" if self._runs_in_turn() else executor)
-        self._dim = dim
-        self._columns = columns
-        self._cost_key = cost_key
+        self._executor = Executor(devices, self._how(executor), self.replicas.lose)
+        self._dim, self._columns, self._cost_key = dim, columns, cost_key
         self.dims = SampleDims(dim, overrides, is_told=scalars == "stack")
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
         self._context = context
         self._stale = set(range(len(devices)))
 
-    def _runs_in_turn(self) -> bool:
-        """Where two threads would compile at once, or shorten the same row of a weight twice."""
-        return compiles(self.module) or (self.on_cpu and limits_norms(self.module))
+    def _how(self, executor: ExecutorName) -> ExecutorName:
+        """Where two threads would compile at once, or shorten the same row twice, in order."""
+        in_turn = compiles(self.module) or (self.on_cpu and limits_norms(self.module))
+        return "inorder" if in_turn else executor
 
     # The flow
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -56,6 +58,14 @@ class ForwardParallel(RecoveringEngine):
         self._own_forwards: dict[str, Any] | None = None
         self._always_copies = always_copies
         self._mode = (False, False)
+        self._locks: dict[int, threading.RLock] = {}
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Lets one thread spread calls at a time: checkpoints do so in the threads of devices."""
+        # By process: in a forked child nobody unlocks what another thread has locked.
+        with self._locks.setdefault(os.getpid(), threading.RLock()):
+            yield
 
     @contextlib.contextmanager
     def spreading(self) -> Iterator[None]:
@@ -91,7 +101,7 @@ class ForwardParallel(RecoveringEngine):
 
     def spread(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Does `call` where replicas call the module's own forward, and follow its attributes."""
-        with self._forwards(self._own_forwards or {}):
+        with self.turn(), self._forwards(self._own_forwards or {}):
             return self.call(path, args, kwargs)
 
     def own_forward(self, path: str) -> Any:

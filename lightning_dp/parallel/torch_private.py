@@ -7,6 +7,7 @@ tells the name and the release, unless it is said below what happens instead.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -75,8 +76,7 @@ _HOOK_TABLES = (
 )
 
 hook_tables: Callable[[nn.Module], Sequence[dict[int, Any]]] = _getter(nn.Module(), *_HOOK_TABLES)
-"""A module's tables of hooks that run in a forward or because of one. One that is new in a release
-would not be copied: a test tells."""
+"""A module's tables of hooks of forwards and backwards. A test tells of one that is new."""
 
 FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 """Attributes that every module has, and that stay the same objects; some tables of hooks do not."""
@@ -206,7 +206,7 @@ def is_in_backward() -> bool:
 _run_backward = found(torch.autograd, "_engine_run_backward")
 _handler: ContextVar[Callable[..., None] | None] = ContextVar("_handler", default=None)
 _users: set[object] = set()
-_lock = threading.Lock()
+_locks: dict[int, threading.Lock] = {}  # by process: a forked child may find another's locked
 
 
 def _run_or_hand_over(*args: Any, **options: Any) -> Any:
@@ -235,7 +235,7 @@ def backwards_go_to(handler: Callable[..., None]) -> Iterator[None]:
 
 
 def _update(change: Callable[[object], None], user: object) -> None:
-    with _lock:
+    with _locks.setdefault(os.getpid(), threading.Lock()):
         change(user)
         function = _run_or_hand_over if _users else _run_backward
         torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]

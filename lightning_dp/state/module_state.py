@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from operator import attrgetter, is_not, ne
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +38,17 @@ _IN_PLACE = (
 _OF_ENTRIES = (
     ". Bind a recurrent state to an attribute of its own: then every replica goes on from its own."
 )
+
+
+class Changes(NamedTuple):
+    """What the steps of the replicas have left: other items, tensors written to, other values.
+
+    Of attributes that are bound anew it is told whether the replicas disagree.
+    """
+
+    containers: list[CopiedContainer]
+    written: list[tuple[ModuleAttributes, str]]
+    rebound: list[tuple[ModuleAttributes, str, bool]]
 
 
 class ModuleState:
@@ -76,32 +88,39 @@ class ModuleState:
         first = active[0]
         self._of_first = [dict(m.replicas[first]) if first else m.bound for m in self._modules]
 
-    def settle(self, replicas: Replicas, shards: Shards) -> None:
+    def changes(self, active: Sequence[int]) -> Changes:
+        """What the replicas' steps have changed: to be asked before metrics are called for all."""
+        containers = self._changed_containers(self._of_all)
+        containers |= {m.containers[name] for m, name in self._strays() if name in m.containers}
+        versions = map(version, self._tensors)
+        written = set(map(id, compress(self._tensors, map(ne, versions, self._versions))))
+        modules = self._modules if written else ()
+        return Changes(
+            sorted(containers, key=attrgetter("place")),
+            [(module, name) for module in modules for name in module.written(active, written)],
+            [(m, *n) for m, before in self._rebound(active[0]) for n in m.rebound(active, before)],
+        )
+
+    def settle(self, changes: Changes, replicas: Replicas, shards: Shards) -> None:
         """Gives the module what the replicas' steps left on them."""
         active = shards.active
         merge = Merge(self._output_device, shards)
-        changed = self._changed_containers(self._of_all)
-        changed |= {m.containers[name] for m, name in self._strays() if name in m.containers}
-        for container in sorted(changed, key=attrgetter("place")):
+        for container in changes.containers:
             number, name = path = container.place
             module = self._by_number[number]
             after = [replica.get(name) for replica in module.of(active)]
             if module.root.get(name) is container.value:
                 for entry in merge.into(path, container.items, after, container.value):
                     self._warn(module, name, entry[2:])
-        versions = map(version, self._tensors)
-        written = set(map(id, compress(self._tensors, map(ne, versions, self._versions))))
-        for module in self._modules if written else ():
-            for name in module.written(active, written):
-                self._warn(module, name, text=_IN_PLACE)
-        for module, before in self._rebound(active[0]):
-            for name, differs in module.rebound(active, before):
-                for k in active if module.holds_tensors(name, active) else ():
-                    replicas.keep(k, module.number, name)
-                if module.holds_samples(name, shards):
-                    shards.dims.keep_sizes()
-                if differs:
-                    self._warn(module, name)
+        for module, name in changes.written:
+            self._warn(module, name, text=_IN_PLACE)
+        for module, name, differs in changes.rebound:
+            for k in active if module.holds_tensors(name, active) else ():
+                replicas.keep(k, module.number, name)
+            if module.holds_samples(name, shards):
+                shards.dims.keep_sizes()
+            if differs:
+                self._warn(module, name)
         self._is_settled = True
 
     def undo(self) -> None:

@@ -8,8 +8,8 @@ when memory runs out.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -259,5 +259,8 @@ def wait_for_autograd(devices: Sequence[torch.device]) -> None:
         torch.autograd.grad(ways, ends, [torch.zeros_like(end) for end in ends])
 
     if others := [device for device in dict.fromkeys(devices) if device.type != "cpu"]:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(pass_through).result()
+        # No pool's: the program's end would wait for it.
+        thread = threading.Thread(target=pass_through, name="dp-autograd", daemon=True)
+        thread.start()
+        while thread.is_alive():  # Ctrl-C ends short waits on Windows too
+            thread.join(0.5)

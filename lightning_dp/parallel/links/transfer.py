@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -50,8 +51,13 @@ def gradients_on(device: torch.device, gradients: list[Tensor | None]) -> list[T
 
 def _sent(bucket: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """The tensors of a bucket after one copy, which may still be under way."""
-    if len(bucket) == 1:
-        return [bucket[0].to(device, non_blocking=True)]
+    if len(bucket) > 1:
+        with contextlib.suppress(torch.OutOfMemoryError):  # to pack them takes memory
+            return _sent_packed(bucket, device)
+    return [tensor.to(device, non_blocking=True) for tensor in bucket]
+
+
+def _sent_packed(bucket: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     orders = [_memory_order(tensor) for tensor in bucket]
     rows = [tensor.permute(order) for tensor, order in zip(bucket, orders, strict=True)]
     packed = torch.cat([row.reshape(-1) for row in rows])

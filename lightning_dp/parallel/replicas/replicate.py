@@ -60,6 +60,10 @@ class Replicas:
         self._before_step: ParameterState | None = None
         self._build()
 
+    def lose(self) -> None:
+        """The next refresh makes new ones: somebody may still be at work with these."""
+        self._are_lost = True
+
     @property
     def parameters(self) -> list[list[nn.Parameter]]:
         """The parameters of every replica; equal positions correspond, tied ones appear once.
@@ -117,7 +121,9 @@ class Replicas:
         others = [self._others[k - 1] for k in (active or range(len(self._devices))) if k > 0]
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
-            if self._structure.has_changed():
+            if self._are_lost:
+                self._build()
+            elif self._structure.has_changed():
                 # The weights of a functional call accumulate nothing.
                 if all(parameter.is_leaf for parameter in self._structure.parameters):
                     self._before_rebuild(self.parameters)
@@ -224,6 +230,7 @@ class Replicas:
             replica.disconnect()
 
     def _build(self) -> None:
+        self._are_lost = False
         with torch.inference_mode(False), torch.no_grad():
             self._structure = structure = ModuleStructure(self._root, self._rules)
             limited = LimitedNorms(structure.modules, structure.parameters)

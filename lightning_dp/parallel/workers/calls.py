@@ -8,6 +8,7 @@ for a rendezvous is one made, and the host goes on there.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from lightning_dp.parallel.split import Order
+from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.participant import (
     ENDED,
     NO_REPLY,
@@ -80,6 +82,8 @@ class Calls:
 
     def check(self) -> None:
         """Raises an error if the calls have been ended."""
+        if not self.is_open:
+            raise ReplicaStopped("Expected all replicas to meet, but the run has ended without.")
         if self.broken is not None:
             raise self.told()
 
@@ -97,6 +101,8 @@ class Calls:
         except BaseException as error:  # it is raised again by the thread that waits
             participant.error = error
         self.tell(participant, ENDED)
+        if not participant.place.acquire(blocking=False):  # a thread that the call has started
+            participant.inbox.put(Reply(error=ReplicaStopped("Its replica's call has ended.")))
 
     def _in_worker(self, participant: Participant) -> None:
         with self.thread_state.entered(participant.device):
@@ -139,7 +145,8 @@ class Calls:
                 device = participant.task.device
                 with self.thread_state.moved_to(device) if moves else nullcontext():
                     self._do_task(participant)
-                participant.state = ENDED
+                with participant.place:  # a thread that the call has started may host them now
+                    participant.state = ENDED
             if participant.error is not None or self.broken is not None:
                 break
         if self._rendezvous is not None:
@@ -162,17 +169,27 @@ class Calls:
             self._hear()
 
     def end(self, error: BaseException) -> None:
-        """Ends the replicas that wait, now and later, and waits for those that run."""
+        """Ends the replicas that wait, now and later, and waits for those that run.
+
+        After an interrupt not for good: see `unended`.
+        """
         if self.broken is None:
             self.broken = error
-        others = [p for p in self.participants if p.state is not NOT_BEGUN and not p.hosted]
-        for participant in others:
+        seconds = math.inf if isinstance(error, Exception) else left_behind.GRACE_SECONDS
+        end = time.monotonic() + seconds
+        for participant in self.unended:
             participant.deliver = None
             participant.inbox.put(Reply(error=self.told()))
             if participant.is_lost:
                 self.start(participant)
-        while any([participant.state is not ENDED for participant in others]):
-            self._hear()
+        while self.unended and (left := end - time.monotonic()) > 0:
+            self._hear(left)
+
+    @property
+    def unended(self) -> list[Participant]:
+        """The replicas with a worker that have begun and not ended."""
+        ends = (NOT_BEGUN, ENDED)
+        return [p for p in self.participants if p.state not in ends and not p.hosted]
 
     def close(self) -> tuple[list[Any], tuple[Task | None, BaseException] | None]:
         """Lets go of everything, when all calls have ended.
@@ -214,8 +231,8 @@ class Calls:
             participant.task.seconds = time.perf_counter() - start - participant.waited
             PARTICIPANT.reset(token)
 
-    def _hear(self) -> None:
-        """Waits until something may have come about."""
+    def _hear(self, seconds: float = math.inf) -> None:
+        """Waits until something may have come about, so long at most."""
         # The timeout lets Ctrl-C through on Windows, where a lock does not.
         with contextlib.suppress(Empty):
-            self._events.get(timeout=0.5)
+            self._events.get(timeout=min(seconds, 0.5))

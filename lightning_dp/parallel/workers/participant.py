@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -125,6 +126,7 @@ class Participant:
     inbox: SimpleQueue[Reply | Errand] = field(default_factory=SimpleQueue)  # if it is not
     context: contextvars.Context = field(default_factory=contextvars.copy_context)  # the host's
     is_awake: bool = False  # its worker has come to it
+    place: threading.RLock = field(default_factory=threading.RLock)  # of the thread that meets
 
     @property
     def replica(self) -> int:
@@ -148,11 +150,28 @@ class Participant:
         all replicas, in their order, and returns one entry for each. What it raises, it raises in
         all of them.
         """
+        self._take_place(what)
         start = time.perf_counter()
         try:
             return self.calls.rendezvous.arrive(self, Arrival(what, value, act))
         finally:
             self.waited += time.perf_counter() - start
+            self.place.release()
+
+    def _take_place(self, what: str) -> None:
+        """A replica meets the others in one thread at a time: which meets which is then known."""
+        if not self.place.acquire(blocking=False):
+            raise RendezvousError(
+                f"Expected one collective of a replica at a time, got {what} while another thread "
+                f"of its code waits, too: {self.said()}. Let one thread make these calls, in the "
+                "same order on every replica."
+            )
+        if self.state is ENDED:
+            self.place.release()
+            raise RendezvousError(
+                f"Expected {what} before the replica's call has ended, got it afterwards, from a "
+                "thread that the call has started. Wait for that thread in the step."
+            )
 
     def run_errand(self, errand: Errand) -> Answer:
         """Makes a call that the host asked for; it does not count as waiting."""

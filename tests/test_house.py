@@ -33,6 +33,7 @@ FLOORS = [
         "parallel.split",
         "parallel.devices",
         "parallel.checks",
+        "parallel.errors",
         "parallel.ranges",
         "parallel.replaced",
         "keys",

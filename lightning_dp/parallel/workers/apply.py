@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from lightning_dp.parallel.checks import check_choice
+from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.torch_private import saved_tensors_functions
 from lightning_dp.parallel.workers.calls import Calls
 from lightning_dp.parallel.workers.participant import Participant, Task
@@ -90,7 +91,9 @@ class Executor:
                 trial.add(time.perf_counter() - start)
         if failure is not None:
             task, error = failure
-            raise error if task is None else _with_note(error, task)
+            if task is not None:
+                add_note(error, f"[in replica {task.replica} on {task.device}{task.context()}]")
+            raise error
         return results
 
     def rest(self) -> None:
@@ -198,12 +201,3 @@ def _start_workers(devices: Sequence[torch.device]) -> list[_Worker]:
     # A worker's number became the default of threads to come; that remains the caller's.
     torch.set_num_threads(total)
     return workers
-
-
-def _with_note(error: BaseException, task: Task) -> BaseException:
-    note = f"[in replica {task.replica} on {task.device}{task.context()}]"
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):  # Python 3.10
-        error.args = (f"{error.args[0]}\n{note}",)
-    return error

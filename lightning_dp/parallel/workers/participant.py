@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -99,14 +98,22 @@ def current_participant() -> Participant | None:
     return PARTICIPANT.get()
 
 
-@contextlib.contextmanager
-def participating(participant: Participant | None) -> Iterator[None]:
-    """Makes the code inside that of a replica, or with None of no replica."""
-    token = PARTICIPANT.set(participant)
-    try:
-        yield
-    finally:
-        PARTICIPANT.reset(token)
+class participating:
+    """Makes the code inside that of a replica, or with None of no replica.
+
+    No generator: that would write to an error that passes, which may not let itself be written to.
+    """
+
+    def __init__(self, participant: Participant | None) -> None:
+        self._participant = participant
+
+    def __enter__(self) -> None:
+        """From here on it is that of this one."""
+        self._token = PARTICIPANT.set(self._participant)
+
+    def __exit__(self, *error: object) -> None:
+        """From here on it is that of the one before."""
+        PARTICIPANT.reset(self._token)
 
 
 @dataclass(eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -130,24 +131,34 @@ class Executor:
         self._workers[participant.task.replica].inbox.put(work)
 
 
+Inbox: TypeAlias = SimpleQueue[Callable[[], None] | None]
+
+
 class _Worker:
-    """A thread that runs what is put into its inbox, until None comes."""
+    """A thread that runs what is put into its inbox, until None comes.
+
+    It comes at the latest when nobody knows the worker any more: an interrupt may keep those who
+    start or end workers from telling.
+    """
 
     def __init__(self, replica: int, intra_op_threads: int) -> None:
-        self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self.inbox: Inbox = SimpleQueue()
         self.ready = threading.Event()
-        self._intra_op_threads = intra_op_threads
-        self.thread = threading.Thread(target=self._loop, name=f"dp-replica-{replica}", daemon=True)
+        weakref.finalize(self, self.inbox.put, None)
+        task = partial(_work, self.inbox, self.ready, intra_op_threads)
+        self.thread = threading.Thread(target=task, name=f"dp-replica-{replica}", daemon=True)
         self.thread.start()
 
-    def _loop(self) -> None:
-        torch.get_num_threads()  # a thread's first look replaces what was set before it
-        torch.set_num_threads(self._intra_op_threads)
-        self.ready.set()
-        while (work := self.inbox.get()) is not None:
-            work()
-            # The last one holds a batch and a graph, which must not outlive the step.
-            del work
+
+def _work(inbox: Inbox, ready: threading.Event, intra_op_threads: int) -> None:
+    """What a worker's thread does, which must not know the worker."""
+    torch.get_num_threads()  # a thread's first look replaces what was set before it
+    torch.set_num_threads(intra_op_threads)
+    ready.set()
+    while (work := inbox.get()) is not None:
+        work()
+        # The last one holds a batch and a graph, which must not outlive the step.
+        del work
 
 
 class _Trial:

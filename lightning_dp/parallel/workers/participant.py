@@ -94,8 +94,12 @@ PARTICIPANT: ContextVar[Participant | None] = ContextVar("participant", default=
 
 
 def current_participant() -> Participant | None:
-    """The replica whose call this is; None outside of replicas."""
-    return PARTICIPANT.get()
+    """The replica whose call this is; None outside of replicas.
+
+    An interrupt may leave the main thread with one whose calls have all ended: it is none.
+    """
+    participant = PARTICIPANT.get()
+    return participant if participant is not None and participant.calls.is_open else None
 
 
 class participating:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from collections import Counter
@@ -26,7 +27,8 @@ from fault_cases import (
 import lightning_dp
 
 PACKAGE = str(Path(lightning_dp.__file__).parent) + "/"
-WITH_STATEMENTS = contextlib_file = __import__("contextlib").__file__
+WITH_STATEMENTS = contextlib.__file__
+"""Of its lines those count that our own with statements come to."""
 NOT_OURS = ("/sim/", "/app/")  # devices themselves, and programs
 
 Line = tuple[str, int]

@@ -74,8 +74,7 @@ _HOOK_TABLES = (
 )
 
 hook_tables: Callable[[nn.Module], Sequence[dict[int, Any]]] = _getter(nn.Module(), *_HOOK_TABLES)
-"""A module's tables of hooks that run in a forward or because of one. One that is new in a release
-would not be copied: a test tells."""
+"""A module's tables of hooks of forwards and backwards. A test tells of one that is new."""
 
 FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 """Attributes that every module has, and that stay the same objects; some tables of hooks do not."""

@@ -211,8 +211,11 @@ def test_a_fit_ends_as_on_one_device(mode: str, how: str, on: str, kinds: Sequen
 
 @pytest.mark.parametrize("how", EXECUTORS)
 @pytest.mark.parametrize("method", ["update", "forward"])
-def test_an_error_of_a_metric_names_the_metric(method: str, how: str) -> None:
-    fault = ValueError("a value out of range")
+@pytest.mark.parametrize("kind", [ValueError, StopIteration])
+def test_an_error_of_a_metric_names_the_metric(
+    method: str, how: str, kind: type[Exception]
+) -> None:
+    fault = kind("a value out of range")
 
     class Measuring(Classifier):
         def __init__(self) -> None:
@@ -230,7 +233,9 @@ def test_an_error_of_a_metric_names_the_metric(method: str, how: str) -> None:
 
     strategy = DataParallelStrategy(executor=how)
     job = oracle.trainer(3, strategy, max_epochs=1, num_sanity_val_steps=0)
-    assert caught(lambda: job.fit(Measuring(), loader(32, 16), loader(16))) is fault
+    arrived = caught(lambda: job.fit(Measuring(), loader(32, 16), loader(16)))
+    # Lightning's loops take a StopIteration for their end, on one device, too.
+    assert arrived is (fault if kind is ValueError else None)
     assert "metric scores.sour (Sour)" in said(fault)
 
 

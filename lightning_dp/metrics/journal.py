@@ -26,7 +26,7 @@ from lightning_dp.metrics.torchmetrics_on_replicas import (
     replay,
 )
 from lightning_dp.parallel.batch import Shards, StepDims
-from lightning_dp.parallel.errors import add_note
+from lightning_dp.parallel.errors import add_note, context_of_errors
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
 from lightning_dp.parallel.split import Order, batch_order
@@ -90,7 +90,7 @@ class Journals(ReplicaRules):
             own["log"] = self._journals[k].log
         return own
 
-    @contextlib.contextmanager
+    @context_of_errors
     def around(
         self,
         replicas: Replicas,

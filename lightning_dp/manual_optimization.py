@@ -93,6 +93,10 @@ class _Collective:
             return self._original(*args, **kwargs)
         return participant.meet(self._what, (args, kwargs), self._act)
 
+    def is_for(self, calls: Calls) -> bool:
+        """Whether these are the calls of its step's replicas."""
+        return calls is self._step.engine.calls
+
     def __getattr__(self, name: str) -> Any:
         """The method's own: schedulers mark the `step` of optimizers."""
         if "_original" not in vars(self):  # a copy that is being made
@@ -140,8 +144,13 @@ def _hand_over(
     create_graph: bool,
     inputs: Sequence[Tensor],
 ) -> Any:
-    """`loss.backward()` or `torch.autograd.backward(...)` in a replica."""
-    if current_participant() is None:
+    """`loss.backward()` or `torch.autograd.backward(...)` in a replica of this step.
+
+    There may be others: those of a wrapper inside of it, or, where an interrupt has kept this
+    handler from being taken away, those of a later step.
+    """
+    participant = current_participant()
+    if participant is None or not backward.is_for(participant.calls):
         return run()
     gradient = gradients[0] if len(tensors) == 1 else None
     loss = tensors[0] if len(tensors) == 1 else _sum_of(tensors, gradients)

@@ -19,6 +19,7 @@ from lightning_dp.metrics import Journals, is_metric
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.checks import check_choice, check_names
 from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.errors import context_of_errors
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import replaced
@@ -179,7 +180,7 @@ def _at(module: LightningModule, device: torch.device) -> AbstractContextManager
     return replaced(module, **own_device(module, device))
 
 
-@contextlib.contextmanager
+@context_of_errors
 def _around_step(
     journals: Journals,
     manual: ManualOptimization,
@@ -200,7 +201,7 @@ def _around_step(
         yield
 
 
-@contextlib.contextmanager
+@context_of_errors
 def _around_forward(
     journals: Journals,
     module: LightningModule,

@@ -19,7 +19,7 @@ from lightning_dp.lightning_private import layer_sync, set_layer_sync
 from lightning_dp.modes import Mode
 from lightning_dp.options import OptionsMixin
 from lightning_dp.parallel.batch import DeviceUsage
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.replaced import Surroundings, replaced
 from lightning_dp.parallel.split import CostSplit, StepUsage
 from lightning_dp.parallel.workers import current_participant
 
@@ -65,6 +65,7 @@ class DataParallelMixin(OptionsMixin):
     @override
     def setup(self, trainer: Trainer) -> None:
         devices = cast(list[torch.device], self.parallel_devices)
+        self._close()  # what an interrupted end of an earlier run has left
         super().setup(trainer)
         if len(devices) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
@@ -190,8 +191,13 @@ class DataParallelMixin(OptionsMixin):
         if method == "training_step" and self._check_first_step and self.first_step is None:
             self._compare_first_step(self._mode, batch, tuple(rest))
         name = method.replace("training", "train").replace("validation", "val")
-        with getattr(self.precision_plugin, f"{name}_context")():
-            output = self._mode.step(method, batch, tuple(rest))
+        before = Surroundings()
+        try:
+            with getattr(self.precision_plugin, f"{name}_context")():
+                output = self._mode.step(method, batch, tuple(rest))
+        except BaseException:
+            before.restore()
+            raise
         self.last_sizes = self._mode.engine.last_sizes
         return output
 

@@ -32,6 +32,7 @@ FLOORS = [
     [
         "parallel.split",
         "parallel.devices",
+        "parallel.errors",
         "parallel.ranges",
         "parallel.replaced",
         "keys",

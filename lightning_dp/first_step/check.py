@@ -22,6 +22,7 @@ from lightning_dp.first_step.snapshot import Snapshot
 from lightning_dp.metrics import is_metric
 from lightning_dp.modes import ForwardMode, Mode, Transfer
 from lightning_dp.parallel.batch import to_device
+from lightning_dp.parallel.errors import described
 from lightning_dp.parallel.gradients import LossReduction, StepOutput
 from lightning_dp.parallel.split import Sizes
 
@@ -198,7 +199,7 @@ def check_first_step(
             finally:
                 runs.end()
         except Exception as error:  # whatever it is, training will say it better
-            return FirstStep(not_checked=f"{type(error).__name__}: {error}")
+            return FirstStep(not_checked=f"{type(error).__name__}: {described(error, str)}")
 
 
 def _compared(runs: Runs, loss_reduction: LossReduction) -> FirstStep:
@@ -217,7 +218,8 @@ def _compared(runs: Runs, loss_reduction: LossReduction) -> FirstStep:
     try:
         causes = Diagnosis(runs, alone, loss_reduction).causes()
     except Exception as error:
-        causes = {"unknown": f"The cause was not found ({type(error).__name__}: {error})."}
+        text = f"{type(error).__name__}: {described(error, str)}"
+        causes = {"unknown": f"The cause was not found ({text})."}
     if causes.keys().isdisjoint(CHANCE):  # else chance is in the buffers, too
         causes = {**causes, **cause_in_buffers(left)}
     return replace(found, causes=causes)

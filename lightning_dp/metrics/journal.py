@@ -27,6 +27,7 @@ from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, is_per_sample, replay
 from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards, StepDims
+from lightning_dp.parallel.errors import add_note, context_of_errors
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
 from lightning_dp.parallel.split import Order, batch_order
@@ -103,7 +104,7 @@ class Journals(ReplicaRules):
             own["log"] = self._journals[k].log
         return own
 
-    @contextlib.contextmanager
+    @context_of_errors
     def around(
         self,
         replicas: Replicas,
@@ -180,7 +181,7 @@ class Journals(ReplicaRules):
             calls: list[Any] = list(row.values())
             if isinstance(calls[0], MetricCall):
                 positions = None if order is None else [order[i] for i in row]
-                replay(calls, present, positions, shards.dims)
+                self._replay_metric(calls, present, positions, shards.dims)
                 continue
             if len(row) < len(journals):
                 self._refuse(calls[0].name, row, shards)
@@ -202,6 +203,19 @@ class Journals(ReplicaRules):
                 ) from error
             if is_later:
                 keep_batch_value(call.value, latest)
+
+    def _replay_metric(
+        self, calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dims: StepDims
+    ) -> None:
+        """Errors of a metric say which one: its call is not made where the step makes it."""
+        try:
+            replay(calls, sizes, order, dims)
+        except BaseException as error:
+            metric, modules = calls[0].metric, self._module.named_modules()
+            name = next((name for name, module in modules if module is metric), "")
+            of = f"the metric {name} ({type(metric).__qualname__})"
+            add_note(error, f"[in {calls[0].method} of {of}, for the batch of all replicas]")
+            raise
 
     def _refuse(self, key: str, present: Row, shards: Shards) -> NoReturn:
         names = [

@@ -21,6 +21,7 @@ from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric
 from lightning_dp.parallel.batch import tree
+from lightning_dp.parallel.errors import add_note, is_a
 from lightning_dp.parallel.replicas import layers_in
 from lightning_dp.parallel.torch_private import child_table
 
@@ -134,7 +135,8 @@ class _Recorder:
                 return self._run("forward", *args, **kwargs)
         except Exception as error:
             # Too few samples, perhaps. Errors of other types, out of memory too, are never that.
-            if type(error) not in (ValueError, RuntimeError) and not isinstance(error, Warning):
+            if type(error) not in (ValueError, RuntimeError) and not is_a(error, Warning):
+                add_note(error, f"[in forward of a metric ({type(self._metric).__qualname__})]")
                 raise
             return self._no_value(error)
 

@@ -24,6 +24,7 @@ from lightning_dp.parallel.devices import (
 )
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.gradients import BUFFERS, Buffers
+from lightning_dp.parallel.replaced import Surroundings
 from lightning_dp.parallel.split import OwnSplit, check_split, split_policy
 from lightning_dp.parallel.workers import EXECUTORS, ExecutorName
 
@@ -139,8 +140,15 @@ class DataParallel(nn.Module, Generic[Module]):
                 self.module, self.devices, split=split, always_copies=True, **self._options
             )
             weakref.finalize(self, self._engine.close).atexit = False  # it may be at work
-        with self._engine.turn(), self._engine.spreading():
-            return self.module(*inputs, **kwargs)
+        before = None if self._engine.is_spreading else Surroundings()
+        try:
+            with self._engine.turn(), self._engine.spreading():
+                return self.module(*inputs, **kwargs)
+        except BaseException:
+            if before is not None:
+                self._engine.stop_spreading()
+                before.restore()
+            raise
 
     def close(self) -> None:
         """Ends the worker threads; a later call starts new ones."""

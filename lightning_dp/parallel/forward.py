@@ -67,17 +67,30 @@ class ForwardParallel(RecoveringEngine):
         with self._locks.setdefault(os.getpid(), threading.RLock()):
             yield
 
+    @property
+    def is_spreading(self) -> bool:
+        """Whether the module's calls are spread now."""
+        return self._own_forwards is not None
+
     @contextlib.contextmanager
     def spreading(self) -> Iterator[None]:
         """Spreads the module's calls while it lasts."""
-        if self._own_forwards is not None:
+        if self.is_spreading:
             yield
             return
+        own = {path: attributes.get("forward") for path, attributes in self._attributes()}
         try:
-            with self._forwards({path: _SpreadForward(self, path) for path in self._paths}) as own:
-                self._own_forwards = own
-                yield
+            self._own_forwards = own
+            self._set_forwards({path: _SpreadForward(self, path) for path in self._paths})
+            yield
         finally:
+            if self._own_forwards is own:  # the end of a generator may come late
+                self.stop_spreading()
+
+    def stop_spreading(self) -> None:
+        """Gives the module its own forwards back; once more, if an interrupt came in between."""
+        if self._own_forwards is not None:
+            self._set_forwards(self._own_forwards)
             self._own_forwards = None
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -96,36 +109,37 @@ class ForwardParallel(RecoveringEngine):
 
     def close(self) -> None:
         """As every engine; and lets go of graphs, which would keep the replicas for good."""
+        self.stop_spreading()
         super().close()
         self.replicas.disconnect()
 
     def spread(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Does `call` where replicas call the module's own forward, and follow its attributes."""
-        with self.turn(), self._forwards(self._own_forwards or {}):
-            return self.call(path, args, kwargs)
+        with self.turn():
+            spread = {path: attributes.get("forward") for path, attributes in self._attributes()}
+            try:
+                self._set_forwards(self._own_forwards or dict.fromkeys(self._paths))
+                return self.call(path, args, kwargs)
+            finally:
+                if self.is_spreading:
+                    self._set_forwards(spread)
 
     def own_forward(self, path: str) -> Any:
         """The attribute `forward` that a spread module has itself, or None."""
         return (self._own_forwards or {}).get(path)
 
-    @contextlib.contextmanager
-    def _forwards(self, forwards: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Gives the spread modules other forwards for a while; yields those they had themselves."""
-        own = self._replace_forwards(forwards)
-        try:
-            yield own
-        finally:
-            self._replace_forwards(own)
-
-    def _replace_forwards(self, forwards: Mapping[str, Any]) -> dict[str, Any]:
-        """Sets the attribute `forward` of spread modules; None stands for that of their class."""
-        before = {}
+    def _attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Those of the spread modules."""
         for path in self._paths:
-            attributes = self.module.get_submodule(path).__dict__
-            before[path] = attributes.pop("forward", None)
-            if forwards[path] is not None:
+            yield path, self.module.get_submodule(path).__dict__
+
+    def _set_forwards(self, forwards: Mapping[str, Any]) -> None:
+        """Sets the attribute `forward` of spread modules; None stands for that of their class."""
+        for path, attributes in self._attributes():
+            if forwards[path] is None:
+                attributes.pop("forward", None)
+            else:
                 attributes["forward"] = forwards[path]
-        return before
 
 
 class SpreadCall(ReplicaCall):

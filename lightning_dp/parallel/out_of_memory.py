@@ -22,6 +22,7 @@ from lightning_dp.parallel.devices import (
     out_of_memory_count,
 )
 from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.errors import described
 from lightning_dp.parallel.gradients import wait_for_autograd
 from lightning_dp.parallel.split import Plan, Sizes
 
@@ -124,7 +125,7 @@ class RecoveringEngine(Engine):
                 failed = self._failed(error)
                 _forget(error)
             except Exception as error:
-                log.info("Looking for the largest batch that fits ended: %s", error)
+                log.info("Looking for the largest batch that fits ended: %s", described(error))
                 self._clean_up(failed)
                 break
             else:
@@ -214,4 +215,4 @@ def _forget(failure: BaseException) -> str:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__context__
-    return str(failure)
+    return described(failure, str)

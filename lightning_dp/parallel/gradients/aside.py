@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.torch_private import (
+    ParameterHooks,
     add_to_each,
     copy_to_each,
+    hooks_of,
     put_hooks_back,
     take_hooks_off,
 )
@@ -47,11 +49,18 @@ class GradientsAside:
 
 
 class HooksOff:
-    """The hooks of a parameter's gradient, taken off."""
+    """The hooks of a parameter's gradient, to be taken off.
+
+    They are known before they are: whoever notes this first can always put them back.
+    """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter
-        self._hooks = take_hooks_off(parameter)
+        self._hooks = ParameterHooks(*hooks_of(parameter))
+
+    def take(self) -> None:
+        """Autograd calls no hook of the parameter until they are put back."""
+        take_hooks_off(self._parameter)
 
     def put_back(self) -> None:
         """Autograd calls them again."""

@@ -64,7 +64,9 @@ class Reducer:
         parameters = self._replicas.parameters
         for i in hooked(parameters[0]):
             own, root = [replica[i] for replica in parameters], parameters[0][i]
-            self._hooked.append((own, HooksOff(root), root.grad))
+            hooks = HooksOff(root)
+            self._hooked.append((own, hooks, root.grad))
+            hooks.take()
             root.grad = None
         if can_fail:
             self._earlier = GradientsAside(chain.from_iterable(parameters))
@@ -112,12 +114,13 @@ class Reducer:
         return not self.accumulating and any([p.grad is not None for p in others])
 
     def _call_hooks(self) -> None:
-        hooked, self._hooked = self._hooked, []
+        hooked = self._hooked
         if not hooked:
             return
         reduce_gradients(list(zip(*(parameters for parameters, _, _ in hooked), strict=True)))
         for _, hooks, _ in hooked:
             hooks.put_back()
+        self._hooked = []
         for _, hooks, earlier in hooked:
             hooks.call(earlier)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from lightning_dp.parallel.checks import check_choice
+from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.torch_private import saved_tensors_functions
 from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.calls import Calls
@@ -103,7 +104,9 @@ class Executor:
                 trial.add(time.perf_counter() - start)
         if failure is not None:
             task, error = failure
-            raise error if task is None else _with_note(error, task)
+            if task is not None:
+                add_note(error, f"[in replica {task.replica} on {task.device}{task.context()}]")
+            raise error
         return results
 
     def rest(self) -> None:
@@ -193,12 +196,3 @@ class _Trial:
         """Adds to the time of the present piece of work."""
         if self._seconds[self.threads]:
             self._seconds[self.threads][-1] += seconds
-
-
-def _with_note(error: BaseException, task: Task) -> BaseException:
-    note = f"[in replica {task.replica} on {task.device}{task.context()}]"
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):  # Python 3.10
-        error.args = (f"{error.args[0]}\n{note}",)
-    return error

@@ -17,6 +17,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from lightning_dp.parallel.errors import described, is_a
 from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.participant import (
@@ -206,26 +207,30 @@ class Calls:
                 failed.append((participant.task, participant.error))
             participant.result = participant.error = participant.deliver = None
             participant.reply = NO_REPLY
-        first = first or (failed[0][1] if failed else None)
+        if first is None and failed:
+            first = failed[0][1]
         if first is None:
             return results, None
         own = next((task for task, error in failed if error is first), None)
-        return [], (None if isinstance(first, RendezvousError) else own, first)
+        return [], (None if is_a(first, RendezvousError) else own, first)
 
     def told(self) -> BaseException:
         """What a replica is told that cannot go on because of others."""
-        if isinstance(self.broken, RendezvousError):
-            return self.broken
-        failed = next((p for p in self.participants if p.error is self.broken), None)
+        broken = self.broken
+        if broken is None:
+            return ReplicaStopped("Expected a rendezvous during a step, got one after its end.")
+        if is_a(broken, RendezvousError):
+            return broken
+        failed = next((p for p in self.participants if p.error is broken), None)
         by = "the run was interrupted" if failed is None else f"replica {failed.replica} failed"
-        return ReplicaStopped(f"Expected all replicas to meet, but {by}: {self.broken!r}")
+        return ReplicaStopped(f"Expected all replicas to meet, but {by}: {described(broken)}")
 
     def _do_task(self, participant: Participant) -> None:
         """Does a task on this thread, as the replica's code, and times it."""
         token, start = PARTICIPANT.set(participant), time.perf_counter()
         try:
             participant.result = participant.task.call()
-        except Exception as error:
+        except BaseException as error:  # it is raised again when all have ended
             participant.error = error
         finally:
             participant.task.seconds = time.perf_counter() - start - participant.waited

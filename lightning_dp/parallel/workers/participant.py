@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -96,18 +95,30 @@ PARTICIPANT: ContextVar[Participant | None] = ContextVar("participant", default=
 
 
 def current_participant() -> Participant | None:
-    """The replica whose call this is; None outside of replicas."""
-    return PARTICIPANT.get()
+    """The replica whose call this is; None outside of replicas.
+
+    An interrupt may leave the main thread with one whose calls have all ended: it is none.
+    """
+    participant = PARTICIPANT.get()
+    return participant if participant is not None and participant.calls.is_open else None
 
 
-@contextlib.contextmanager
-def participating(participant: Participant | None) -> Iterator[None]:
-    """Makes the code inside that of a replica, or with None of no replica."""
-    token = PARTICIPANT.set(participant)
-    try:
-        yield
-    finally:
-        PARTICIPANT.reset(token)
+class participating:
+    """Makes the code inside that of a replica, or with None of no replica.
+
+    No generator: that would write to an error that passes, which may not let itself be written to.
+    """
+
+    def __init__(self, participant: Participant | None) -> None:
+        self._participant = participant
+
+    def __enter__(self) -> None:
+        """From here on it is that of this one."""
+        self._token = PARTICIPANT.set(self._participant)
+
+    def __exit__(self, *error: object) -> None:
+        """From here on it is that of the one before."""
+        PARTICIPANT.reset(self._token)
 
 
 @dataclass(eq=False)

@@ -43,7 +43,7 @@ def _at_exit() -> None:
     threads = [worker.thread for worker in workers]
     # A thread that comes back from torch while Python ends would abort the process.
     for worker in workers:
-        if not worker.is_idle:
+        if not worker.idle.is_set():
             interrupt(worker.thread, SystemExit)  # of which no thread says anything
     ended(threads, AT_EXIT_SECONDS)
 

@@ -70,8 +70,8 @@ def gather(
     | strings, bools and all else, not equal  | list with one value per replica                |
     | None from some replicas                 | left out                                       |
 
-    Tensors cross in few copies per source device and dtype, asynchronously; on return they can be
-    read, also on the CPU. Differentiable.
+    Tensors cross in few copies per source device and dtype, asynchronously, and those with a graph
+    one by one; on return they can be read, also on the CPU. Differentiable.
 
     Args:
         outputs: one output per replica, whose tensors may lie on any device; None for a replica

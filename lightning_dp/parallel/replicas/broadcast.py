@@ -40,15 +40,16 @@ def broadcast(
 
 
 def _groups(roots: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Which trained parameters share a node: all, but those with hooks stand alone.
+    """Which trained parameters share a node: all, but some stand alone.
 
-    A node hands None to the parameters that a step did not use. Autograd passes that over, but
-    calls hooks with it, which would not be called on one device.
+    A node hands None to the parameters that a step did not use. Autograd passes that over where it
+    accumulates. But it calls hooks with it, which would not be called on one device; and where a
+    weight is computed, as in a functional call, it goes on, and uses up that graph.
     """
-    trained = [i for i, root in enumerate(roots) if root.requires_grad]
-    alone = [[i] for i in trained if gradient_hooks(roots[i])]
-    together = [i for i in trained if not gradient_hooks(roots[i])]
-    return [*alone, together] if together else alone
+    trained = {i: root for i, root in enumerate(roots) if root.requires_grad}
+    alone = {i for i, root in trained.items() if gradient_hooks(root) or not root.is_leaf}
+    together = [i for i in trained if i not in alone]
+    return [*([i] for i in alone), *([together] if together else [])]
 
 
 class _Broadcast(torch.autograd.Function):

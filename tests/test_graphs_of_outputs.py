@@ -89,7 +89,9 @@ USES = [
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    "structure", ["tuple", *(pytest.param(s, marks=pytest.mark.slow) for s in ("dict", "nested"))]
+)
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_outputs_have_graphs_of_their_own(
     use: Callable[[Any], Any], structure: str, executor: str

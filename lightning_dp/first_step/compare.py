@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Outcome:
     gradient: Tensor  # of all parameters as one vector, on the CPU; 0 where a parameter has none
 
     @classmethod
-    def of(cls, loss: Tensor, parameters: Sequence[nn.Parameter]) -> Outcome:
+    def of(cls, loss: Tensor, parameters: Sequence[Tensor]) -> Outcome:
         """Takes a loss after its backward; the gradients are copied."""
         nothing = torch.zeros(0, dtype=torch.float64)
         return cls(float(loss.detach()), torch.cat([nothing, *map(_gradient_of, parameters)]))
@@ -73,7 +73,7 @@ def fitted_weights(whole: Outcome, parts: Sequence[Outcome]) -> list[float]:
     return solution
 
 
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
+def _gradient_of(parameter: Tensor) -> Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     dense = gradient.detach().cpu().to_dense()
     return (torch.view_as_real(dense) if dense.is_complex() else dense).flatten().double()

@@ -44,7 +44,7 @@ class Snapshot:
         self._generators = _process_generators(devices)
         self._own_generators: list[Any] = []
         self._objects = self._walk([module, *others])
-        self._parameters = list(module.parameters())
+        self._parameters = trained_tensors(module)
         self._hooks = [HooksOff(self._parameters[i]) for i in hooked(self._parameters)]
         self._gradients = GradientsAside(self._parameters)
 
@@ -86,6 +86,13 @@ class Snapshot:
             if restore is not None and _is_generator(node):
                 self._own_generators.append(node)
         return restores
+
+
+def trained_tensors(module: nn.Module) -> list[Tensor]:
+    """The parameters of a module, and those of its buffers on which gradients accumulate."""
+    leaves = [buffer for buffer in module.buffers() if buffer.is_leaf and buffer.requires_grad]
+    unique: dict[int, Tensor] = {id(tensor): tensor for tensor in (*module.parameters(), *leaves)}
+    return list(unique.values())
 
 
 def _look_at(node: Any) -> tuple[Restore | None, Iterable[Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.torch_private import (
     add_to_each,
@@ -21,7 +21,7 @@ class GradientsAside:
     If that one does not end, its half-done work can be taken away from theirs.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         self._earlier = [parameter.grad for parameter in self._parameters]
         clear_gradients(self._parameters)
@@ -49,7 +49,7 @@ class GradientsAside:
 class HooksOff:
     """The hooks of a parameter's gradient, taken off."""
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter
         self._hooks = take_hooks_off(parameter)
 
@@ -71,7 +71,7 @@ class HooksOff:
             hook(parameter)
 
 
-def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def clear_gradients(parameters: Iterable[Tensor]) -> None:
     """Their gradients are None from now on."""
     for parameter in parameters:
         parameter.grad = None

@@ -12,7 +12,7 @@ from operator import attrgetter, is_
 from typing import Literal, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff
@@ -40,7 +40,7 @@ class Reducer:
         self._buffers: Buffers = buffers
         self._unsettled: Shards | None = None
         self._forwarded: Sequence[int] = ()
-        self._hooked: list[tuple[list[nn.Parameter], HooksOff, Tensor | None]] = []
+        self._hooked: list[tuple[list[Tensor], HooksOff, Tensor | None]] = []
         self._earlier: GradientsAside | None = None
         self._waiting = False
 
@@ -142,7 +142,7 @@ class Reducer:
 
 
 def reduce_gradients(
-    parameters: Sequence[Sequence[nn.Parameter]], packing: Packing | None = None
+    parameters: Sequence[Sequence[Tensor]], packing: Packing | None = None
 ) -> None:
     """Adds the replicas' gradients to the root's and clears theirs.
 

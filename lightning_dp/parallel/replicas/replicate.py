@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Literal, TypeAlias
 
@@ -21,6 +22,7 @@ from lightning_dp.parallel.replicas.replica import Replica
 from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
 from lightning_dp.parallel.replicas.untracked_writes import SharedWrites, SilentWrites
 from lightning_dp.parallel.replicas.weights import ParameterState, WeightCopies
+from lightning_dp.parallel.torch_private import at_end_of_backward
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
@@ -44,7 +46,7 @@ class Replicas:
         root: nn.Module,
         devices: Sequence[torch.device],
         rules: ReplicaRules | None = None,
-        before_rebuild: Callable[[Sequence[Sequence[nn.Parameter]]], None] = lambda _: None,
+        before_rebuild: Callable[[Sequence[Sequence[Tensor]]], None] = lambda _: None,
     ) -> None:
         self._root = root
         self._devices = list(devices)
@@ -52,14 +54,19 @@ class Replicas:
         self._before_rebuild = before_rebuild
         self._may_share = True
         self._before_step: ParameterState | None = None
+        self._has_links = False  # of buffers
         self._build()
 
     @property
-    def parameters(self) -> list[list[nn.Parameter]]:
+    def parameters(self) -> Sequence[Sequence[Tensor]]:
         """The parameters of every replica; equal positions correspond, tied ones appear once.
 
-        Left out are replicas whose gradients are all in the root's, see `share_parameters`.
+        With them those buffers that are trained, and leaves. Left out are replicas whose gradients
+        are all in the root's, see `share_parameters`.
         """
+        if self._buffers.leaves:
+            leaves = [self._buffers.leaves, *(replica.buffers.leaves for replica in self._others)]
+            return [[*own, *more] for own, more in zip(self._parameters, leaves, strict=True)]
         if self._before_step is None:
             return self._parameters
         others = [
@@ -112,6 +119,8 @@ class Replicas:
             elif others:
                 self._follow(others, parameters)
                 if parameters == "all" or buffers != "read" or self._structure.reads_buffers():
+                    if self._buffers.will_replace_leaves():
+                        self._before_rebuild(self.parameters)
                     everything = parameters == "all" or buffers != "changed"
                     self._buffers.refresh([r.buffers for r in others], everything=everything)
 
@@ -134,7 +143,9 @@ class Replicas:
         """
         with torch.inference_mode(False), torch.no_grad():
             state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
-            self._weights.refresh([self._others[k - 1].weights for k in active if k > 0], state)
+            others = [self._others[k - 1] for k in active if k > 0]
+            self._weights.refresh([replica.weights for replica in others], state)
+            self._buffers.copy_leaves([replica.buffers for replica in others])
 
     def share_parameters(self, share: bool) -> None:
         """Lets replicas on the root's device compute with the root's own parameters, or no longer.
@@ -147,7 +158,8 @@ class Replicas:
         roots = self._structure.parameters
         trained = {i for i, p in enumerate(roots) if p.requires_grad}
         limited = set() if self._limited is None else self._limited.positions
-        positions = trained - limited if share and self._may_share else set()
+        may_share = share and self._may_share and not self._buffers.leaves
+        positions = trained - limited if may_share else set()
         self._before_step = ParameterState.of(roots, versions=True) if positions else None
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
@@ -197,7 +209,26 @@ class Replicas:
         """
         for k in active:
             if k > 0:
-                self._others[k - 1].connect(after_backward)
+                self._others[k - 1].connect(partial(at_end_of_backward, after_backward))
+
+    def link_buffers(
+        self, active: Iterable[int], on_backward: Callable[[list[str]], None]
+    ) -> list[str]:
+        """Makes the replicas compute with functions of those buffers that the root has computed.
+
+        Their names are returned. A backward of all replicas, at once, goes on in the graph that
+        these have; on the way it calls `on_backward` with the names. A leaf needs no such function.
+        """
+        if not self._buffers.trained and not self._has_links:
+            return []
+        self._has_links = torch.is_grad_enabled()
+        computed = {id(b) for b in self._buffers.trained.values() if not b.is_leaf}
+        found = self._root.named_buffers() if self._has_links else ()
+        names = [name for name, buffer in found if id(buffer) in computed]
+        for k in active:
+            if k > 0:
+                self._others[k - 1].link_buffers(partial(on_backward, names))
+        return names
 
     def disconnect(self) -> None:
         """Makes the replicas compute with their own parameters again."""
@@ -214,9 +245,9 @@ class Replicas:
                 self._silent = SilentWrites(structure.parameters)
             self._rules.on_build(structure.leaves)
             self._weights = weights = WeightCopies(structure.parameters)
-            self._buffers = buffers = CopiedBuffers(structure.buffer_tables)
+            self._buffers = buffers = CopiedBuffers(structure.buffer_tables, structure.parameters)
             self._others = [
-                Replica(structure, k, device, self._rules, weights.on(device), buffers.on(device))
+                Replica(structure, k, device, self._rules, weights.on(device), buffers)
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
@@ -225,6 +256,7 @@ class Replicas:
             self.submodules = [structure.modules, *others]
             self._parameters = [structure.parameters, *(r.parameters for r in self._others)]
             self._all_trained = False
+            self._has_links = False
             self._shared: SharedWrites | None = None
             if any(replica.shares_memory for replica in self._others):
                 self._shared = SharedWrites(structure.parameters)

@@ -131,7 +131,7 @@ def _tensor(tensor: Tensor) -> Restore | None:
     values = memory.to("cpu", copy=True)
 
     def restore() -> None:
-        if tensor.data_ptr() != memory.data_ptr() or tensor.shape != memory.shape:
+        if _place(tensor) != _place(memory):
             tensor.data = memory.data
         if not torch.equal(memory.cpu(), values):
             memory.data.copy_(values)  # without a trace in the version, too
@@ -139,6 +139,10 @@ def _tensor(tensor: Tensor) -> Restore | None:
             tensor.requires_grad_(needs_grad)
 
     return restore
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _dict(node: dict[Any, Any]) -> Restore:

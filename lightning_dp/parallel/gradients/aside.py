@@ -102,8 +102,20 @@ class Snapshot:
     def restore(self) -> None:
         """Gives the buffers their values back, without a trace, as batch norm writes to its own."""
         for buffer, value in zip(self._buffers, self._values, strict=False):
-            if not torch.equal(buffer, value):
-                buffer.data.copy_(value)
+            if not _are_alike(buffer, value) or not torch.equal(buffer, value):
+                write_without_trace(buffer, value)
+
+
+def write_without_trace(buffer: Tensor, value: Tensor) -> None:
+    """Gives a buffer a value, if need be with its shape and dtype, so that no version counts it."""
+    if buffer is value:
+        return
+    are_alike = _are_alike(buffer, value)
+    is_expanded = buffer.layout is torch.strided and 0 in buffer.stride()
+    if are_alike and not is_expanded:
+        buffer.data.copy_(value)
+    elif not are_alike or not torch.equal(buffer, value):
+        buffer.data = value.clone()
 
 
 def _are_alike(buffer: Tensor, value: Tensor) -> bool:

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff
+from lightning_dp.parallel.gradients.aside import (
+    GradientsAside,
+    HooksOff,
+    write_without_trace,
+)
 from lightning_dp.parallel.links import Packing, gradients_on
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import add_to_each, hooked
@@ -179,9 +183,10 @@ def reduce_buffers(
 ) -> None:
     """Gives the root the buffers that a training step left on the replicas that worked.
 
-    By policy those of the first of these, or the mean of all, weighted by their samples (buffers of
-    integers keep those of the first). They are written without a trace, as batch norm writes to its
-    own: graphs that have saved them stay usable.
+    By policy those of the first of these, or the mean of all, weighted by their samples (what has
+    no mean, such as integers or tensors of several shapes, keeps those of the first). They are
+    written without a trace, as batch norm writes to its own: graphs that have saved them stay
+    usable. A root's of another shape or dtype takes theirs.
     """
     weights = [n / sum(sizes) for n in sizes]
     for i, target in enumerate(root):
@@ -189,17 +194,19 @@ def reduce_buffers(
         if target is None or not values:
             continue
         values = [value.to(target.device) for value in values]
-        if policy == "first" or _has_no_mean(values):
-            target.data.copy_(values[0])
-        else:
+        value = values[0]
+        if policy == "mean" and not _has_no_mean(values):
             terms = [value * weight for value, weight in zip(values, weights, strict=True)]
-            target.data.copy_(torch.stack(terms).sum(0))
+            value = torch.stack(terms).sum(0)
+        write_without_trace(target, value)
 
 
 def _has_no_mean(values: list[Tensor]) -> bool:
-    """Whether values are integers, or all equal: a constant must not collect rounding errors."""
+    """Whether values are no floats, of several shapes, or all equal, free of rounding errors."""
     first = values[0]
-    return not first.is_floating_point() or all(torch.equal(first, value) for value in values)
+    are_alike = all(value.shape == first.shape for value in values)
+    is_float = first.is_floating_point() and are_alike
+    return not is_float or all(torch.equal(first, value) for value in values)
 
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:

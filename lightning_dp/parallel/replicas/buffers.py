@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_not
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.links import Packed, Packing
+from lightning_dp.parallel.links import Packing, can_be_packed, kind
 from lightning_dp.parallel.torch_private import version
 
 Table: TypeAlias = dict[str, Tensor | None]
@@ -23,21 +23,23 @@ StandIn: TypeAlias = Callable[[Tensor], Tensor | None]
 """What a replica has for one of the root's parameters; None for all else."""
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_DTYPE = attrgetter("dtype")
 
 
 class Buffers:
     """The buffers of one replica, in tables for its submodules.
 
     In `tensors` are its copies of what is `present` on the root, see `CopiedBuffers`; in `leaves`
-    those of them that are trained.
+    those of them that are trained. Each has memory of its own, for a step may resize it; what is
+    written through `memory` leaves no trace.
     """
 
     def __init__(self, roots: Sequence[Table], device: torch.device, stand_in: StandIn) -> None:
         self.tables: list[Table] = [{} for _ in roots]
-        self.versions: list[float] | None = None  # of the root's, when they were copied last
+        self.versions: list[Any] | None = None  # of the root's, when they were copied last
         self.packing: Packing | None = None
-        self.packed: list[Packed] = []
         self.tensors: list[Tensor] = []
+        self.memory: list[Tensor] = []
         self.leaves: list[Tensor] = []
         self.leaf_versions: list[int] = []  # of the root's, when they were copied last
         self._device = device
@@ -45,18 +47,26 @@ class Buffers:
         self._has_stand_ins = False
         self._in_tables: list[Tensor] = []  # in the places of the tensors
         self._bound: list[Tensor | None] = []
+        self._plain: list[Tensor] = []
+        self._memory: list[Any] = []
 
     def is_as_made(self, roots: list[Tensor | None], are_leaves: list[bool]) -> bool:
-        """Whether nobody put another tensor in the place of a buffer, or gave one a graph."""
+        """Whether nobody put another tensor in the place of a buffer, here or on the root.
+
+        Nor gave one of these a graph, or other memory under the same object, as `resize_` does.
+        """
         are_bound_anew = any(map(is_not, [*roots, *entries(self.tables)], self._bound))
-        return not are_bound_anew and list(map(_REQUIRES_GRAD, self.tensors)) == are_leaves
+        return (
+            not are_bound_anew
+            and list(map(_REQUIRES_GRAD, self.tensors)) == are_leaves
+            and memory_of(self._plain) == self._memory
+        )
 
     def make(self, packing: Packing, roots: Sequence[Table], present: Sequence[Tensor]) -> None:
         """Takes new memory, for buffers as the root has them now."""
         self.packing = packing
-        self.packed, copies = packing.memory(present, self._device)
-        pairs = zip(copies, map(is_trained_leaf, present), strict=True)
-        self.tensors = [own.data.requires_grad_() if is_leaf else own for own, is_leaf in pairs]
+        self.tensors = [_memory_like(buffer, self._device) for buffer in present]
+        self.memory = [own.data for own in self.tensors]
         self.leaves = list(filter(_REQUIRES_GRAD, self.tensors))
         own_of = dict(zip(map(id, present), self.tensors, strict=True))
         for table, root in zip(self.tables, roots, strict=True):
@@ -68,6 +78,8 @@ class Buffers:
         self._has_stand_ins = any(b is not None and id(b) not in own_of for b in buffers)
         self._in_tables = self.tensors
         self._bound = [*buffers, *entries(self.tables)]
+        self._plain = list(filter(can_be_packed, self.tensors))
+        self._memory = memory_of(self._plain)
 
     def compute_with(self, others: Mapping[int, Tensor]) -> None:
         """Puts tensors in the place of some, by their positions; elsewhere its own."""
@@ -127,8 +139,11 @@ class CopiedBuffers:
         self._parameters = set(map(id, parameters))
         self._entries: list[Tensor | None] = []
         self._are_leaves: list[bool] = []  # what is present
+        self._plain: list[Tensor] = []
+        self._alone: list[Tensor] = []
         self._replicas: list[Buffers] = []
         self._packing = Packing([])
+        self._packed: list[Any] = []  # the forms that this is for
 
     def on(self, device: torch.device, stand_in: StandIn) -> Buffers:
         """Buffers for a replica on a device, with the root's values."""
@@ -142,14 +157,16 @@ class CopiedBuffers:
         roots = entries(self._roots)
         if self._look(roots):
             copies = self._replicas  # what is at equal positions has to correspond
-        versions = None if everything else list(map(version_of, roots))
+        versions: list[Any] | None = None
+        if not everything:
+            versions = [*map(version_of, roots), *memory_of(self._plain)]
+        if (forms := self._forms()) != self._packed:
+            self._packing, self._packed = Packing(self.present), forms
         stale = [
             own
             for own in copies
             if versions is None or versions != own.versions or not self._is_as_made(own)
         ]
-        if stale and not self._packing.fits(self.present):
-            self._packing = Packing(self.present)
         for own in stale:
             if own.packing is not self._packing or not self._is_as_made(own):
                 own.make(self._packing, self._roots, self.present)
@@ -157,8 +174,7 @@ class CopiedBuffers:
                 own.tensors[i].copy_(self.present[i])
             own.versions = versions
             own.leaf_versions = list(map(version, self.leaves))
-        packed = (own.packed for own in stale)
-        self._packing.send(self.present, list(zip(*packed, strict=True)))
+        self._packing.copy(self.present, [own.memory for own in stale])
 
     def will_replace_leaves(self) -> bool:
         """Whether a refresh will bind other leaves, on which nothing has accumulated."""
@@ -177,6 +193,8 @@ class CopiedBuffers:
         if len(roots) != len(self._entries) or any(map(is_not, roots, self._entries)):
             unique = {id(b): b for b in roots if b is not None and id(b) not in self._parameters}
             self._entries, self.present = roots, list(unique.values())
+            self._plain = list(filter(can_be_packed, self.present))
+            self._alone = [buffer for buffer in self.present if not can_be_packed(buffer)]
         if not self.trained and not any(map(_REQUIRES_GRAD, self.present)):
             self._are_leaves = [False] * len(self.present)
             return False
@@ -188,6 +206,11 @@ class CopiedBuffers:
         self.leaves = leaves
         return True
 
+    def _forms(self) -> list[Any]:
+        plain = self._plain
+        forms = map(Tensor.size, plain), map(Tensor.stride, plain), map(_DTYPE, plain)
+        return [*chain(*forms), *map(kind, self._alone)]
+
     def _is_as_made(self, own: Buffers) -> bool:
         return own.is_as_made(self._entries, self._are_leaves)
 
@@ -195,6 +218,20 @@ class CopiedBuffers:
 def entries(tables: Sequence[Table]) -> list[Tensor | None]:
     """All buffers of some modules' tables, in order."""
     return list(chain.from_iterable(table.values() for table in tables))
+
+
+def _memory_like(buffer: Tensor, device: torch.device) -> Tensor:
+    """Memory for a copy of a buffer, which is a leaf if the buffer is one that is trained."""
+    if not can_be_packed(buffer):
+        return buffer.detach().to(device, copy=True)
+    own = torch.empty_like(buffer, device=device, requires_grad=False)
+    return own.requires_grad_(is_trained_leaf(buffer))
+
+
+def memory_of(plain: Sequence[Tensor]) -> list[Any]:
+    """What changes with the memory of plain tensors that stay the same objects."""
+    forms = map(Tensor.size, plain), map(Tensor.stride, plain)
+    return [*map(Tensor.data_ptr, plain), *chain(*forms)]
 
 
 def is_trained_leaf(tensor: Tensor) -> bool:

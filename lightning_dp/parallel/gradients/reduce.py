@@ -20,7 +20,7 @@ from lightning_dp.parallel.gradients.aside import (
     HooksOff,
     write_without_trace,
 )
-from lightning_dp.parallel.links import Packing, gradients_on
+from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import add_to_each, hooked
 
@@ -168,8 +168,8 @@ def reduce_gradients(
         for gradients in terms:
             _add(sums, gradients_on(device, gradients))
         for parameter, total, old in zip(root, sums, before, strict=True):
-            if total is not old:
-                parameter.grad = total
+            if total is not old and total is not None:
+                parameter.grad = as_accumulated(total, parameter)
     for parameter in chain.from_iterable(others):
         parameter.grad = None
 
@@ -207,6 +207,20 @@ def _has_no_mean(values: list[Tensor]) -> bool:
     are_alike = all(value.shape == first.shape for value in values)
     is_float = first.is_floating_point() and are_alike
     return not is_float or all(torch.equal(first, value) for value in values)
+
+
+def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient with the strides that autograd gives it; fused optimizers rely on them.
+
+    They are the parameter's, where its memory is dense; else those of contiguous rows.
+    """
+    are_plain = can_be_packed(parameter) and can_be_packed(gradient)
+    if not are_plain or gradient.stride() == parameter.stride():
+        return gradient
+    like = torch.empty_like(parameter, dtype=gradient.dtype)
+    if like.stride() != parameter.stride():
+        return gradient.contiguous()
+    return like.copy_(gradient)
 
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:

@@ -6,14 +6,17 @@ and owns only its gradients; elsewhere it owns a copy. Its parameters are real l
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_dp.parallel.links import Packing
 from lightning_dp.parallel.replicas.buffers import CopiedBuffers, entries
@@ -56,6 +59,8 @@ class Replicas:
         self._before_step: ParameterState | None = None
         self._has_links = False  # of buffers
         self._build()
+        hook = partial(_after_optimizer, weakref.ref(self))
+        weakref.finalize(self, register_optimizer_step_post_hook(hook).remove)
 
     @property
     def parameters(self) -> Sequence[Sequence[Tensor]]:
@@ -146,6 +151,12 @@ class Replicas:
             others = [self._others[k - 1] for k in active if k > 0]
             self._weights.refresh([replica.weights for replica in others], state)
             self._buffers.copy_leaves([replica.buffers for replica in others])
+
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Copies trained parameters next time, if it was one of theirs: versions may not tell."""
+        ids = self._parameter_ids
+        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            self._weights.were_written()
 
     def share_parameters(self, share: bool) -> None:
         """Lets replicas on the root's device compute with the root's own parameters, or no longer.
@@ -251,6 +262,7 @@ class Replicas:
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
+            self._parameter_ids = set(map(id, structure.parameters))
             self.modules = [self._root, *(replica.module for replica in self._others)]
             others = (replica.submodules for replica in self._others)
             self.submodules = [structure.modules, *others]
@@ -260,3 +272,12 @@ class Replicas:
             self._shared: SharedWrites | None = None
             if any(replica.shares_memory for replica in self._others):
                 self._shared = SharedWrites(structure.parameters)
+
+
+def _after_optimizer(
+    replicas: Callable[[], Replicas | None], optimizer: Optimizer, *_: Any
+) -> None:
+    """A hook of all optimizers, for as long as the replicas live."""
+    living = replicas()
+    if living is not None:
+        living.after_optimizer(optimizer)

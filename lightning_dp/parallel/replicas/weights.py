@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_dp.parallel.links import Packed, Packing, kind
+from lightning_dp.parallel.links import Packed, Packing, can_be_packed, kind
 from lightning_dp.parallel.torch_private import version
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -44,6 +44,7 @@ class Weights:
     ) -> None:
         self.shares_memory = all(p.device == device for p in roots)
         self.noticed: set[int] = set()
+        self.is_behind = False  # an optimizer has written to the root's
         self.seen = ParameterState.of(roots, versions=not self.shares_memory)
         self._roots, self._device = roots, device
         if self.shares_memory:
@@ -71,6 +72,9 @@ class Weights:
         # While they were frozen they may have been written to without a trace.
         thawed = compress(count(), map(ne, state.requires_grad, seen.requires_grad))
         stale = self.noticed.union(silent, thawed)
+        if policy == "changed" and self.is_behind:
+            policy = "trained"
+        self.is_behind = False
         if policy != "changed":
             chosen = state.requires_grad if policy == "trained" else repeat(True, len(self._roots))
             stale.update(compress(count(), chosen))
@@ -110,6 +114,9 @@ class WeightCopies:
         self._roots = roots
         self._elsewhere: list[Weights] = []
         self.packing = Packing(roots)
+        self._plain = [root for root in roots if can_be_packed(root)]
+        self._pointers = list(map(Tensor.data_ptr, self._plain))
+        self._strides = list(map(Tensor.stride, self._plain))
 
     def on(self, device: torch.device) -> Weights:
         """Parameters for a replica on a device, with the root's values."""
@@ -129,12 +136,27 @@ class WeightCopies:
         """Brings replicas up to date with the root's parameters, see `Weights.follow`."""
         stale = []
         for weights in copies:
-            if silent or policy != "changed" or state != weights.seen:
+            if silent or policy != "changed" or weights.is_behind or state != weights.seen:
                 positions = weights.follow(state, policy, silent or set())
                 if positions:
                     stale.append((weights, positions))
         if stale:
             self._send(stale)
+
+    def _fits(self) -> bool:
+        """Whether the packing is for the root's parameters as they are; strides need new memory."""
+        pointers = list(map(Tensor.data_ptr, self._plain))
+        if pointers != self._pointers:
+            before, self._strides = self._strides, list(map(Tensor.stride, self._plain))
+            self._pointers = pointers
+            if before != self._strides:
+                return False
+        return self.packing.fits(self._roots)
+
+    def were_written(self) -> None:
+        """An optimizer has taken a step: fused ones write and leave no trace in versions."""
+        for weights in self._elsewhere:
+            weights.is_behind = True
 
     def _send(self, stale: list[tuple[Weights, set[int]]]) -> None:
         """Copies parameters of these positions; where they are most of a bucket, all of it.
@@ -142,7 +164,7 @@ class WeightCopies:
         Where the root's change left no trace, neither does the copy: graphs of earlier calls stay
         usable, as they do on one device.
         """
-        if not self.packing.fits(self._roots):
+        if not self._fits():
             self.packing = Packing(self._roots)
             for weights in self._elsewhere:
                 weights.move(self.packing)

@@ -54,7 +54,8 @@ def gather(
     |                                         | merged as 0-dim tensors are                    |
     | the same, differing beside `dim`        | list with one per replica, with a warning      |
     | 0-dim floating tensor, float            | mean, weighted by shard size                   |
-    | 0-dim integer tensor                    | sum                                            |
+    | 0-dim integer tensor                    | sum, of the same dtype                         |
+    | 0-dim bool tensor                       | that bool, if equal; else an error             |
     | 0-dim tensor, with `scalars="stack"`    | stacked to shape [K]                           |
     | int: the shard's size, or not equal,    | sum                                            |
     | now or before                           |                                                |
@@ -99,7 +100,8 @@ def gather(
         at: their path in it.
 
     Raises:
-        GatherError: the outputs have different structures, or do not allow an override.
+        GatherError: the outputs have different structures, bools differ, or an override is not
+            possible.
         ValueError: an unknown option, no such device, or not one size per output.
 
     Example:

@@ -17,6 +17,7 @@ from lightning_dp.lightning_private import own_device
 from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Journals, is_metric
 from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.checks import check_choice, check_names
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.manual import ManualStep
@@ -144,15 +145,15 @@ class ForwardMode(Mode):
         **options: Any,
     ) -> None:
         super().__init__(module, devices, **options)
+        for submodule in module.modules():
+            if is_metric(submodule):
+                submodule.to(self._options["output_device"])  # where the step's tensors are
         # The mode itself would be a cycle, which keeps replicas alive until it is found.
         context = partial(_around_forward, self._journals, module, devices[0])
         self.engine: ForwardParallel = ForwardParallel(
             module, devices, context=context, **self._options
         )
         self._move_batch = move_batch
-        for submodule in module.modules():
-            if is_metric(submodule):
-                submodule.to(self.engine.output_device)  # where the step's tensors are
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Brings the batch to the output device, where the step's own computations are."""
@@ -215,11 +216,8 @@ def _around_forward(
 
 def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
     """Refuses options of forward mode that cannot be, or that step mode would ignore."""
-    if isinstance(parallel_modules, str):
-        raise ValueError(
-            f"parallel_modules: expected a list of names, got {parallel_modules!r}. "
-            f"Write [{parallel_modules!r}]."
-        )
+    check_names("parallel_modules", parallel_modules)
+    check_choice("move_batch", move_batch, (True, False))
     if mode == "step" and (parallel_modules or not move_batch):
         named = ("parallel_modules", list(parallel_modules))
         key, value = named if parallel_modules else ("move_batch", move_batch)
@@ -231,7 +229,7 @@ def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: b
 
 def _check_step_mode(module: LightningModule) -> None:
     name = type(module).__qualname__
-    check_nothing_hidden(module)
+    check_nothing_hidden(module, is_metric)
     for step in _STEPS:
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise ValueError(

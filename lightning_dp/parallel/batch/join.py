@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.leaves import TENSORS, Kind, is_array, kind_of, move, pick
 from lightning_dp.parallel.batch.sample_dims import Override, StepDims, Verdict, multiple_of
+from lightning_dp.parallel.checks import is_choice, told
 from lightning_dp.parallel.split import Order, Sizes, batch_order
 
 Scalars: TypeAlias = Literal["merge", "stack"]
@@ -95,18 +96,19 @@ class Join:
         return pick(joined, places, dim)
 
 
-def check_overrides(overrides: Mapping[str, str] | None) -> None:
-    """Raises a ValueError unless `overrides` maps keys to `Override`."""
+def check_overrides(overrides: Mapping[str, str] | None, option: str = "overrides") -> None:
+    """Raises a ValueError, which names the option, unless it maps keys to `Override`."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError(
-            f"overrides: expected a mapping such as {{'loss': 'mean'}}, got {overrides!r}. "
+            f"{option}: expected a mapping such as {{'loss': 'mean'}}, got {told(overrides)}. "
             "Map keys or dotted paths of the outputs to how they are joined."
         )
     for key, override in (overrides or {}).items():
-        if override not in get_args(Override):
+        if not isinstance(key, str) or not is_choice(override, get_args(Override)):
             raise ValueError(
-                f"gather overrides, {key!r}: expected one of {sorted(get_args(Override))}, "
-                f"got {override!r}. Correct it, or leave it out for gather's own rule."
+                f"{option}[{told(key)}]: expected a key or dotted path, and one of "
+                f"{sorted(get_args(Override))}, got {told(override)}. Correct it, or leave it out "
+                "for gather's own rule."
             )
 
 
@@ -130,7 +132,8 @@ def join_leaves(leaves: list[Any], rules: Join, path: tree.Path) -> Any:
 
 def _join_tensors(tensors: list[Tensor], rules: Join, path: tree.Path) -> Any:
     if any(t.is_nested or t.dim() for t in tensors):
-        return _join_rows(as_rows(tensors, rules.sizes), rules, path, TENSORS)
+        rows = as_rows(tensors, rules.sizes)
+        return _join_rows(rows, rules, path, kind_of(rows[0]) or TENSORS)
     if rules.scalars == "stack":
         return torch.cat([scalar.reshape(1) for scalar in tensors])
     return tensors[0] if len(tensors) == 1 else _merge(tensors, rules, path)
@@ -265,7 +268,7 @@ def _concatenate(leaves: list[Any], rules: Join, name: str) -> Any:
         has_dim = all(-row.dim() <= rules.dim < row.dim() for row in rows)
         if not has_dim or len({row.movedim(rules.dim, 0).shape[1:] for row in rows}) > 1:
             raise _cannot("cat", f"shapes that differ in dim {rules.dim} only", leaves, name)
-        return torch.cat(rows, rules.dim)
+        return (kind_of(rows[0]) or TENSORS).join(rows, rules.dim)
     kind = kind_of(leaves[0])
     if kind is None or any(kind_of(leaf) is not kind for leaf in leaves):
         raise _cannot("cat", "tensors, arrays or lists", leaves, name)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress, count, repeat
 from operator import attrgetter, ne
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_dp.parallel.links import Packed, Packing, can_be_packed, kind
 from lightning_dp.parallel.torch_private import version
@@ -45,6 +49,7 @@ class Weights:
         self.shares_memory = all(p.device == device for p in roots)
         self.noticed: set[int] = set()
         self.is_behind = False  # an optimizer has written to the root's
+        self._apart: set[int] = set()
         self.seen = ParameterState.of(roots, versions=not self.shares_memory)
         self._roots, self._device = roots, device
         if self.shares_memory:
@@ -86,6 +91,21 @@ class Weights:
                 twin.data = root.data
         return set()
 
+    def keep_apart(self, positions: set[int]) -> None:
+        """Has memory of its own for these, with the root's values, and the root's for all else.
+
+        For parameters in the root's memory, of which steps write to some.
+        """
+        for i in self._apart - positions:
+            self.parameters[i].data = self._roots[i].data
+        for i in positions:
+            root, twin = self._roots[i], self.parameters[i]
+            if root.data_ptr() == twin.data_ptr() or kind(root) != kind(twin):
+                twin.data = root.data.clone()
+            else:
+                twin.data.copy_(root.data)
+        self._apart = positions
+
     def move(self, packing: Packing) -> None:
         """Takes other memory, for parameters of other kinds."""
         self._make_memory(packing)
@@ -114,6 +134,9 @@ class WeightCopies:
         self._roots = roots
         self._elsewhere: list[Weights] = []
         self.packing = Packing(roots)
+        self._ids = set(map(id, roots))
+        hook = register_optimizer_step_post_hook(partial(_after_optimizer, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
         self._plain = [root for root in roots if can_be_packed(root)]
         self._pointers = list(map(Tensor.data_ptr, self._plain))
         self._strides = list(map(Tensor.stride, self._plain))
@@ -153,10 +176,12 @@ class WeightCopies:
                 return False
         return self.packing.fits(self._roots)
 
-    def were_written(self) -> None:
-        """An optimizer has taken a step: fused ones write and leave no trace in versions."""
-        for weights in self._elsewhere:
-            weights.is_behind = True
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Notes that an optimizer has taken a step: fused ones leave no trace in versions."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if self._elsewhere and any(id(p) in self._ids for p in parameters):
+            for weights in self._elsewhere:
+                weights.is_behind = True
 
     def _send(self, stale: list[tuple[Weights, set[int]]]) -> None:
         """Copies parameters of these positions; where they are most of a bucket, all of it.
@@ -179,6 +204,15 @@ class WeightCopies:
             weights.copy(positions)
             increment_version([weights.parameters[i] for i in weights.noticed])
         self.packing.send(self._roots, targets)
+
+
+def _after_optimizer(
+    copies: Callable[[], WeightCopies | None], optimizer: Optimizer, *_: Any
+) -> None:
+    """A hook of all optimizers, for as long as the copies live."""
+    living = copies()
+    if living is not None:
+        living.after_optimizer(optimizer)
 
 
 def _leaf_parameter(root: nn.Parameter, memory: Tensor) -> nn.Parameter:

@@ -208,7 +208,9 @@ def fit(net: nn.Module, loss_of: Callable[[Tensor], Tensor], optimizer: str, for
 @pytest.mark.parametrize("make", [Strided, Switched])
 @pytest.mark.parametrize("format", ["channels_last", "contiguous_format"])
 @pytest.mark.parametrize("sizes", [(3, 2, 1), (0, 4, 2), (0, 1, 5)], ids=str)
-@pytest.mark.parametrize("optimizer", ["SGD fused", "AdamW fused"])
+@pytest.mark.parametrize(
+    "optimizer", ["AdamW fused", pytest.param("SGD fused", marks=pytest.mark.slow)]
+)
 def test_a_root_on_the_cpu_that_changes_its_format(
     make: type[Strided], kind: str, format: str, sizes: tuple[int, ...], optimizer: str
 ) -> None:

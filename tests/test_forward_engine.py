@@ -480,8 +480,8 @@ def test_a_closed_engine_lets_go_of_its_replicas(changes: bool) -> None:
         if changes:
             net.weight = nn.Parameter(torch.zeros_like(net.weight))
     del engine
-    gc.collect()
-    assert {ref() for ref in seen} <= {net, None}
+    # Threads of autograd let go of their work a moment after its end.
+    assert soon(lambda: gc.collect() >= 0 and {ref() for ref in seen} <= {net, None})
 
 
 # Failures

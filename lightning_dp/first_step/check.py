@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_dp.first_step.compare import Difference, Outcome
 from lightning_dp.first_step.diagnosis import CHANCE, Diagnosis, cause_in_buffers
-from lightning_dp.first_step.snapshot import Snapshot
+from lightning_dp.first_step.snapshot import Snapshot, trained_tensors
 from lightning_dp.metrics import is_metric
 from lightning_dp.modes import ForwardMode, Mode, Transfer
 from lightning_dp.parallel.batch import to_device
@@ -92,7 +92,9 @@ class Runs:
         self.spreads_forward = isinstance(self.mode, ForwardMode)
         scaler = getattr(self.precision, "scaler", None)
         self._scale = 1.0 if scaler is None or not scaler.is_enabled() else _SCALE
-        self._parameters = list(self.module.parameters())
+        self._parameters = trained_tensors(self.module)
+        # The step itself goes through the graph of such a buffer, too.
+        self._keeps_graph = any(buffer.grad_fn is not None for buffer in self.module.buffers())
         groups = [optimizer.param_groups for optimizer in self.module.trainer.strategy.optimizers]
         self._snapshot = Snapshot(self.module, self.devices, groups)
 
@@ -147,7 +149,7 @@ class Runs:
                 raise ValueError("training_step returned None")
             loss: Tensor = StepOutput.parse(output).loss
             with self.mode.during_backward():
-                (loss * self._scale).backward()  # type: ignore[no-untyped-call]
+                (loss * self._scale).backward(retain_graph=self._keeps_graph)  # type: ignore[no-untyped-call]
             return Outcome.of(loss, self._parameters, self.module)
         finally:
             self._snapshot.restore()

@@ -23,7 +23,7 @@ class Outcome:
     left: Mapping[str, Tensor] = field(default_factory=dict)  # in buffers, but for batch norm's
 
     @classmethod
-    def of(cls, loss: Tensor, parameters: Sequence[nn.Parameter], module: nn.Module) -> Outcome:
+    def of(cls, loss: Tensor, parameters: Sequence[Tensor], module: nn.Module) -> Outcome:
         """Takes a loss after its backward; gradients and buffers are copied."""
         nothing = torch.zeros(0, dtype=torch.float64)
         gradient = torch.cat([nothing, *map(_gradient_of, parameters)])
@@ -99,7 +99,7 @@ def _state_of(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
+def _gradient_of(parameter: Tensor) -> Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     dense = gradient.detach().cpu().to_dense()
     return (torch.view_as_real(dense) if dense.is_complex() else dense).flatten().double()

@@ -216,7 +216,6 @@ class Engine:
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
             self.replicas.share_parameters(call.has_backward and not in_threads)
-        call.begin(shards)
         return self.replicas.modules
 
     @stage("apply")
@@ -226,6 +225,7 @@ class Engine:
         shards.dims.has_seen(shards.sizes)
         training = call.training
         self.calls = Calls(shards.active_sizes, shards.active_order, self._dim)
+        call.begin(shards)
         if training and not shards.whole:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self._is_rerun)

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards, gather
 from lightning_dp.parallel.gradients import (
@@ -148,7 +148,7 @@ class _FollowedGradients:
     The first of these leads: what its code does to its gradients is done to the root's.
     """
 
-    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]], active: Sequence[int]) -> None:
+    def __init__(self, parameters: Sequence[Sequence[Tensor]], active: Sequence[int]) -> None:
         self._root = parameters[0]
         self._leader = parameters[active[0]]
         self._others = [parameters[k] for k in active if k > 0]
@@ -223,7 +223,7 @@ class _FollowedGradients:
         self._seen, self._leaders = None, []
 
 
-def _marks(parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor | None, int]]:
+def _marks(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:
     """The gradients and how often they have been written to."""
     gradients = [parameter.grad for parameter in parameters]
     return [(g, -1 if g is None else version(g)) for g in gradients]
@@ -233,7 +233,7 @@ def _differ(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -
     return before[0] is not now[0] or before[1] != now[1]
 
 
-def _copies(gradients: list[Tensor | None], of: Sequence[nn.Parameter]) -> list[Tensor | None]:
+def _copies(gradients: list[Tensor | None], of: Sequence[Tensor]) -> list[Tensor | None]:
     """Copies of gradients on the device of other parameters."""
     if not of:
         return []

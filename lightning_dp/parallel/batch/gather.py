@@ -54,7 +54,8 @@ def gather(
     |                                         | merged as 0-dim tensors are                    |
     | the same, differing beside `dim`        | list with one per replica, with a warning      |
     | 0-dim floating tensor, float            | mean, weighted by shard size                   |
-    | 0-dim integer tensor                    | sum                                            |
+    | 0-dim integer tensor                    | sum, of the same dtype                         |
+    | 0-dim bool tensor                       | that bool, if equal; else an error             |
     | 0-dim tensor, with `scalars="stack"`    | stacked to shape [K]                           |
     | int: the shard's size, or not equal,    | sum                                            |
     | now or before                           |                                                |
@@ -70,8 +71,8 @@ def gather(
     | strings, bools and all else, not equal  | list with one value per replica                |
     | None from some replicas                 | left out                                       |
 
-    Tensors cross in few copies per source device and dtype, asynchronously; on return they can be
-    read, also on the CPU. Differentiable.
+    Tensors cross in few copies per source device and dtype, asynchronously, and those with a graph
+    one by one; on return they can be read, also on the CPU. Differentiable.
 
     Args:
         outputs: one output per replica, whose tensors may lie on any device; None for a replica
@@ -99,7 +100,8 @@ def gather(
         at: their path in it.
 
     Raises:
-        GatherError: the outputs have different structures, or do not allow an override.
+        GatherError: the outputs have different structures, bools differ, or an override is not
+            possible.
         ValueError: an unknown option, no such device, or not one size per output.
 
     Example:

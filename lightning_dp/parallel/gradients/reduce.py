@@ -12,11 +12,15 @@ from operator import attrgetter, is_
 from typing import Literal, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff
-from lightning_dp.parallel.links import Packing, gradients_on
+from lightning_dp.parallel.gradients.aside import (
+    GradientsAside,
+    HooksOff,
+    write_without_trace,
+)
+from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import add_to_each, hooked
 
@@ -40,7 +44,7 @@ class Reducer:
         self._buffers: Buffers = buffers
         self._unsettled: Shards | None = None
         self._forwarded: Sequence[int] = ()
-        self._hooked: list[tuple[list[nn.Parameter], HooksOff, Tensor | None]] = []
+        self._hooked: list[tuple[list[Tensor], HooksOff, Tensor | None]] = []
         self._earlier: GradientsAside | None = None
         self._waiting = False
 
@@ -145,7 +149,7 @@ class Reducer:
 
 
 def reduce_gradients(
-    parameters: Sequence[Sequence[nn.Parameter]], packing: Packing | None = None
+    parameters: Sequence[Sequence[Tensor]], packing: Packing | None = None
 ) -> None:
     """Adds the replicas' gradients to the root's and clears theirs.
 
@@ -167,8 +171,8 @@ def reduce_gradients(
         for gradients in terms:
             _add(sums, gradients_on(device, gradients))
         for parameter, total, old in zip(root, sums, before, strict=True):
-            if total is not old:
-                parameter.grad = total
+            if total is not old and total is not None:
+                parameter.grad = as_accumulated(total, parameter)
     for parameter in chain.from_iterable(others):
         parameter.grad = None
 
@@ -182,9 +186,10 @@ def reduce_buffers(
 ) -> None:
     """Gives the root the buffers that a training step left on the replicas that worked.
 
-    By policy those of the first of these, or the mean of all, weighted by their samples (buffers of
-    integers keep those of the first). They are written without a trace, as batch norm writes to its
-    own: graphs that have saved them stay usable.
+    By policy those of the first of these, or the mean of all, weighted by their samples (what has
+    no mean, such as integers or tensors of several shapes, keeps those of the first). They are
+    written without a trace, as batch norm writes to its own: graphs that have saved them stay
+    usable. A root's of another shape or dtype takes theirs.
     """
     weights = [n / sum(sizes) for n in sizes]
     for i, target in enumerate(root):
@@ -192,17 +197,33 @@ def reduce_buffers(
         if target is None or not values:
             continue
         values = [value.to(target.device) for value in values]
-        if policy == "first" or _has_no_mean(values):
-            target.data.copy_(values[0])
-        else:
+        value = values[0]
+        if policy == "mean" and not _has_no_mean(values):
             terms = [value * weight for value, weight in zip(values, weights, strict=True)]
-            target.data.copy_(torch.stack(terms).sum(0))
+            value = torch.stack(terms).sum(0)
+        write_without_trace(target, value)
 
 
 def _has_no_mean(values: list[Tensor]) -> bool:
-    """Whether values are integers, or all equal: a constant must not collect rounding errors."""
+    """Whether values are no floats, of several shapes, or all equal, free of rounding errors."""
     first = values[0]
-    return not first.is_floating_point() or all(torch.equal(first, value) for value in values)
+    are_alike = all(value.shape == first.shape for value in values)
+    is_float = first.is_floating_point() and are_alike
+    return not is_float or all(torch.equal(first, value) for value in values)
+
+
+def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient with the strides that autograd gives it; fused optimizers rely on them.
+
+    They are the parameter's, where its memory is dense; else those of contiguous rows.
+    """
+    are_plain = can_be_packed(parameter) and can_be_packed(gradient)
+    if not are_plain or gradient.stride() == parameter.stride():
+        return gradient
+    like = torch.empty_like(parameter, dtype=gradient.dtype)
+    if like.stride() != parameter.stride():
+        return gradient.contiguous()
+    return like.copy_(gradient)
 
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:

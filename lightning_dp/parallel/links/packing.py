@@ -87,6 +87,32 @@ class Packing:
             for packed in there:
                 _copy(here, bucket.of(sources), packed)
 
+    def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
+        """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
+
+        There is one sequence of `copies` for each target. They share one copy of a bucket to their
+        device; what cannot be packed is left out.
+        """
+        here = sources[0].device if sources else None
+        away: dict[torch.device, list[Sequence[Tensor]]] = {}
+        for copy in copies if sources else ():
+            away.setdefault(copy[0].device, []).append(copy)
+        for j, bucket in enumerate(self.buckets):
+            for device, targets in away.items():
+                parts: Sequence[Tensor] = bucket.of(sources)
+                if device != here and len(parts) > 1:
+                    parts = self._sent(j, parts, device)
+                for target in targets:
+                    copy_to_each(bucket.of(target), parts)
+
+    def _sent(self, j: int, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+        """The tensors of a bucket on another device, where they pass through."""
+        here, there = self.staged(parts[0].device)[j], self.staged(device)[j]
+        copy_to_each(here.views, parts)
+        is_device = "cpu" not in (here.flat.device.type, device.type)
+        there.flat.copy_(here.flat, non_blocking=is_device)
+        return there.views
+
     def add(self, sums: list[Tensor], terms: Sequence[list[Tensor]]) -> None:
         """Adds the terms of each replica to sums, in place: all of these kinds.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.replicas.attributes import AttributeMirror
 from lightning_dp.parallel.replicas.broadcast import broadcast
-from lightning_dp.parallel.replicas.buffers import Buffers
+from lightning_dp.parallel.replicas.buffers import CopiedBuffers
 from lightning_dp.parallel.replicas.compiled import compiled_attributes
 from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
 from lightning_dp.parallel.replicas.weights import Weights
@@ -28,15 +29,16 @@ class Replica:
         device: torch.device,
         rules: ReplicaRules,
         weights: Weights,
-        buffers: Buffers,
+        buffers: CopiedBuffers,
     ) -> None:
         self._source = source
-        self.weights, self.buffers = weights, buffers
+        self.weights, self._root_buffers = weights, buffers
         self.shares_memory = weights.shares_memory
         self.parameters = weights.parameters
         self.shared: set[int] = set()  # positions of those of which it has the root's own
         self._others: dict[int, Tensor] = {}  # what it computes with, by the ids of its own
         twins = self._make_twins(device)
+        self.buffers = buffers.on(device, partial(_stand_in, twins, self._others))
         place = next((p.device for p in source.parameters), device)
         self._mirrors = [
             AttributeMirror(
@@ -48,7 +50,7 @@ class Replica:
                 place,
                 device,
             )
-            for module, table in zip(source.modules, buffers.tables, strict=True)
+            for module, table in zip(source.modules, self.buffers.tables, strict=True)
         ]
         for original, mirror in zip(source.modules, self._mirrors, strict=True):
             mirror.own(compiled_attributes(original, twins[id(original)]))
@@ -85,13 +87,29 @@ class Replica:
         """Lets a submodule keep the attribute that it has now, until the root's is bound anew."""
         self._mirrors[position].keep(name)
 
-    def connect(self, after_backward: Callable[[], None]) -> None:
-        """Computes with functions of the root's parameters; without gradients, with its own."""
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters):
-            tensors = broadcast(self._source.parameters, self.parameters, after_backward)
-            self._compute_with(dict(enumerate(tensors)))
+    def connect(self, on_backward: Callable[[], None]) -> None:
+        """Computes with functions of the root's parameters; without gradients, with its own.
+
+        So it does with buffers that are trained.
+        """
+        trained, n = self._root_buffers.trained, len(self.parameters)
+        if torch.is_grad_enabled() and (trained or any(p.requires_grad for p in self.parameters)):
+            roots = [*self._source.parameters, *trained.values()]
+            twins = [*self.parameters, *(self.buffers.tensors[i] for i in trained)]
+            tensors = broadcast(roots, twins, on_backward)
+            self._compute_with(dict(enumerate(tensors[:n])))
+            self.buffers.compute_with(dict(zip(trained, tensors[n:], strict=True)))
         elif not self._stays_connected():
             self._compute_with({})
+            self.buffers.compute_with({})
+
+    def link_buffers(self, on_backward: Callable[[], None]) -> None:
+        """Computes with functions of those of the root's buffers that are computed themselves."""
+        trained = self._root_buffers.trained.items() if torch.is_grad_enabled() else ()
+        computed = {i: buffer for i, buffer in trained if not buffer.is_leaf}
+        twins = [self.buffers.tensors[i] for i in computed]
+        tensors = broadcast(list(computed.values()), twins, on_backward)
+        self.buffers.compute_with(dict(zip(computed, tensors, strict=True)))
 
     def disconnect(self) -> None:
         """Computes with its own parameters again, and lets go of the graph.
@@ -100,6 +118,7 @@ class Replica:
         collector does not see through it.
         """
         self._compute_with({})
+        self.buffers.let_go()
 
     def _compute_with(self, tensors: dict[int, Tensor]) -> None:
         """Puts tensors in the place of parameters, by their positions; elsewhere its own."""
@@ -112,6 +131,7 @@ class Replica:
                 replaced[id(before)] = now
         for mirror in self._mirrors if replaced else ():
             mirror.replace(replaced)
+        self.buffers.replace_stand_ins(replaced)
 
     def _stays_connected(self) -> bool:
         """Whether the tensors of the latest call with gradients serve one without them as well.
@@ -121,7 +141,7 @@ class Replica:
         """
         if torch.is_grad_enabled():
             return False
-        return all(
+        return self.buffers.are_in_place() and all(
             self._others.get(id(own), own).data_ptr() == own.data_ptr() for own in self.parameters
         )
 
@@ -133,3 +153,9 @@ class Replica:
         twins.update({id(m): object.__new__(type(m)) for m in source.modules})
         twins.update({id(m): copy.deepcopy(m).to(device) for m in source.compiled})
         return twins
+
+
+def _stand_in(twins: dict[int, Any], others: dict[int, Tensor], root: Tensor) -> Tensor | None:
+    """What a replica computes with in the place of one of the root's parameters."""
+    own = twins.get(id(root))
+    return None if own is None else others.get(id(own), own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import compress
 from operator import attrgetter, not_
 from typing import Literal, TypeAlias
@@ -24,6 +25,7 @@ from lightning_dp.parallel.replicas.shared_writes import SharedWrites
 from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
 from lightning_dp.parallel.replicas.untracked_writes import SilentWrites
 from lightning_dp.parallel.replicas.weights import ParameterState, WeightCopies
+from lightning_dp.parallel.torch_private import at_end_of_backward
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
@@ -48,7 +50,7 @@ class Replicas:
         root: nn.Module,
         devices: Sequence[torch.device],
         rules: ReplicaRules | None = None,
-        before_rebuild: Callable[[Sequence[Sequence[nn.Parameter]]], None] = lambda _: None,
+        before_rebuild: Callable[[Sequence[Sequence[Tensor]]], None] = lambda _: None,
         takes_means: bool = False,
     ) -> None:
         self._root = root
@@ -58,6 +60,7 @@ class Replicas:
         self._may_share = True
         self._buffer_state = BufferState(root, takes_means)
         self._before_step: ParameterState | None = None
+        self._has_links = False  # of buffers
         self._build()
 
     def lose(self) -> None:
@@ -65,11 +68,15 @@ class Replicas:
         self._are_lost = True
 
     @property
-    def parameters(self) -> list[list[nn.Parameter]]:
+    def parameters(self) -> Sequence[Sequence[Tensor]]:
         """The parameters of every replica; equal positions correspond, tied ones appear once.
 
-        Left out are replicas whose gradients are all in the root's, see `share_parameters`.
+        With them those buffers that are trained, and leaves. Left out are replicas whose gradients
+        are all in the root's, see `share_parameters`.
         """
+        if self._buffers.leaves:
+            leaves = [self._buffers.leaves, *(replica.buffers.leaves for replica in self._others)]
+            return [[*own, *more] for own, more in zip(self._parameters, leaves, strict=True)]
         if self._before_step is None:
             return self._parameters
         others = [
@@ -131,6 +138,8 @@ class Replicas:
             elif others:
                 self._follow(others, parameters)
                 if parameters == "all" or buffers != "read" or self._structure.reads_buffers():
+                    if self._buffers.will_replace_leaves():
+                        self._before_rebuild(self.parameters)
                     everything = parameters == "all" or buffers != "changed"
                     self._buffers.refresh([r.buffers for r in others], everything=everything)
 
@@ -155,7 +164,9 @@ class Replicas:
         """
         with torch.inference_mode(False), torch.no_grad():
             state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
-            self._weights.refresh([self._others[k - 1].weights for k in active if k > 0], state)
+            others = [self._others[k - 1] for k in active if k > 0]
+            self._weights.refresh([replica.weights for replica in others], state)
+            self._buffers.copy_leaves([replica.buffers for replica in others])
             if self._shared is not None:
                 self._shared.refresh()
 
@@ -170,7 +181,8 @@ class Replicas:
         roots = self._structure.parameters
         trained = {i for i, p in enumerate(roots) if p.requires_grad}
         limited = set() if self._limited is None else self._limited.positions
-        positions = trained - limited if share and self._may_share else set()
+        may_share = share and self._may_share and not self._buffers.leaves
+        positions = trained - limited if may_share else set()
         self._before_step = ParameterState.of(roots, versions=True) if positions else None
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
@@ -222,7 +234,26 @@ class Replicas:
         """
         for k in active:
             if k > 0:
-                self._others[k - 1].connect(after_backward)
+                self._others[k - 1].connect(partial(at_end_of_backward, after_backward))
+
+    def link_buffers(
+        self, active: Iterable[int], on_backward: Callable[[list[str]], None]
+    ) -> list[str]:
+        """Makes the replicas compute with functions of those buffers that the root has computed.
+
+        Their names are returned. A backward of all replicas, at once, goes on in the graph that
+        these have; on the way it calls `on_backward` with the names. A leaf needs no such function.
+        """
+        if not self._buffers.trained and not self._has_links:
+            return []
+        self._has_links = torch.is_grad_enabled()
+        computed = {id(b) for b in self._buffers.trained.values() if not b.is_leaf}
+        found = self._root.named_buffers() if self._has_links else ()
+        names = [name for name, buffer in found if id(buffer) in computed]
+        for k in active:
+            if k > 0:
+                self._others[k - 1].link_buffers(partial(on_backward, names))
+        return names
 
     def disconnect(self) -> None:
         """Makes the replicas compute with their own parameters again."""
@@ -239,9 +270,9 @@ class Replicas:
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(structure.parameters)
             self._weights = weights = WeightCopies(structure.parameters)
-            self._buffers = buffers = CopiedBuffers(structure.buffer_tables)
+            self._buffers = buffers = CopiedBuffers(structure.buffer_tables, structure.parameters)
             self._others = [
-                Replica(structure, k, device, self._rules, weights.on(device), buffers.on(device))
+                Replica(structure, k, device, self._rules, weights.on(device), buffers)
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
@@ -252,6 +283,7 @@ class Replicas:
             tables = (replica.buffers.tables for replica in self._others)
             self._buffer_state.follow(structure, [structure.buffer_tables, *tables])
             self._all_trained = False
+            self._has_links = False
             self._shared: SharedWrites | None = None
             if any(replica.shares_memory for replica in self._others):
                 own = [r.weights if r.shares_memory else None for r in self._others]

@@ -107,7 +107,10 @@ class Packing:
 
     def _sent(self, j: int, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
         """The tensors of a bucket on another device, where they pass through."""
-        here, there = self.staged(parts[0].device)[j], self.staged(device)[j]
+        staged, arrived = self.staged(parts[0].device), self.staged(device)
+        if staged is None or arrived is None:
+            return [part.to(device) for part in parts]
+        here, there = staged[j], arrived[j]
         copy_to_each(here.views, parts)
         is_device = "cpu" not in (here.flat.device.type, device.type)
         there.flat.copy_(here.flat, non_blocking=is_device)

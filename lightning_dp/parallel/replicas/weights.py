@@ -135,8 +135,6 @@ class WeightCopies:
         self._elsewhere: list[Weights] = []
         self.packing = Packing(roots)
         self._ids = set(map(id, roots))
-        hook = register_optimizer_step_post_hook(partial(_after_optimizer, weakref.ref(self)))
-        weakref.finalize(self, hook.remove)
         self._plain = [root for root in roots if can_be_packed(root)]
         self._pointers = list(map(Tensor.data_ptr, self._plain))
         self._strides = list(map(Tensor.stride, self._plain))
@@ -145,6 +143,8 @@ class WeightCopies:
         """Parameters for a replica on a device, with the root's values."""
         weights = Weights(self._roots, device, self.packing)
         if not weights.shares_memory:
+            if not self._elsewhere:
+                self._follow_optimizers()
             self._elsewhere.append(weights)
             self._send([(weights, set(range(len(self._roots))))])
         return weights
@@ -176,10 +176,14 @@ class WeightCopies:
                 return False
         return self.packing.fits(self._roots)
 
+    def _follow_optimizers(self) -> None:
+        hook = register_optimizer_step_post_hook(partial(_after_optimizer, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """Notes that an optimizer has taken a step: fused ones leave no trace in versions."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if self._elsewhere and any(id(p) in self._ids for p in parameters):
+        if any(id(p) in self._ids for p in parameters):
             for weights in self._elsewhere:
                 weights.is_behind = True
 

@@ -96,9 +96,11 @@ class Executor:
             else:
                 calls.run_in_order(moves=not self._is_on_cpu)
         except BaseException as interrupt:
-            self._end(calls, interrupt)
+            calls.end(interrupt)
             raise
         finally:
+            if stuck := calls.unended:
+                self._leave(stuck)
             results, failure = calls.close()
             if trial is not None:
                 trial.add(time.perf_counter() - start)
@@ -134,17 +136,14 @@ class Executor:
             worker.inbox.put(None)
         return workers
 
-    def _end(self, calls: Calls, error: BaseException) -> None:
-        """Ends the calls of a run; a worker that does not end with them never gets another one."""
-        try:
-            calls.end(error)
-        finally:
-            if stuck := {p.replica: p.task for p in calls.unended}:
-                self._on_left_behind()
-                workers = self.dismiss()
-                for k, task in stuck.items():
-                    who = f"replica {k} on {task.device}{task.context()}"
-                    leave_behind(who, workers[k].thread)
+    def _leave(self, stuck: Sequence[Participant]) -> None:
+        """A worker that does not end with an interrupted run never gets another call."""
+        self._on_left_behind()
+        workers = self.dismiss()
+        for participant in stuck:
+            task = participant.task
+            who = f"replica {task.replica} on {task.device}{task.context()}"
+            leave_behind(who, workers[task.replica].thread)
 
     def choose(self, kind: str, count: int) -> bool:
         """Decides whether so many tasks of a kind, and what goes on with them, run in threads."""

@@ -97,10 +97,12 @@ PARTICIPANT: ContextVar[Participant | None] = ContextVar("participant", default=
 def current_participant() -> Participant | None:
     """The replica whose call this is; None outside of replicas.
 
-    An interrupt may leave the main thread with one whose calls have all ended: it is none.
+    An interrupt may leave the host with one whose calls have all ended: it is none.
     """
     participant = PARTICIPANT.get()
-    return participant if participant is not None and participant.calls.is_open else None
+    if participant is None or participant.calls.is_open:
+        return participant
+    return None if participant.calls.host == threading.get_ident() else participant
 
 
 class participating:

@@ -233,7 +233,8 @@ def _check_step_mode(module: LightningModule) -> None:
     name = type(module).__qualname__
     check_nothing_hidden(module)
     for step in _STEPS:
-        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
+        own = getattr(module, step)
+        if own and is_param_in_hook_signature(own, "dataloader_iter", explicit=True):
             raise ValueError(
                 f"{name}.{step}: expected (self, batch, batch_idx), got dataloader_iter: step mode "
                 "has to see a batch to split it. Take the batch, or use "

@@ -40,6 +40,7 @@ SIM_IS_SLOW = {
     "test_modules_that_broke_dp",
     "test_pytorch_lightning",
     "test_stdlib_lm",
+    "test_steps_set_to_none",
     "test_trainer_options",
     "test_unusual_steps",
 }

@@ -19,6 +19,7 @@ from lightning_dp.metrics import Journals, is_metric
 from lightning_dp.parallel.batch import Shards, to_device
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.gradients import NoLossError
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
@@ -140,7 +141,11 @@ class StepMode(Mode):
         kind = TrainingStep if training else EvaluationStep
         self._batch, self._call = batch, None
         call = kind(engine, method, args, transfer)
-        output = engine.run(call, batch, shards)
+        try:
+            output = engine.run(call, batch, shards)
+        except NoLossError as error:
+            _refuse(self._module, error.output)
+            raise
         self._call = call
         return output
 
@@ -197,6 +202,12 @@ class ForwardMode(Mode):
         here = _at(self._module, self.engine.output_device)
         with super().during_backward(), self.engine.spreading(), here:
             yield
+
+
+def _refuse(module: LightningModule, output: Any) -> None:
+    """Raises Lightning's own error about what a training step returned, if it has one."""
+    loop = module.trainer.fit_loop.epoch_loop.automatic_optimization
+    loop.output_result_cls.from_training_step_output(output)
 
 
 def _at(module: LightningModule, device: torch.device) -> AbstractContextManager[None]:

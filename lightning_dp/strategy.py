@@ -88,6 +88,7 @@ class DataParallelMixin(OptionsMixin):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._close()
+        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:
@@ -170,26 +171,30 @@ class DataParallelMixin(OptionsMixin):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """While it lasts, gradients accumulate on the replicas; the next backward sums them all."""
-        # Not where a replica says so: there every backward is a joint one.
-        if self._mode is None or current_participant():
-            yield
-            return
-        with replaced(self._mode.engine.reducer, accumulating=True):
-            yield
+        with super().block_backward_sync():
+            # Not where a replica says so: there every backward is a joint one.
+            if self._mode is None or current_participant():
+                yield
+                return
+            with replaced(self._mode.engine.reducer, accumulating=True):
+                yield
 
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         self._resync()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:
             self._resync()
 
     @override
     def on_validation_end(self) -> None:
+        super().on_validation_end()
         self._resync()
 
     def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:

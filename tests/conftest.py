@@ -38,6 +38,7 @@ SIM_IS_SLOW = {
     "test_lightning_demos",
     "test_logs_and_metrics",
     "test_manual_optimisation",
+    "test_mistakes",
     "test_modules_that_broke_dp",
     "test_pytorch_lightning",
     "test_stdlib_lm",

@@ -87,8 +87,8 @@ class DataParallelMixin(OptionsMixin):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._close()
         super().on_exception(exception)
+        self._close()
 
     @override
     def teardown(self) -> None:

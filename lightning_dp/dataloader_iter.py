@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_dp.parallel.batch import cut_for, infer_for
+from lightning_dp.parallel.batch import Inferred, cut_for, infer_for
 from lightning_dp.parallel.workers import Calls, current_participant
 
 Item: TypeAlias = tuple[Any, int, int]
@@ -29,13 +29,29 @@ def takes_iterator(step: Callable[..., Any], batch: Any) -> bool:
 
 
 class Pulled:
-    """The batches that one step takes from an iterator: pulled once, for all replicas."""
+    """The batches that one step takes from an iterator: pulled once, for all replicas.
 
-    def __init__(self, module: LightningModule, source: Any) -> None:
+    A step that takes several at once may compute with one of them in the next step. Replicas'
+    losses are weighted by their samples, so from then on all batches have to be of one size.
+
+    Args:
+        module: the root's.
+        source: Lightning's iterator.
+        previous: what the step before took.
+        dim: the dimension along which batches are cut.
+    """
+
+    def __init__(
+        self, module: LightningModule, source: Any, previous: Pulled | None = None, dim: int = 0
+    ) -> None:
         self._module = module
         self.source = source
+        self._dim = dim
         self._items: list[Item] = []
         self.is_used = False
+        self._size: int | None = None  # of all batches, once it matters
+        if previous is not None and previous.source is source:
+            self._size = previous._size
 
     @property
     def ahead(self) -> int:
@@ -48,25 +64,36 @@ class Pulled:
             self._items.append(next(self.source))
         return self._items[i]
 
+    def first(self) -> Any:
+        """The batch that is split before the step begins."""
+        batch, *_ = self.item(0)
+        if self._size is not None:
+            self._checked(batch)
+        return batch
+
     def of_replica(self, shard: Any, _: torch.device) -> ShardIterator:
         """What a replica's step is given for its shard, which it moves itself as any such step."""
         return ShardIterator(self, shard)
 
     def more(self, calls: Calls, numbers: list[int]) -> Sequence[Any]:
         """The shards of a further batch, for replicas that all have come for it."""
-        batch = self.item(numbers[0])[0]
+        batch, *_ = self.item(numbers[0])
         sizes = tuple(calls.sizes or ())
         if len(sizes) == 1:
             return [batch]
-        inferred = infer_for(self._module, batch, calls.dim)
-        if inferred.size != sum(sizes):
+        self._size = sum(sizes)
+        return cut_for(self._module, batch, self._checked(batch), sizes, self._dim, calls.order)
+
+    def _checked(self, batch: Any) -> Inferred:
+        inferred = infer_for(self._module, batch, self._dim)
+        if inferred.size != self._size:
             raise ValueError(
-                f"dataloader_iter: expected batches of one size in a step, got {sum(sizes)} and "
-                f"then {inferred.size} samples. Replicas' losses are weighted by their samples. "
-                "Set drop_last=True in the DataLoader, take one batch in a step, or use "
-                'DataParallelStrategy(mode="forward").'
+                "dataloader_iter: expected batches of one size where a step takes several, got "
+                f"{self._size} and then {inferred.size} samples. Replicas' losses are weighted by "
+                "their samples. Set drop_last=True in the DataLoader, take one batch in a step, or "
+                'use DataParallelStrategy(mode="forward").'
             )
-        return cut_for(self._module, batch, inferred, sizes, calls.dim, calls.order)
+        return inferred
 
     def check_used(self, step: str) -> None:
         """Raises an error if the step has left the batch to the next one."""

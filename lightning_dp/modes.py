@@ -92,6 +92,7 @@ class StepMode(Mode):
         self._batch: Any = None
         self._call: EvaluationStep | None = None
         self._dataloader_idx = 0
+        self._pulled: Pulled | None = None
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Leaves the batch where it is: the step cuts it first and then moves each shard.
@@ -113,12 +114,12 @@ class StepMode(Mode):
 
     def _step_of_iterator(self, method: str, iterator: Iterator[Any]) -> Any:
         engine = self.engine
-        pulled = Pulled(self._module, iterator)
+        dims = engine.dims.of(method, training=method == "training_step")
+        pulled = self._pulled = Pulled(self._module, iterator, self._pulled, dims.dim)
         try:
-            batch, *_ = pulled.item(0)
+            batch = pulled.first()
         except StopIteration:
             # The step itself is to see that there is no more.
-            dims = engine.dims.of(method, training=method == "training_step")
             alone = Shards((1, *[0] * (len(engine.devices) - 1)), [iterator], whole=True, dims=dims)
             return self._run(method, iterator, (), to_device, alone)
         output = self._run(method, batch, (), pulled.of_replica)

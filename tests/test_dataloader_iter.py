@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from oracle import Classifier, Run, assert_same, loader, run, samples, trainer
+from oracle import Classifier, Run, assert_equal_trees, assert_same, loader, run, samples, trainer
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -243,6 +243,38 @@ def test_numbers_of_batches_and_loaders(on: str, mode: str) -> None:
     assert any(dataloader_idx == 1 for _, dataloader_idx, *_ in results[0]["val"])
 
 
+class Columns(Iterating):
+    """Samples are columns."""
+
+    def take(self, stage: str, dataloader_iter: Any) -> Any:
+        x, y = super().take(stage, dataloader_iter)
+        return x.T, y[0]
+
+
+def columns() -> DataLoader[Any]:
+    whole = samples(24)
+    batches = [(x.T.contiguous(), y[None]) for x, y in DataLoader(whole, batch_size=8)]
+    return DataLoader(batches, batch_size=None)
+
+
+class ColumnPairs(Columns, PairsByHand):
+    """Two at a time."""
+
+
+@pytest.mark.parametrize("make", [Columns, ColumnPairs])
+def test_batches_may_be_cut_along_another_dim(make: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    options: dict[str, Any] = {"dim": 1, "gather_overrides": {"": "cat"}}
+    ends = []
+    for devices, strategy in ((3, DataParallelStrategy(**options)), (1, "auto")):
+        torch.manual_seed(0)
+        module = make()
+        trainer(devices, strategy, max_epochs=2).fit(module, columns(), columns())
+        ends.append(module)
+    assert_equal_trees(ends[0].state_dict(), ends[1].state_dict(), "state", atol=1e-10, rtol=0.0)
+    assert ends[0].indices == ends[1].indices
+
+
 def test_one_sample_runs_on_one_replica() -> None:
     compared(Iterating, {}, lambda: loader(7, 3))
 
@@ -250,11 +282,34 @@ def test_one_sample_runs_on_one_replica() -> None:
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_batches_of_two_sizes_in_one_step_are_refused(on: str, executor: str) -> None:
     data = loader(14, 8)
-    with pytest.raises(
-        ValueError, match="expected batches of one size in a step, got 8 and then 6"
-    ):
+    with pytest.raises(ValueError, match=r"batches of one size .* got 8 and then 6 samples"):
         job = trainer(3, DataParallelStrategy(executor=executor))
         job.fit(Pairs(), data, loader(4))
+
+
+class Ahead(Iterating):
+    """Pulls the next batch before it computes with this one."""
+
+    latest: Any = None
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch = self.latest or self.take("train", dataloader_iter)
+        self.latest = None if dataloader_iter.done else self.take("train", dataloader_iter)
+        loss = self.loss_of(batch)
+        self.log("train/loss", loss, on_step=True, on_epoch=True, batch_size=len(batch[0]))
+        return loss
+
+
+@pytest.mark.filterwarnings("ignore:A step binds Ahead.latest to different values")
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_a_step_may_pull_ahead(on: str, executor: str) -> None:
+    compared(Ahead, {"executor": executor}, even)
+
+
+@pytest.mark.filterwarnings("ignore:A step binds Ahead.latest to different values")
+def test_a_step_that_pulls_ahead_needs_batches_of_one_size() -> None:
+    with pytest.raises(ValueError, match=r"batches of one size .* got 8 and then 6 samples"):
+        trainer(3).fit(Ahead(), loader(30, 8), loader(4))
 
 
 def test_a_step_that_takes_nothing_is_refused() -> None:

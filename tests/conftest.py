@@ -35,6 +35,7 @@ SIM_IS_SLOW = {
     "test_faults",
     "test_first_step",
     "test_forward_mode",
+    "test_least_samples",
     "test_lightning_demos",
     "test_logs_and_metrics",
     "test_manual_optimisation",

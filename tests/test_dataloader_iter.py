@@ -159,10 +159,12 @@ def compared(make: Any, strategy: dict[str, Any], data: Any) -> None:
 
 STRATEGIES = [
     {"executor": "threads"},
-    pytest.param({"executor": "inorder"}, marks=pytest.mark.slow),
-    pytest.param({"weights": [1, 0, 3]}, marks=pytest.mark.slow),
-    {"mode": "forward"},
+    *(
+        pytest.param(options, marks=pytest.mark.slow)
+        for options in ({"executor": "inorder"}, {"weights": [1, 0, 3]}, {"mode": "forward"})
+    ),
 ]
+EXECUTORS = [pytest.param("threads", marks=pytest.mark.slow), "inorder"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -179,7 +181,7 @@ def test_a_step_may_take_several_batches(on: str, make: Any, strategy: Any) -> N
     compared(make, strategy, even)
 
 
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("make", [Iterating, Manual])
 def test_the_end_of_data_of_unknown_length(on: str, make: Any, executor: str) -> None:
     compared(make, {"executor": executor}, unsized)
@@ -279,7 +281,7 @@ def test_one_sample_runs_on_one_replica() -> None:
     compared(Iterating, {}, lambda: loader(7, 3))
 
 
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_batches_of_two_sizes_in_one_step_are_refused(on: str, executor: str) -> None:
     data = loader(14, 8)
     with pytest.raises(ValueError, match=r"batches of one size .* got 8 and then 6 samples"):
@@ -301,7 +303,7 @@ class Ahead(Iterating):
 
 
 @pytest.mark.filterwarnings("ignore:A step binds Ahead.latest to different values")
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_step_may_pull_ahead(on: str, executor: str) -> None:
     compared(Ahead, {"executor": executor}, even)
 
@@ -321,7 +323,7 @@ def test_a_step_that_takes_nothing_is_refused() -> None:
         trainer(3).fit(Idle(), loader(), loader())
 
 
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_an_error_in_the_middle_comes_back_as_it_is(on: str, executor: str) -> None:
     class Failing(Pairs):
         def take(self, stage: str, dataloader_iter: Any) -> Any:

@@ -29,6 +29,8 @@ from lightning_dp.parallel.split.least import at_least, has_room
 from lightning_dp.parallel.split.planner import Capacity
 from lightning_dp.parallel.step import StepParallel
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Arithmetic
 
 some_sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
@@ -281,7 +283,7 @@ def parts_of(engine: StepParallel, sizes: Sequence[int]) -> Any:
     return [list(itertools.islice(positions, size)) for size in sizes if size]
 
 
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("executor", ["threads", pytest.param("inorder", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", SPLITS)
 def test_steps_of_every_size_are_done(on: str, options: Any, executor: Any) -> None:
     devices = devices_of(4)

@@ -204,7 +204,8 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-WAYS = ["threads", *(pytest.param(way, marks=pytest.mark.slow) for way in ("inorder", "forward"))]
+SLOW = pytest.mark.slow
+WAYS = ["threads", *(pytest.param(way, marks=SLOW) for way in ("inorder", "forward"))]
 
 
 def mistake(do: Callable[[Any], Any], devices: int, strategy: Any, **options: Any) -> Any:
@@ -225,7 +226,9 @@ def on_one(name: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", WAYS)
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[SLOW] * n.startswith("validation logs")) for n in MODULES]
+)
 def test_a_fit_ends_in_the_same_words(on: str, name: str, strategy: str) -> None:
     make, options = MODULES[name]
     own = DataParallelStrategy(**STRATEGIES[strategy])
@@ -241,7 +244,9 @@ def evaluated_on_one(name: str) -> Any:
 
 
 @pytest.mark.parametrize("strategy", WAYS)
-@pytest.mark.parametrize("name", EVALUATED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[SLOW] * n.startswith("test logs")) for n in EVALUATED]
+)
 def test_an_evaluation_ends_in_the_same_words(on: str, name: str, strategy: str) -> None:
     stage, step = EVALUATED[name]
     own = DataParallelStrategy(**STRATEGIES[strategy])
@@ -328,8 +333,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("mode", ["step", pytest.param("forward", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("mode", ["step", pytest.param("forward", marks=SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[SLOW] * n.startswith(STAGES[1:])) for n in FILES],
+)
 def test_a_file_is_refused_in_the_same_words(on: str, name: str, mode: Any, files: Path) -> None:
     one = mistake(lambda job: FILES[name](job, files), 1, "auto")
     told = mistake(lambda job: FILES[name](job, files), 3, DataParallelStrategy(mode=mode))

@@ -45,7 +45,16 @@ def outcome(devices: int, strategy: Any, missing: tuple[str, ...], when: str, st
 @pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
 @pytest.mark.parametrize(
     ("missing", "when"),
-    [*(((step,), "before") for step in STEPS), (STEPS, "before"), (STEPS[1:], "in setup")],
+    [
+        (STEPS[1:2], "before"),
+        (STEPS, "before"),
+        *(
+            pytest.param((step,), "before", marks=pytest.mark.slow)
+            for step in STEPS
+            if step != STEPS[1]
+        ),
+        pytest.param(STEPS[1:], "in setup", marks=pytest.mark.slow),
+    ],
 )
 def test_a_missing_step_is_as_on_one_device(
     on: str, missing: tuple[str, ...], when: str, stage: str

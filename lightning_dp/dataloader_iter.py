@@ -49,9 +49,9 @@ class Pulled:
         self._dim = dim
         self._items: list[Item] = []
         self.is_used = False
-        self._size: int | None = None  # of all batches, once it matters
+        self.size: int | None = None  # of all batches, once it matters
         if previous is not None and previous.source is source:
-            self._size = previous._size
+            self.size = previous.size
 
     @property
     def ahead(self) -> int:
@@ -67,7 +67,7 @@ class Pulled:
     def first(self) -> Any:
         """The batch that is split before the step begins."""
         batch, *_ = self.item(0)
-        if self._size is not None:
+        if self.size is not None:
             self._checked(batch)
         return batch
 
@@ -81,15 +81,15 @@ class Pulled:
         sizes = tuple(calls.sizes or ())
         if len(sizes) == 1:
             return [batch]
-        self._size = sum(sizes)
+        self.size = sum(sizes)
         return cut_for(self._module, batch, self._checked(batch), sizes, self._dim, calls.order)
 
     def _checked(self, batch: Any) -> Inferred:
         inferred = infer_for(self._module, batch, self._dim)
-        if inferred.size != self._size:
+        if inferred.size != self.size:
             raise ValueError(
                 "dataloader_iter: expected batches of one size where a step takes several, got "
-                f"{self._size} and then {inferred.size} samples. Replicas' losses are weighted by "
+                f"{self.size} and then {inferred.size} samples. Replicas' losses are weighted by "
                 "their samples. Set drop_last=True in the DataLoader, take one batch in a step, or "
                 'use DataParallelStrategy(mode="forward").'
             )

@@ -83,7 +83,7 @@ class StepMode(Mode):
     def __init__(
         self, module: LightningModule, devices: Sequence[torch.device], **options: Any
     ) -> None:
-        check_nothing_hidden(module)
+        check_nothing_hidden(module, is_metric)
         super().__init__(module, devices, **options)
         self._manual = ManualOptimization(module)
         context = partial(_around_step, self._journals, self._manual, module)
@@ -177,15 +177,15 @@ class ForwardMode(Mode):
         **options: Any,
     ) -> None:
         super().__init__(module, devices, **options)
+        for submodule in module.modules():
+            if is_metric(submodule):
+                submodule.to(self._options["output_device"])  # where the step's tensors are
         # The mode itself would be a cycle, which keeps replicas alive until it is found.
         context = partial(_around_forward, self._journals, module, devices[0])
         self.engine: ForwardParallel = ForwardParallel(
             module, devices, context=context, **self._options
         )
         self._move_batch = move_batch
-        for submodule in module.modules():
-            if is_metric(submodule):
-                submodule.to(self.engine.output_device)  # where the step's tensors are
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Brings the batch to the output device, where the step's own computations are."""

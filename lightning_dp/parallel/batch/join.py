@@ -132,7 +132,8 @@ def join_leaves(leaves: list[Any], rules: Join, path: tree.Path) -> Any:
 
 def _join_tensors(tensors: list[Tensor], rules: Join, path: tree.Path) -> Any:
     if any(t.is_nested or t.dim() for t in tensors):
-        return _join_rows(as_rows(tensors, rules.sizes), rules, path, TENSORS)
+        rows = as_rows(tensors, rules.sizes)
+        return _join_rows(rows, rules, path, kind_of(rows[0]) or TENSORS)
     if rules.scalars == "stack":
         return torch.cat([scalar.reshape(1) for scalar in tensors])
     return tensors[0] if len(tensors) == 1 else _merge(tensors, rules.sizes)
@@ -249,7 +250,7 @@ def _concatenate(leaves: list[Any], rules: Join, name: str) -> Any:
         has_dim = all(-row.dim() <= rules.dim < row.dim() for row in rows)
         if not has_dim or len({row.movedim(rules.dim, 0).shape[1:] for row in rows}) > 1:
             raise _cannot("cat", f"shapes that differ in dim {rules.dim} only", leaves, name)
-        return torch.cat(rows, rules.dim)
+        return (kind_of(rows[0]) or TENSORS).join(rows, rules.dim)
     kind = kind_of(leaves[0])
     if kind is None or any(kind_of(leaf) is not kind for leaf in leaves):
         raise _cannot("cat", "tensors, arrays or lists", leaves, name)

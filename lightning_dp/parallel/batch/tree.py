@@ -102,6 +102,8 @@ def equal(a: Any, b: Any) -> bool:
     """
     if a is b:
         return True
+    if isinstance(a, type) and isinstance(b, type):
+        return same_class(a, b)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if any(t.is_nested or t.layout is not torch.strided for t in (a, b)):
             return False
@@ -112,6 +114,27 @@ def equal(a: Any, b: Any) -> bool:
         return bool(same.all() if is_array(same) and type(a) is type(b) else same)
     except Exception:  # objects whose comparison is no yes or no
         return False
+
+
+def fields(cls: type) -> tuple[str, ...] | None:
+    """The names of the fields of a class of named tuples or of a dataclass; None for others."""
+    names = getattr(cls, "_fields", None) or getattr(cls, "__dataclass_fields__", None)
+    return None if names is None else tuple(names)
+
+
+def same_class(a: type, b: type) -> bool:
+    """Whether two classes mean the same: code that makes a class makes one on every replica.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> a, b, c = (namedtuple("Output", names) for names in (["y"], ["y"], ["z"]))
+        >>> same_class(a, b), same_class(a, c)
+        (True, False)
+    """
+    if a is b:
+        return True
+    alike = (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
+    return alike and fields(a) is not None and fields(a) == fields(b)
 
 
 def name(path: Path, root: str = "batch") -> str:

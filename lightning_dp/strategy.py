@@ -21,7 +21,7 @@ from lightning_dp.options import OptionsMixin
 from lightning_dp.parallel.batch import DeviceUsage
 from lightning_dp.parallel.replaced import Surroundings, replaced
 from lightning_dp.parallel.split import CostSplit, StepUsage
-from lightning_dp.parallel.workers import current_participant
+from lightning_dp.parallel.workers import Calls, current_participant
 
 
 class DataParallelMixin(OptionsMixin):
@@ -88,6 +88,7 @@ class DataParallelMixin(OptionsMixin):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         self._close()
 
     @override
@@ -103,10 +104,21 @@ class DataParallelMixin(OptionsMixin):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Does what the mode says; to another device, as asked for explicitly, it moves."""
+        """Does what the mode says; to another device, as asked for explicitly, it moves.
+
+        A step that has taken a batch by itself may ask for it: then to its replica's device.
+        """
+        participant = current_participant()
+        if participant is not None:  # hooks are the root's: on the host, one after another
+            own = (batch, device or participant.device, dataloader_idx)
+            return participant.meet("batch_to_device", own, self._batches_to_devices)
         if self._mode is None or device is not None:
             return super().batch_to_device(batch, device, dataloader_idx)
         return self._mode.batch(batch, dataloader_idx)
+
+    def _batches_to_devices(self, _: Calls, arguments: list[Any]) -> list[Any]:
+        move = super().batch_to_device
+        return [move(*own) for own in arguments]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -160,26 +172,30 @@ class DataParallelMixin(OptionsMixin):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """While it lasts, gradients accumulate on the replicas; the next backward sums them all."""
-        # Not where a replica says so: there every backward is a joint one.
-        if self._mode is None or current_participant():
-            yield
-            return
-        with replaced(self._mode.engine.reducer, accumulating=True):
-            yield
+        with super().block_backward_sync():
+            # Not where a replica says so: there every backward is a joint one.
+            if self._mode is None or current_participant():
+                yield
+                return
+            with replaced(self._mode.engine.reducer, accumulating=True):
+                yield
 
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         self._resync()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:
             self._resync()
 
     @override
     def on_validation_end(self) -> None:
+        super().on_validation_end()
         self._resync()
 
     def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_dp.checkpointing.contents import check_training_state
+from lightning_dp.checkpointing.contents import nothing_to_resume
 from lightning_dp.checkpointing.files import weights_in
 from lightning_dp.checkpointing.io import ModulePrefixCheckpointIO, name_as_module
 from lightning_dp.lightning_private import given_io, set_io
@@ -23,6 +23,7 @@ class CheckpointMixin(OneProcessMixin):
     """Saves clean names, loads any, and keeps what a split has learnt."""
 
     split_policy: SplitPolicy
+    _weights_only_path: Any = None  # of a checkpoint without the training state that a fit needs
 
     @property
     @override
@@ -60,7 +61,15 @@ class CheckpointMixin(OneProcessMixin):
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         module = cast(LightningModule, self.lightning_module)
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            check_training_state(checkpoint, module.trainer.ckpt_path)
+        if module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
+            self._weights_only_path = module.trainer.ckpt_path
         name_as_module(checkpoint, module, self.checkpoint_io)
         super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        path, self._weights_only_path = self._weights_only_path, None
+        # Python 3.10 has no notes: there Lightning's own text has to do.
+        if isinstance(exception, KeyError) and path is not None and hasattr(exception, "add_note"):
+            exception.add_note(nothing_to_resume(path))

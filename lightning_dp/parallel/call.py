@@ -31,6 +31,7 @@ class ReplicaCall(ABC):
 
     has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
     copied_parameters: ParameterCopies = "changed"  # by replicas elsewhere
+    path = ""  # of the submodule that is called
 
     def __init__(
         self, name: str, *, training: bool = False, transfer: Transfer = to_device

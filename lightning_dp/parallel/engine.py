@@ -48,8 +48,7 @@ from lightning_dp.parallel.replicas import (
     limits_norms,
 )
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
-from lightning_dp.parallel.torch_private import BatchNorm
-from lightning_dp.parallel.workers import Calls, Executor, ExecutorName
+from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, fewest_samples
 
 
 class Engine:
@@ -132,7 +131,7 @@ class Engine:
         """
         if not isinstance(batch, Shards):
             dims = self.dims.of(call.name, training=call.training)
-            plan = plan or self.plan(batch, training=call.training, telling=dims.asks)
+            plan = plan or self.plan(batch, call.path, training=call.training, telling=dims.asks)
             batch = self.scatter(batch, call.transfer, plan, dims)
         modules = self.replicate(call, batch)
         outputs = self.apply(call, modules, batch)
@@ -157,11 +156,14 @@ class Engine:
     # Its stages
 
     @stage("plan")
-    def plan(self, batch: Any, *, training: bool = True, telling: bool = False) -> Plan:
+    def plan(
+        self, batch: Any, path: str = "", *, training: bool = True, telling: bool = False
+    ) -> Plan:
         """Decides which samples each device gets, once for everything in the batch.
 
         A module may say by a method `batch_size(batch)` how many samples there are. If they are to
-        be `telling`, shards are unequal, which shows what counts samples.
+        be `telling`, shards are unequal, which shows what counts samples. The submodule `path` is
+        called: batch norm in it takes no shard of one sample.
         """
         self.planner.learn(self.meter.latest)
         self._forget_step()
@@ -171,8 +173,10 @@ class Engine:
         if not n:
             return self.planner.whole()
         costs = partial(sample_costs, self.module, batch, n, self._cost_key)
-        least = self._least(training) if telling else None
-        return self.planner.plan(n, costs, training=training, reading=reading, telling=least)
+        least = partial(fewest_samples, self.module, path)
+        return self.planner.plan(
+            n, costs, training=training, reading=reading, telling=telling, least=least
+        )
 
     @stage("scatter")
     def scatter(
@@ -249,11 +253,6 @@ class Engine:
         if not call.has_backward:
             self.planner.record_success(training=call.training)
         return result
-
-    def _least(self, training: bool) -> int:
-        """The fewest samples that a replica is to have: batch norm needs two to train."""
-        layers = self.module.modules() if training else ()
-        return 1 + any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
 
     @stage("reduce")
     def reduce(self) -> None:

@@ -153,7 +153,7 @@ class SpreadCall(ReplicaCall):
     ) -> None:
         super().__init__(f"{path}.forward".lstrip("."), training=training)
         self._engine = engine
-        self._path = path
+        self.path = path
         self._num_args = num_args
 
     def begin(self, shards: Shards) -> None:
@@ -164,7 +164,7 @@ class SpreadCall(ReplicaCall):
         """The replica's `forward`."""
         rest = {name: value for name, value in shard.items() if isinstance(name, str)}
         args = map(shard.get, range(self._num_args))
-        return module.get_submodule(self._path).forward(*args, **rest)
+        return module.get_submodule(self.path).forward(*args, **rest)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """Joined; what the root has returned alone stays as it is."""

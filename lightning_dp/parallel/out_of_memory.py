@@ -142,12 +142,13 @@ class RecoveringEngine(Engine):
             call.finish(result)
 
     def _check_room(self, name: str, n: int, text: str, training: bool) -> None:
-        fits = self.planner.fits(training=training)
-        if sum(fits) >= n:
+        most = self.planner.most(n, training=training)
+        if most >= n:
             return
+        fits = self.planner.fits(training=training)
         shares = ", ".join(f"{d} {size}" for d, size in zip(self.devices, fits, strict=True))
         raise torch.OutOfMemoryError(
-            f"{name}: expected a batch of at most {sum(fits)} samples, the largest that fits now "
+            f"{name}: expected a batch of at most {most} samples, the largest that fits now "
             f"({shares}; what a step logs or keeps comes on top), got {n}. Make the batch smaller "
             f"(accumulate_grad_batches keeps the effective size), or use more or larger devices. "
             f"The last device said: {text}"

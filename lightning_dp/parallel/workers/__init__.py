@@ -17,3 +17,4 @@ from lightning_dp.parallel.workers.apply import ExecutorName as ExecutorName
 from lightning_dp.parallel.workers.calls import Calls as Calls
 from lightning_dp.parallel.workers.participant import Task as Task
 from lightning_dp.parallel.workers.participant import current_participant as current_participant
+from lightning_dp.parallel.workers.sync_batch_norm import fewest_samples as fewest_samples

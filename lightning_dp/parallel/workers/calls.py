@@ -192,7 +192,7 @@ class Calls:
         found = []
         for participant in self.participants:
             if participant.state not in (NOT_BEGUN, ENDED) and not participant.hosted:
-                found.append(participant)  # noqa: PERF401  # one frame in every step
+                found.append(participant)  # one frame in every step
         return found
 
     def close(self) -> tuple[list[Any], tuple[Task | None, BaseException] | None]:

@@ -56,6 +56,10 @@ class DataParallelMixin(OptionsMixin):
         """
         return [] if self._mode is None else self._mode.engine.meter.take(wait=wait)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""
+        return {**super().__getstate__(), "_mode": None}
+
     # Setting up and tearing down
 
     @override

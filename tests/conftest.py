@@ -30,6 +30,7 @@ CONFORMS = "::test_as_one_device["
 SIM_IS_SLOW = {
     "test_callbacks",
     "test_containers_on_self",
+    "test_copied_trainers",
     "test_denoise",
     "test_faults",
     "test_first_step",

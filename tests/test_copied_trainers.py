@@ -9,17 +9,21 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
-from torch import Tensor
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.split import split_policy
+from lightning_dp.parallel.workers import current_participant
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copied": copy.deepcopy,
@@ -156,7 +160,7 @@ class Costly(Classifier):
 
 @pytest.mark.usefixtures("on")
 @way
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -190,3 +194,127 @@ def test_a_copied_split_gives_the_same_sizes(split: str, weights: Any) -> None:
     policy = split_policy(split, weights, ["cpu"] * 3)
     for copied in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
         assert [copied(n) for n in range(20)] == [policy(n) for n in range(20)]
+
+
+class InItsStep(Classifier):
+    """Copies itself, its Trainer, its optimizer and its schedule in the middle of a step."""
+
+    kept: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, way: str, manual: bool, copier: int) -> None:
+        super().__init__()
+        self.way, self.copier = way, copier
+        self.automatic_optimization = not manual
+        self.accuracy = MulticlassAccuracy(3)
+        self.all = MetricCollection([MeanMetric(), SumMetric()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.automatic_optimization:
+            optimizer, schedule = self.optimizers(), self.lr_schedulers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.look()
+            optimizer.step()
+            schedule.step()
+        else:
+            self.look()
+        self.accuracy(self.net(batch[0]).detach(), batch[1])
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.all.update(batch[1].double())
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.all.compute())
+        self.all.reset()
+
+    def look(self) -> None:
+        participant = current_participant()
+        is_first = participant is None or participant.replica == self.copier
+        if is_first and not self.kept:
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            parts = self, self.trainer, optimizer, self.lr_schedulers()
+            names = ("module", "trainer", "optimizer", "schedule")
+            self.kept.update(zip(names, map(WAYS[self.way], parts), strict=True))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), self.lr)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+@pytest.mark.usefixtures("on")
+@way
+@pytest.mark.parametrize("copier", [0, 2])
+@pytest.mark.parametrize("mode", ["step", "step, by hand", "forward"])
+def test_copies_made_in_a_step_are_as_those_of_one_device(
+    mode: str, copier: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode == "forward" and copier:
+        return  # there the step runs once
+    torch.set_default_dtype(torch.float64)
+    results = []
+    for devices in (3, 1):
+        monkeypatch.setattr(InItsStep, "kept", {})
+        torch.manual_seed(0)
+        module = InItsStep(way, mode.endswith("hand"), copier)
+        strategy = DataParallelStrategy(mode=mode.split(",")[0])
+        job = trainer(devices, strategy, max_epochs=1)
+        first = fitted(job, module)
+        kept = InItsStep.kept
+        kept["trainer"].fit_loop.max_epochs = 1
+        second = fitted(kept["trainer"], kept["module"])
+        options = {k: v for k, v in kept["optimizer"].param_groups[0].items() if k != "params"}
+        schedule = kept["schedule"].state_dict()
+        results.append([first, second, options, schedule, type(kept["optimizer"]).__name__])
+        assert type(kept["optimizer"].param_groups[0]) is dict
+    assert_equal_trees(*results, "fits", atol=1e-10, rtol=0.0)
+
+
+def _fit_in_another_process(trainer: Trainer, module: LightningModule, path: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    torch.save(fitted(trainer, module), path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "on_train_batch_end", "after"])
+def test_another_process_that_is_spawned_goes_on(when: str, tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float64)
+    results = []
+    for devices in (3, 1):
+        callback = Copying((when,) if when.startswith("on") else (), "copied")
+        torch.manual_seed(0)
+        job = trainer(devices, DataParallelStrategy(), callbacks=[callback], max_epochs=1)
+        module = Classifier()
+        if when != "before":
+            fitted(job, module)
+            job.fit_loop.max_epochs = 2
+        job = callback.trainers.get(when, job)
+        path = str(tmp_path / f"{devices}.pt")
+        args = (job, callback.modules.get(when, module), path)
+        process = torch.multiprocessing.get_context("spawn").Process(
+            target=_fit_in_another_process, args=args
+        )
+        process.start()
+        process.join(120)
+        assert process.exitcode == 0
+        results.append(torch.load(path))
+    assert_equal_trees(*results, "fits", atol=1e-10, rtol=0.0)
+
+
+class Normed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+
+@way
+def test_layers_that_were_copied_while_they_were_synced_are_synced_again(way: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    results = []
+    for devices in (3, 1):
+        callback = Copying(("on_train_batch_end",), way)
+        options = {"max_epochs": 1, "sync_batchnorm": devices > 1, "callbacks": [callback]}
+        torch.manual_seed(0)
+        first = fitted(trainer(devices, DataParallelStrategy(), **options), Normed())
+        results.append([first, refit(callback, "on_train_batch_end")])
+    assert_equal_trees(*results, "fits", atol=1e-8, rtol=0.0)

@@ -26,7 +26,7 @@ from lightning_dp.metrics.torchmetrics_on_replicas import (
     replay,
 )
 from lightning_dp.parallel.batch import Shards, StepDims
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.replaced import StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
 from lightning_dp.parallel.split import Order, batch_order
 from lightning_dp.state import ModuleState
@@ -82,11 +82,13 @@ class Journals(ReplicaRules):
         """A metric that writes into replica k's journal."""
         return self._journals[k].faces.make(module)
 
-    def own_attributes(self, module: nn.Module, k: int, device: torch.device) -> dict[str, Any]:
+    def own_attributes(
+        self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
+    ) -> dict[str, Any]:
         """`self.device` and `self.log` of a replica."""
         own: dict[str, Any] = {**own_device(module, device)}
         if module is self._module:
-            own["log"] = self._journals[k].log
+            own["log"] = StandIn(twin, "log", self._journals[k].log)
         return own
 
     @contextlib.contextmanager
@@ -109,7 +111,7 @@ class Journals(ReplicaRules):
             # Replica 0 is the user's module: it records only while the step lasts.
             own = self._journals[0]
             worn = own.faces.worn(self._metrics) if self._metrics else contextlib.nullcontext()
-            with replaced(self._module, log=own.log), worn:
+            with standing_in(self._module, "log", own.log), worn:
                 yield
             if is_rerun:
                 state.undo()

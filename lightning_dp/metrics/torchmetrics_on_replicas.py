@@ -21,7 +21,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_dp.lightning_private import keep_batch_value
 from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricMethod, join_arguments
 from lightning_dp.parallel.batch import StepDims, to_device, tree
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.replaced import StandIn, replaced
 from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import (
     buffer_table,
@@ -94,7 +94,7 @@ class MetricFaces:
         face.__dict__.update(tables)
         if isinstance(metric, Metric | MetricCollection):
             self._originals[id(face)] = metric
-            face.__dict__.update(_Recorder(metric, self._record, self._device).shadows())
+            face.__dict__.update(_Recorder(metric, self._record, self._device).shadows(face))
         return face
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class MetricFaces:
         ]
         with contextlib.ExitStack() as stack:
             for metric in metrics:
-                stack.enter_context(replaced(metric, **self._recorder(metric).shadows()))
+                stack.enter_context(replaced(metric, **self._recorder(metric).shadows(metric)))
             yield
 
     def _recorder(self, metric: AnyMetric) -> _Recorder:
@@ -125,19 +125,15 @@ class _Recorder:
         self._device = device
         self._scratch: AnyMetric | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
-        """Copying a metric that wears this recorder does not copy what hangs on it."""
-        return self
-
-    def shadows(self) -> dict[str, Callable[..., Any]]:
-        """What stands in front of a metric's own methods."""
-        return {name: getattr(self, name) for name in _SHADOWED}
+    def shadows(self, wearer: nn.Module) -> dict[str, Callable[..., Any]]:
+        """What stands in front of a metric's own methods; a copy of it has its own ones there."""
+        return {name: StandIn(wearer, name, getattr(self, name)) for name in _SHADOWED}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The value over the replica's own samples: that of all samples comes after the step."""
         self._append("forward", args, kwargs)
         if self._scratch is None:
-            self._scratch = _bare(copy.deepcopy(self._metric)).to(self._device)
+            self._scratch = copy.deepcopy(self._metric).to(self._device)
         self._scratch.reset()
         try:
             return self._scratch(*args, **kwargs)
@@ -172,15 +168,6 @@ def _snapshot(arguments: Any) -> Any:
     return tree.map_leaves(
         lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, arguments
     )
-
-
-def _bare(metric: AnyMetric) -> AnyMetric:
-    """A copied metric without the recorders that the original wore."""
-    for module in metric.modules():
-        for name in _SHADOWED:
-            if isinstance(getattr(module.__dict__.get(name), "__self__", None), _Recorder):
-                del module.__dict__[name]
-    return metric
 
 
 def _device(metric: AnyMetric) -> torch.device:

@@ -42,7 +42,7 @@ class Replica:
                 twins,
                 self._others,
                 table,
-                rules.own_attributes(module, k, device),
+                rules.own_attributes(module, twins[id(module)], k, device),
                 place,
                 device,
             )

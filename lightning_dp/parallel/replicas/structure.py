@@ -38,8 +38,10 @@ class ReplicaRules:
         """Replica k's own copy of a leaf module."""
         return copy.deepcopy(module).to(device)
 
-    def own_attributes(self, module: nn.Module, k: int, device: torch.device) -> dict[str, Any]:
-        """Attributes that replica k of a module keeps for itself instead of following the root."""
+    def own_attributes(
+        self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
+    ) -> dict[str, Any]:
+        """Attributes that a module's twin on replica k keeps for itself, and does not follow."""
         return {}
 
 

@@ -23,7 +23,7 @@ from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
-from lightning_dp.state import changed_once
+from lightning_dp.state import changed_once, no_step_of_one_replica
 
 ModeName: TypeAlias = Literal["step", "forward"]
 MODES: tuple[ModeName, ...] = ("step", "forward")
@@ -189,10 +189,15 @@ def _around_step(
     is_rerun: bool,
 ) -> Iterator[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
-    optimizers = module.trainer.strategy.optimizers if hook == "training_step" else []
+    if hook != "training_step":
+        with journals.around(replicas, shards, is_rerun):
+            yield
+        return
+    optimizers = manual.optimizers if manual.step else module.trainer.strategy.optimizers
     with (
         journals.around(replicas, shards, is_rerun),
         changed_once(optimizers, shards.active[0], is_rerun=is_rerun),
+        no_step_of_one_replica(replicas),
         manual.acting_together(manual.step) if manual.step else nullcontext(),
     ):
         yield

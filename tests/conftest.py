@@ -43,6 +43,7 @@ SIM_IS_SLOW = {
     "test_stdlib_lm",
     "test_trainer_options",
     "test_unusual_steps",
+    "test_wrapped_optimizers",
 }
 """Long files, whose runs on simulated devices are for `-m slow`; others cover these devices."""
 

@@ -23,6 +23,7 @@ from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
+from lightning_dp.spread_check import SpreadCheck
 from lightning_dp.state import changed_once, no_step_of_one_replica
 
 ModeName: TypeAlias = Literal["step", "forward"]
@@ -147,9 +148,10 @@ class ForwardMode(Mode):
         # The mode itself would be a cycle, which keeps replicas alive until it is found.
         context = partial(_around_forward, self._journals, module, devices[0])
         self.engine: ForwardParallel = ForwardParallel(
-            module, devices, context=context, **self._options
+            module, devices, context=context, scalars="merge", **self._options
         )
         self._move_batch = move_batch
+        self._check = SpreadCheck(module, self.engine)
         for submodule in module.modules():
             if is_metric(submodule):
                 submodule.to(self.engine.output_device)  # where the step's tensors are
@@ -162,8 +164,11 @@ class ForwardMode(Mode):
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
+        self._check.begin()
         with self.engine.spreading(), _at(self._module, self.engine.output_device):
-            return getattr(self._module, method)(batch, *args)
+            output = getattr(self._module, method)(batch, *args)
+        self._check.end(method, output)
+        return output
 
     @contextlib.contextmanager
     def during_backward(self) -> Iterator[None]:

@@ -237,8 +237,11 @@ class DataParallelMixin(OptionsMixin):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, "Data parallelism in one process")
+        name, text = cls.strategy_name, "Data parallelism in one process"
+        if name not in strategy_registry:
+            strategy_registry.register(name, cls, text)
+            forward = f"{text}: forward mode"
+            strategy_registry.register(f"{name}_forward", cls, forward, mode="forward")
 
 
 class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # noqa: D101

@@ -34,6 +34,7 @@ SIM_IS_SLOW = {
     "test_denoise",
     "test_faults",
     "test_first_step",
+    "test_forward_calls",
     "test_forward_mode",
     "test_lightning_demos",
     "test_logs_and_metrics",

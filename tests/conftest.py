@@ -29,6 +29,7 @@ CONFORMS = "::test_as_one_device["
 
 SIM_IS_SLOW = {
     "test_callbacks",
+    "test_classes_made_at_run_time",
     "test_containers_on_self",
     "test_copied_trainers",
     "test_denoise",

@@ -189,8 +189,8 @@ class TreeJoin:
 
     def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
         kinds = {type(node) for node in nodes}
-        if len(kinds) > 1:
-            names = sorted(kind.__qualname__ for kind in kinds)
+        if len(kinds) > 1 and len(set(map(tree.kind, nodes))) > 1:
+            names = sorted(set(map(tree.kind_name, nodes)))
             raise GatherError(
                 f"{self.rules.name(path)}: expected the same type from every replica, got "
                 f"{names}. Return the same structure for every shard."

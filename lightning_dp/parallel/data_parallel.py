@@ -187,7 +187,7 @@ def check_engine_options(
     check_dim(dim)
     check_choice("buffers", buffers, BUFFERS)
     check_choice("executor", executor, EXECUTORS)
-    check_overrides(overrides)
+    check_overrides(overrides, "gather_overrides")
 
 
 def _check_module(module: Any) -> None:

@@ -26,7 +26,8 @@ from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
-from lightning_dp.state import changed_once
+from lightning_dp.spread_check import SpreadCheck
+from lightning_dp.state import changed_once, no_step_of_one_replica
 
 ModeName: TypeAlias = Literal["step", "forward"]
 MODES: tuple[ModeName, ...] = ("step", "forward")
@@ -184,9 +185,10 @@ class ForwardMode(Mode):
         # The mode itself would be a cycle, which keeps replicas alive until it is found.
         context = partial(_around_forward, self._journals, module, devices[0])
         self.engine: ForwardParallel = ForwardParallel(
-            module, devices, context=context, **self._options
+            module, devices, context=context, scalars="merge", **self._options
         )
         self._move_batch = move_batch
+        self._check = SpreadCheck(module, self.engine)
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Brings the batch to the output device, where the step's own computations are."""
@@ -196,8 +198,11 @@ class ForwardMode(Mode):
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
+        self._check.begin()
         with self.engine.spreading(), _at(self._module, self.engine.output_device):
-            return getattr(self._module, method)(batch, *args)
+            output = getattr(self._module, method)(batch, *args)
+        self._check.end(method, output)
+        return output
 
     @contextlib.contextmanager
     def during_backward(self) -> Iterator[None]:
@@ -229,11 +234,16 @@ def _around_step(
     is_rerun: bool,
 ) -> Iterator[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
-    optimizers = module.trainer.strategy.optimizers if hook == "training_step" else []
+    if hook != "training_step":
+        with journals.around(replicas, shards, is_rerun):
+            yield
+        return
+    optimizers = manual.optimizers if manual.step else module.trainer.strategy.optimizers
     with (
         # Outside: its changes go, too, if a replay runs out of memory.
         changed_once(optimizers, shards.active[0], is_rerun=is_rerun),
         journals.around(replicas, shards, is_rerun),
+        no_step_of_one_replica(replicas),
         manual.acting_together(manual.step) if manual.step else nullcontext(),
     ):
         yield

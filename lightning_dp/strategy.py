@@ -56,6 +56,10 @@ class DataParallelMixin(OptionsMixin):
         """
         return [] if self._mode is None else self._mode.engine.meter.take(wait=wait)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""
+        return {**super().__getstate__(), "_mode": None}
+
     # Setting up and tearing down
 
     @override
@@ -88,8 +92,10 @@ class DataParallelMixin(OptionsMixin):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        self._close()
+        try:
+            super().on_exception(exception)
+        finally:
+            self._close()
 
     @override
     def teardown(self) -> None:
@@ -255,8 +261,11 @@ class DataParallelMixin(OptionsMixin):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, "Data parallelism in one process")
+        name, text = cls.strategy_name, "Data parallelism in one process"
+        if name not in strategy_registry:
+            strategy_registry.register(name, cls, text)
+            forward = f"{text}: forward mode"
+            strategy_registry.register(f"{name}_forward", cls, forward, mode="forward")
 
 
 class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # noqa: D101

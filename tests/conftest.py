@@ -29,11 +29,14 @@ CONFORMS = "::test_as_one_device["
 
 SIM_IS_SLOW = {
     "test_callbacks",
+    "test_classes_made_at_run_time",
     "test_containers_on_self",
+    "test_copied_trainers",
     "test_dataloader_iter",
     "test_denoise",
     "test_faults",
     "test_first_step",
+    "test_forward_calls",
     "test_forward_mode",
     "test_least_samples",
     "test_lightning_demos",
@@ -49,6 +52,7 @@ SIM_IS_SLOW = {
     "test_stuck_replicas",
     "test_trainer_options",
     "test_unusual_steps",
+    "test_wrapped_optimizers",
 }
 """Long files, whose runs on simulated devices are for `-m slow`; others cover these devices."""
 

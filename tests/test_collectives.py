@@ -496,6 +496,7 @@ class Contrastive(Classifier):
 
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"executor": "inorder"}, {"mode": "forward"}], ids=str)
+@pytest.mark.filterwarnings(r"ignore:.*_step. expected calls that are spread")
 def test_collectives_in_all_steps_give_the_numbers_of_one_device(
     devices: int, options: dict[str, Any]
 ) -> None:

@@ -18,7 +18,7 @@ FLOORS = [
     ["strategy"],
     ["first_step", "options"],
     ["modes"],
-    ["manual_optimization", "dataloader_iter", "layer_sync", "metrics"],
+    ["manual_optimization", "dataloader_iter", "layer_sync", "metrics", "spread_check"],
     ["state", "checkpointing", "monitor"],
     ["one_process", "table", "lightning_private"],
     ["parallel.data_parallel", "parallel.primitives", "parallel.manual"],

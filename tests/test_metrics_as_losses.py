@@ -434,6 +434,9 @@ def test_a_metric_inside_a_spread_forward_may_have_parameters(output: int | None
             self.log("inner", self.inner, on_step=True, on_epoch=True)
             return loss
 
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0])
+
     torch.set_default_dtype(torch.float64)
     options: dict[str, Any] = {"data": lambda: loader(40, 20)}
     strategy = {"mode": "forward", "output_device": f"sim:{output}" if output else None}

@@ -14,6 +14,7 @@ from lightning_dp.checkpointing.files import weights_in
 from lightning_dp.checkpointing.io import ModulePrefixCheckpointIO, name_as_module
 from lightning_dp.lightning_private import given_io, set_io
 from lightning_dp.one_process import OneProcessMixin
+from lightning_dp.parallel.errors import add_note, is_a
 from lightning_dp.parallel.split import LearningSplit, SplitPolicy
 
 _CHECKPOINT_KEY = "lightning_dp"
@@ -70,6 +71,5 @@ class CheckpointMixin(OneProcessMixin):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         path, self._weights_only_path = self._weights_only_path, None
-        # Python 3.10 has no notes: there Lightning's own text has to do.
-        if isinstance(exception, KeyError) and path is not None and hasattr(exception, "add_note"):
-            exception.add_note(nothing_to_resume(path))
+        if is_a(exception, KeyError) and path is not None:
+            add_note(exception, nothing_to_resume(path))

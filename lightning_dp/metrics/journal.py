@@ -28,7 +28,7 @@ from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, is_per_samp
 from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards, StepDims
 from lightning_dp.parallel.errors import add_note, context_of_errors
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.replaced import StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
 from lightning_dp.parallel.split import Order, batch_order
 from lightning_dp.state import ModuleState
@@ -97,11 +97,13 @@ class Journals(ReplicaRules):
         """A metric's state, which changes in every step."""
         return frozenset(state_of_metric(module, self._devices[0]))
 
-    def own_attributes(self, module: nn.Module, k: int, device: torch.device) -> dict[str, Any]:
+    def own_attributes(
+        self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
+    ) -> dict[str, Any]:
         """`self.device` and `self.log` of a replica, and the state of a metric."""
         own: dict[str, Any] = {**own_device(module, device), **state_of_metric(module, device)}
         if module is self._module:
-            own["log"] = self._journals[k].log
+            own["log"] = StandIn(twin, "log", self._journals[k].log)
         return own
 
     @context_of_errors
@@ -126,7 +128,7 @@ class Journals(ReplicaRules):
             # Replica 0 is the user's module: it records only while the step lasts.
             own = self._journals[0]
             measuring = self._measuring(shards.active) if self._attributes else nullcontext()
-            with replaced(self._module, log=own.log), measuring:
+            with standing_in(self._module, "log", own.log), measuring:
                 yield
             if is_rerun:
                 state.undo()

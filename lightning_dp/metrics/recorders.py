@@ -22,6 +22,7 @@ from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.errors import add_note, is_a
+from lightning_dp.parallel.replaced import StandIn
 from lightning_dp.parallel.replicas import layers_in
 from lightning_dp.parallel.torch_private import child_table
 
@@ -107,7 +108,7 @@ class _Recorder:
         self._own = own
         self._inner = inner  # itself, and the modules in it
         self._replaced: dict[str, Any] | None = None
-        self._shadows = {name: _Shadow(self, own, name) for name in _SHADOWED}
+        self._shadows = {n: StandIn(own, n, getattr(self, n)) for n in _SHADOWED}
 
     def put_on(self) -> None:
         """Stands in front of the methods."""
@@ -195,21 +196,6 @@ class _Recorder:
         arguments = _snapshot(args), _snapshot(kwargs)
         call = MetricCall(key, self._metric, method, *arguments, partial(_as_called, bound))
         self._replica.record(call)
-
-
-class _Shadow:
-    """Stands for a method of a metric. In a copy of the metric it is the copy's own method."""
-
-    def __init__(self, recorder: _Recorder, own: nn.Module, name: str) -> None:
-        self._call = getattr(recorder, name)
-        self._own, self._name = own, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        own = memo.get(id(self._own), self._own)
-        return getattr(type(own), self._name).__get__(own)
 
 
 @contextlib.contextmanager

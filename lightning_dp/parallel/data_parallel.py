@@ -114,7 +114,7 @@ class DataParallel(nn.Module, Generic[Module]):
             "overrides": gather_overrides,
         }
         capacities = partial(memory_capacities, self.devices)
-        # A wrong number of weights is told now; the policy itself cannot be pickled.
+        # A wrong number of weights is told now. A copy's engine has a policy of its own.
         self._split = (split, weights, self.devices, capacities)
         split_policy(*self._split)
         self._engine: ForwardParallel | None = None

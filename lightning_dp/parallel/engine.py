@@ -70,7 +70,7 @@ class Engine:
         context: entered around every apply, for what replicas leave behind besides outputs.
     """
 
-    expects_samples: ClassVar[bool] = False  # whether to warn where there is nothing to cut
+    expects_samples: ClassVar[bool] = False  # what is cut is a batch, not some call's arguments
     last_sizes: Sizes = ()  # samples per device in the latest apply
     interrupted: Tensor | None = None  # of the joint loss whose backward has not ended
 
@@ -91,7 +91,7 @@ class Engine:
         rules: ReplicaRules | None = None,
         context: StepContext = lambda *_: nullcontext(),
     ) -> None:
-        self.module = module
+        self.module = self.asked = module  # which says by its methods how batches are cut
         self.devices = list(devices)
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
@@ -107,7 +107,7 @@ class Engine:
         self._is_rerun = False
         self._executor = Executor(devices, self._how(executor), self.replicas.lose)
         self._dim, self._columns, self._cost_key = dim, columns, cost_key
-        self.dims = SampleDims(dim, overrides, is_told=scalars == "stack")
+        self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
         self._context = context
         self._stale = set(range(len(devices)))
@@ -167,12 +167,12 @@ class Engine:
         """
         self.planner.learn(self.meter.latest)
         self._forget_step()
-        n, reading = infer_for(self.module, batch, self._dim, columns=self._columns)
+        n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)
         if n is None and self.expects_samples:
             warn_of_nothing_to_cut(self._dim)
         if not n:
             return self.planner.whole()
-        costs = partial(sample_costs, self.module, batch, n, self._cost_key)
+        costs = partial(sample_costs, self.asked, batch, n, self._cost_key)
         least = partial(fewest_samples, self.module, path)
         return self.planner.plan(
             n, costs, training=training, reading=reading, telling=telling, least=least
@@ -197,7 +197,7 @@ class Engine:
             return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True, dims=dims)
         sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
         inferred = Inferred(sum(sizes), plan.reading)
-        parts = cut_for(self.module, batch, inferred, sizes, self._dim, plan.order)
+        parts = cut_for(self.asked, batch, inferred, sizes, self._dim, plan.order)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order, dims=dims)

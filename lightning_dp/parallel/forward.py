@@ -12,9 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.batch import Scalars, Shards, to_device
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
+from lightning_dp.parallel.replaced import replaced
+
+_TELLING = ("batch_size", "split_batch", "sample_cost")
 
 
 class ForwardParallel(RecoveringEngine):
@@ -25,8 +28,10 @@ class ForwardParallel(RecoveringEngine):
     parameters and the arguments. Hooks of the module itself see whole arguments and outputs.
 
     0-dim outputs are stacked to shape [K], one entry for each replica that had samples, unless
-    `overrides` says otherwise. A call without anything to cut runs on the root alone. Calls of the
-    `parallel_modules` are spread too, where they do not come from a call that is spread already.
+    `overrides` or `scalars` say otherwise. A call without anything to cut runs on the root alone.
+    Calls of the `parallel_modules` are spread too, where they do not come from a call that is
+    spread already. A module whose call is spread may say by `batch_size`, `split_batch` and
+    `sample_cost` how its arguments are cut; else the root's methods are asked.
 
     With `always_copies` calls in evaluation, too, copy the weights that can be trained, even if
     they look unchanged. Who does not leave it to `resync` when weights may have been written
@@ -50,10 +55,12 @@ class ForwardParallel(RecoveringEngine):
         *,
         parallel_modules: Sequence[str] = (),
         always_copies: bool = False,
+        scalars: Scalars = "stack",
         **options: Any,
     ) -> None:
         check_parallel_modules(module, parallel_modules)
-        super().__init__(module, devices, scalars="stack", **options)
+        super().__init__(module, devices, scalars=scalars, **options)
+        self.num_calls = self.num_cut = 0  # so far, and of these the ones that were cut
         self._paths = list(dict.fromkeys(["", *parallel_modules]))
         self._own_forwards: dict[str, Any] | None = None
         self._always_copies = always_copies
@@ -105,7 +112,14 @@ class ForwardParallel(RecoveringEngine):
         call = SpreadCall(self, path, len(args), training=training)
         # Code outside of the replicas may write weights between two calls, through `.data` too.
         call.copied_parameters = "trained" if self._always_copies or any(mode) else "changed"
-        return self.run(call, arguments)
+        self.num_calls += 1
+        with replaced(self, asked=self._asked(path)):
+            return self.run(call, arguments)
+
+    def _asked(self, path: str) -> nn.Module:
+        called = self.module.get_submodule(path)
+        tells = any(callable(getattr(called, name, None)) for name in _TELLING)
+        return called if tells else self.module
 
     def close(self) -> None:
         """As every engine; and lets go of graphs, which would keep the replicas for good."""
@@ -170,6 +184,7 @@ class SpreadCall(ReplicaCall):
         """Joined; what the root has returned alone stays as it is."""
         if shards.whole:
             return to_device(outputs[0], self._engine.output_device)
+        self._engine.num_cut += 1
         sizes, order = shards.active_sizes, shards.active_order
         return self._engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
 

@@ -78,11 +78,16 @@ class ManualStep(EvaluationStep):
         weights = loss_weights(self.shards.active_sizes, reduction, counts)
         return list(map(Graph, self.shards.active, losses, weights))
 
-    def once(self, call: Callable[[], T]) -> T:
-        """Does something to the root, on the host; the replicas' weights and gradients follow."""
+    def once(self, call: Callable[[], T], *, leaves_trace: bool = True) -> T:
+        """Does something to the root, on the host; the replicas' weights and gradients follow.
+
+        If it may write to gradients and leave no trace, all of them are copied again.
+        """
         self._gradients.check_agreement()
         self._gradients.adopt()
         result = call()
+        if not leaves_trace:
+            self._gradients.forget()
         self.follow()
         return result
 
@@ -166,6 +171,10 @@ class _FollowedGradients:
             for i, copy in zip(changed, _copies(gradients, replica), strict=True):
                 replica[i].grad = copy
         self._seen, self._leaders = now, _marks(self._leader)
+
+    def forget(self) -> None:
+        """Makes the replicas follow all gradients anew."""
+        self._seen = None
 
     def check_agreement(self) -> None:
         """Raises an error if the replicas' code has bound different gradients.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,3 +92,81 @@ class Surroundings:
         while len(_open.stack) > self._count:
             _open.stack[-1].put_back()
         torch.set_grad_enabled(self._grad)
+
+
+class StandIn:
+    """Stands on an object for one of its methods, and has the attributes of that method.
+
+    A copy or a pickle of the object that is made meanwhile, to save or to average it, has its own
+    method there: what stands in for the original's must not follow it.
+
+    Example:
+        >>> import copy
+        >>> class Greeter:
+        ...     def word(self):
+        ...         return "hello"
+        >>> greeter = Greeter()
+        >>> with standing_in(greeter, "word", lambda: "goodbye"):
+        ...     greeter.word(), copy.deepcopy(greeter).word()
+        ('goodbye', 'hello')
+    """
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        self._owner = weakref.ref(owner)  # which refers to this: a cycle would keep it alive
+        self._class, self._name = type(owner), name
+        self._own = vars(owner).get(name)
+        self._call: Callable[..., Any] | None = call
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """Without its object. Schedules take it from the `step` of optimizers, and wrap it."""
+        return lambda owner, *args, **kwargs: self(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What stands in, as long as it does."""
+        return (self._call or self._method())(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The method's own: schedules mark the `step` of optimizers."""
+        if "_call" not in vars(self):  # it is being made
+            raise AttributeError(name)
+        return getattr(self._method(), name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The own method of the owner's copy."""
+        if self._own is not None:
+            return _itself, (self._own,)
+        # A copy has no attributes yet when it asks for this: it gets its class's method.
+        return getattr, (self._owner(), self._name)
+
+    def retire(self) -> None:
+        """From now on it is the method that it has stood for: wrappers may still call it."""
+        self._call = None
+
+    def _method(self) -> Any:
+        if self._own is not None:
+            return self._own
+        method = getattr(self._class, self._name)
+        return method.__get__(self._owner()) if hasattr(method, "__get__") else method
+
+
+class standing_in(replaced):
+    """While it lasts, something is called in the place of a method, see `StandIn`.
+
+    What the code inside binds there, a wrapper around the method perhaps, stays.
+    """
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        self._name, self._stand_in = name, StandIn(owner, name, call)
+        super().__init__(owner, **{name: self._stand_in})
+
+    def put_back(self) -> None:
+        """As `replaced`; and what stood in becomes the method, which wrappers may still call."""
+        if self._attributes.get(self._name) is not self._stand_in:
+            self._before = {}
+        super().put_back()
+        self._stand_in.retire()
+
+
+def _itself(value: Any) -> Any:
+    return value

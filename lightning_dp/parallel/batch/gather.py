@@ -190,9 +190,9 @@ class TreeJoin:
         return any(have_rows) and (all(have_rows) or not are_alike)
 
     def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
-        kinds = [type(node) for node in nodes]
-        if not all(kind is kinds[0] or tree.same_class(kind, kinds[0]) for kind in kinds):
-            names = sorted({f"{kind.__qualname__}{tree.fields(kind) or ''}" for kind in kinds})
+        kinds = {type(node) for node in nodes}
+        if len(kinds) > 1 and len(set(map(tree.kind, nodes))) > 1:
+            names = sorted(set(map(tree.kind_name, nodes)))
             raise GatherError(
                 f"{self.rules.name(path)}: expected the same type from every replica, got "
                 f"{names}. Return the same structure for every shard."

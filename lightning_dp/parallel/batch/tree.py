@@ -93,6 +93,28 @@ def is_list(node: Any) -> bool:
     return isinstance(node, list | tuple) and not hasattr(node, "_fields")
 
 
+def kind(node: Any) -> tuple[Any, ...]:
+    """What containers that belong together have in common.
+
+    It is not the class: one that is made in a call is another one in each replica's call.
+    """
+    cls = type(node)
+    base = next((b for b in (list, tuple, Mapping) if isinstance(node, b)), object)
+    return base, cls.__module__, cls.__qualname__, _fields(node)
+
+
+def kind_name(node: Any) -> str:
+    """The class of a container, and its fields if it has such, for people."""
+    fields = _fields(node)
+    return type(node).__qualname__ + ("" if fields is None else f"({', '.join(fields)})")
+
+
+def _fields(node: Any) -> tuple[str, ...] | None:
+    if hasattr(node, "__dataclass_fields__"):
+        return tuple(field.name for field in dataclasses.fields(node))
+    return getattr(node, "_fields", None) if isinstance(node, tuple) else None
+
+
 def equal(a: Any, b: Any) -> bool:
     """Whether two leaves are equal, whatever they are; what does not say yes or no is not.
 

@@ -46,7 +46,7 @@ class Replica:
                 twins,
                 self._others,
                 buffer_table(module) if id(module) in source.staying else table,
-                rules.own_attributes(module, k, device),
+                rules.own_attributes(module, twins[id(module)], k, device),
                 place,
                 device,
             )

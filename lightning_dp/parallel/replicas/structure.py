@@ -42,8 +42,10 @@ class ReplicaRules:
         """Attributes that every replica of a module keeps for itself, whatever the root's are."""
         return frozenset()
 
-    def own_attributes(self, module: nn.Module, k: int, device: torch.device) -> dict[str, Any]:
-        """Attributes that replica k of a module keeps for itself instead of following the root."""
+    def own_attributes(
+        self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
+    ) -> dict[str, Any]:
+        """Attributes that a module's twin on replica k keeps for itself, and does not follow."""
         return {}
 
 

@@ -104,8 +104,9 @@ def fewest_samples(module: nn.Module, path: str = "") -> int:
 
 def can_be_synced(module: nn.Module) -> bool:
     """Whether a module is a batch norm layer whose `forward` is torch's own."""
-    is_own = "forward" not in module.__dict__ and type(module).forward is BatchNorm.forward
-    return isinstance(module, BatchNorm) and is_own
+    # In a copy that was made while it was synced, it is a method of the layer itself.
+    forward = getattr(module.__dict__.get("forward", module.forward), "__func__", None)
+    return isinstance(module, BatchNorm) and forward is BatchNorm.forward
 
 
 def _channels(vector: Tensor, x: Tensor) -> Tensor:

@@ -74,15 +74,24 @@ class ForwardParallel(RecoveringEngine):
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs.items())
-        training = any([module.training for module in self.replicas.submodules[0]])
+        return self.run(self.spread_call(path, len(args)), arguments)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether any part of the module is in training mode."""
+        return any([module.training for module in self.replicas.submodules[0]])
+
+    def spread_call(self, path: str = "", num_args: int = 0) -> SpreadCall:
+        """The next call of a submodule, as which the replicas are to be brought up to date."""
+        training = self.is_training
         mode = (training, torch.is_grad_enabled())
         if any(before and not now for before, now in zip(self._mode, mode, strict=True)):
             self.resync()  # what training changes leaves no trace everywhere
         self._mode = mode
-        call = SpreadCall(self, path, len(args), training=training)
+        call = SpreadCall(self, path, num_args, training=training)
         # Code outside of the replicas may write weights between two calls, through `.data` too.
         call.copied_parameters = "trained" if self._always_copies or any(mode) else "changed"
-        return self.run(call, arguments)
+        return call
 
     def close(self) -> None:
         """As every engine; and lets go of graphs, which would keep the replicas for good."""

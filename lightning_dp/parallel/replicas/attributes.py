@@ -42,7 +42,8 @@ class AttributeMirror:
         device: torch.device,
     ) -> None:
         self._original = original.__dict__
-        self._attributes = twins[id(original)].__dict__
+        self._twin = twins[id(original)]
+        self._attributes = self._twin.__dict__
         self._twins, self._others = twins, others
         self._source, self._device = source, device
         self._parameters = _translate(dict(parameter_table(original)), twins)
@@ -53,6 +54,7 @@ class AttributeMirror:
         self._slots = [(name, original, twins[id(original)]) for name in _slots_of(original)]
         self._kept: dict[str, tuple[Any, Any]] = {}
         self._copies: list[tuple[Tensor, float]] = []
+        self.in_graphs: list[str] = []  # attributes that are tensors with a graph, elsewhere
         self._size = -1
         self.version = -1
         self.refresh()
@@ -106,6 +108,17 @@ class AttributeMirror:
             if name in self._attributes:
                 self._attributes[name] = _translate(self._attributes[name], others)
 
+    def connect(self) -> None:
+        """Has copies of the tensors with a graph, which lead back to these."""
+        for name in self.in_graphs:
+            # As the module's own code sets them: recurrent layers note their weights then.
+            setattr(self._twin, name, self._original[name].to(self._device))
+
+    def disconnect(self) -> None:
+        """Has no such copies any more."""
+        for name in self.in_graphs:
+            setattr(self._twin, name, self._original[name])
+
     @property
     def has_to_be_watched(self) -> bool:
         """Whether it may become stale though nobody binds, sets or removes an attribute."""
@@ -126,14 +139,16 @@ class AttributeMirror:
         """Tensors that are neither parameters nor buffers have to be where their replica is.
 
         Those on the CPU stay there, as they do where a module is moved. Those with a graph stay
-        too, since a copy would cut it.
+        too, until `connect` copies them: a copy that is made here would cut it.
         """
-        self._copies = []
+        self._copies, self.in_graphs = [], []
         if self._device == self._source or self._source.type == "cpu":
             return
         for name, value in self._attributes.items():
             is_there = isinstance(value, Tensor) and value.device == self._source
-            if is_there and not value.requires_grad:
+            if is_there and value.requires_grad:
+                self.in_graphs.append(name)
+            elif is_there:
                 self._attributes[name] = value.to(self._device)
                 self._copies.append((value, version_of(value)))
 

@@ -56,6 +56,7 @@ class Replica:
         self._attribute_versions: list[int] = []
         self._attribute_counts: list[int] = []
         self._watched: list[AttributeMirror] = []
+        self._note_graphs()
 
     def refresh(self, versions: list[int]) -> None:
         """Follows the root's attributes, of which these are the versions."""
@@ -73,6 +74,7 @@ class Replica:
         self._attribute_versions = list(versions)
         self._attribute_counts = list(map(len, self._attributes))
         self._watched = [mirror for mirror in self._mirrors if mirror.has_to_be_watched]
+        self._note_graphs()
 
     def share(self, positions: set[int]) -> None:
         """Computes with the root's own parameters of these positions, and no others."""
@@ -90,6 +92,8 @@ class Replica:
             self._compute_with(dict(enumerate(tensors)))
         elif not self._stays_connected():
             self._compute_with({})
+        for mirror in self._with_graphs:
+            mirror.connect()
 
     def disconnect(self) -> None:
         """Computes with its own parameters again, and lets go of the graph.
@@ -98,6 +102,11 @@ class Replica:
         collector does not see through it.
         """
         self._compute_with({})
+        for mirror in self._with_graphs:
+            mirror.disconnect()
+
+    def _note_graphs(self) -> None:
+        self._with_graphs = [mirror for mirror in self._mirrors if mirror.in_graphs]
 
     def _compute_with(self, tensors: dict[int, Tensor]) -> None:
         """Puts tensors in the place of parameters, by their positions; elsewhere its own."""

@@ -38,6 +38,7 @@ SIM_IS_SLOW = {
     "test_logs_and_metrics",
     "test_manual_optimisation",
     "test_modules_that_broke_dp",
+    "test_peers_models",
     "test_pytorch_lightning",
     "test_stdlib_lm",
     "test_trainer_options",

@@ -38,12 +38,13 @@ FLOORS = [
         "parallel.replaced",
         "keys",
     ],
+    ["parallel.torch_compile"],
     ["parallel.torch_private"],
 ]
 """Top to bottom; what is on one floor does not import each other."""
 
-PRIVATE_NAMES = {"parallel.torch_private", "lightning_private"}
-"""The two rooms that may touch private names of others, for everybody."""
+PRIVATE_NAMES = {"parallel.torch_private", "parallel.torch_compile", "lightning_private"}
+"""The rooms that may touch private names of others, for everybody."""
 
 WINGS = {
     ".".join(file.parent.relative_to(PACKAGE).parts)

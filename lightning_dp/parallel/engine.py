@@ -44,7 +44,6 @@ from lightning_dp.parallel.replicas import (
     BufferCopies,
     ReplicaRules,
     Replicas,
-    compiles,
     limits_norms,
 )
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
@@ -106,7 +105,9 @@ class Engine:
             self.meter.watch()
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
-        self._executor = Executor(devices, "inorder" if self._runs_in_turn() else executor)
+        # Two threads would shorten the same row of a weight twice.
+        in_order = self.on_cpu and limits_norms(self.module)
+        self._executor = Executor(devices, "inorder" if in_order else executor)
         self._dim = dim
         self._columns = columns
         self._cost_key = cost_key
@@ -114,10 +115,6 @@ class Engine:
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
         self._context = context
         self._stale = set(range(len(devices)))
-
-    def _runs_in_turn(self) -> bool:
-        """Where two threads would compile at once, or shorten the same row of a weight twice."""
-        return compiles(self.module) or (self.on_cpu and limits_norms(self.module))
 
     # The flow
 
@@ -213,7 +210,8 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        in_threads = self._executor.choose(call.name, len(shards.active))
+        compiles = self.replicas.compile
+        in_threads = self._executor.choose(call.name, len(shards.active), in_order=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
             self.replicas.share_parameters(call.has_backward and not in_threads)
@@ -230,7 +228,8 @@ class Engine:
         if training and not shards.whole:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self._is_rerun)
-        with context, self.replicas.writing() if training else nullcontext():
+        writing = self.replicas.writing() if training else nullcontext()
+        with context, writing, self.replicas.compiling():
             tasks = call.tasks(modules, shards, self.devices)
             outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
         if training:

@@ -63,8 +63,10 @@ class ForwardParallel(RecoveringEngine):
         if self._own_forwards is not None:
             yield
             return
+        forwards = {path: _SpreadForward(self, path) for path in self._paths}
         try:
-            with self._forwards({path: _SpreadForward(self, path) for path in self._paths}) as own:
+            # Compiled code may also be called with whole batches, beside the replicas' calls.
+            with self._forwards(forwards) as own, self.replicas.compiling():
                 self._own_forwards = own
                 yield
         finally:

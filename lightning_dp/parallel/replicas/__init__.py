@@ -6,7 +6,6 @@ step, also where a write leaves no trace (`untracked_writes`, `limited_norm`), a
 cannot be replicated (`structure`, `hidden_layers`).
 """
 
-from lightning_dp.parallel.replicas.compiled import compiles as compiles
 from lightning_dp.parallel.replicas.hidden_layers import (
     check_nothing_hidden as check_nothing_hidden,
 )

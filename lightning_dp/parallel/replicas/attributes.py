@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.replicas.buffers import Table, version_of
+from lightning_dp.parallel.replicas.compiled import is_compiled
+from lightning_dp.parallel.torch_compile import compiled_function, set_compiled_function
 from lightning_dp.parallel.torch_private import (
     child_table,
     copy_hook_tables,
@@ -55,6 +57,7 @@ class AttributeMirror:
         self._kept: dict[str, tuple[Any, Any]] = {}
         self._copies: list[tuple[Tensor, float]] = []
         self.in_graphs: list[str] = []  # attributes that are tensors with a graph, elsewhere
+        self.compiles = False  # an attribute is a compiled function
         self._size = -1
         self.version = -1
         self.refresh()
@@ -83,6 +86,7 @@ class AttributeMirror:
         """Translates what has been bound anew and refers to parts of the root."""
         for name, value in self._original.items():
             if self._seen.get(name, _ABSENT) is not value and name not in self._own:
+                self.compiles = self.compiles or is_compiled(value)
                 twin = _translate(value, self._twins)
                 self._translated.pop(name, None)
                 if twin is not value:
@@ -193,25 +197,41 @@ def _translate(value: Any, twins: dict[int, Any]) -> Any:
     return value
 
 
-def _with_other_cells(function: FunctionType, twins: dict[int, Any]) -> FunctionType:
+def _with_other_cells(
+    function: FunctionType, twins: dict[int, Any], depth: int = 0
+) -> FunctionType:
     """A function that knows a replica's parts where the original knows the root's.
 
-    All else that it knows it shares with the original: counters go on counting.
+    All else that it knows it shares with the original: counters go on counting. What a compiled
+    function calls is looked into, too: that may be wrapped once more.
     """
-    cells = tuple(_other_cell(cell, twins) for cell in function.__closure__ or ())
+    original = compiled_function(function)
+    depth = depth if original is None else 2
+    cells = tuple(_other_cell(cell, twins, depth) for cell in function.__closure__ or ())
     if not any(map(is_not, cells, function.__closure__ or ())):
         return function
     defaults = function.__defaults__
     twin = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
     twin.__kwdefaults__ = function.__kwdefaults__
     twin.__dict__.update(function.__dict__)
+    if original is not None:
+        set_compiled_function(twin, _other_content(original, twins, depth))
     return twin
 
 
-def _other_cell(cell: CellType, twins: dict[int, Any]) -> CellType:
+def _other_cell(cell: CellType, twins: dict[int, Any], depth: int) -> CellType:
     try:
         content = cell.cell_contents
     except ValueError:  # it is empty
         return cell
-    # No further than to the parts themselves: functions may know each other in circles.
-    return CellType(twins[id(content)]) if id(content) in twins else cell
+    other = _other_content(content, twins, depth)
+    return cell if other is content else CellType(other)
+
+
+def _other_content(content: Any, twins: dict[int, Any], depth: int) -> Any:
+    """No further than to the parts themselves: functions may know each other in circles."""
+    if isinstance(content, MethodType) and id(content.__self__) in twins:
+        return MethodType(content.__func__, twins[id(content.__self__)])
+    if depth and isinstance(content, FunctionType) and content.__closure__:
+        return _with_other_cells(content, twins, depth - 1)
+    return twins.get(id(content), content)

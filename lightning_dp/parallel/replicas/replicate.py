@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.links import Packing
 from lightning_dp.parallel.replicas.buffers import CopiedBuffers, entries
+from lightning_dp.parallel.replicas.compiled import compiles
 from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.replicas.replica import Replica
 from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
 from lightning_dp.parallel.replicas.untracked_writes import SharedWrites, SilentWrites
 from lightning_dp.parallel.replicas.weights import ParameterState, WeightCopies
+from lightning_dp.parallel.torch_compile import more_recompilations
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
@@ -173,6 +175,15 @@ class Replicas:
             return nullcontext()
         return self._shared.noticed()
 
+    @property
+    def compile(self) -> bool:
+        """Whether calls of the replicas may compile something."""
+        return self._compiles or any([replica.compiles for replica in self._others])
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """What surrounds calls of the replicas: each may compile as much as one device would."""
+        return more_recompilations(len(self._devices)) if self.compile else nullcontext()
+
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""
         if self._limited is None:
@@ -213,6 +224,7 @@ class Replicas:
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(structure.parameters)
             self._rules.on_build(structure.leaves)
+            self._compiles = compiles(self._root)
             self._weights = weights = WeightCopies(structure.parameters)
             self._buffers = buffers = CopiedBuffers(structure.buffer_tables)
             self._others = [

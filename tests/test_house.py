@@ -27,7 +27,7 @@ FLOORS = [
     ["parallel.out_of_memory"],
     ["parallel.engine"],
     ["parallel.call", "parallel.gradients", "parallel.meter"],
-    ["parallel.replicas", "parallel.workers"],
+    ["parallel.replicas", "parallel.workers", "parallel.likely_cause"],
     ["parallel.batch"],
     ["parallel.links"],
     [

@@ -206,7 +206,7 @@ def _start_workers(devices: Sequence[torch.device]) -> list[_Worker]:
 
 
 def _with_note(error: BaseException, task: Task) -> BaseException:
-    note = f"[in replica {task.replica} on {task.device}{task.context()}]"
+    note = f"[in replica {task.replica} on {task.device}{task.context()}{task.cause(error)}]"
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif len(error.args) == 1 and isinstance(error.args[0], str):  # Python 3.10

@@ -2,15 +2,19 @@
 
 import copy
 import pickle
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from oracle import assert_equal_trees, devices_of, gradients
+from patience import soon, tensors
 from spreading import CPU, EXACT, inputs, perceptron, said
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -464,12 +468,12 @@ def _of(net: nn.Module, x: Tensor) -> Tensor:
     return net(x)
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    ("cls", "layer"),
+    [(DataParallel, layer) for layer in LAYERS] + [(OwnGather, "linear"), (OwnGather, "inside")],
+)
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("cls", [DataParallel, OwnGather])
 def test_norms_of_weights(cls: Any, norm: str, layer: str) -> None:
-    if cls is OwnGather and layer == "lstm":
-        pytest.skip("its outputs are no tensors")
     one, net = pair(partial(LAYERS[layer], NORMS[norm]))
     one.to(CPU)  # as the other is moved: recurrent layers then compute their weights once more
     with wrapped(cls, net) as wrapper:
@@ -500,3 +504,36 @@ def test_tensors_with_a_graph_on_the_module() -> None:
             leaves.append([leaf.grad.cpu(), other.grad.cpu()])
     assert_equal_trees(leaves[1], leaves[0], "gradients of the leaves", **EXACT)
     assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
+
+
+@pytest.mark.parametrize("norm", ["spectral_norm, hook", "weight_norm, hook"])
+def test_a_normed_wrapper_is_let_go_of(norm: str) -> None:
+    net = NORMS[norm](nn.Linear(4, 3)).to(devices_of(1)[0])
+    wrapper = DataParallel(net, devices_of(3), executor="threads")
+    for seed in range(10):
+        wrapper(inputs(seed=seed).float()).sum().backward()
+    before = tensors()
+    for seed in range(10):
+        wrapper(inputs(seed=seed).float()).sum().backward()
+    assert soon(lambda: tensors() <= before), (before, tensors())
+    gone = weakref.ref(wrapper)
+    del wrapper
+    assert soon(lambda: gone() is None and not dp_threads())
+
+
+def dp_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("dp-")]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_normed_critics_in_the_strategy(norm: str, mode: str) -> None:
+    class Critic(oracle.Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = NORMS[norm](nn.Linear(10, 3))
+
+    torch.set_default_dtype(torch.float64)
+    options = {"mode": mode, "parallel_modules": ["net"]} if mode == "forward" else {}
+    several = oracle.run(Critic, 3, strategy=options, max_epochs=1)
+    oracle.assert_same(several, oracle.run(Critic, 1, max_epochs=1))

@@ -17,6 +17,7 @@ from lightning_dp.lightning_private import own_device
 from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Journals, is_metric
 from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.checks import check_choice, check_names
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.manual import ManualStep
@@ -215,11 +216,8 @@ def _around_forward(
 
 def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
     """Refuses options of forward mode that cannot be, or that step mode would ignore."""
-    if isinstance(parallel_modules, str):
-        raise ValueError(
-            f"parallel_modules: expected a list of names, got {parallel_modules!r}. "
-            f"Write [{parallel_modules!r}]."
-        )
+    check_names("parallel_modules", parallel_modules)
+    check_choice("move_batch", move_batch, (True, False))
     if mode == "step" and (parallel_modules or not move_batch):
         named = ("parallel_modules", list(parallel_modules))
         key, value = named if parallel_modules else ("move_batch", move_batch)

@@ -604,16 +604,6 @@ def test_a_save_that_fails_leaves_the_old_file_and_no_other(failure: str, tmp_pa
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
-def test_a_link_is_replaced_and_permissions_are_the_usual_ones(tmp_path: Path) -> None:
-    (tmp_path / "best.ckpt").write_text("not to be touched")
-    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
-    ModulePrefixCheckpointIO().save_checkpoint(state(), tmp_path / "new" / "x.ckpt")
-    ModulePrefixCheckpointIO().save_checkpoint(state(), tmp_path / "last.ckpt")
-    assert (tmp_path / "best.ckpt").read_text() == "not to be touched"
-    (tmp_path / "usual").write_text("")
-    assert (tmp_path / "last.ckpt").stat().st_mode == (tmp_path / "usual").stat().st_mode
-
-
 class Stopped(FileIO):
     """A file whose writing is interrupted, as by Ctrl-C."""
 

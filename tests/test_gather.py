@@ -253,7 +253,10 @@ def test_an_override_that_cannot_be_followed_names_the_leaf(
     ("options", "message"),
     [
         ({"scalars": "cat"}, r"scalars: expected one of \['merge', 'stack'\], got 'cat'"),
-        ({"overrides": {"x": "median"}}, r"gather overrides, 'x': expected one of .* got 'median'"),
+        (
+            {"overrides": {"x": "median"}},
+            r"overrides\['x'\]: expected a key .* one of .* got 'median'",
+        ),
         ({"overrides": ["x"]}, "overrides: expected a mapping such as"),
         ({"sizes": [1, 2, 3]}, "sizes: expected 2 numbers, one per output, got 3"),
     ],

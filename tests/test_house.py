@@ -33,13 +33,12 @@ FLOORS = [
     [
         "parallel.split",
         "parallel.devices",
-        "parallel.checks",
         "parallel.ranges",
         "parallel.replaced",
         "keys",
     ],
     ["parallel.torch_compile"],
-    ["parallel.torch_private"],
+    ["parallel.torch_private", "parallel.checks"],
 ]
 """Top to bottom; what is on one floor does not import each other."""
 

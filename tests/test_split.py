@@ -137,12 +137,12 @@ def test_even_split_of_known_batches(n: int, k: int, sizes: tuple[int, ...]) -> 
     [
         ("banana", None, 2, "split: expected one of .*got 'banana'"),
         ("even", [1, 2], 3, "weights: expected 3 numbers, one per device, got 2"),
-        ("even", [0, 0], 2, "weights: expected finite numbers of at least 0, not all 0"),
-        ("even", [1, -1], 2, "weights: expected finite"),
-        ("even", [1, math.nan], 2, "weights: expected finite"),
-        ("even", [1, math.inf], 2, "weights: expected finite"),
-        ("even", [1, "2"], 2, "weights: expected finite"),
-        ("even", [True, 1], 2, "weights: expected finite"),
+        ("even", [0, 0], 2, "weights: expected a list of finite numbers of at least 0, not all 0"),
+        ("even", [1, -1], 2, "weights: expected a list of finite"),
+        ("even", [1, math.nan], 2, "weights: expected a list of finite"),
+        ("even", [1, math.inf], 2, "weights: expected a list of finite"),
+        ("even", [1, "2"], 2, "weights: expected a list of finite"),
+        ("even", [True, 1], 2, "weights: expected a list of finite"),
         ("chunk", [1, 2], 2, "weights: expected None with split='chunk'"),
     ],
 )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,30 +41,45 @@ def replacing(path: Path) -> Iterator[Path]:
     new one; before that, all is on the disk. After an error the old file is as it was, and also
     after a crash, which leaves the temporary file: the next writer into the folder removes it.
     A device or pipe, such as `/dev/null`, is no file to be replaced: it is written to itself.
-    An OSError names the file, not the temporary one.
+    Through a symbolic link its target is replaced, and the new file has the old one's permissions.
+    A file that may not be written is not replaced either. An OSError names the file, not the
+    temporary one.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         yield path
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left_behind(path.parent)
+    target = _target(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left_behind(target.parent)
     name = f".lightning-dp-{_HOST}-{os.getpid()}-{secrets.token_hex(4)}.tmp"
-    temporary = path.parent / name
+    temporary = target.parent / name
     _writing.add(name)
     try:
         yield temporary
         with temporary.open("r+b") as file:
             os.fsync(file.fileno())
-        os.replace(temporary, path)
-        _folder_to_disk(path.parent)
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        os.replace(temporary, target)
+        _folder_to_disk(target.parent)
     except OSError as error:
-        if error.errno is None or error.filename not in (None, str(temporary)):
+        if error.errno is None or error.filename not in (None, str(temporary), str(target)):
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         with contextlib.suppress(OSError):  # it is gone by now, or was never there
             temporary.unlink()
         _writing.discard(name)
+
+
+def _target(path: Path) -> Path:
+    """The file behind symbolic links; an OSError if links go round in a circle, or it is locked."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    if target.is_file() and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    return target
 
 
 def _folder_to_disk(folder: Path) -> None:

@@ -19,6 +19,7 @@ from lightning_dp.keys import (
     renamed,
     renaming_like,
     strip_prefix,
+    with_ties,
 )
 from lightning_dp.parallel.torch_private import is_extra_state
 
@@ -196,6 +197,8 @@ def name_for_module(checkpoint: dict[str, Any], module: nn.Module) -> None:
     """Renames, in place, the model's state in a checkpoint to what the module calls it."""
     own = keys_of(module)
     checkpoint.update(rename_model(checkpoint, lambda state: renaming_like(state, own)))
+    if isinstance(checkpoint.get("state_dict"), Mapping):
+        checkpoint["state_dict"] = with_ties(checkpoint["state_dict"], module)
 
 
 def add_to(checkpoint: Any, prefix: str) -> Any:

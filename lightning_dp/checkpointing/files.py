@@ -19,7 +19,7 @@ from torch import nn
 from lightning_dp.checkpointing import safetensors_files
 from lightning_dp.checkpointing.atomic_files import local_path, replacing
 from lightning_dp.checkpointing.contents import WEIGHTS, find_weights
-from lightning_dp.keys import normalize_state_dict
+from lightning_dp.keys import normalize_state_dict, with_ties
 
 PathLike = str | os.PathLike[str]
 
@@ -69,7 +69,8 @@ def load_weights(
         RuntimeError: `module.load_state_dict` refuses the weights.
     """
     state = weights_in(read(path, weights_only=weights_only), path)
-    return module.load_state_dict(normalize_state_dict(state, module), strict=strict)
+    named = with_ties(normalize_state_dict(state, module), module)
+    return module.load_state_dict(named, strict=strict)
 
 
 def weights_in(loaded: Any, path: PathLike) -> Mapping[str, Any]:

@@ -30,7 +30,7 @@ def read(file: BinaryIO, path: str | os.PathLike[str], map_location: Any) -> dic
     tensors: dict[str, Tensor]
     try:
         notes = _notes(file)
-        order = json.loads(notes.get(_ORDER, "[]"))
+        order = _order(notes)
         file.seek(0)
         tensors = library.load(file.read()) if name is None else library.load_file(name)
     except Exception as error:  # the library's own types of errors
@@ -39,10 +39,12 @@ def read(file: BinaryIO, path: str | os.PathLike[str], map_location: Any) -> dic
         ) from error
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
     tensors = {key: tensor.to(device) for key, tensor in tensors.items()}
-    # Other notes, such as the format, may happen to say a tensor's name.
-    tied = notes.keys() & set(order) if order else notes.keys() - {"format"}
-    tensors |= {key: tensors[notes[key]] for key in tied if notes[key] in tensors}
-    return {key: tensors[key] for key in order} if set(order) == set(tensors) else tensors
+    # What others note may happen to name a tensor. Ours is complete: every key is a tensor of the
+    # file, or tied to one.
+    first = {key: key if key in tensors else notes.get(key) for key in order}
+    if tensors.keys() - first.keys() or not all(name in tensors for name in first.values()):
+        return tensors
+    return {key: tensors[str(name)] for key, name in first.items()}
 
 
 def keeps_order(path: Path) -> bool:
@@ -50,7 +52,7 @@ def keeps_order(path: Path) -> bool:
     if path.suffix.lower() != SUFFIX:
         return True
     with path.open("rb") as file:
-        return _ORDER in _notes(file)
+        return bool(_order(_notes(file)))
 
 
 def write(state: Mapping[str, Any], path: Path) -> None:
@@ -61,9 +63,13 @@ def write(state: Mapping[str, Any], path: Path) -> None:
     for key, value in state.items():
         _check_value(key, value, path)
     tensors, notes = _untied(state)
-    with replacing(path) as temporary:
+    notes[_ORDER] = json.dumps(list(state))
+    with replacing(path) as place:
         try:
-            library.save_file(tensors, temporary, {**notes, _ORDER: json.dumps(list(state))})
+            if place == path:  # a device or a pipe, which the library would replace by a file
+                place.write_bytes(library.save(tensors, notes))
+            else:
+                library.save_file(tensors, place, notes)
         except KeyError as error:
             raise ValueError(
                 f"{path}: expected dtypes that .safetensors files can hold, got {error}. Write a "
@@ -109,8 +115,18 @@ def _notes(file: BinaryIO) -> dict[str, str]:
     """What the header says besides tensors, which the library does not tell of a file in memory."""
     file.seek(0)
     length = int.from_bytes(file.read(8), "little")
-    notes: dict[str, str] = json.loads(file.read(length)).get("__metadata__", {})
-    return notes
+    notes = json.loads(file.read(length)).get("__metadata__")
+    return notes if isinstance(notes, dict) else {}
+
+
+def _order(notes: Mapping[str, str]) -> list[str]:
+    """The keys in the module's order, as `write` notes them; none in the files of others."""
+    try:
+        order = json.loads(notes.get(_ORDER, "[]"))
+    except (TypeError, ValueError, RecursionError):  # no note of ours
+        return []
+    is_ours = isinstance(order, list) and all(isinstance(key, str) for key in order)
+    return order if is_ours else []
 
 
 def _library() -> Any:

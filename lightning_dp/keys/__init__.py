@@ -16,3 +16,4 @@ from lightning_dp.keys.state_dicts import keys_of as keys_of
 from lightning_dp.keys.state_dicts import normalize_state_dict as normalize_state_dict
 from lightning_dp.keys.state_dicts import renamed as renamed
 from lightning_dp.keys.state_dicts import renaming_like as renaming_like
+from lightning_dp.keys.state_dicts import with_ties as with_ties

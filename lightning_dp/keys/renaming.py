@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from lightning_dp.parallel.checks import told
+
+_MOST_LEVELS = 200  # each takes some of Python's stack, here and where torch loads the module
+
 
 @dataclass(frozen=True)
 class Renaming:
@@ -72,6 +76,7 @@ def beginnings(prefix: str) -> list[str]:
 
 def shared_prefix(keys: Collection[str], prefixes: Sequence[str]) -> str:
     """The wrappers that all keys are in, outermost first, as one prefix."""
+    check_levels(keys)
     shared = ""
     while keys:
         inner = (shared + prefix for prefix in prefixes)
@@ -80,6 +85,17 @@ def shared_prefix(keys: Collection[str], prefixes: Sequence[str]) -> str:
             break
         shared = longer
     return shared
+
+
+def check_levels(keys: Collection[str]) -> None:
+    """Raises a ValueError where a key is too deep to be one of a module."""
+    deepest = max(keys, key=lambda key: key.count("."), default="")
+    levels = deepest.count(".")
+    if levels > _MOST_LEVELS:
+        raise ValueError(
+            f"state_dict: expected names of at most {_MOST_LEVELS} levels, got one of {levels}: "
+            f"{told(deepest)}. Is this a module's state?"
+        )
 
 
 def _is_below(key: str, prefix: str) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dp.keys.matching import bare, match_keys
 from lightning_dp.keys.renaming import Renaming, shared_prefix, strip_prefix
+from lightning_dp.parallel.checks import told
 from lightning_dp.parallel.torch_private import format_versions, set_format_versions
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,9 @@ def normalize_state_dict(
         prefix = shared_prefix(state_dict, prefixes)
         if prefix:
             log.warning(
-                "normalize_state_dict: took %r from all %d keys. Without a reference that is a "
+                "normalize_state_dict: took %s from all %d keys. Without a reference that is a "
                 "guess: give the module that they are for to be certain.",
-                prefix,
+                told(prefix),
                 len(state_dict),
             )
         return renamed(state_dict, strip_prefix(state_dict, prefix))
@@ -97,6 +98,22 @@ def renamed(state_dict: Mapping[str, Any], renaming: Renaming) -> OrderedDict[st
         # A wrapper's own comes first.
         named = OrderedDict((renaming.module(path), value) for path, value in versions.items())
         set_format_versions(found, named)
+    return found
+
+
+def with_ties(state_dict: Mapping[str, Any], module: nn.Module) -> OrderedDict[str, Any]:
+    """Adds the names that a file left out because the module ties their weights to others.
+
+    The module holds such a weight once, so that its other names can get no other value.
+    """
+    own = {k: v for k, v in module.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+    told_of = {id(value): name for name, value in own.items() if name in state_dict}
+    missing = [name for name, v in own.items() if name not in state_dict and id(v) in told_of]
+    found = OrderedDict(state_dict)
+    found.update({name: state_dict[told_of[id(own[name])]] for name in missing})
+    versions = format_versions(state_dict)
+    if versions is not None:
+        set_format_versions(found, versions)
     return found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple
+
+from lightning_dp.keys.renaming import check_levels
 
 Wrapper = tuple[str, ...]
 """A wrapper's prefix as the steps of a path: ("module",)."""
@@ -33,8 +35,9 @@ class Inner(NamedTuple):
     alone: bool
 
 
-def tree_of(keys: Iterable[str]) -> Node:
+def tree_of(keys: Collection[str]) -> Node:
     """The tree that the keys are paths in."""
+    check_levels(keys)
     root = Node("")
     nodes = {"": root}
     for key in keys:

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+
+_MOST_DIMS = 64  # of a torch tensor
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlist = 16
+
+
+def told(value: object) -> str:
+    """A value in one line of an error, however long it is, and whatever its `repr` does.
+
+    Example:
+        >>> told([1, 10**400])[:20]
+        '[1, 1000000000000000'
+    """
+    try:
+        return " ".join(_SHORT.repr(value).split())
+    except ValueError:  # an integer of more digits than Python prints
+        return f"a huge {type(value).__qualname__}"
 
 
 def check_choice(key: str, value: object, choices: Sequence[object]) -> None:
@@ -18,17 +37,24 @@ def check_choice(key: str, value: object, choices: Sequence[object]) -> None:
         ...
         ValueError: mode: expected one of ['step', 'forward'], got 'foward'. Write one of these.
     """
-    if value not in choices:
+    if not is_choice(value, choices):
         raise ValueError(
-            f"{key}: expected one of {list(choices)}, got {value!r}. Write one of these."
+            f"{key}: expected one of {list(choices)}, got {told(value)}. Write one of these."
         )
 
 
-def check_dim(dim: object) -> None:
-    """Raises a ValueError unless it is an integer."""
-    if isinstance(dim, bool) or not isinstance(dim, int):
+def is_choice(value: object, choices: Sequence[object]) -> bool:
+    """Whether a value is one of the choices, and of its type: 1 is not True."""
+    return any(isinstance(value, type(choice)) and value == choice for choice in choices)
+
+
+def check_dim(dim: Any) -> None:
+    """Raises a ValueError unless it can be a dimension of a tensor."""
+    is_int = isinstance(dim, int) and not isinstance(dim, bool)
+    if not is_int or not -_MOST_DIMS <= dim < _MOST_DIMS:
         raise ValueError(
-            f"dim: expected an integer, got {dim!r}. Write the dimension that counts the samples."
+            f"dim: expected an integer from {-_MOST_DIMS} to {_MOST_DIMS - 1}, got {told(dim)}. "
+            "Write the dimension that counts the samples."
         )
 
 
@@ -45,3 +71,11 @@ def check_module(module: Any) -> None:
             f"DataParallel: expected a torch.nn.Module, got {type(module).__qualname__}. "
             "Wrap the module that computes the outputs."
         )
+
+
+def check_names(key: str, names: object) -> None:
+    """Raises a ValueError unless it is a list of names."""
+    listed = list(names) if isinstance(names, Sequence) else [None]
+    if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
+        one = f"[{names!r}]" if isinstance(names, str) else "['generator', 'discriminator']"
+        raise ValueError(f"{key}: expected a list of names, got {told(names)}. Write {one}.")

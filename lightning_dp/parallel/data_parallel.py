@@ -19,6 +19,7 @@ from lightning_dp.parallel.devices import (
     DeviceLike,
     all_devices,
     memory_capacities,
+    minus_one_is_cpu,
     resolve_devices,
     resolve_output_device,
 )
@@ -105,8 +106,7 @@ class DataParallel(nn.Module, Generic[Module]):
         ids = all_devices() if device_ids is None else device_ids
         self.devices = resolve_devices(ids, "device_ids")
         self.device_ids = [device.index for device in self.devices]
-        place = "cpu" if output_device == -1 else output_device
-        self.output_device = resolve_output_device(place, self.devices)
+        self.output_device = resolve_output_device(minus_one_is_cpu(output_device), self.devices)
         self.dim = dim
         self._options: dict[str, Any] = {
             "output_device": self.output_device,
@@ -280,7 +280,7 @@ def check_engine_options(
     check_dim(dim)
     check_choice("buffers", buffers, BUFFERS)
     check_choice("executor", executor, EXECUTORS)
-    check_overrides(overrides)
+    check_overrides(overrides, "gather_overrides")
 
 
 def _add_prefix(

@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lightning_dp.parallel.checks import told
+
 _PEAK = "max_memory_allocated"
 
 DeviceLike: TypeAlias = torch.device | str | int
@@ -27,7 +29,7 @@ def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
         raise ValueError(
             f"{key}: expected a list such as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu'], "
-            f"got {devices!r}. Put the device into a list."
+            f"got {told(devices)}. Put the device into a list."
         )
     if not devices:
         raise ValueError(f"{key}: expected at least one device, got an empty list.")
@@ -48,14 +50,19 @@ def resolve_output_device(
     if isinstance(output_device, bool) or not isinstance(output_device, int):
         return _existing(output_device, "output_device")
     if devices[0].type != "cpu":
-        return _existing(f"{devices[0].type}:{output_device}", "output_device")
+        return _existing(f"{devices[0].type}:{told(output_device)}", "output_device")
     if not 0 <= output_device < len(devices):
         raise ValueError(
             f"output_device: expected an index from 0 to {len(devices) - 1} (there are "
-            f"{len(devices)} CPU replicas), a device name or None, got {output_device}. Use 'cpu', "
-            "or leave it out for the root device."
+            f"{len(devices)} CPU replicas), a device name or None, got {told(output_device)}. "
+            "Use 'cpu', or leave it out for the root device."
         )
     return devices[output_device]
+
+
+def minus_one_is_cpu(device: Any) -> Any:
+    """What stands for a device that may be given as in `torch.nn.parallel`."""
+    return "cpu" if type(device) is int and device == -1 else device
 
 
 def accelerator_type() -> str | None:
@@ -177,7 +184,9 @@ def _existing(entry: DeviceLike, key: str) -> torch.device:
     count = device_count(device.type)
     index = device.index or 0
     if index >= count:
-        raise ValueError(f"{key}: {_expected(device.type, count)}, got {entry!r}.{_hint(device)}")
+        raise ValueError(
+            f"{key}: {_expected(device.type, count)}, got {told(entry)}.{_hint(device)}"
+        )
     return device if device.type == "cpu" else torch.device(device.type, index)
 
 
@@ -185,21 +194,23 @@ def _parse(entry: DeviceLike, key: str) -> torch.device:
     if isinstance(entry, torch.device):
         return torch.device("cpu") if entry.type == "cpu" and not entry.index else entry
     if isinstance(entry, bool) or not isinstance(entry, int | str):
-        raise ValueError(f"{key}: expected a device, its name or its id, got {entry!r}.")
+        raise ValueError(f"{key}: expected a device, its name or its id, got {told(entry)}.")
     if isinstance(entry, str) and not entry.lstrip("-").isdigit():
         try:
             return torch.device("cpu") if entry == "cpu:0" else torch.device(entry)
         except RuntimeError as error:
             raise ValueError(
-                f"{key}: expected a device name such as 'cuda:1' or 'cpu', got {entry!r}. "
+                f"{key}: expected a device name such as 'cuda:1' or 'cpu', got {told(entry)}. "
                 "Correct the spelling."
             ) from error
     number, kind = int(entry), accelerator_type()
     if number < 0:
-        raise ValueError(f"{key}: expected an id of 0 or more, got {number}. Leave out the minus.")
+        raise ValueError(
+            f"{key}: expected an id of 0 or more, got {told(number)}. Leave out the minus."
+        )
     if kind is None:
         raise ValueError(
-            f"{key}: expected 'cpu', since this machine has no accelerator, got id {number}. "
+            f"{key}: expected 'cpu', since this machine has no accelerator, got id {told(number)}. "
             "Write ['cpu'] * K for K replicas on the CPU."
         )
     return torch.device(kind, number)

@@ -23,7 +23,7 @@ from lightning_dp.parallel.batch.sample_dims import Override, StepDims
 from lightning_dp.parallel.batch.sizes import BatchSizeError, infer_batch_size
 from lightning_dp.parallel.batch.to_device import to_device_together
 from lightning_dp.parallel.checks import check_choice
-from lightning_dp.parallel.devices import DeviceLike, resolve_devices
+from lightning_dp.parallel.devices import DeviceLike, minus_one_is_cpu, resolve_devices
 from lightning_dp.parallel.split import Order, Sizes
 
 _CPU = torch.device("cpu")
@@ -112,8 +112,8 @@ def gather(
     """
     check_choice("scalars", scalars, get_args(Scalars))
     check_overrides(overrides)
-    is_cpu = output_device in (_CPU, -1)
-    device = _CPU if is_cpu else resolve_devices([output_device])[0]
+    output_device = minus_one_is_cpu(output_device)
+    device = output_device if output_device == _CPU else resolve_devices([output_device])[0]
     sizes = own_sizes(outputs, dim) if sizes is None else tuple(sizes)
     sizes = sizes or (1,) * len(outputs)
     if len(sizes) != len(outputs):

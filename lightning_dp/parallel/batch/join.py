@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.leaves import TENSORS, Kind, is_array, kind_of, move, pick
 from lightning_dp.parallel.batch.sample_dims import Override, StepDims, Verdict, multiple_of
+from lightning_dp.parallel.checks import is_choice, told
 from lightning_dp.parallel.split import Order, Sizes, batch_order
 
 Scalars: TypeAlias = Literal["merge", "stack"]
@@ -95,18 +96,19 @@ class Join:
         return pick(joined, places, dim)
 
 
-def check_overrides(overrides: Mapping[str, str] | None) -> None:
-    """Raises a ValueError unless `overrides` maps keys to `Override`."""
+def check_overrides(overrides: Mapping[str, str] | None, option: str = "overrides") -> None:
+    """Raises a ValueError, which names the option, unless it maps keys to `Override`."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError(
-            f"overrides: expected a mapping such as {{'loss': 'mean'}}, got {overrides!r}. "
+            f"{option}: expected a mapping such as {{'loss': 'mean'}}, got {told(overrides)}. "
             "Map keys or dotted paths of the outputs to how they are joined."
         )
     for key, override in (overrides or {}).items():
-        if override not in get_args(Override):
+        if not isinstance(key, str) or not is_choice(override, get_args(Override)):
             raise ValueError(
-                f"gather overrides, {key!r}: expected one of {sorted(get_args(Override))}, "
-                f"got {override!r}. Correct it, or leave it out for gather's own rule."
+                f"{option}[{told(key)}]: expected a key or dotted path, and one of "
+                f"{sorted(get_args(Override))}, got {told(override)}. Correct it, or leave it out "
+                "for gather's own rule."
             )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from numbers import Integral, Real
 from typing import Any, TypeAlias
 
+from lightning_dp.parallel.checks import told
 from lightning_dp.parallel.split.adaptive import Adaptive
 from lightning_dp.parallel.split.arithmetic import (
     CostSplit,
@@ -29,28 +32,36 @@ def check_split(
     split: str | OwnSplit, weights: Sequence[float] | None, sample_cost: str | None = None
 ) -> None:
     """Raises a ValueError where these options are wrong whatever the devices are."""
-    if not callable(split) and split not in SPLITS:
+    if not (_is_function(split) or (isinstance(split, str) and split in SPLITS)):
         raise ValueError(
             f"split: expected one of {sorted(SPLITS)} or a function (batch_size, devices) -> "
-            f"sizes, got {split!r}. Use 'even', or weights=[...] for fixed shares."
+            f"sizes, got {told(split)}. Use 'even', or weights=[...] for fixed shares."
+        )
+    if sample_cost is not None and not (isinstance(sample_cost, str) and sample_cost):
+        raise ValueError(
+            f"sample_cost: expected the name of an entry of the batch, got {told(sample_cost)}. "
+            "Write a key or dotted path, such as 'lengths', or leave it out to ask the module."
         )
     if sample_cost is not None and split != "cost":
         raise ValueError(
-            f"sample_cost: expected None with split={split!r}, got {sample_cost!r}. "
+            f"sample_cost: expected None with split={told(split)}, got {sample_cost!r}. "
             "Use split='cost', or leave it out."
         )
-    if weights is None:
-        return
+    if weights is not None:
+        _check_weights(weights, split)
+
+
+def _check_weights(weights: Sequence[float], split: str | OwnSplit) -> None:
     if split != "even":
         raise ValueError(
-            f"weights: expected None with split={split!r}, got {list(weights)}. "
+            f"weights: expected None with split={told(split)}, got {told(weights)}. "
             "Leave out one of the two: weights are a split of their own."
         )
-    wrong = [w for w in weights if not _is_weight(w)]
-    if wrong or not any(weights):
+    is_list = isinstance(weights, Sequence) and not isinstance(weights, str | bytes)
+    if not is_list or not all(map(_is_weight, weights)) or not any(weights):
         raise ValueError(
-            f"weights: expected finite numbers of at least 0, not all 0, got {list(weights)}. "
-            "Give each device its share, such as [1, 3, 3, 3]."
+            f"weights: expected a list of finite numbers of at least 0, not all 0, got "
+            f"{told(weights)}. Give each device its share, such as [1, 3, 3, 3]."
         )
 
 
@@ -88,7 +99,7 @@ def split_policy(
         return Memory([list(devices).index(device) for device in devices], capacities)
     if weights is None:
         return lru_cache(maxsize=64)(lambda n: _FIXED[split](n, k))
-    shares = tuple(weights)
+    shares = tuple(_plain(w) for w in weights)
     if len(shares) != k:
         raise ValueError(
             f"weights: expected {k} numbers, one per device, got {len(shares)}: {list(shares)}. "
@@ -100,7 +111,7 @@ def split_policy(
 def _checked(split: OwnSplit, devices: Sequence[Any], n: int) -> Sizes:
     """The answer of a user's function."""
     sizes, k = split(n, list(devices)), len(devices)
-    are_sizes = isinstance(sizes, Sequence) and all(_is_size(size) for size in sizes)
+    are_sizes = isinstance(sizes, Sequence) and all(map(_is_size, sizes))
     if not are_sizes or len(sizes) != k or sum(sizes) != n:
         raise ValueError(
             f"split: expected {k} integers of at least 0, one per device, with sum {n}, from "
@@ -110,9 +121,32 @@ def _checked(split: OwnSplit, devices: Sequence[Any], n: int) -> Sizes:
     return tuple(int(size) for size in sizes)
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_function(split: object) -> bool:
+    """Whether it can be called with a batch size and devices; a class makes no sizes."""
+    if not callable(split) or isinstance(split, type):
+        return False
+    try:
+        inspect.signature(split).bind(1, [])
+    except TypeError:
+        return False
+    except ValueError:  # a function in C that does not tell
+        return True
+    return True
 
 
-def _is_weight(value: object) -> bool:
-    return _is_size(value) or (isinstance(value, float) and math.isfinite(value) and value >= 0)
+def _is_size(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
+
+
+def _plain(weight: Any) -> float:
+    """A weight as exact arithmetic takes it, which numbers of NumPy are not."""
+    return int(weight) if isinstance(weight, Integral) else float(weight)
+
+
+def _is_weight(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value) and float(value) >= 0
+    except OverflowError:  # an integer that is no float
+        return False

@@ -17,6 +17,7 @@ from spreading import EXACT, inputs, wrapping
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.replicas import Replicas
 
 pytestmark = [
@@ -188,7 +189,8 @@ def test_many_graphs_for_many_replicas(mode: str) -> None:
 
     options = {"mode": mode, "weights": list(range(1, 9)), "executor": "threads"}
     limit = torch._dynamo.config.recompile_limit
-    run(Static, 8, strategy=options, data=lambda: oracle.loader(120, 50), max_epochs=1)
+    job = oracle.trainer(8, DataParallelStrategy(**options), max_epochs=1)
+    job.fit(Static(), oracle.loader(120, 50), oracle.loader(4))
     assert len(COMPILERS) > 2 * limit == 16 and set(COMPILERS) == {"MainThread"}
     assert torch._dynamo.config.recompile_limit == limit
 

@@ -210,7 +210,7 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        compiles = self.replicas.compile
+        compiles = self.replicas.may_compile
         in_threads = self._executor.choose(call.name, len(shards.active), in_order=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.

@@ -176,13 +176,13 @@ class Replicas:
         return self._shared.noticed()
 
     @property
-    def compile(self) -> bool:
+    def may_compile(self) -> bool:
         """Whether calls of the replicas may compile something."""
         return self._compiles or any([replica.compiles for replica in self._others])
 
     def compiling(self) -> AbstractContextManager[None]:
         """What surrounds calls of the replicas: each may compile as much as one device would."""
-        return more_recompilations(len(self._devices)) if self.compile else nullcontext()
+        return more_recompilations(len(self._devices)) if self.may_compile else nullcontext()
 
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""

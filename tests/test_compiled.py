@@ -7,12 +7,13 @@ which makes one for each size.
 
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from oracle import assert_equal_trees, assert_same, gradients, run
+from oracle import assert_equal_trees, assert_same, gradients, loader, run
 from spreading import EXACT, inputs, wrapping
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -208,6 +209,39 @@ def test_what_is_compiled_later_is_noticed() -> None:
     several = run(Later, 3, strategy={"executor": "threads"})
     assert set(COMPILERS) == {"MainThread"}
     assert_same(several, run(Later, 1))
+
+
+def test_what_no_look_finds_is_noticed_when_it_is_compiled() -> None:
+    seen: list[str] = []
+
+    class Helped(Base):
+        def compile_parts(self) -> None:
+            self.helper = SimpleNamespace(function=compiled(lambda x: x.sin()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(threading.current_thread().name)
+            return super().training_step([self.helper.function(batch[0]), batch[1]], batch_idx)
+
+    options = {"executor": "threads"}
+    oracle.trainer(3, DataParallelStrategy(**options)).fit(Helped(), loader(), loader())
+    assert "MainThread" not in seen[:3] and set(seen[3:]) == {"MainThread"}
+
+
+def test_in_forward_mode_a_loss_may_be_compiled_beside_threads() -> None:
+    seen: list[str] = []
+    loss = SimpleNamespace(function=compiled(lambda y: y.square().mean()))
+
+    class Beside(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(threading.current_thread().name)
+            return self.net(x)
+
+        def loss(self, batch: Any) -> Tensor:
+            return loss.function(self(batch[0]))
+
+    options = {"executor": "threads", "mode": "forward"}
+    oracle.trainer(3, DataParallelStrategy(**options)).fit(Beside(), loader(), loader())
+    assert COMPILERS and set(COMPILERS) == {"MainThread"} and "MainThread" not in seen
 
 
 def test_what_is_not_compiled_runs_in_threads_as_before() -> None:

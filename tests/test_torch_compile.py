@@ -69,3 +69,12 @@ def test_dynamo_config_limits_are_raised_for_a_while() -> None:
         with private.more_recompilations(3):
             assert now == (config.recompile_limit, config.accumulated_recompile_limit)
     assert before == (config.recompile_limit, config.accumulated_recompile_limit)
+
+
+def test_dynamo_utils_counters_count_what_is_compiled() -> None:
+    before = private.compiled_frames()
+    compiled = torch.compile(lambda x: x + 2, backend="eager")
+    compiled(torch.ones(2))
+    after = private.compiled_frames()
+    compiled(torch.ones(2))
+    assert before < after == private.compiled_frames()

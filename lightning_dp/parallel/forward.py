@@ -66,7 +66,7 @@ class ForwardParallel(RecoveringEngine):
         forwards = {path: _SpreadForward(self, path) for path in self._paths}
         try:
             # Compiled code may also be called with whole batches, beside the replicas' calls.
-            with self._forwards(forwards) as own, self.replicas.compiling():
+            with self._forwards(forwards) as own, self.replicas.as_often_compiled():
                 self._own_forwards = own
                 yield
         finally:

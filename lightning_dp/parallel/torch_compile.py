@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from operator import attrgetter
@@ -37,6 +38,12 @@ def set_compiled_function(function: FunctionType, original: Callable[..., Any]) 
     function.__dict__["_torchdynamo_orig_callable"] = original
     function.__dict__["_torchdynamo_inline"] = original
     function.__dict__["_torchdynamo_wrapper_id"] = id(function)
+
+
+def compiled_frames() -> int:
+    """How often anything was compiled so far. Gone: an error, where torch compiles at all."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(found(dynamo, "counters")["frames"]["total"])
 
 
 _is_raised: ContextVar[bool] = ContextVar("_is_raised", default=False)

@@ -3,7 +3,8 @@
 `torch.compile` compiles during calls. It does so once at a time, but what it looks at to tell
 whether it has to is not safe from other threads: now and then it would compile for no reason. So
 replicas with compiled parts run in order. They are found on the module (`self.net`, `self.loss`),
-in its classes, and in what the functions of its classes know by name.
+in its classes, and in what the functions of its classes know by name. Others are noticed when they
+are compiled: from the next step on replicas run in order.
 
 All replicas run the same code, for which there may be as many graphs as replicas; so it may be
 compiled so many times as often as on one device before it is given up.

@@ -6,7 +6,8 @@ and owns only its gradients; elsewhere it owns a copy. Its parameters are real l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Literal, TypeAlias
@@ -22,7 +23,7 @@ from lightning_dp.parallel.replicas.replica import Replica
 from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
 from lightning_dp.parallel.replicas.untracked_writes import SharedWrites, SilentWrites
 from lightning_dp.parallel.replicas.weights import ParameterState, WeightCopies
-from lightning_dp.parallel.torch_compile import more_recompilations
+from lightning_dp.parallel.torch_compile import compiled_frames, more_recompilations
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
@@ -181,8 +182,19 @@ class Replicas:
         return self._compiles or any([replica.compiles for replica in self._others])
 
     def compiling(self) -> AbstractContextManager[None]:
-        """What surrounds calls of the replicas: each may compile as much as one device would."""
+        """What surrounds calls of the replicas."""
+        return self.as_often_compiled() if self.may_compile else self._noticing_compilations()
+
+    def as_often_compiled(self) -> AbstractContextManager[None]:
+        """While it lasts, each replica may compile as much as one device would."""
         return more_recompilations(len(self._devices)) if self.may_compile else nullcontext()
+
+    @contextlib.contextmanager
+    def _noticing_compilations(self) -> Iterator[None]:
+        """Functions may be compiled that are reached in ways which nobody has looked at."""
+        before = compiled_frames()
+        yield
+        self._compiles = compiled_frames() != before
 
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""

@@ -45,6 +45,7 @@ SIM_IS_SLOW = {
     "test_metrics_as_losses",
     "test_mistakes",
     "test_modules_that_broke_dp",
+    "test_peers_models",
     "test_pytorch_lightning",
     "test_state_in_buffers",
     "test_stdlib_lm",

@@ -61,6 +61,11 @@ def resolve_output_device(
     return devices[output_device]
 
 
+def minus_one_is_cpu(device: Any) -> Any:
+    """What stands for a device that may be given as in `torch.nn.parallel`."""
+    return "cpu" if type(device) is int and device == -1 else device
+
+
 def accelerator_type() -> str | None:
     """The type of this machine's accelerator (`"cuda"`, say), or None on a machine without one."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)

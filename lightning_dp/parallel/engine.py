@@ -44,7 +44,6 @@ from lightning_dp.parallel.replicas import (
     BufferCopies,
     ReplicaRules,
     Replicas,
-    compiles,
     limits_norms,
 )
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
@@ -105,17 +104,15 @@ class Engine:
             self.meter.watch()
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
-        self._executor = Executor(devices, self._how(executor), self.replicas.lose)
+        # Two threads would shorten the same row of a weight twice.
+        in_order = self.on_cpu and limits_norms(self.module)
+        how: ExecutorName = "inorder" if in_order else executor
+        self._executor = Executor(devices, how, self.replicas.lose)
         self._dim, self._columns, self._cost_key = dim, columns, cost_key
         self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
         self._context = context
         self._stale = set(range(len(devices)))
-
-    def _how(self, executor: ExecutorName) -> ExecutorName:
-        """Where two threads would compile at once, or shorten the same row twice, in order."""
-        in_turn = compiles(self.module) or (self.on_cpu and limits_norms(self.module))
-        return "inorder" if in_turn else executor
 
     # The flow
 
@@ -216,7 +213,8 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        in_threads = self._executor.choose(call.name, len(shards.active))
+        compiles = self.replicas.may_compile
+        in_threads = self._executor.choose(call.name, len(shards.active), in_order=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
             self.replicas.share_parameters(call.has_backward and not in_threads)
@@ -233,7 +231,8 @@ class Engine:
         if training and not shards.whole:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self._is_rerun)
-        with context, self.replicas.noticed(shards.active) if training else nullcontext():
+        noticed = self.replicas.noticed(shards.active) if training else nullcontext()
+        with context, noticed, self.replicas.compiling():
             tasks = call.tasks(modules, shards, self.devices)
             outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
         if training:

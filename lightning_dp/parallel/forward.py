@@ -89,7 +89,9 @@ class ForwardParallel(RecoveringEngine):
         try:
             self._own_forwards = own
             self._set_forwards({path: _SpreadForward(self, path) for path in self._paths})
-            yield
+            # Compiled code may also be called with whole batches, beside the replicas' calls.
+            with self.replicas.as_often_compiled():
+                yield
         finally:
             if self._own_forwards is own:  # the end of a generator may come late
                 self.stop_spreading()
@@ -104,17 +106,26 @@ class ForwardParallel(RecoveringEngine):
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs.items())
-        training = any([module.training for module in self.replicas.submodules[0]])
+        self.num_calls += 1
+        with replaced(self, asked=self._asked(path)):
+            return self.run(self.spread_call(path, len(args)), arguments)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether any part of the module is in training mode."""
+        return any([module.training for module in self.replicas.submodules[0]])
+
+    def spread_call(self, path: str = "", num_args: int = 0) -> SpreadCall:
+        """The next call of a submodule, as which the replicas are to be brought up to date."""
+        training = self.is_training
         mode = (training, torch.is_grad_enabled())
         if any(before and not now for before, now in zip(self._mode, mode, strict=True)):
             self.resync()  # what training changes leaves no trace everywhere
         self._mode = mode
-        call = SpreadCall(self, path, len(args), training=training)
+        call = SpreadCall(self, path, num_args, training=training)
         # Code outside of the replicas may write weights between two calls, through `.data` too.
         call.copied_parameters = "trained" if self._always_copies or any(mode) else "changed"
-        self.num_calls += 1
-        with replaced(self, asked=self._asked(path)):
-            return self.run(call, arguments)
+        return call
 
     def _asked(self, path: str) -> nn.Module:
         called = self.module.get_submodule(path)

@@ -85,15 +85,6 @@ def copy_hook_tables(attributes: dict[str, Any]) -> None:
     attributes.update({name: OrderedDict(attributes[name]) for name in _HOOK_TABLES})
 
 
-compiled_call: Callable[[nn.Module], Any] = _getter(nn.Module, "_compiled_call_impl")
-"""What calls of a module go to after `module.compile()`; None before."""
-
-
-def compiled_inner(module: nn.Module) -> nn.Module | None:
-    """What `torch.compile(module)` wraps, or None. Gone: None, and replicas use root weights."""
-    return child_table(module).get("_orig_mod")
-
-
 BatchNorm = batchnorm._BatchNorm
 """The class of batch norm layers of all dimensions."""
 

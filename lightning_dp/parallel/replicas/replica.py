@@ -60,6 +60,7 @@ class Replica:
         self._attribute_versions: list[int] = []
         self._attribute_counts: list[int] = []
         self._watched: list[AttributeMirror] = []
+        self._note_attributes()
 
     def refresh(self, versions: list[int]) -> None:
         """Follows the root's attributes, of which these are the versions."""
@@ -77,6 +78,7 @@ class Replica:
         self._attribute_versions = list(versions)
         self._attribute_counts = list(map(len, self._attributes))
         self._watched = [mirror for mirror in self._mirrors if mirror.has_to_be_watched]
+        self._note_attributes()
 
     def share(self, positions: set[int]) -> None:
         """Computes with the root's own parameters of these positions, and no others."""
@@ -102,6 +104,8 @@ class Replica:
         elif not self._stays_connected():
             self._compute_with({})
             self.buffers.compute_with({})
+        for mirror in self._with_graphs:
+            mirror.connect()
 
     def link_buffers(self, on_backward: Callable[[], None]) -> None:
         """Computes with functions of those of the root's buffers that are computed themselves."""
@@ -119,6 +123,12 @@ class Replica:
         """
         self._compute_with({})
         self.buffers.let_go()
+        for mirror in self._with_graphs:
+            mirror.disconnect()
+
+    def _note_attributes(self) -> None:
+        self._with_graphs = [mirror for mirror in self._mirrors if mirror.in_graphs]
+        self.compiles = any([mirror.compiles for mirror in self._mirrors])
 
     def _compute_with(self, tensors: dict[int, Tensor]) -> None:
         """Puts tensors in the place of parameters, by their positions; elsewhere its own."""

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.replicas.hidden_layers import layers_in
+from lightning_dp.parallel.torch_compile import compiled_call
 from lightning_dp.parallel.torch_private import (
     FIXED_NAMES,
     buffer_table,
     child_table,
-    compiled_call,
     hook_tables,
     parameter_table,
 )

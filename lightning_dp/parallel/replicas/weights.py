@@ -182,10 +182,10 @@ class WeightCopies:
 
     def after_optimizer(self, optimizer: Optimizer) -> None:
         """Notes that an optimizer has taken a step: fused ones leave no trace in versions."""
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        if any(id(p) in self._ids for p in parameters):
-            for weights in self._elsewhere:
-                weights.is_behind = True
+        for group in optimizer.param_groups:
+            if not self._ids.isdisjoint(map(id, group["params"])):
+                for weights in self._elsewhere:
+                    weights.is_behind = True
 
     def _send(self, stale: list[tuple[Weights, set[int]]]) -> None:
         """Copies parameters of these positions; where they are most of a bucket, all of it.

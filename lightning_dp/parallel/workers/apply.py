@@ -107,7 +107,8 @@ class Executor:
         if failure is not None:
             task, error = failure
             if task is not None:
-                add_note(error, f"[in replica {task.replica} on {task.device}{task.context()}]")
+                who = f"replica {task.replica} on {task.device}{task.context()}"
+                add_note(error, f"[in {who}{task.cause(error)}]")
             raise error
         return results
 
@@ -145,11 +146,16 @@ class Executor:
             who = f"replica {task.replica} on {task.device}{task.context()}"
             leave_behind(who, workers[task.replica].thread)
 
-    def choose(self, kind: str, count: int) -> bool:
-        """Decides whether so many tasks of a kind, and what goes on with them, run in threads."""
+    def choose(self, kind: str, count: int, *, in_order: bool = False) -> bool:
+        """Decides whether so many tasks of a kind, and what goes on with them, run in threads.
+
+        `in_order` leaves no choice.
+        """
         in_threads = self._how == "threads"
         self._latest.pop(kind, None)
-        if self._how == "auto" and not torch.are_deterministic_algorithms_enabled():
+        if in_order:
+            in_threads = False
+        elif self._how == "auto" and not torch.are_deterministic_algorithms_enabled():
             trial = self._latest[kind] = self._trials[kind, count]
             trial.begin()
             in_threads = trial.threads

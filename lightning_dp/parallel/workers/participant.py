@@ -37,6 +37,7 @@ class Task:
     device: torch.device
     call: Callable[[], Any]
     context: Callable[[], str] = str  # for errors: what goes on after "in replica 2 on cuda:1"
+    cause: Callable[[BaseException], str] = lambda error: ""  # and after that
     seconds: float = field(default=0.0, init=False)  # of work, without waiting for others
 
 

@@ -145,15 +145,15 @@ class ForwardMode(Mode):
         **options: Any,
     ) -> None:
         super().__init__(module, devices, **options)
+        for submodule in module.modules():
+            if is_metric(submodule):
+                submodule.to(self._options["output_device"])  # where the step's tensors are
         # The mode itself would be a cycle, which keeps replicas alive until it is found.
         context = partial(_around_forward, self._journals, module, devices[0])
         self.engine: ForwardParallel = ForwardParallel(
             module, devices, context=context, **self._options
         )
         self._move_batch = move_batch
-        for submodule in module.modules():
-            if is_metric(submodule):
-                submodule.to(self.engine.output_device)  # where the step's tensors are
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Brings the batch to the output device, where the step's own computations are."""
@@ -229,7 +229,7 @@ def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: b
 
 def _check_step_mode(module: LightningModule) -> None:
     name = type(module).__qualname__
-    check_nothing_hidden(module)
+    check_nothing_hidden(module, is_metric)
     for step in _STEPS:
         if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
             raise ValueError(

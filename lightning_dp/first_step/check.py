@@ -6,7 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_dp.first_step.compare import Difference, Outcome
-from lightning_dp.first_step.diagnosis import Diagnosis
+from lightning_dp.first_step.diagnosis import CHANCE, Diagnosis, cause_in_buffers
 from lightning_dp.first_step.snapshot import Snapshot
 from lightning_dp.metrics import is_metric
 from lightning_dp.modes import ForwardMode, Mode, Transfer
@@ -38,10 +38,16 @@ class FirstStep:
     tolerance: float = 0.0  # up to which it is rounding
     causes: Mapping[str, str] = field(default_factory=dict)  # each with what to choose
     not_checked: str = ""  # why nothing was compared
+    left: Sequence[str] = ()  # buffers that a split batch's step leaves different
 
     @property
     def is_same(self) -> bool:
         """Whether both gave the same step."""
+        return self.has_same_gradient and not self.left
+
+    @property
+    def has_same_gradient(self) -> bool:
+        """Whether both gave the same loss and gradient."""
         return self.difference is not None and self.difference.largest <= self.tolerance
 
     def __str__(self) -> str:
@@ -141,7 +147,7 @@ class Runs:
             loss: Tensor = StepOutput.parse(output).loss
             with self.mode.during_backward():
                 (loss * self._scale).backward()  # type: ignore[no-untyped-call]
-            return Outcome.of(loss, self._parameters)
+            return Outcome.of(loss, self._parameters, self.module)
         finally:
             self._snapshot.restore()
 
@@ -199,18 +205,22 @@ def _compared(runs: Runs, loss_reduction: LossReduction) -> FirstStep:
     alone = runs.alone()
     if not alone.is_finite:
         return FirstStep(not_checked="the loss or its gradient is no number, on the root alone.")
-    difference = Difference.between(runs.split(), alone)
+    split = runs.split()
+    difference = Difference.between(split, alone)
     sizes = runs.sizes
     if len([size for size in sizes if size]) < 2:
         return FirstStep(not_checked="the batch ran on one device.")
-    found = FirstStep(sizes, difference, runs.tolerance)
-    if found.is_same:
-        return found
+    left = alone.left_differently(split, runs.tolerance)
+    found = FirstStep(sizes, difference, runs.tolerance, left=left)
+    if found.has_same_gradient:
+        return replace(found, causes=cause_in_buffers(left))
     try:
         causes = Diagnosis(runs, alone, loss_reduction).causes()
     except Exception as error:
         causes = {"unknown": f"The cause was not found ({type(error).__name__}: {error})."}
-    return FirstStep(sizes, difference, runs.tolerance, causes)
+    if causes.keys().isdisjoint(CHANCE):  # else chance is in the buffers, too
+        causes = {**causes, **cause_in_buffers(left)}
+    return replace(found, causes=causes)
 
 
 @contextlib.contextmanager

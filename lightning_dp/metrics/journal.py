@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import chain
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -19,12 +21,10 @@ from torch import nn
 from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.logs import LogCall, log_call, merged_log
-from lightning_dp.metrics.torchmetrics_on_replicas import (
-    MetricFaces,
-    is_metric,
-    is_per_sample,
-    replay,
-)
+from lightning_dp.metrics.no_value import NoValue
+from lightning_dp.metrics.one_call import StepAttributes, names_of_metric, state_of_metric
+from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
+from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, is_per_sample, replay
 from lightning_dp.parallel.batch import Shards, StepDims
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
@@ -39,14 +39,17 @@ Row: TypeAlias = dict[int, Any]
 class Journal:
     """The calls of one replica during one step."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.faces = MetricFaces(self.calls.append, device)
+        self.metrics: ReplicaMetrics | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands for `self.log` on a replica."""
-        own = self.faces.original(value) if isinstance(value, nn.Module) else value
-        self.calls.append(log_call(name, own, args, kwargs))
+        if isinstance(value, NoValue):
+            value.fail()
+        if self.metrics is not None and isinstance(value, nn.Module):
+            value = self.metrics.original(value)
+        self.calls.append(log_call(name, value, args, kwargs))
 
 
 class Journals(ReplicaRules):
@@ -64,27 +67,29 @@ class Journals(ReplicaRules):
     ) -> None:
         self._module = module
         self._output_device = output_device
-        self._journals = [Journal(device) for device in devices]
+        self._journals = [Journal() for _ in devices]
         self._devices = list(devices)
-        self._metrics: list[nn.Module] = []
-        self._state = ModuleState(output_device)
+        self._submodules: list[list[nn.Module]] = []
+        self._attributes: dict[int, StepAttributes] = {}
+        self._state = ModuleState(output_device, names_of_metric)
         self.replays = True
 
-    def on_build(self, leaves: list[nn.Module]) -> None:
-        """Remembers the module's own metrics, which record during a step."""
-        self._metrics = leaves
-
-    def is_leaf(self, module: nn.Module) -> bool:
-        """Metrics are copied in a way of their own."""
+    def is_apart(self, module: nn.Module) -> bool:
+        """Metrics are replicated wherever they are kept."""
         return is_metric(module)
 
-    def copy_leaf(self, module: nn.Module, k: int, device: torch.device) -> nn.Module:
-        """A metric that writes into replica k's journal."""
-        return self._journals[k].faces.make(module)
+    def stays(self, module: nn.Module) -> bool:
+        """In forward mode, metrics are on the output device."""
+        tensors = chain(module.parameters(), module.buffers())
+        return any(tensor.device != self._devices[0] for tensor in tensors)
+
+    def own_names(self, module: nn.Module) -> frozenset[str]:
+        """A metric's state, which changes in every step."""
+        return frozenset(state_of_metric(module, self._devices[0]))
 
     def own_attributes(self, module: nn.Module, k: int, device: torch.device) -> dict[str, Any]:
-        """`self.device` and `self.log` of a replica."""
-        own: dict[str, Any] = {**own_device(module, device)}
+        """`self.device` and `self.log` of a replica, and the state of a metric."""
+        own: dict[str, Any] = {**own_device(module, device), **state_of_metric(module, device)}
         if module is self._module:
             own["log"] = self._journals[k].log
         return own
@@ -103,13 +108,14 @@ class Journals(ReplicaRules):
         """
         for journal in self._journals:
             journal.calls.clear()
+        self._follow(replicas.submodules)
         state = self._state
         state.begin(replicas.submodules, shards.active)
         try:
             # Replica 0 is the user's module: it records only while the step lasts.
             own = self._journals[0]
-            worn = own.faces.worn(self._metrics) if self._metrics else contextlib.nullcontext()
-            with replaced(self._module, log=own.log), worn:
+            measuring = self._measuring(shards.active) if self._attributes else nullcontext()
+            with replaced(self._module, log=own.log), measuring:
                 yield
             if is_rerun:
                 state.undo()
@@ -120,6 +126,33 @@ class Journals(ReplicaRules):
             raise
         if not is_rerun:
             self._replay(shards)
+
+    def _follow(self, submodules: list[list[nn.Module]]) -> None:
+        """Finds the metrics of all replicas, if these are others than before."""
+        if submodules is self._submodules:
+            return
+        self._submodules, roots = submodules, submodules[0]
+        inner = set(map(id, chain.from_iterable(map(all_in, filter(is_metric, roots)))))
+        self._attributes = {id(m): StepAttributes(m) for m in roots if id(m) in inner}
+        for journal, own, device in zip(self._journals, submodules, self._devices, strict=True):
+            if self._attributes:
+                pair, record = (roots, own), journal.calls.append
+                journal.metrics = ReplicaMetrics(pair, record, device, self._attributes)
+            else:
+                journal.metrics = None
+
+    @contextlib.contextmanager
+    def _measuring(self, active: Sequence[int]) -> Iterator[None]:
+        """While it lasts, metrics record what the replicas that work do with them."""
+        for attributes in self._attributes.values():
+            attributes.begin_step()
+        with contextlib.ExitStack() as stack:
+            for k in active:
+                metrics = self._journals[k].metrics
+                if metrics is not None:
+                    metrics.weights_move = not self._module.automatic_optimization
+                    stack.enter_context(metrics.recording())
+            yield
 
     def _replay(self, shards: Shards) -> None:
         if not self.replays:

@@ -95,7 +95,7 @@ class Engine:
         self.module = module
         self.devices = list(devices)
         self.output_device = output_device
-        self.replicas = Replicas(module, devices, rules, before_rebuild=reduce_gradients)
+        self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
         self.reducer = Reducer(self.replicas, buffers)
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.ranges = Ranges()  # the stages, as profilers see them
@@ -230,7 +230,7 @@ class Engine:
         if training and not shards.whole:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self._is_rerun)
-        with context, self.replicas.writing() if training else nullcontext():
+        with context, self.replicas.noticed(shards.active) if training else nullcontext():
             tasks = call.tasks(modules, shards, self.devices)
             outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
         if training:

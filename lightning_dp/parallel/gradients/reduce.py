@@ -136,7 +136,7 @@ class Reducer:
         self._replicas.adopt_rows(forwarded)
         shards, self._unsettled = self._unsettled, None
         if shards is not None:
-            buffers = self._replicas.buffers
+            buffers = self._replicas.buffers_of_steps
             worked = [buffers[k] for k in shards.active]
             reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
 

@@ -133,7 +133,7 @@ class AttributeMirror:
             return
         for name, value in self._attributes.items():
             is_there = isinstance(value, Tensor) and value.device == self._source
-            if is_there and not value.requires_grad:
+            if is_there and not value.requires_grad and name not in self._own:
                 self._attributes[name] = value.to(self._device)
                 self._copies.append((value, version_of(value)))
 
@@ -198,5 +198,6 @@ def _other_cell(cell: CellType, twins: dict[int, Any]) -> CellType:
         content = cell.cell_contents
     except ValueError:  # it is empty
         return cell
-    # No further than to the parts themselves: functions may know each other in circles.
-    return CellType(twins[id(content)]) if id(content) in twins else cell
+    # No further than to the parts and their methods: functions may know each other in circles.
+    known = content.__self__ if isinstance(content, MethodType) else content
+    return CellType(_translate(content, twins)) if id(known) in twins else cell

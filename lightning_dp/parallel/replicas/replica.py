@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_dp.parallel.replicas.buffers import Buffers
 from lightning_dp.parallel.replicas.compiled import compiled_attributes
 from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
 from lightning_dp.parallel.replicas.weights import Weights
+from lightning_dp.parallel.torch_private import buffer_table
 
 
 class Replica:
@@ -34,14 +36,14 @@ class Replica:
         self.parameters = weights.parameters
         self.shared: set[int] = set()  # positions of those of which it has the root's own
         self._others: dict[int, Tensor] = {}  # what it computes with, by the ids of its own
-        twins = self._make_twins(k, device, rules)
+        twins = self._make_twins(device)
         place = next((p.device for p in source.parameters), device)
         self._mirrors = [
             AttributeMirror(
                 module,
                 twins,
                 self._others,
-                table,
+                buffer_table(module) if id(module) in source.staying else table,
                 rules.own_attributes(module, k, device),
                 place,
                 device,
@@ -123,11 +125,11 @@ class Replica:
             self._others.get(id(own), own).data_ptr() == own.data_ptr() for own in self.parameters
         )
 
-    def _make_twins(self, k: int, device: torch.device, rules: ReplicaRules) -> dict[int, Any]:
+    def _make_twins(self, device: torch.device) -> dict[int, Any]:
         """What stands for each parameter and module of the root, by the original's id."""
         source = self._source
         pairs = zip(source.parameters, self.parameters, strict=True)
         twins: dict[int, Any] = {id(original): twin for original, twin in pairs}
         twins.update({id(m): object.__new__(type(m)) for m in source.modules})
-        twins.update({id(m): rules.copy_leaf(m, k, device) for m in source.leaves})
+        twins.update({id(m): copy.deepcopy(m).to(device) for m in source.compiled})
         return twins

@@ -7,19 +7,22 @@ and owns only its gradients; elsewhere it owns a copy. Its parameters are real l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
+from contextlib import AbstractContextManager
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.links import Packing
+from lightning_dp.parallel.replicas.buffer_state import BufferState
 from lightning_dp.parallel.replicas.buffers import CopiedBuffers, entries
 from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.replicas.replica import Replica
+from lightning_dp.parallel.replicas.shared_writes import SharedWrites
 from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
-from lightning_dp.parallel.replicas.untracked_writes import SharedWrites, SilentWrites
+from lightning_dp.parallel.replicas.untracked_writes import SilentWrites
 from lightning_dp.parallel.replicas.weights import ParameterState, WeightCopies
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
@@ -33,7 +36,8 @@ class Replicas:
     The first of `modules` is the root itself, whose parameters lie on the first device. In
     `submodules` are all modules of every replica, at equal positions: one list until other replicas
     take their place. Before they do, `before_rebuild` is called with the parameters of all: what
-    has accumulated on them must not go with them.
+    has accumulated on them must not go with them. If the root `takes_means` of floating buffers,
+    steps may leave these different.
     """
 
     modules: list[nn.Module]
@@ -45,12 +49,14 @@ class Replicas:
         devices: Sequence[torch.device],
         rules: ReplicaRules | None = None,
         before_rebuild: Callable[[Sequence[Sequence[nn.Parameter]]], None] = lambda _: None,
+        takes_means: bool = False,
     ) -> None:
         self._root = root
         self._devices = list(devices)
         self._rules = rules or ReplicaRules()
         self._before_rebuild = before_rebuild
         self._may_share = True
+        self._buffer_state = BufferState(root, takes_means)
         self._before_step: ParameterState | None = None
         self._build()
 
@@ -79,6 +85,13 @@ class Replicas:
         """The buffers of every replica; equal positions correspond."""
         tables = [self._structure.buffer_tables, *(r.buffers.tables for r in self._others)]
         return list(map(entries, tables))
+
+    @property
+    def buffers_of_steps(self) -> list[list[Tensor | None]]:
+        """Those of them that are left as a step has left them: what is apart has its own rules."""
+        tables = [self._structure.buffer_tables, *(r.buffers.tables for r in self._others)]
+        are_apart = [id(module) in self._structure.apart for module in self._structure.modules]
+        return [entries(list(compress(own, map(not_, are_apart)))) for own in tables]
 
     def refresh(
         self,
@@ -126,6 +139,8 @@ class Replicas:
         if self._limited is not None:
             silent = silent | self._limited.positions
         self._weights.refresh([r.weights for r in others], state, parameters, silent)
+        if self._shared is not None:
+            self._shared.refresh()
 
     def refresh_parameters(self, active: Iterable[int]) -> None:
         """Brings the parameters of some replicas up to date, in the middle of a step.
@@ -135,6 +150,8 @@ class Replicas:
         with torch.inference_mode(False), torch.no_grad():
             state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
             self._weights.refresh([self._others[k - 1].weights for k in active if k > 0], state)
+            if self._shared is not None:
+                self._shared.refresh()
 
     def share_parameters(self, share: bool) -> None:
         """Lets replicas on the root's device compute with the root's own parameters, or no longer.
@@ -167,11 +184,13 @@ class Replicas:
             self._may_share = False
             self.share_parameters(False)
 
-    def writing(self) -> AbstractContextManager[None]:
-        """What surrounds a step of the replicas: writes to shared weights are noticed."""
+    def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
+        """What surrounds a training step: writes to buffers and shared weights are noticed."""
+        buffers = self._buffer_state.noticed(active)
         if self._shared is None or self._all_trained:
-            return nullcontext()
-        return self._shared.noticed()
+            return buffers
+        limited = set() if self._limited is None else self._limited.positions
+        return self._shared.noticed(active, buffers, limited)
 
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""
@@ -212,7 +231,6 @@ class Replicas:
             self._silent: SilentWrites | None = None
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(structure.parameters)
-            self._rules.on_build(structure.leaves)
             self._weights = weights = WeightCopies(structure.parameters)
             self._buffers = buffers = CopiedBuffers(structure.buffer_tables)
             self._others = [
@@ -224,7 +242,10 @@ class Replicas:
             others = (replica.submodules for replica in self._others)
             self.submodules = [structure.modules, *others]
             self._parameters = [structure.parameters, *(r.parameters for r in self._others)]
+            tables = (replica.buffers.tables for replica in self._others)
+            self._buffer_state.follow(structure, [structure.buffer_tables, *tables])
             self._all_trained = False
             self._shared: SharedWrites | None = None
             if any(replica.shares_memory for replica in self._others):
-                self._shared = SharedWrites(structure.parameters)
+                own = [r.weights if r.shares_memory else None for r in self._others]
+                self._shared = SharedWrites(structure.parameters, own)

@@ -44,6 +44,7 @@ class Weights:
     ) -> None:
         self.shares_memory = all(p.device == device for p in roots)
         self.noticed: set[int] = set()
+        self._apart: set[int] = set()
         self.seen = ParameterState.of(roots, versions=not self.shares_memory)
         self._roots, self._device = roots, device
         if self.shares_memory:
@@ -81,6 +82,21 @@ class Weights:
             if root.data_ptr() != twin.data_ptr() or kind(root) != kind(twin):
                 twin.data = root.data
         return set()
+
+    def keep_apart(self, positions: set[int]) -> None:
+        """Has memory of its own for these, with the root's values, and the root's for all else.
+
+        For parameters in the root's memory, of which steps write to some.
+        """
+        for i in self._apart - positions:
+            self.parameters[i].data = self._roots[i].data
+        for i in positions:
+            root, twin = self._roots[i], self.parameters[i]
+            if root.data_ptr() == twin.data_ptr() or kind(root) != kind(twin):
+                twin.data = root.data.clone()
+            else:
+                twin.data.copy_(root.data)
+        self._apart = positions
 
     def move(self, packing: Packing) -> None:
         """Takes other memory, for parameters of other kinds."""

@@ -114,7 +114,11 @@ def test_the_librarys_own_trainer(on: str, tmp_path: Path) -> None:
         np.random.seed(0)
         torch.manual_seed(0)
         quiet = {name: False for name in oracle.QUIET if name != "enable_checkpointing"}
-        options |= {"max_epochs": 5, "precision": "64-true", "default_root_dir": str(tmp_path)}
+        options |= {
+            "max_epochs": 5,
+            "precision": "64-true",
+            "default_root_dir": str(tmp_path / str(options["devices"])),
+        }
         estimator = deepar(accelerator=accelerator, **quiet, **options)
         return estimator.train(series()).prediction_net.state_dict()
 

@@ -48,7 +48,7 @@ class Plan(TrainingPlan):
     """Predicts where cells lie in the latent space."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.module.inference(**self.module._get_inference_input(batch))["z"]
+        return self(batch, loss_kwargs=self.loss_kwargs)[0]["z"]
 
 
 def plan() -> Plan:

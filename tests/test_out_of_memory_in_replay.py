@@ -114,6 +114,9 @@ class Inside(Measured):
         z: Tensor = self.net(x)
         return z
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         self.log("loss", loss)

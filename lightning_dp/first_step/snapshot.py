@@ -46,6 +46,8 @@ class Snapshot:
         self._objects = self._walk([module, *others])
         self._parameters = trained_tensors(module)
         self._hooks = [HooksOff(self._parameters[i]) for i in hooked(self._parameters)]
+        for hooks in self._hooks:
+            hooks.take()
         self._gradients = GradientsAside(self._parameters)
 
     def restore(self) -> None:

@@ -10,9 +10,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_dp.checkpointing import ModulePrefixCheckpointIO
 from lightning_dp.keys import normalize_state_dict
 from lightning_dp.monitor import DataParallelMonitor
-from lightning_dp.parallel.batch import gather, scatter
-from lightning_dp.parallel.data_parallel import DataParallel
-from lightning_dp.parallel.primitives import parallel_apply, replicate
+from lightning_dp.parallel.data_parallel import DataParallel, data_parallel
+from lightning_dp.parallel.primitives import gather, parallel_apply, replicate, scatter
 from lightning_dp.strategy import DataParallelStrategy
 
 __all__ = [
@@ -20,6 +19,7 @@ __all__ = [
     "DataParallelMonitor",
     "DataParallelStrategy",
     "ModulePrefixCheckpointIO",
+    "data_parallel",
     "gather",
     "normalize_state_dict",
     "parallel_apply",

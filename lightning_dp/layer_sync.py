@@ -27,7 +27,7 @@ class ReplicaBatchNorm(LayerSync):
         for module in model.modules():
             if batch_norm.can_be_synced(module):
                 module.__dict__["forward"] = MethodType(batch_norm.forward, module)
-            elif isinstance(module, BatchNorm) and not _is_synced(module):
+            elif isinstance(module, BatchNorm) and not batch_norm.is_synced(module):
                 others.add(type(module).__qualname__)
         if others:
             warnings.warn(
@@ -41,7 +41,7 @@ class ReplicaBatchNorm(LayerSync):
     @override
     def revert(self, model: nn.Module) -> nn.Module:
         for module in model.modules():
-            if _is_synced(module):
+            if batch_norm.is_synced(module):
                 del module.__dict__["forward"]
         return model
 
@@ -51,8 +51,3 @@ def replicas_own(layer_sync: LayerSync) -> LayerSync:
     # By name, since the packages `lightning` and `pytorch_lightning` have one each.
     is_lightnings = type(layer_sync).__qualname__ == TorchSyncBatchNorm.__qualname__
     return ReplicaBatchNorm() if is_lightnings else layer_sync
-
-
-def _is_synced(module: nn.Module) -> bool:
-    own = module.__dict__.get("forward")
-    return isinstance(own, MethodType) and own.__func__ is batch_norm.forward

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def found(owner: Any, name: str) -> Any:
@@ -43,10 +43,36 @@ def is_device(name: str) -> bool:
     return name == "_device"
 
 
+def state_defaults(metric: nn.Module) -> dict[str, Any]:
+    """What the states of a metric are before its first update, by their names."""
+    defaults: dict[str, Any] = found(metric, "_defaults")
+    return defaults
+
+
+def unused_state(defaults: dict[str, Any]) -> dict[str, Any]:
+    """What makes a metric one that has seen nothing, put into its `__dict__`, for these defaults.
+
+    Gone: one of these names is an attribute that nobody reads.
+    """
+    states: dict[str, Any] = {
+        n: v.clone() if isinstance(v, Tensor) else [] for n, v in defaults.items()
+    }
+    counts = {"_update_count": 0, "_computed": None, "_forward_cache": None}
+    return {"_defaults": defaults, **states, **counts}
+
+
 def keep_batch_value(metric: nn.Module, value: Any) -> None:
     """Lets a metric be logged with this value of a batch, as after a call of its `forward`."""
     found(metric, "_forward_cache")
     metric._forward_cache = value
+
+
+def batch_value(metric: Any) -> Any:
+    """The value of a batch with which a metric would be logged now; None for what is no metric.
+
+    Gone: `keep_batch_value`, which would be asked to keep it, says so.
+    """
+    return getattr(metric, "_forward_cache", None)
 
 
 # Strategies

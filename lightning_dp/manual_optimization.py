@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dp.lightning_private import lightning_optimizers
 from lightning_dp.parallel.gradients import items_of
 from lightning_dp.parallel.manual import ManualStep
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.replaced import standing_in
 from lightning_dp.parallel.torch_private import backwards_go_to
 from lightning_dp.parallel.workers import Calls, current_participant
+from lightning_dp.state import SharedMethods, Tool, own_methods, tools_of
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 Conduct: TypeAlias = Callable[[ManualStep, Callable[..., Any], list[Arguments]], Any]
@@ -30,77 +34,87 @@ class ManualOptimization:
 
     While such a step runs, these act once for all replicas, whichever way the step gets hold of
     them: `manual_backward`, `toggle_optimizer`, `untoggle_optimizer` and `clip_gradients` of the
-    module, `step`, `zero_grad` and `add_param_group` of its optimizers, `step` of its schedulers,
-    and every backward, `loss.backward()` too.
+    module; `step`, `zero_grad`, `add_param_group` and the methods of their own of its optimizers,
+    `step` of its schedules and gradient scalers, see `tools_of`; and every backward,
+    `loss.backward()` too.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self.step: ManualStep | None = None  # that runs
+        self._tools: list[Tool] = []
+        self._shared = SharedMethods()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that the step which runs can get hold of; of wrappers and what is in them one."""
+        optimizers = [tool for tool in self._tools if isinstance(tool, Optimizer)]
+        return list({id(optimizer.param_groups): optimizer for optimizer in optimizers}.values())
 
     @contextlib.contextmanager
     def running(self, step: ManualStep) -> Iterator[ManualStep]:
         """While it lasts, what the replicas do with optimizers is a part of this step."""
-        self.step = step
+        strategy = self._module.trainer.strategy
+        schedules = [config.scheduler for config in strategy.lr_scheduler_configs]
+        known = [*lightning_optimizers(strategy), *strategy.optimizers, *schedules]
+        self.step, self._tools = step, tools_of(self._module, known)
         try:
             yield step
         finally:
-            self.step = None
+            self.step, self._tools = None, []
             step.end()
 
     @contextlib.contextmanager
     def acting_together(self, step: ManualStep) -> Iterator[None]:
         """While it lasts, what replicas do with optimizers is done once."""
         with contextlib.ExitStack() as stack:
-            for owner, name, what, conduct in self._methods():
-                call = _Collective(step, what, getattr(owner, name), conduct)
-                is_module = owner is self._module
-                for each in step.engine.replicas.modules if is_module else [owner]:
-                    stack.enter_context(replaced(each, **{name: call}))
-            backward = _Collective(step, "backward", torch.autograd.backward, _joint_backward)
-            stack.enter_context(backwards_go_to(partial(_hand_over, backward)))
+            for name, conduct in _OF_MODULE.items():
+                call = _together(step, name, getattr(self._module, name), conduct)
+                for module in step.engine.replicas.modules:
+                    stack.enter_context(standing_in(module, name, call))
+            for tool, label, names in self._methods():
+                conduct = _traceless if isinstance(tool, GradScaler) else _with_all
+                calls = {
+                    name: _together(step, f"{name} of {label}", getattr(tool, name), conduct)
+                    for name in names
+                }
+                leader = step.shards.active[0]
+                stack.enter_context(self._shared.standing_in(tool, calls, leader))
+            backward = _together(step, "backward", torch.autograd.backward, _joint_backward)
+            stack.enter_context(backwards_go_to(partial(_hand_over, step, backward)))
             yield
 
-    def _methods(self) -> Iterator[tuple[Any, str, str, Conduct]]:
-        """Object, method, name for people, and what the host does in its place."""
-        yield self._module, "manual_backward", "manual_backward", _joint_backward
-        for name in ("toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
-            yield self._module, name, name, _once
-        strategy = self._module.trainer.strategy
-        for optimizers in (lightning_optimizers(strategy), strategy.optimizers):
-            for i, optimizer in enumerate(optimizers):
-                label = f"{type(optimizer).__name__} (optimizer {i})"
-                yield optimizer, "step", f"step of {label}", _optimizer_step
-                yield optimizer, "zero_grad", f"zero_grad of {label}", _once
-                yield optimizer, "add_param_group", f"add_param_group of {label}", _once
-        for i, config in enumerate(strategy.lr_scheduler_configs):
-            label = f"{type(config.scheduler).__name__} (scheduler {i})"
-            yield config.scheduler, "step", f"step of {label}", _scheduler_step
+    def _methods(self) -> Iterator[tuple[Tool, str, list[str]]]:
+        """Optimizers and the like, how people call them, and their methods."""
+        numbers: dict[tuple[str, int], int] = {}
+        for tool in self._tools:
+            # A wrapper has the groups, and the number, of what it wraps.
+            key = ("optimizer", id(getattr(tool, "param_groups", None)))
+            if isinstance(tool, Optimizer):
+                names = ["step", "zero_grad", "add_param_group", *own_methods(tool)]
+            elif isinstance(tool, LRScheduler):
+                key, names = ("scheduler", id(tool)), ["step"]
+            else:
+                key, names = ("scaler", id(tool)), ["unscale_", "step", "update"]
+            n = numbers.setdefault(key, len([kind for kind, _ in numbers if kind == key[0]]))
+            yield tool, f"{type(tool).__name__} ({key[0]} {n})", names
 
 
-@dataclass
-class _Collective:
-    """Stands for a method: called in a replica, it waits for the others and acts once for all."""
+def _together(
+    step: ManualStep, what: str, original: Callable[..., Any], conduct: Conduct
+) -> Callable[..., Any]:
+    """What stands for a method: called in a replica, it waits for the others, and acts once."""
 
-    _step: ManualStep
-    _what: str
-    _original: Callable[..., Any]
-    _conduct: Conduct
+    def act(_: Calls, arguments: list[Arguments]) -> list[Any]:
+        return [conduct(step, original, arguments)] * len(arguments)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         participant = current_participant()
         if participant is None:
-            return self._original(*args, **kwargs)
-        return participant.meet(self._what, (args, kwargs), self._act)
+            return original(*args, **kwargs)
+        return participant.meet(what, (args, kwargs), act)
 
-    def __getattr__(self, name: str) -> Any:
-        """The method's own: schedulers mark the `step` of optimizers."""
-        if "_original" not in vars(self):  # a copy that is being made
-            raise AttributeError(name)
-        return getattr(self._original, name)
-
-    def _act(self, _: Calls, arguments: list[Arguments]) -> list[Any]:
-        return [self._conduct(self._step, self._original, arguments)] * len(arguments)
+    return call
 
 
 def _once(step: ManualStep, method: Callable[..., Any], calls: list[Arguments]) -> Any:
@@ -108,31 +122,39 @@ def _once(step: ManualStep, method: Callable[..., Any], calls: list[Arguments]) 
     return step.once(lambda: method(*args, **kwargs))
 
 
-def _scheduler_step(step: ManualStep, method: Callable[..., Any], calls: list[Arguments]) -> Any:
-    """A metric that every replica has of its shard is the batch's."""
+def _with_all(
+    step: ManualStep,
+    method: Callable[..., Any],
+    calls: list[Arguments],
+    *,
+    leaves_trace: bool = True,
+) -> Any:
+    """With what the replicas give, each for its shard, made that of the batch."""
     args, kwargs = calls[0]
-    args = tuple(_joined(step, [args[i] for args, _ in calls]) for i in range(len(args)))
-    kwargs = {name: _joined(step, [kwargs[name] for _, kwargs in calls]) for name in kwargs}
-    return step.once(lambda: method(*args, **kwargs))
+    args = tuple(_of_all(step, [args[i] for args, _ in calls]) for i in range(len(args)))
+    kwargs = {name: _of_all(step, [kwargs[name] for _, kwargs in calls]) for name in kwargs}
+    return step.once(lambda: method(*args, **kwargs), leaves_trace=leaves_trace)
 
 
-def _joined(step: ManualStep, values: list[Any]) -> Any:
-    is_number = isinstance(values[0], float | Tensor)
-    return step.joined(values) if is_number else values[0]
+_traceless: Conduct = partial(_with_all, leaves_trace=False)
+"""Of gradient scalers: torch does not count how often they write to gradients."""
 
 
-def _optimizer_step(step: ManualStep, method: Callable[..., Any], calls: list[Arguments]) -> Any:
-    """Closures run in the replicas, whose steps they are a part of, as often as it asks for."""
-    closures: list[Any] = [args[0] if args else kwargs.get("closure") for args, kwargs in calls]
-    args, kwargs = calls[0]
-    if closures[0] is not None:
-        kwargs = {**kwargs, "closure": lambda: step.in_replicas(closures)}
-        args = args[1:]
-    return step.once(lambda: method(*args, **kwargs))
+def _of_all(step: ManualStep, values: list[Any]) -> Any:
+    """A number that every replica has of its shard is the batch's.
+
+    Closures run in the replicas, whose steps they are a part of, as often as they are called.
+    """
+    if isinstance(values[0], float | Tensor):
+        return step.joined(values)
+    if isinstance(values[0], Optimizer | Module) or not callable(values[0]):
+        return values[0]
+    return lambda *args: step.in_replicas([partial(closure, *args) for closure in values])
 
 
 def _hand_over(
-    backward: _Collective,
+    step: ManualStep,
+    backward: Callable[..., Any],
     run: Callable[[], Any],
     tensors: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
@@ -140,8 +162,13 @@ def _hand_over(
     create_graph: bool,
     inputs: Sequence[Tensor],
 ) -> Any:
-    """`loss.backward()` or `torch.autograd.backward(...)` in a replica."""
-    if current_participant() is None:
+    """`loss.backward()` or `torch.autograd.backward(...)` in a replica of this step.
+
+    There may be others: those of a wrapper inside of it, or, where an interrupt has kept this
+    handler from being taken away, those of a later step.
+    """
+    participant = current_participant()
+    if participant is None or participant.calls is not step.engine.calls:
         return run()
     gradient = gradients[0] if len(tensors) == 1 else None
     loss = tensors[0] if len(tensors) == 1 else _sum_of(tensors, gradients)
@@ -177,3 +204,11 @@ def _sum_of(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Te
         )
     pairs = zip(tensors, gradients, strict=True)
     return torch.stack([t.sum() if g is None else (t * g).sum() for t, g in pairs]).sum()
+
+
+_OF_MODULE: Mapping[str, Conduct] = {
+    "manual_backward": _joint_backward,
+    "toggle_optimizer": _once,
+    "untoggle_optimizer": _once,
+    "clip_gradients": _once,
+}

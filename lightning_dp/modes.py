@@ -11,20 +11,23 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_dp.dataloader_iter import Pulled, takes_iterator
 from lightning_dp.lightning_private import own_device
 from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Journals, is_metric
-from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.batch import Shards, to_device
 from lightning_dp.parallel.checks import check_choice, check_names
 from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.errors import context_of_errors
 from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.gradients import NoLossError
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
-from lightning_dp.state import changed_once
+from lightning_dp.spread_check import SpreadCheck
+from lightning_dp.state import changed_once, no_step_of_one_replica
 
 ModeName: TypeAlias = Literal["step", "forward"]
 MODES: tuple[ModeName, ...] = ("step", "forward")
@@ -33,7 +36,6 @@ Transfer: TypeAlias = Callable[..., Any]
 """Lightning's transfer hooks: what is moved, where to, and `dataloader_idx`."""
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class Mode(ABC):
@@ -83,7 +85,7 @@ class StepMode(Mode):
     def __init__(
         self, module: LightningModule, devices: Sequence[torch.device], **options: Any
     ) -> None:
-        _check_step_mode(module)
+        check_nothing_hidden(module, is_metric)
         super().__init__(module, devices, **options)
         self._manual = ManualOptimization(module)
         context = partial(_around_step, self._journals, self._manual, module)
@@ -92,6 +94,7 @@ class StepMode(Mode):
         self._batch: Any = None
         self._call: EvaluationStep | None = None
         self._dataloader_idx = 0
+        self._pulled: Pulled | None = None
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Leaves the batch where it is: the step cuts it first and then moves each shard.
@@ -103,19 +106,50 @@ class StepMode(Mode):
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs it on all replicas; where it does not fit, again with fewer samples there."""
-        engine, training = self.engine, method == "training_step"
-        transfer = partial(self._transfer, dataloader_idx=self._dataloader_idx)
-        if training and not self._module.automatic_optimization:
-            # Not again if it does not fit: it has moved weights by then.
-            with self._manual.running(ManualStep(engine, method, args, transfer)) as step:
-                return engine.step(step, batch)
+        if takes_iterator(getattr(self._module, method), batch):
+            return self._step_of_iterator(method, batch)
         # An optimizer's closure may come for the same batch again.
         again = self._call if batch is self._batch else None
         shards = None if again is None else again.shards
+        transfer = partial(self._transfer, dataloader_idx=self._dataloader_idx)
+        return self._run(method, batch, args, transfer, shards)
+
+    def _step_of_iterator(self, method: str, iterator: Iterator[Any]) -> Any:
+        engine = self.engine
+        dims = engine.dims.of(method, training=method == "training_step")
+        pulled = self._pulled = Pulled(self._module, iterator, self._pulled, dims.dim)
+        try:
+            batch = pulled.first()
+        except StopIteration:
+            # The step itself is to see that there is no more.
+            alone = Shards((1, *[0] * (len(engine.devices) - 1)), [iterator], whole=True, dims=dims)
+            return self._run(method, iterator, (), to_device, alone)
+        output = self._run(method, batch, (), pulled.of_replica)
+        pulled.check_used(method)
+        return output
+
+    def _run(
+        self,
+        method: str,
+        batch: Any,
+        args: tuple[Any, ...],
+        transfer: Callable[[Any, torch.device], Any],
+        shards: Shards | None = None,
+    ) -> Any:
+        """Runs a step for a batch, which may have been cut already."""
+        engine, training = self.engine, method == "training_step"
+        if training and not self._module.automatic_optimization:
+            # Not again if it does not fit: it has moved weights by then.
+            with self._manual.running(ManualStep(engine, method, args, transfer)) as step:
+                return engine.step(step, batch if shards is None else shards)
         kind = TrainingStep if training else EvaluationStep
         self._batch, self._call = batch, None
         call = kind(engine, method, args, transfer)
-        output = engine.run(call, batch, shards)
+        try:
+            output = engine.run(call, batch, shards)
+        except NoLossError as error:
+            _refuse(self._module, error.output)
+            raise
         self._call = call
         return output
 
@@ -145,15 +179,16 @@ class ForwardMode(Mode):
         **options: Any,
     ) -> None:
         super().__init__(module, devices, **options)
+        for submodule in module.modules():
+            if is_metric(submodule):
+                submodule.to(self._options["output_device"])  # where the step's tensors are
         # The mode itself would be a cycle, which keeps replicas alive until it is found.
         context = partial(_around_forward, self._journals, module, devices[0])
         self.engine: ForwardParallel = ForwardParallel(
-            module, devices, context=context, **self._options
+            module, devices, context=context, scalars="merge", **self._options
         )
         self._move_batch = move_batch
-        for submodule in module.modules():
-            if is_metric(submodule):
-                submodule.to(self.engine.output_device)  # where the step's tensors are
+        self._check = SpreadCheck(module, self.engine)
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Brings the batch to the output device, where the step's own computations are."""
@@ -163,8 +198,11 @@ class ForwardMode(Mode):
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
+        self._check.begin()
         with self.engine.spreading(), _at(self._module, self.engine.output_device):
-            return getattr(self._module, method)(batch, *args)
+            output = getattr(self._module, method)(batch, *args)
+        self._check.end(method, output)
+        return output
 
     @contextlib.contextmanager
     def during_backward(self) -> Iterator[None]:
@@ -174,12 +212,18 @@ class ForwardMode(Mode):
             yield
 
 
+def _refuse(module: LightningModule, output: Any) -> None:
+    """Raises Lightning's own error about what a training step returned, if it has one."""
+    loop = module.trainer.fit_loop.epoch_loop.automatic_optimization
+    loop.output_result_cls.from_training_step_output(output)
+
+
 def _at(module: LightningModule, device: torch.device) -> AbstractContextManager[None]:
     """While it lasts, `self.device` is where the running code's tensors are."""
     return replaced(module, **own_device(module, device))
 
 
-@contextlib.contextmanager
+@context_of_errors
 def _around_step(
     journals: Journals,
     manual: ManualOptimization,
@@ -190,16 +234,22 @@ def _around_step(
     is_rerun: bool,
 ) -> Iterator[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
-    optimizers = module.trainer.strategy.optimizers if hook == "training_step" else []
+    if hook != "training_step":
+        with journals.around(replicas, shards, is_rerun):
+            yield
+        return
+    optimizers = manual.optimizers if manual.step else module.trainer.strategy.optimizers
     with (
-        journals.around(replicas, shards, is_rerun),
+        # Outside: its changes go, too, if a replay runs out of memory.
         changed_once(optimizers, shards.active[0], is_rerun=is_rerun),
+        journals.around(replicas, shards, is_rerun),
+        no_step_of_one_replica(replicas),
         manual.acting_together(manual.step) if manual.step else nullcontext(),
     ):
         yield
 
 
-@contextlib.contextmanager
+@context_of_errors
 def _around_forward(
     journals: Journals,
     module: LightningModule,
@@ -225,15 +275,3 @@ def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: b
             f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
             "which it has a meaning."
         )
-
-
-def _check_step_mode(module: LightningModule) -> None:
-    name = type(module).__qualname__
-    check_nothing_hidden(module)
-    for step in _STEPS:
-        if is_param_in_hook_signature(getattr(module, step), "dataloader_iter", explicit=True):
-            raise ValueError(
-                f"{name}.{step}: expected (self, batch, batch_idx), got dataloader_iter: step mode "
-                "has to see a batch to split it. Take the batch, or use "
-                'DataParallelStrategy(mode="forward").'
-            )

@@ -31,14 +31,16 @@ class OptionsMixin(CheckpointMixin):
     Outputs, logs and metrics are those of the whole batch.
 
     Registered as `"dp_custom"`: after `import lightning_dp`, `Trainer(strategy="dp_custom",
-    devices=4)` uses the defaults. With one device it is Lightning's single-device strategy.
+    devices=4)` uses the defaults, and `"dp_custom_forward"` those of forward mode. With one device
+    it is Lightning's single-device strategy.
 
     Args:
         mode: `"step"`: `training_step` runs in every replica on its shard, which keeps memory
             balanced; `self.all_gather` gives each the whole batch's tensors, and manual
             optimisation acts once for all. `"forward"`: it runs once, with the whole batch on the
             output device, and only `self(x)` is spread over the replicas: exact for losses over
-            the whole batch (contrastive, triplet) as they are written.
+            the whole batch (contrastive, triplet) as they are written. A 0-dim float that
+            `forward` returns, a loss say, is a mean over its samples.
         devices: the devices, root first, in place of `Trainer(devices=...)`. An entry may repeat
             for several replicas on one device: `["cuda:0", "cuda:0"]`, `["cpu"] * 4`. Integers
             are ids of the machine's accelerator.

@@ -19,9 +19,9 @@ from lightning_dp.lightning_private import layer_sync, set_layer_sync
 from lightning_dp.modes import Mode
 from lightning_dp.options import OptionsMixin
 from lightning_dp.parallel.batch import DeviceUsage
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.replaced import Surroundings, replaced
 from lightning_dp.parallel.split import CostSplit, StepUsage
-from lightning_dp.parallel.workers import current_participant
+from lightning_dp.parallel.workers import Calls, current_participant
 
 
 class DataParallelMixin(OptionsMixin):
@@ -56,6 +56,10 @@ class DataParallelMixin(OptionsMixin):
         """
         return [] if self._mode is None else self._mode.engine.meter.take(wait=wait)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""
+        return {**super().__getstate__(), "_mode": None}
+
     # Setting up and tearing down
 
     @override
@@ -65,6 +69,7 @@ class DataParallelMixin(OptionsMixin):
     @override
     def setup(self, trainer: Trainer) -> None:
         devices = cast(list[torch.device], self.parallel_devices)
+        self._close()  # what an interrupted end of an earlier run has left
         super().setup(trainer)
         if len(devices) == 1:
             return  # every hook is then the base class's: plain Lightning on one device
@@ -87,7 +92,10 @@ class DataParallelMixin(OptionsMixin):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._close()
+        try:
+            super().on_exception(exception)
+        finally:
+            self._close()
 
     @override
     def teardown(self) -> None:
@@ -102,10 +110,21 @@ class DataParallelMixin(OptionsMixin):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Does what the mode says; to another device, as asked for explicitly, it moves."""
+        """Does what the mode says; to another device, as asked for explicitly, it moves.
+
+        A step that has taken a batch by itself may ask for it: then to its replica's device.
+        """
+        participant = current_participant()
+        if participant is not None:  # hooks are the root's: on the host, one after another
+            own = (batch, device or participant.device, dataloader_idx)
+            return participant.meet("batch_to_device", own, self._batches_to_devices)
         if self._mode is None or device is not None:
             return super().batch_to_device(batch, device, dataloader_idx)
         return self._mode.batch(batch, dataloader_idx)
+
+    def _batches_to_devices(self, _: Calls, arguments: list[Any]) -> list[Any]:
+        move = super().batch_to_device
+        return [move(*own) for own in arguments]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,26 +178,30 @@ class DataParallelMixin(OptionsMixin):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """While it lasts, gradients accumulate on the replicas; the next backward sums them all."""
-        # Not where a replica says so: there every backward is a joint one.
-        if self._mode is None or current_participant():
-            yield
-            return
-        with replaced(self._mode.engine.reducer, accumulating=True):
-            yield
+        with super().block_backward_sync():
+            # Not where a replica says so: there every backward is a joint one.
+            if self._mode is None or current_participant():
+                yield
+                return
+            with replaced(self._mode.engine.reducer, accumulating=True):
+                yield
 
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.
 
     @override
     def on_train_start(self) -> None:
+        super().on_train_start()
         self._resync()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:
             self._resync()
 
     @override
     def on_validation_end(self) -> None:
+        super().on_validation_end()
         self._resync()
 
     def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -190,8 +213,13 @@ class DataParallelMixin(OptionsMixin):
         if method == "training_step" and self._check_first_step and self.first_step is None:
             self._compare_first_step(self._mode, batch, tuple(rest))
         name = method.replace("training", "train").replace("validation", "val")
-        with getattr(self.precision_plugin, f"{name}_context")():
-            output = self._mode.step(method, batch, tuple(rest))
+        before = Surroundings()
+        try:
+            with getattr(self.precision_plugin, f"{name}_context")():
+                output = self._mode.step(method, batch, tuple(rest))
+        except BaseException:
+            before.restore()
+            raise
         self.last_sizes = self._mode.engine.last_sizes
         return output
 
@@ -233,8 +261,11 @@ class DataParallelMixin(OptionsMixin):
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, "Data parallelism in one process")
+        name, text = cls.strategy_name, "Data parallelism in one process"
+        if name not in strategy_registry:
+            strategy_registry.register(name, cls, text)
+            forward = f"{text}: forward mode"
+            strategy_registry.register(f"{name}_forward", cls, forward, mode="forward")
 
 
 class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # noqa: D101

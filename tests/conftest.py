@@ -30,19 +30,31 @@ CONFORMS = "::test_as_one_device["
 
 SIM_IS_SLOW = {
     "test_callbacks",
+    "test_classes_made_at_run_time",
     "test_containers_on_self",
+    "test_copied_trainers",
+    "test_dataloader_iter",
     "test_denoise",
     "test_faults",
     "test_first_step",
+    "test_forward_calls",
     "test_forward_mode",
+    "test_least_samples",
     "test_lightning_demos",
     "test_logs_and_metrics",
     "test_manual_optimisation",
+    "test_metrics_as_losses",
+    "test_mistakes",
     "test_modules_that_broke_dp",
+    "test_peers_models",
     "test_pytorch_lightning",
+    "test_state_in_buffers",
     "test_stdlib_lm",
+    "test_steps_set_to_none",
+    "test_stuck_replicas",
     "test_trainer_options",
     "test_unusual_steps",
+    "test_wrapped_optimizers",
 }
 """Long files, whose runs on simulated devices are for `-m slow`; others cover these devices."""
 

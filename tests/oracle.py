@@ -28,9 +28,12 @@ class Classifier(LightningModule):
         self.lr = lr
         self.net = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 3))
 
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        return F.cross_entropy(self.net(x), y)
+        return F.cross_entropy(self(x), y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -44,7 +47,7 @@ class Classifier(LightningModule):
         self.log("test/loss", self.loss(batch))
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0])
+        return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), self.lr)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from oracle import assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import DataParallel
 from lightning_dp.parallel.forward import ForwardParallel
@@ -96,3 +97,36 @@ def update(module: nn.Module, rate: float = 0.1) -> None:
             if p.grad is not None:
                 p -= rate * p.grad
                 p.grad = None
+
+
+def layers() -> nn.Module:
+    """Deep enough for several tensors to be saved on every device."""
+    return nn.Sequential(*perceptron(), nn.Tanh(), nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def _checkpointed(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    result: Tensor = checkpoint(function, x, use_reentrant=False)
+    return result
+
+
+def _several(way: Callable[[nn.Module, Tensor], Tensor]) -> Callable[[nn.Module], list[Any]]:
+    def use(net: nn.Module) -> list[Any]:
+        gradients = []
+        for seed in range(6):
+            x = inputs(seed=seed).requires_grad_()
+            way(net, x).square().sum().backward()
+            gradients.append(x.grad)
+        return gradients
+
+    return use
+
+
+CHECKPOINTED = {
+    "one": _several(lambda net, x: _checkpointed(net, x)),
+    "two in a row": _several(lambda net, x: _checkpointed(lambda x: net(net(x)), x)),
+    "two beside": _several(lambda net, x: _checkpointed(net, x) * _checkpointed(net, 2 * x)),
+    "two in one": _several(lambda net, x: _checkpointed(lambda x: net(x) * net(2 * x), x)),
+    "in a head": _several(lambda net, x: _checkpointed(lambda x: net(x.exp()).exp(), x)),
+    "nested": _several(lambda net, x: _checkpointed(lambda x: _checkpointed(net, x).exp(), x)),
+}
+"""Uses of a module inside of checkpoints (those that are not reentrant)."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from oracle import assert_equal_trees, devices_of, gradients
 from patience import soon, tensors
-from spreading import EXACT, inputs, perceptron, said, wrapping
+from spreading import CHECKPOINTED, EXACT, inputs, layers, perceptron, said, wrapping
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel
@@ -522,3 +522,13 @@ def test_a_list_of_unequal_tensors_is_no_list_of_samples() -> None:
     with pytest.raises(ValueError, match=r"batch\[0\]\[0\] has 5 and batch\[0\]\[1\] has 4"):
         wrapper([torch.zeros(5, 3), torch.zeros(4, 3)])
     wrapper.close()
+
+
+@pytest.mark.parametrize("way", CHECKPOINTED)
+def test_checkpoints_around_the_wrapper(wrap: Any, way: str) -> None:
+    for _ in range(3):
+        one, net = pair(layers)
+        wrapper = wrap(net, k=4)
+        expected = CHECKPOINTED[way](one)
+        assert_equal_trees(CHECKPOINTED[way](wrapper), expected, "gradients", **EXACT)
+        assert_same_module(wrapper, one)

@@ -25,7 +25,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import DataParallelStrategy
 
-pytestmark = pytest.mark.usefixtures("on")
+pytestmark = [
+    pytest.mark.usefixtures("on"),
+    # `forward` logs, which is for other steps.
+    pytest.mark.filterwarnings(r"ignore:.*predict_step. expected calls that are spread"),
+]
 
 
 def contrastive(z: Tensor, y: Tensor) -> Tensor:

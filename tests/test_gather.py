@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import make_dataclass
 from typing import Any
 
 import numpy as np
@@ -112,6 +115,29 @@ def test_parts_of_a_batch_are_told_from_one_item_per_sample() -> None:
 def test_outputs_of_different_structure_are_an_error_that_names_the_leaf() -> None:
     with pytest.raises(GatherError, match=r"output\['a'\]: expected the same type"):
         gathered([{"a": {"b": 1}}, {"a": (1, 2)}], [2, 1])
+
+
+def record(*names: str) -> type[Any]:
+    """A named tuple class that a step makes for itself, as every replica does."""
+    return namedtuple("Record", names)
+
+
+def dataclass_of(*names: str) -> type[Any]:
+    return make_dataclass("Record", names, namespace={"__module__": __name__})
+
+
+@pytest.mark.parametrize("make", [record, dataclass_of])
+def test_classes_of_one_name_with_the_same_fields_are_one(make: Callable[..., Any]) -> None:
+    first, second = make("y", "n"), make("y", "n")
+    outputs = [first(torch.ones(2), "a"), second(torch.zeros(1), "a")]
+    joined = gather(outputs, "cpu", sizes=[2, 1])
+    assert type(joined) is first and joined.y.tolist() == [1, 1, 0] and joined.n == "a"
+
+
+@pytest.mark.parametrize("make", [record, dataclass_of])
+def test_classes_of_one_name_with_other_fields_are_an_error(make: Callable[..., Any]) -> None:
+    with pytest.raises(GatherError, match="expected the same type from every replica"):
+        gather([make("y", "n")(1, 2), make("n", "y")(1, 2)], "cpu", sizes=[2, 1])
 
 
 def test_outputs_may_be_of_any_container() -> None:

@@ -18,30 +18,33 @@ FLOORS = [
     ["strategy"],
     ["first_step", "options"],
     ["modes"],
-    ["manual_optimization", "layer_sync", "metrics"],
+    ["manual_optimization", "dataloader_iter", "layer_sync", "metrics", "spread_check"],
     ["state", "checkpointing", "monitor"],
     ["one_process", "table", "lightning_private"],
-    ["parallel.data_parallel", "parallel.primitives", "parallel.manual"],
-    ["parallel.step", "parallel.forward"],
+    ["parallel.data_parallel", "parallel.manual"],
+    ["parallel.stages"],
+    ["parallel.step", "parallel.forward", "parallel.primitives"],
     ["parallel.out_of_memory"],
     ["parallel.engine"],
     ["parallel.call", "parallel.gradients", "parallel.meter"],
-    ["parallel.replicas", "parallel.workers"],
+    ["parallel.replicas", "parallel.workers", "parallel.likely_cause"],
     ["parallel.batch"],
     ["parallel.links"],
     [
         "parallel.split",
         "parallel.devices",
+        "parallel.errors",
         "parallel.ranges",
         "parallel.replaced",
         "keys",
     ],
+    ["parallel.torch_compile"],
     ["parallel.torch_private", "parallel.checks"],
 ]
 """Top to bottom; what is on one floor does not import each other."""
 
-PRIVATE_NAMES = {"parallel.torch_private", "lightning_private"}
-"""The two rooms that may touch private names of others, for everybody."""
+PRIVATE_NAMES = {"parallel.torch_private", "parallel.torch_compile", "lightning_private"}
+"""The rooms that may touch private names of others, for everybody."""
 
 WINGS = {
     ".".join(file.parent.relative_to(PACKAGE).parts)

@@ -71,6 +71,27 @@ def test_forward_cache_of_a_metric_is_what_is_logged() -> None:
     assert trainer.callback_metrics["mean"] == 7
 
 
+def test_defaults_are_of_the_states_of_a_metric() -> None:
+    defaults = private.state_defaults(MeanMetric())
+    assert {name: value.item() for name, value in defaults.items()} == {
+        "mean_value": 0,
+        "weight": 0,
+    }
+
+
+@pytest.mark.parametrize("name", ["_defaults", "_update_count", "_computed", "_forward_cache"])
+def test_an_unused_state_has_what_a_used_metric_has(name: str) -> None:
+    used = MeanMetric()
+    used(3.0)
+    used.compute()
+    state = private.unused_state(private.state_defaults(used))
+    assert name in vars(used) and name in state
+    vars(used).update(state)
+    assert not used.update_called
+    used.update(5.0)
+    assert used.compute() == 5
+
+
 def test_forward_cache_is_left_by_a_call_of_the_metric() -> None:
     metric = MeanMetric()
     metric(3.0)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.connectors import data_connector
 from oracle import Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
 from torch.autograd import backward as backward_by_name
@@ -547,8 +549,17 @@ def test_an_exception_in_the_middle_arrives_and_another_fit_works(executor: str)
     job.fit(module, loader(), loader())
 
 
-def test_two_fits_at_once() -> None:
+def test_two_fits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread's backwards are its own fit's, and torch's own are back in the end."""
+    # Lightning replaces DataLoader's methods while it asks for a loader, one thread at a time.
+    turn, replacing = threading.RLock(), data_connector._replace_dunder_methods
+
+    @contextlib.contextmanager
+    def in_turn(*args: Any) -> Iterator[None]:
+        with turn, replacing(*args):
+            yield
+
+    monkeypatch.setattr(data_connector, "_replace_dunder_methods", in_turn)
     torch.set_default_dtype(torch.float64)
     own, errors = torch.autograd._engine_run_backward, []
     first = PlainTorch()

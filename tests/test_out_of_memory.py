@@ -256,6 +256,35 @@ def test_gradients_that_accumulate_are_not_lost(make: Any, options: Any, limit: 
     assert_same(result, run(make, 1, **options))
 
 
+class WidePairs(Wide):
+    """Takes two batches from the iterator in every step."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        losses = []
+        for _ in range(2):
+            batch, *_ = next(dataloader_iter)
+            losses.append(self.loss([x.to(self.device) for x in batch]))
+            self.log("train/loss", losses[-1], batch_size=len(batch[0]))
+        return sum(losses)
+
+
+class WidePairsInBackward(WidePairs, WideInBackward):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+@pytest.mark.parametrize("make", [WidePairs, WidePairsInBackward])
+def test_a_step_that_runs_again_takes_the_same_batches(make: Any, limit: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    options: dict[str, Any] = {"data": lambda: loader(100, 25)}
+    limit(1, SMALL + 4 * PER_SAMPLE)
+    result = run(make, 2, **options)
+    limit(1, 2**30)
+    assert 0 < result.trainer.strategy.usage[1].samples < result.trainer.strategy.usage[0].samples
+    assert_same(result, run(make, 1, **options))
+
+
 def test_forward_mode_recovers_in_the_spread_forward(limit: Any) -> None:
     limit(1, 3 * PARAMETERS + 60 * PER_SAMPLE)
     result = run(Spread, 2, strategy={"mode": "forward"}, precision="64-true")

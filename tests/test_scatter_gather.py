@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from containers import Built, Sample, Slotted, Table
 from oracle import devices_of
 from torch import Tensor, nn
 
+from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.gather import gather
 from lightning_dp.parallel.batch.scatter import cut, scatter
 from lightning_dp.parallel.batch.sizes import BatchSizeError
@@ -36,6 +39,69 @@ def test_every_leaf_is_cut_by_the_same_sizes() -> None:
     assert first["x"].tolist() == [0, 1] and second["x"].tolist() == [2, 3, 4]
     assert first["names"] == ["a", "b"] and second["names"] == ["c", "d", "e"]
     assert second["nested"][0]["y"].shape == (3, 2)
+
+
+class Recorded(Tensor):
+    """As MONAI's MetaTensor: what torch makes of one has the first one's records, all of them."""
+
+    is_batch = True
+    applied_operations: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        first = next(iter(tree.leaves(args)), None)
+        if isinstance(result, Recorded) and isinstance(first, Recorded):
+            vars(result).update(vars(first))
+        return result
+
+
+def recorded(rows: Tensor, names: list[str]) -> Recorded:
+    result = rows.as_subclass(Recorded)
+    result.applied_operations = names
+    return result
+
+
+@pytest.fixture
+def records(monkeypatch: pytest.MonkeyPatch) -> None:
+    def decollate_batch(batch: Recorded, detach: bool) -> list[Recorded]:
+        names = batch.applied_operations
+        rows = batch.as_subclass(Tensor)
+        return [recorded(row, [name]) for row, name in zip(rows, names, strict=True)]
+
+    def list_data_collate(samples: list[Recorded]) -> Recorded:
+        names = [name for sample in samples for name in sample.applied_operations]
+        return recorded(torch.stack([sample.as_subclass(Tensor) for sample in samples]), names)
+
+    module = SimpleNamespace(decollate_batch=decollate_batch, list_data_collate=list_data_collate)
+    monkeypatch.setitem(sys.modules, "monai.data", module)
+
+
+@pytest.mark.usefixtures("records")
+@pytest.mark.parametrize("order", [None, [[3, 0], [], [4, 1, 2]]], ids=["in order", "by cost"])
+def test_records_of_samples_go_where_the_samples_go(order: list[list[int]] | None) -> None:
+    batch = recorded(on_root(torch.arange(10.0).view(5, 2).requires_grad_()), list("abcde"))
+    positions = order or [[0, 1], [], [2, 3, 4]]
+    shards = [s for s in cut({"x": batch}, (2, 0, 3), order=order) if s]
+    active = [part for part in positions if part]
+    for shard, device, part in zip(shards, devices_of(2), active, strict=True):
+        shard["x"] = to_device(shard["x"], device)
+        assert type(shard["x"]) is Recorded and shard["x"].device == device
+        assert shard["x"].applied_operations == [list("abcde")[i] for i in part]
+        assert shard["x"][:, 0].tolist() == [2.0 * i for i in part]
+    outputs = [{"y": shard["x"] * 2} for shard in shards]
+    joined = gather(outputs, "cpu", sizes=[2, 3], order=order and active)["y"]
+    assert joined.applied_operations == list("abcde")
+    assert torch.equal(joined.as_subclass(Tensor), batch.as_subclass(Tensor).cpu() * 2)
+    assert joined.requires_grad
+
+
+@pytest.mark.usefixtures("records")
+def test_records_that_are_not_of_the_rows_stay_as_they_are() -> None:
+    batch = recorded(torch.zeros(3, 4), list("abc"))
+    flat = [shard.reshape(-1) for shard in cut(batch, (1, 2))]
+    joined = gather(flat, "cpu", sizes=[1, 2])
+    assert joined.shape == (12,) and joined.applied_operations == ["a"]
 
 
 def test_what_has_no_samples_goes_to_every_replica() -> None:
@@ -108,6 +174,36 @@ def test_nested_tensors_are_refused() -> None:
 
 def nested_of(rows: list[Tensor]) -> Tensor:
     return torch.nested.nested_tensor(rows)
+
+
+class Moving:
+    """Goes to a device itself, and says nothing."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: Any) -> None:
+        self.x = self.x.to(device)
+
+
+class MovingRows(Moving):
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, key: Any) -> MovingRows:
+        return MovingRows(self.x[key])
+
+
+def test_a_to_that_returns_nothing_moves_all_the_same() -> None:
+    whole, devices = MovingRows(on_root(torch.arange(4))), devices_of(2)
+    shards = scatter({"rows": whole}, devices)
+    assert [shard["rows"].x.tolist() for shard in shards] == [[0, 1], [2, 3]]
+    assert [shard["rows"].x.device for shard in shards] == devices
+    assert whole.x.device == devices[0]
+    assert to_device(Moving(on_root(torch.ones(2))), devices[1]).x.device == devices[1]
+    joined = gather([{"rows": Moving(shard["rows"].x)} for shard in shards], "cpu")
+    assert [part.x.tolist() for part in joined["rows"]] == [[0, 1], [2, 3]]
+    assert {part.x.device.type for part in joined["rows"]} == {"cpu"}
 
 
 def test_objects_that_may_hide_samples_are_refused() -> None:

@@ -1,5 +1,6 @@
 """Weights that nobody trains are written to through `.data`: replicas elsewhere must follow."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ from oracle import Classifier, assert_same, devices_of, loader, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_dp.parallel.replicas.fingerprints import fingerprints
 from lightning_dp.parallel.replicas.replicate import Replicas
 from lightning_dp.parallel.replicas.untracked_writes import LOOKS
 
-pytestmark = pytest.mark.usefixtures("on")
+pytestmark = pytest.mark.usefixtures("on", "one_thread")
+SLOW = pytest.mark.slow
 
 
 class Distilled(Classifier):
@@ -94,11 +97,157 @@ def test_a_teacher_that_a_step_binds_anew_is_as_on_one_device() -> None:
     assert_same(run(AveragingInItsStep, 3), run(AveragingInItsStep, 1))
 
 
-def test_a_teacher_that_a_step_writes_to_is_told_where_replicas_share_it(on: str) -> None:
+class AveragingWithATrace(AveragingInItsStep):
+    def move(self, teacher: nn.Parameter, student: nn.Parameter) -> None:
+        with torch.no_grad():
+            teacher.lerp_(student, 0.1)
+
+
+class AveragingAtTheEnd(AveragingInPlace):
+    """The teacher moves after it was used, and a part of it stays."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = Classifier.training_step(self, batch, batch_idx)
+        self.move(self.teacher[0].weight, self.net[0].weight)
+        return loss
+
+
+class AveragingByHand(AveragingWithATrace):
+    """Manual optimisation; the teacher moves between two steps of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+IN_THEIR_STEP = [AveragingInPlace, AveragingWithATrace, AveragingAtTheEnd, AveragingByHand]
+
+
+@pytest.mark.parametrize("executor", ["threads", pytest.param("inorder", marks=SLOW)])
+@pytest.mark.parametrize("make", IN_THEIR_STEP)
+def test_a_teacher_that_a_step_writes_to_moves_once(make: Any, executor: str) -> None:
     torch.set_default_dtype(torch.float64)
-    if on == "cpu":
-        with pytest.warns(UserWarning, match=r"A step writes in place to \d parameters") as caught:
-            run(AveragingInPlace, 3)
-        assert len([w for w in caught if "in place" in str(w.message)]) == 1
-    else:
-        assert_same(run(AveragingInPlace, 3), run(AveragingInPlace, 1))
+    assert_same(run(make, 3, strategy={"executor": executor}), run(make, 1))
+
+
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+def test_a_teacher_that_moves_where_the_root_has_no_samples_moves_all_the_same() -> None:
+    torch.set_default_dtype(torch.float64)
+    several = run(AveragingInPlace, 3, strategy={"weights": [0, 1, 1]})
+    assert_same(several, run(AveragingInPlace, 1))
+
+
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+def test_a_teacher_that_moves_later_is_told_once_and_moves_once_from_then_on() -> None:
+    class Late(AveragingInPlace):
+        def move(self, teacher: nn.Parameter, student: nn.Parameter) -> None:
+            if self.global_step >= LOOKS + 2 and teacher.dim() > 1:
+                super().move(teacher, student)
+
+    with pytest.warns(UserWarning, match=r"A step writes in place to 2 parameters") as caught:
+        run(Late, 3, data=lambda: loader(200, 8), max_epochs=2)
+    assert len([w for w in caught if "in place" in str(w.message)]) == 1
+
+
+DTYPES = [
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.int8,
+]
+
+
+def frozen(values: Tensor, dtype: torch.dtype) -> nn.Module:
+    net = nn.Module()
+    net.weight = nn.Parameter(values.to(dtype).t(), requires_grad=False)
+    net.other = nn.Parameter(torch.ones(1))
+    return net.to(devices_of(1)[0])
+
+
+@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [(3, 5), (64, 65), (0, 2)])
+def test_one_element_of_any_type_that_changes_is_followed(
+    dtype: torch.dtype, size: tuple[int, int]
+) -> None:
+    devices = devices_of(2)
+    values = torch.randint(1, 7, size, generator=torch.Generator().manual_seed(0)).double()
+    net = frozen(values, dtype)
+    replicas = Replicas(net, devices)
+    for i in range(min(8, values.numel())):
+        place = divmod(i * 7 % values.numel(), size[0])
+        values.T[place] += 1
+        net.weight.data.copy_(values.T.to(dtype))
+        replicas.refresh()
+        own = replicas.modules[1].weight
+        assert torch.equal(own.cpu().to(torch.complex64), values.T.to(dtype).to(torch.complex64))
+
+
+@pytest.mark.parametrize("on", ["sim"], indirect=True)
+def test_a_small_step_of_an_average_in_bfloat16_is_followed() -> None:
+    devices = devices_of(2)
+    net = frozen(torch.linspace(0.5, 1.5, 4096).view(64, 64), torch.bfloat16)
+    replicas = Replicas(net, devices)
+    for _ in range(3):
+        net.weight.data.mul_(0.99)
+        replicas.refresh()
+        assert torch.equal(replicas.modules[1].weight.cpu(), net.weight.cpu())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.0])
+def test_frozen_weights_that_are_no_numbers_are_not_told(value: float) -> None:
+    class Frozen(Distilled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused = nn.Parameter(torch.full((3,), value), requires_grad=False)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            return
+
+    run(Frozen, 3, data=lambda: loader(400, 8), max_epochs=1)
+
+
+def test_frozen_weights_of_8_bits_are_trained_beside() -> None:
+    class Frozen(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = torch.randn(10, 10).to(torch.float8_e4m3fn)
+            self.packed = nn.Parameter(weight, requires_grad=False)
+            self.register_buffer("scale", torch.ones(3).to(torch.float8_e5m2))
+
+        def loss(self, batch: Any) -> Tensor:
+            x, y = batch
+            return F.cross_entropy(self.net(x @ self.packed.to(x.dtype)), y)
+
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    several, one = run(Frozen, 3), run(Frozen, 1)
+    for own, expected in zip(several.module.parameters(), one.module.parameters(), strict=True):
+        torch.testing.assert_close(own.cpu().double(), expected.double(), atol=1e-10, rtol=0)
+
+
+def test_weights_that_are_more_than_their_elements_are_left_alone() -> None:
+    class Wrapped(torch.Tensor):
+        """A subclass that does not know what bits are."""
+
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any, kwargs: Any = None
+        ) -> Any:
+            if "view" in str(function) or "norm" in str(function):
+                raise NotImplementedError(str(function))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    weight = torch.ones(3).as_subclass(Wrapped)
+    assert fingerprints([(0, weight), (1, torch.ones(2))]).keys() == {1}

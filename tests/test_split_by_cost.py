@@ -172,7 +172,7 @@ def test_a_module_that_cuts_batches_itself_cannot_be_split_by_cost() -> None:
             {"sample_cost": "lengths"},
             "sample_cost: expected None with split='even'",
         ),
-        ({"dim": "0"}, "dim: expected an integer, got '0'"),
+        ({"dim": "0"}, "dim: expected an integer from -64 to 63, got '0'"),
     ],
 )
 def test_options_of_the_cut_that_cannot_be_are_refused(options: Any, message: str) -> None:

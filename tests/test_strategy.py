@@ -86,16 +86,6 @@ def test_output_devices_may_be_written_in_many_ways(output_device: Any) -> None:
     assert strategy.output_device == expected
 
 
-@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
-def test_steps_that_take_the_iterator_are_refused() -> None:
-    class Iterating(Classifier):
-        def training_step(self, dataloader_iter: Any) -> Any:
-            return None
-
-    with pytest.raises(ValueError, match=r"Iterating.training_step: .*got dataloader_iter"):
-        trainer(2).fit(Iterating(), loader(), loader())
-
-
 def test_the_name_is_registered_once_however_often_it_is_imported() -> None:
     importlib.reload(lightning_dp)
     assert StrategyRegistry["dp_custom"]["strategy"] is DataParallelStrategy

@@ -136,24 +136,6 @@ def test_fixed_names_of_modules_stay_the_same_objects() -> None:
     assert changed <= {"_is_full_backward_hook"}
 
 
-def test_compiled_call_impl() -> None:
-    module = nn.Linear(1, 1)
-    assert private.compiled_call(module) is None
-    module.compile(backend="eager")
-    assert private.compiled_call(module) is not None
-    assert private.compiled_call(torch.compile(nn.Linear(1, 1), backend="eager")) is None
-
-
-def test_orig_mod_is_in_a_compiled_module() -> None:
-    inner, other = nn.Linear(1, 1), nn.Linear(1, 1)
-    wrapper = torch.compile(inner, backend="eager")
-    assert private.compiled_inner(wrapper) is inner and private.compiled_inner(inner) is None
-    twin = type(wrapper)(other, wrapper.dynamo_ctx)
-    assert private.compiled_inner(twin) is other
-    x = torch.ones(1)
-    assert torch.equal(twin(x), other(x)) and torch.equal(wrapper(x), inner(x))
-
-
 def test_BatchNorm_is_the_class_of_all_layers() -> None:
     layers = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm1d]
     assert all(issubclass(layer, private.BatchNorm) for layer in layers)

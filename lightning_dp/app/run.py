@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from lightning_dp.app.quiet import quiet
+from lightning_dp.checkpointing import nothing_to_resume
 
 R = TypeVar("R")
 
@@ -45,7 +46,9 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
                 sys.exit(INTERRUPTED)
             raise
         except Exception as error:
-            message = _option_error(error) or _does_not_fit(error, cfg)
+            message = (
+                _option_error(error) or _does_not_fit(error, cfg) or _cannot_resume(error, cfg)
+            )
             if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
                 raise
             print(f"error: {message}", file=sys.stderr)
@@ -124,6 +127,12 @@ def _does_not_fit(error: Exception, cfg: DictConfig) -> str | None:
         f"ckpt_path: expected a checkpoint of this model and optimizer, got {cfg.ckpt_path!r}, "
         f"which does not fit. {error}"
     )
+
+
+def _cannot_resume(error: Exception, cfg: DictConfig) -> str | None:
+    """Returns the message for weights to resume from; None if the error is about something else."""
+    is_about_it = _where_raised(error)[1] == "restore_optimizers_and_schedulers"
+    return nothing_to_resume(cfg.ckpt_path) if is_about_it else None
 
 
 def _where_raised(error: Exception) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from lightning_dp.checkpointing.contents import added_to as added_to
 from lightning_dp.checkpointing.contents import as_lightnings as as_lightnings
 from lightning_dp.checkpointing.contents import is_lightnings as is_lightnings
 from lightning_dp.checkpointing.contents import note_added as note_added
+from lightning_dp.checkpointing.contents import nothing_to_resume as nothing_to_resume
 from lightning_dp.checkpointing.contents import rename as rename
 from lightning_dp.checkpointing.contents import rename_states as rename_states
 from lightning_dp.checkpointing.contents import take_added as take_added

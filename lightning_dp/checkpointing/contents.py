@@ -89,15 +89,14 @@ def as_lightnings(loaded: Any) -> Any:
     return {**rest, "state_dict": weights, _VERSION: rest.get(_VERSION, lightning.__version__)}
 
 
-def check_training_state(checkpoint: Mapping[str, Any], path: Any) -> None:
-    """Raises a ValueError if training cannot go on from a checkpoint."""
-    if "optimizer_states" not in checkpoint:
-        raise ValueError(
-            f"ckpt_path: expected a checkpoint to resume training from, got {str(path)!r}, which "
-            "holds weights and no training state (optimizers, epoch). To begin a new training with "
-            "these weights: init_from=... on the command line, or in Python "
-            "lightning_dp.checkpointing.load_weights(model, path) before fit."
-        )
+def nothing_to_resume(path: Any) -> str:
+    """What is wrong with a checkpoint from which training cannot go on."""
+    return (
+        f"ckpt_path: expected a checkpoint to resume training from, got {str(path)!r}, which "
+        "holds weights and no training state (optimizers, epoch). To begin a new training with "
+        "these weights: init_from=... on the command line, or in Python "
+        "lightning_dp.checkpointing.load_weights(model, path) before fit."
+    )
 
 
 def note_added(checkpoint: Any, prefix: str | None) -> Any:

@@ -56,6 +56,9 @@ class AtomicTorchCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
+        local = local_path(path)
+        if local is not None and not local.exists():
+            return super().load_checkpoint(path)  # which says so
         loaded = checkpoint_files.read(path, map_location=map_location, weights_only=weights_only)
         return cast(dict[str, Any], loaded)
 

@@ -9,11 +9,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_dp.checkpointing.contents import check_training_state
+from lightning_dp.checkpointing.contents import nothing_to_resume
 from lightning_dp.checkpointing.files import weights_in
 from lightning_dp.checkpointing.io import ModulePrefixCheckpointIO, name_as_module
 from lightning_dp.lightning_private import given_io, set_io
 from lightning_dp.one_process import OneProcessMixin
+from lightning_dp.parallel.errors import add_note, is_a
 from lightning_dp.parallel.split import LearningSplit, SplitPolicy
 
 _CHECKPOINT_KEY = "lightning_dp"
@@ -23,6 +24,7 @@ class CheckpointMixin(OneProcessMixin):
     """Saves clean names, loads any, and keeps what a split has learnt."""
 
     split_policy: SplitPolicy
+    _weights_only_path: Any = None  # of a checkpoint without the training state that a fit needs
 
     @property
     @override
@@ -60,7 +62,14 @@ class CheckpointMixin(OneProcessMixin):
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
         module = cast(LightningModule, self.lightning_module)
-        if module.trainer.state.fn == TrainerFn.FITTING:
-            check_training_state(checkpoint, module.trainer.ckpt_path)
+        if module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
+            self._weights_only_path = module.trainer.ckpt_path
         name_as_module(checkpoint, module, self.checkpoint_io)
         super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        path, self._weights_only_path = self._weights_only_path, None
+        if is_a(exception, KeyError) and path is not None:
+            add_note(exception, nothing_to_resume(path))

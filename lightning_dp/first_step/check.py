@@ -6,7 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_dp.first_step.compare import Difference, Outcome
-from lightning_dp.first_step.diagnosis import Diagnosis
-from lightning_dp.first_step.snapshot import Snapshot
+from lightning_dp.first_step.diagnosis import CHANCE, Diagnosis, cause_in_buffers
+from lightning_dp.first_step.snapshot import Snapshot, trained_tensors
 from lightning_dp.metrics import is_metric
 from lightning_dp.modes import ForwardMode, Mode, Transfer
 from lightning_dp.parallel.batch import to_device
+from lightning_dp.parallel.errors import described
 from lightning_dp.parallel.gradients import LossReduction, StepOutput
 from lightning_dp.parallel.split import Sizes
 
@@ -38,10 +39,16 @@ class FirstStep:
     tolerance: float = 0.0  # up to which it is rounding
     causes: Mapping[str, str] = field(default_factory=dict)  # each with what to choose
     not_checked: str = ""  # why nothing was compared
+    left: Sequence[str] = ()  # buffers that a split batch's step leaves different
 
     @property
     def is_same(self) -> bool:
         """Whether both gave the same step."""
+        return self.has_same_gradient and not self.left
+
+    @property
+    def has_same_gradient(self) -> bool:
+        """Whether both gave the same loss and gradient."""
         return self.difference is not None and self.difference.largest <= self.tolerance
 
     def __str__(self) -> str:
@@ -85,7 +92,9 @@ class Runs:
         self.spreads_forward = isinstance(self.mode, ForwardMode)
         scaler = getattr(self.precision, "scaler", None)
         self._scale = 1.0 if scaler is None or not scaler.is_enabled() else _SCALE
-        self._parameters = list(self.module.parameters())
+        self._parameters = trained_tensors(self.module)
+        # The step itself goes through the graph of such a buffer, too.
+        self._keeps_graph = any(buffer.grad_fn is not None for buffer in self.module.buffers())
         groups = [optimizer.param_groups for optimizer in self.module.trainer.strategy.optimizers]
         self._snapshot = Snapshot(self.module, self.devices, groups)
 
@@ -140,8 +149,8 @@ class Runs:
                 raise ValueError("training_step returned None")
             loss: Tensor = StepOutput.parse(output).loss
             with self.mode.during_backward():
-                (loss * self._scale).backward()  # type: ignore[no-untyped-call]
-            return Outcome.of(loss, self._parameters)
+                (loss * self._scale).backward(retain_graph=self._keeps_graph)  # type: ignore[no-untyped-call]
+            return Outcome.of(loss, self._parameters, self.module)
         finally:
             self._snapshot.restore()
 
@@ -192,25 +201,30 @@ def check_first_step(
             finally:
                 runs.end()
         except Exception as error:  # whatever it is, training will say it better
-            return FirstStep(not_checked=f"{type(error).__name__}: {error}")
+            return FirstStep(not_checked=f"{type(error).__name__}: {described(error, str)}")
 
 
 def _compared(runs: Runs, loss_reduction: LossReduction) -> FirstStep:
     alone = runs.alone()
     if not alone.is_finite:
         return FirstStep(not_checked="the loss or its gradient is no number, on the root alone.")
-    difference = Difference.between(runs.split(), alone)
+    split = runs.split()
+    difference = Difference.between(split, alone)
     sizes = runs.sizes
     if len([size for size in sizes if size]) < 2:
         return FirstStep(not_checked="the batch ran on one device.")
-    found = FirstStep(sizes, difference, runs.tolerance)
-    if found.is_same:
-        return found
+    left = alone.left_differently(split, runs.tolerance)
+    found = FirstStep(sizes, difference, runs.tolerance, left=left)
+    if found.has_same_gradient:
+        return replace(found, causes=cause_in_buffers(left))
     try:
         causes = Diagnosis(runs, alone, loss_reduction).causes()
     except Exception as error:
-        causes = {"unknown": f"The cause was not found ({type(error).__name__}: {error})."}
-    return FirstStep(sizes, difference, runs.tolerance, causes)
+        text = f"{type(error).__name__}: {described(error, str)}"
+        causes = {"unknown": f"The cause was not found ({text})."}
+    if causes.keys().isdisjoint(CHANCE):  # else chance is in the buffers, too
+        causes = {**causes, **cause_in_buffers(left)}
+    return replace(found, causes=causes)
 
 
 @contextlib.contextmanager

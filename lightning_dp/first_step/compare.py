@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+
+from lightning_dp.metrics import is_metric
+from lightning_dp.parallel.replicas import alike, keeps_state
+from lightning_dp.parallel.torch_private import buffer_table
 
 
 @dataclass(frozen=True)
@@ -16,12 +20,22 @@ class Outcome:
 
     loss: float
     gradient: Tensor  # of all parameters as one vector, on the CPU; 0 where a parameter has none
+    left: Mapping[str, Tensor] = field(default_factory=dict)  # in buffers, but for batch norm's
 
     @classmethod
-    def of(cls, loss: Tensor, parameters: Sequence[nn.Parameter]) -> Outcome:
-        """Takes a loss after its backward; the gradients are copied."""
+    def of(cls, loss: Tensor, parameters: Sequence[Tensor], module: nn.Module) -> Outcome:
+        """Takes a loss after its backward; gradients and buffers are copied."""
         nothing = torch.zeros(0, dtype=torch.float64)
-        return cls(float(loss.detach()), torch.cat([nothing, *map(_gradient_of, parameters)]))
+        gradient = torch.cat([nothing, *map(_gradient_of, parameters)])
+        return cls(float(loss.detach()), gradient, _state_of(module))
+
+    def left_differently(self, other: Outcome, tolerance: float) -> list[str]:
+        """The names of buffers in which the two have left different values."""
+        return [
+            name
+            for name, value in self.left.items()
+            if name not in other.left or not alike(value, other.left[name], tolerance)
+        ]
 
     @property
     def is_finite(self) -> bool:
@@ -73,7 +87,19 @@ def fitted_weights(whole: Outcome, parts: Sequence[Outcome]) -> list[float]:
     return solution
 
 
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
+def _state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that may be state of a batch. Metrics have a replay of their own."""
+    apart = {id(m) for metric in module.modules() if is_metric(metric) for m in metric.modules()}
+    return {
+        f"{path}.{name}".lstrip("."): buffer.detach().to("cpu", copy=True)
+        for path, inner in module.named_modules()
+        if keeps_state(inner) and id(inner) not in apart
+        for name, buffer in buffer_table(inner).items()
+        if buffer is not None and not buffer.is_meta
+    }
+
+
+def _gradient_of(parameter: Tensor) -> Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     dense = gradient.detach().cpu().to_dense()
     return (torch.view_as_real(dense) if dense.is_complex() else dense).flatten().double()

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_dp.first_step.compare import Difference, Outcome, fitted_weights, weighted_sum
 from lightning_dp.parallel.gradients import LossReduction, loss_weights
+from lightning_dp.parallel.replicas import WAYS_OUT
 from lightning_dp.parallel.torch_private import BatchNorm
 
 if TYPE_CHECKING:
@@ -100,6 +101,11 @@ class Diagnosis:
         return Difference.between(a, b).largest > self._runs.tolerance
 
 
+def cause_in_buffers(names: Sequence[str]) -> dict[str, str]:
+    """That a step leaves other values in these buffers, with what to choose."""
+    return {"buffers": _BUFFERS.format(", ".join(names))} if names else {}
+
+
 class _Layers:
     """The layers of one kind in a module."""
 
@@ -132,6 +138,8 @@ def _listed(weights: Sequence[float]) -> str:
     return ", ".join(f"{weight:.3f}" for weight in weights)
 
 
+CHANCE = {"not repeatable", "random", "dropout"}
+_BUFFERS = "Buffers are left with other values than one device leaves ({}). " + WAYS_OUT
 _SUM = 'The loss is a sum over samples, not a mean: choose loss_reduction="sum".'
 _MEAN = 'The loss is a mean over samples, not a sum: choose loss_reduction="mean".'
 _NO_ITEMS = (

@@ -44,8 +44,10 @@ class Snapshot:
         self._generators = _process_generators(devices)
         self._own_generators: list[Any] = []
         self._objects = self._walk([module, *others])
-        self._parameters = list(module.parameters())
+        self._parameters = trained_tensors(module)
         self._hooks = [HooksOff(self._parameters[i]) for i in hooked(self._parameters)]
+        for hooks in self._hooks:
+            hooks.take()
         self._gradients = GradientsAside(self._parameters)
 
     def restore(self) -> None:
@@ -88,6 +90,13 @@ class Snapshot:
         return restores
 
 
+def trained_tensors(module: nn.Module) -> list[Tensor]:
+    """The parameters of a module, and those of its buffers on which gradients accumulate."""
+    leaves = [buffer for buffer in module.buffers() if buffer.is_leaf and buffer.requires_grad]
+    unique: dict[int, Tensor] = {id(tensor): tensor for tensor in (*module.parameters(), *leaves)}
+    return list(unique.values())
+
+
 def _look_at(node: Any) -> tuple[Restore | None, Iterable[Any]]:
     """How to put an object back, and what hangs on it."""
     if isinstance(node, Tensor):
@@ -124,7 +133,7 @@ def _tensor(tensor: Tensor) -> Restore | None:
     values = memory.to("cpu", copy=True)
 
     def restore() -> None:
-        if tensor.data_ptr() != memory.data_ptr() or tensor.shape != memory.shape:
+        if _place(tensor) != _place(memory):
             tensor.data = memory.data
         if not torch.equal(memory.cpu(), values):
             memory.data.copy_(values)  # without a trace in the version, too
@@ -132,6 +141,10 @@ def _tensor(tensor: Tensor) -> Restore | None:
             tensor.requires_grad_(needs_grad)
 
     return restore
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _dict(node: dict[Any, Any]) -> Restore:

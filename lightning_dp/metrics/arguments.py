@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -26,13 +27,17 @@ MetricMethod: TypeAlias = Literal["forward", "update", "reset"]
 
 
 class MetricCall(NamedTuple):
-    """A call that a replica made on the module's own metric; tensors are detached copies."""
+    """A call that a replica made on the module's own metric; tensors are detached copies.
+
+    `as_called` gives the metric, on its device, the attributes that it had when it was called.
+    """
 
     key: tuple[object, ...]  # equal for the same call on different replicas
     metric: AnyMetric
     method: MetricMethod
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    as_called: Callable[[torch.device], AbstractContextManager[None]]
 
 
 def join_arguments(

@@ -10,23 +10,25 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, TypeAlias
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_dp.lightning_private import own_device
+from lightning_dp.lightning_private import batch_value, keep_batch_value, own_device
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.logs import LogCall, log_call, merged_log
-from lightning_dp.metrics.torchmetrics_on_replicas import (
-    MetricFaces,
-    is_metric,
-    is_per_sample,
-    replay,
-)
+from lightning_dp.metrics.no_value import NoValue
+from lightning_dp.metrics.one_call import StepAttributes, names_of_metric, state_of_metric
+from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
+from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, is_per_sample, replay
+from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards, StepDims
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.errors import add_note, context_of_errors
+from lightning_dp.parallel.replaced import StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
 from lightning_dp.parallel.split import Order, batch_order
 from lightning_dp.state import ModuleState
@@ -39,14 +41,24 @@ Row: TypeAlias = dict[int, Any]
 class Journal:
     """The calls of one replica during one step."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.faces = MetricFaces(self.calls.append, device)
+        self.metrics: ReplicaMetrics | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands for `self.log` on a replica."""
-        own = self.faces.original(value) if isinstance(value, nn.Module) else value
-        self.calls.append(log_call(name, own, args, kwargs))
+        if isinstance(value, NoValue):
+            value.fail()
+        if self.metrics is not None and isinstance(value, nn.Module):
+            value = self.metrics.original(value)
+        self.calls.append(log_call(name, value, args, kwargs))
+
+
+class _Log(NamedTuple):
+    """A call of `self.log` that is still to be made, and a metric's value of the batch by then."""
+
+    call: LogCall
+    batch_value: Any
 
 
 class Journals(ReplicaRules):
@@ -64,32 +76,37 @@ class Journals(ReplicaRules):
     ) -> None:
         self._module = module
         self._output_device = output_device
-        self._journals = [Journal(device) for device in devices]
+        self._journals = [Journal() for _ in devices]
         self._devices = list(devices)
-        self._metrics: list[nn.Module] = []
-        self._state = ModuleState(output_device)
+        self._submodules: list[list[nn.Module]] = []
+        self._attributes: dict[int, StepAttributes] = {}
+        self._metric_states = MetricStates()
+        self._state = ModuleState(output_device, names_of_metric)
         self.replays = True
 
-    def on_build(self, leaves: list[nn.Module]) -> None:
-        """Remembers the module's own metrics, which record during a step."""
-        self._metrics = leaves
-
-    def is_leaf(self, module: nn.Module) -> bool:
-        """Metrics are copied in a way of their own."""
+    def is_apart(self, module: nn.Module) -> bool:
+        """Metrics are replicated wherever they are kept."""
         return is_metric(module)
 
-    def copy_leaf(self, module: nn.Module, k: int, device: torch.device) -> nn.Module:
-        """A metric that writes into replica k's journal."""
-        return self._journals[k].faces.make(module)
+    def stays(self, module: nn.Module) -> bool:
+        """In forward mode, metrics are on the output device."""
+        tensors = chain(module.parameters(), module.buffers())
+        return any(tensor.device != self._devices[0] for tensor in tensors)
 
-    def own_attributes(self, module: nn.Module, k: int, device: torch.device) -> dict[str, Any]:
-        """`self.device` and `self.log` of a replica."""
-        own: dict[str, Any] = {**own_device(module, device)}
+    def own_names(self, module: nn.Module) -> frozenset[str]:
+        """A metric's state, which changes in every step."""
+        return frozenset(state_of_metric(module, self._devices[0]))
+
+    def own_attributes(
+        self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
+    ) -> dict[str, Any]:
+        """`self.device` and `self.log` of a replica, and the state of a metric."""
+        own: dict[str, Any] = {**own_device(module, device), **state_of_metric(module, device)}
         if module is self._module:
-            own["log"] = self._journals[k].log
+            own["log"] = StandIn(twin, "log", self._journals[k].log)
         return own
 
-    @contextlib.contextmanager
+    @context_of_errors
     def around(
         self,
         replicas: Replicas,
@@ -99,44 +116,108 @@ class Journals(ReplicaRules):
         """Records while the replicas run; if all went well, replays.
 
         A rerun has done so before. It, and a step that did not fit and will run again, leave the
-        module as it was.
+        module and its metrics as they were. Values are logged last: that cannot be undone.
         """
         for journal in self._journals:
             journal.calls.clear()
+        self._follow(replicas.submodules)
         state = self._state
         state.begin(replicas.submodules, shards.active)
+        logs: list[_Log] = []
         try:
             # Replica 0 is the user's module: it records only while the step lasts.
             own = self._journals[0]
-            worn = own.faces.worn(self._metrics) if self._metrics else contextlib.nullcontext()
-            with replaced(self._module, log=own.log), worn:
+            measuring = self._measuring(shards.active) if self._attributes else nullcontext()
+            with standing_in(self._module, "log", own.log), measuring:
                 yield
             if is_rerun:
                 state.undo()
             else:
-                state.settle(replicas, shards)
+                changes = state.changes(shards.active)  # not those of the calls that follow
+                logs = self._replay(shards) if self.replays else logs
+                state.settle(changes, replicas, shards)
         except torch.OutOfMemoryError:
             state.undo()
+            self._metric_states.give_back()
             raise
-        if not is_rerun:
-            self._replay(shards)
+        self._metric_states.drop()
+        self._log(logs)
 
-    def _replay(self, shards: Shards) -> None:
-        if not self.replays:
+    def _follow(self, submodules: list[list[nn.Module]]) -> None:
+        """Finds the metrics of all replicas, if these are others than before."""
+        if submodules is self._submodules:
             return
+        self._submodules, roots = submodules, submodules[0]
+        inner = set(map(id, chain.from_iterable(map(all_in, filter(is_metric, roots)))))
+        self._attributes = {id(m): StepAttributes(m) for m in roots if id(m) in inner}
+        for journal, own, device in zip(self._journals, submodules, self._devices, strict=True):
+            if self._attributes:
+                pair, record = (roots, own), journal.calls.append
+                journal.metrics = ReplicaMetrics(pair, record, device, self._attributes)
+            else:
+                journal.metrics = None
+
+    @contextlib.contextmanager
+    def _measuring(self, active: Sequence[int]) -> Iterator[None]:
+        """While it lasts, metrics record what the replicas that work do with them."""
+        for attributes in self._attributes.values():
+            attributes.begin_step()
+        with contextlib.ExitStack() as stack:
+            for k in active:
+                metrics = self._journals[k].metrics
+                if metrics is not None:
+                    metrics.weights_move = not self._module.automatic_optimization
+                    stack.enter_context(metrics.recording())
+            yield
+
+    def _replay(self, shards: Shards) -> list[_Log]:
+        """Makes the calls of metrics; what is to be logged."""
         sizes, order = shards.active_sizes, shards.active_order
         journals = [self._journals[k].calls for k in shards.active]
+        called = {c.metric: None for calls in journals for c in calls if isinstance(c, MetricCall)}
+        if called:
+            self._metric_states.keep(list(called))
+        logs: list[_Log] = []
         for row in _aligned(journals, sizes, order, shards.dims):
             present = [sizes[i] for i in row]
             calls: list[Any] = list(row.values())
             if isinstance(calls[0], MetricCall):
                 positions = None if order is None else [order[i] for i in row]
-                replay(calls, present, positions, shards.dims)
+                self._replay_metric(calls, present, positions, shards.dims)
                 continue
             if len(row) < len(journals):
                 self._refuse(calls[0].name, row, shards)
             merged = merged_log(calls, present, self._output_device, shards.dims)
-            self._module.log(merged.name, merged.value, **merged.options)
+            logs.append(_Log(merged, batch_value(merged.value)))
+        return logs
+
+    def _log(self, logs: Sequence[_Log]) -> None:
+        for call, value in logs:
+            is_later = value is not (latest := batch_value(call.value))
+            if is_later:
+                keep_batch_value(call.value, value)
+            try:
+                self._module.log(call.name, call.value, **call.options)
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError(
+                    f"self.log({call.name!r}): expected room for the values that a step logs, got: "
+                    f"{error} Make the batch smaller."
+                ) from error
+            if is_later:
+                keep_batch_value(call.value, latest)
+
+    def _replay_metric(
+        self, calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dims: StepDims
+    ) -> None:
+        """Errors of a metric say which one: its call is not made where the step makes it."""
+        try:
+            replay(calls, sizes, order, dims)
+        except BaseException as error:
+            metric, modules = calls[0].metric, self._module.named_modules()
+            name = next((name for name, module in modules if module is metric), "")
+            of = f"the metric {name} ({type(metric).__qualname__})"
+            add_note(error, f"[in {calls[0].method} of {of}, for the batch of all replicas]")
+            raise
 
     def _refuse(self, key: str, present: Row, shards: Shards) -> NoReturn:
         names = [

@@ -53,10 +53,10 @@ def merged_log(
     first = calls[0]
     if len(calls) == 1:
         return first
-    told = [call.options for call in calls]
-    if told.count(first.options) < len(calls):
+    told = [_with_number(call.options) for call in calls]
+    if told.count(told[0]) < len(calls):
         _check_options(first.name, told)
-    options, weights = dict(first.options), sizes
+    options, weights = dict(told[0]), sizes
     if options.get("batch_size") is not None:
         own = [int(other["batch_size"]) for other in told]
         if dims.counts(first.key, own, sizes) is not False:
@@ -67,6 +67,12 @@ def merged_log(
         numbers = _as_numbers(calls, where)
         value = _merged(numbers, weights, options.get("reduce_fx", "mean")).to(device)
     return first._replace(value=value, options=options)
+
+
+def _with_number(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Steps give `batch_size` as tensors too, each on its own device."""
+    n = options.get("batch_size")
+    return {**options, "batch_size": int(n)} if isinstance(n, Tensor) else options
 
 
 def _check_options(name: str, told: Sequence[Mapping[str, Any]]) -> None:

@@ -1,36 +1,25 @@
 """torchmetrics used inside replicas give what one device gives.
 
-Inside a step no metric accumulates. Calls of `update`, `forward` and `reset` are written to the
-replica's journal, and after the step they are made once on the module's own metric, with the
-arguments of all replicas joined in shard order: the very call that one device would have made.
-Where arguments cannot be joined, the calls are made one after another in shard order.
+Inside a step no metric accumulates, see `recorders`. After the step the calls of all replicas are
+made once on the module's own metric, with their arguments joined in shard order: the very call that
+one device would have made. Where arguments cannot be joined, the calls are made one after another
+in shard order.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dp.lightning_private import keep_batch_value
-from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricMethod, join_arguments
-from lightning_dp.parallel.batch import StepDims, to_device, tree
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.metrics.arguments import AnyMetric, MetricCall, join_arguments
+from lightning_dp.parallel.batch import StepDims, to_device
 from lightning_dp.parallel.split import Order
-from lightning_dp.parallel.torch_private import (
-    buffer_table,
-    child_table,
-    parameter_table,
-    tables_as_attributes,
-)
-
-_SHADOWED = ("forward", "update", "compute", "reset")
 
 
 def is_metric(module: nn.Module) -> bool:
@@ -47,12 +36,30 @@ def replay(
         metric.reset()
         return
     device = _device(metric)
+    try:
+        _call(calls, sizes, order, dims, device)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"{type(metric).__qualname__}: expected room on {device} for a call with the whole "
+            f"batch's arguments, got: {error}"
+        ) from error
+
+
+def _call(
+    calls: Sequence[MetricCall],
+    sizes: Sequence[int],
+    order: Order | None,
+    dims: StepDims,
+    device: torch.device,
+) -> None:
+    metric, method = calls[0].metric, calls[0].method
     joined = join_arguments(calls, sizes, device, dims, order)
-    if joined is None:
-        _call_in_order(calls, device)
-    else:
-        args, kwargs = joined
-        metric(*args, **kwargs) if method == "forward" else metric.update(*args, **kwargs)
+    with calls[0].as_called(device):
+        if joined is None:
+            _call_in_order(calls, device)
+        else:
+            args, kwargs = joined
+            metric(*args, **kwargs) if method == "forward" else metric.update(*args, **kwargs)
 
 
 def is_per_sample(rows: Sequence[Sequence[Any]], sizes: Sequence[int], dims: StepDims) -> bool:
@@ -66,123 +73,6 @@ def is_per_sample(rows: Sequence[Sequence[Any]], sizes: Sequence[int], dims: Ste
     return is_count and join_arguments(rows[0], sizes, _device(rows[0][0].metric), dims) is None
 
 
-class MetricFaces:
-    """Metric objects that a replica sees in the place of the module's own.
-
-    A face has the class and the attributes of the metric that it stands for, and a recorder of
-    its own. Replica 0, which is the module itself, wears the recorders only during a step.
-    """
-
-    def __init__(self, record: Callable[[MetricCall], None], device: torch.device) -> None:
-        self._record = record
-        self._device = device
-        self._originals: dict[int, AnyMetric] = {}
-        self._recorders: dict[int, _Recorder] = {}
-
-    def original(self, value: Any) -> Any:
-        """The module's own metric, if `value` is a face of it; else `value`."""
-        return self._originals.get(id(value), value)
-
-    def make(self, metric: nn.Module) -> nn.Module:
-        """A face of `metric`, with faces of the metrics in it."""
-        face = copy.copy(metric)
-        children = {
-            name: self.make(child) if child is not None and is_metric(child) else child
-            for name, child in child_table(metric).items()
-        }
-        tables = tables_as_attributes(parameter_table(metric), buffer_table(metric), children)
-        face.__dict__.update(tables)
-        if isinstance(metric, Metric | MetricCollection):
-            self._originals[id(face)] = metric
-            face.__dict__.update(_Recorder(metric, self._record, self._device).shadows())
-        return face
-
-    @contextlib.contextmanager
-    def worn(self, leaves: Sequence[nn.Module]) -> Iterator[None]:
-        """While it lasts, the metrics in `leaves` record instead of accumulating."""
-        metrics = [
-            m for leaf in leaves for m in leaf.modules() if isinstance(m, Metric | MetricCollection)
-        ]
-        with contextlib.ExitStack() as stack:
-            for metric in metrics:
-                stack.enter_context(replaced(metric, **self._recorder(metric).shadows()))
-            yield
-
-    def _recorder(self, metric: AnyMetric) -> _Recorder:
-        if id(metric) not in self._recorders:
-            self._recorders[id(metric)] = _Recorder(metric, self._record, self._device)
-        return self._recorders[id(metric)]
-
-
-class _Recorder:
-    """Writes down the calls that one replica makes on one metric."""
-
-    def __init__(
-        self, metric: AnyMetric, record: Callable[[MetricCall], None], device: torch.device
-    ) -> None:
-        self._metric = metric
-        self._record = record
-        self._device = device
-        self._scratch: AnyMetric | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Recorder:
-        """Copying a metric that wears this recorder does not copy what hangs on it."""
-        return self
-
-    def shadows(self) -> dict[str, Callable[..., Any]]:
-        """What stands in front of a metric's own methods."""
-        return {name: getattr(self, name) for name in _SHADOWED}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The value over the replica's own samples: that of all samples comes after the step."""
-        self._append("forward", args, kwargs)
-        if self._scratch is None:
-            self._scratch = _bare(copy.deepcopy(self._metric)).to(self._device)
-        self._scratch.reset()
-        try:
-            return self._scratch(*args, **kwargs)
-        except Exception:
-            # Too few samples, perhaps: then there is no value over this shard. If the arguments
-            # are at fault, the call on the module's own metric raises the same error.
-            nan = torch.tensor(math.nan)
-            if isinstance(self._scratch, MetricCollection):
-                return dict.fromkeys(self._scratch.keys(keep_base=False), nan)
-            return nan
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        self._append("update", args, kwargs)
-
-    def reset(self) -> None:
-        self._append("reset", (), {})
-
-    def compute(self) -> Any:
-        raise RuntimeError(
-            f"Expected compute() of {type(self._metric).__qualname__} to be called after the step: "
-            "during it a replica knows only its own samples. Log the metric object with "
-            "self.log(name, metric), or call compute() in an epoch-end hook."
-        )
-
-    def _append(self, method: MetricMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        key = ("metric", id(self._metric), method)
-        self._record(MetricCall(key, self._metric, method, _snapshot(args), _snapshot(kwargs)))
-
-
-def _snapshot(arguments: Any) -> Any:
-    """Detached copies: what the step does to its tensors afterwards must not matter."""
-    return tree.map_leaves(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, arguments
-    )
-
-
-def _bare(metric: AnyMetric) -> AnyMetric:
-    """A copied metric without the recorders that the original wore."""
-    for module in metric.modules():
-        for name in _SHADOWED:
-            if isinstance(getattr(module.__dict__.get(name), "__self__", None), _Recorder):
-                del module.__dict__[name]
-    return metric
-
-
 def _device(metric: AnyMetric) -> torch.device:
     members = [m for m in metric.modules() if isinstance(m, Metric)]
     return members[0].device
@@ -194,6 +84,9 @@ def _call_in_order(calls: Sequence[MetricCall], device: torch.device) -> None:
     for args, kwargs in moved:
         metric.update(*args, **kwargs)
     if calls[0].method == "forward":
+        for member in metric.modules():
+            if isinstance(member, Metric):
+                keep_batch_value(member, None)  # it may have a graph, which cannot be copied
         batch = copy.deepcopy(metric)
         batch.reset()
         for args, kwargs in moved:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.likely_cause import LikelyCause
 from lightning_dp.parallel.replicas import ParameterCopies, Replicas
 from lightning_dp.parallel.workers import Task
 
@@ -31,6 +32,7 @@ class ReplicaCall(ABC):
 
     has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
     copied_parameters: ParameterCopies = "changed"  # by replicas elsewhere
+    path = ""  # of the submodule that is called
 
     def __init__(
         self, name: str, *, training: bool = False, transfer: Transfer = to_device
@@ -54,7 +56,9 @@ class ReplicaCall(ABC):
         tasks = []
         for k in shards.active:
             call = partial(self.on_replica, modules[k], shards.parts[k])
-            tasks.append(Task(k, devices[k], call, partial(shards.place, self.name, k)))
+            place = partial(shards.place, self.name, k)
+            cause = LikelyCause(modules[k], devices[k], shards, k)
+            tasks.append(Task(k, devices[k], call, place, cause))
         return tasks
 
     @abstractmethod

@@ -1,10 +1,13 @@
-"""Checks that several options share."""
+"""Checks of what users give: options that several share, and the module."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
 from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
 
 _MOST_DIMS = 64  # of a torch tensor
 _SHORT = reprlib.Repr()
@@ -52,6 +55,21 @@ def check_dim(dim: Any) -> None:
         raise ValueError(
             f"dim: expected an integer from {-_MOST_DIMS} to {_MOST_DIMS - 1}, got {told(dim)}. "
             "Write the dimension that counts the samples."
+        )
+
+
+def check_module(module: Any) -> None:
+    """Raises a TypeError unless it is a module."""
+    if isinstance(module, Optimizer):
+        raise TypeError(
+            "DataParallel: expected a module, got an optimizer. Optimizers need no wrapping: make "
+            f"{type(module).__qualname__}(net.parameters(), ...) of the wrapped module's "
+            "parameters and call its step() as always; gradients are summed there."
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"DataParallel: expected a torch.nn.Module, got {type(module).__qualname__}. "
+            "Wrap the module that computes the outputs."
         )
 
 

@@ -9,22 +9,26 @@ from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_dp.keys import PREFIXES, match_keys, normalize_state_dict
 from lightning_dp.parallel.batch import Override, check_overrides, to_device
-from lightning_dp.parallel.checks import check_choice, check_dim
+from lightning_dp.parallel.checks import check_choice, check_dim, check_module
 from lightning_dp.parallel.devices import (
     DeviceLike,
     all_devices,
     memory_capacities,
+    minus_one_is_cpu,
     resolve_devices,
     resolve_output_device,
 )
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.gradients import BUFFERS, Buffers
-from lightning_dp.parallel.split import OwnSplit, check_split, split_policy
+from lightning_dp.parallel.primitives import gather
+from lightning_dp.parallel.replaced import Surroundings, replaced
+from lightning_dp.parallel.split import OwnSplit, Sizes, check_split, split_policy
+from lightning_dp.parallel.stages import Stages, replaces_stages
 from lightning_dp.parallel.workers import EXECUTORS, ExecutorName
 
 _PREFIX = "module."
@@ -49,7 +53,7 @@ class DataParallel(nn.Module, Generic[Module]):
             `torch.device`; an entry may repeat (`["cpu"] * 4`). None for all accelerators of the
             machine, or the CPU if it has none.
         output_device: where outputs end up: an id, a name or a `torch.device`, also `"cpu"` or a
-            device outside of `device_ids`; None for the first device.
+            device outside of `device_ids`; None for the first device, -1 for the CPU.
         dim: the dimension along which arguments are cut and outputs joined.
         split: `"even"`: sizes differ by at most one; `"chunk"`: those of `torch.chunk`, as in
             `torch.nn.DataParallel`; `"adaptive"`: learnt from the times of calls in training;
@@ -94,7 +98,7 @@ class DataParallel(nn.Module, Generic[Module]):
         executor: ExecutorName = "auto",
         gather_overrides: Mapping[str, Override] | None = None,
     ) -> None:
-        _check_module(module)
+        check_module(module)
         check_split(split, weights)
         check_engine_options(dim, buffers, executor, gather_overrides)
         super().__init__()
@@ -102,7 +106,7 @@ class DataParallel(nn.Module, Generic[Module]):
         ids = all_devices() if device_ids is None else device_ids
         self.devices = resolve_devices(ids, "device_ids")
         self.device_ids = [device.index for device in self.devices]
-        self.output_device = resolve_output_device(output_device, self.devices)
+        self.output_device = resolve_output_device(minus_one_is_cpu(output_device), self.devices)
         self.dim = dim
         self._options: dict[str, Any] = {
             "output_device": self.output_device,
@@ -113,10 +117,11 @@ class DataParallel(nn.Module, Generic[Module]):
             "overrides": gather_overrides,
         }
         capacities = partial(memory_capacities, self.devices)
-        # A wrong number of weights is told now; the policy itself cannot be pickled.
+        # A wrong number of weights is told now. A copy's engine has a policy of its own.
         self._split = (split, weights, self.devices, capacities)
         split_policy(*self._split)
         self._engine: ForwardParallel | None = None
+        self._sizes: Sizes = ()  # of the shards whose outputs are gathered
         self._identity = id(self)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
 
@@ -130,17 +135,80 @@ class DataParallel(nn.Module, Generic[Module]):
         if self._identity != id(self):  # a wrapper around this one has replicated it
             return self.module(*inputs, **kwargs)
         self._move_module()
+        if replaces_stages(self, DataParallel):
+            return self._by_stages(inputs, kwargs)
         if len(self.devices) == 1:
             args, options = to_device((inputs, kwargs), self.devices[0])
             return to_device(self.module(*args, **options), self.output_device)
+        engine = self._spreader()
+        before = None if engine.is_spreading else Surroundings()
+        try:
+            with engine.turn(), engine.spreading():
+                return self.module(*inputs, **kwargs)
+        except BaseException:
+            if before is not None:
+                engine.stop_spreading()
+                before.restore()
+            raise
+
+    # The stages, for subclasses
+
+    def scatter(
+        self, inputs: Any, kwargs: Any, device_ids: Sequence[DeviceLike | None]
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Cuts the arguments of a call: the positional ones of each device, and the named ones.
+
+        At the end devices without samples are left out, elsewhere they have None.
+        """
+        return self._stages().scatter(inputs, kwargs or {}, self._places(device_ids))
+
+    def replicate(self, module: Any, device_ids: Sequence[DeviceLike | None]) -> list[Any]:
+        """A module on these devices."""
+        return self._stages().replicate(module, self._places(device_ids))
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
+        """The outputs of the replicas; None of those whose arguments are None."""
+        return self._stages().parallel_apply(replicas, inputs, kwargs)
+
+    def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
+        """Joins the outputs, see `lightning_dp.gather`; 0-dim ones are stacked."""
+        sizes = self._sizes if len(self._sizes) == len(outputs) else None
+        overrides = self._options["overrides"]
+        return gather(
+            outputs, output_device, self.dim, sizes=sizes, scalars="stack", overrides=overrides
+        )
+
+    @property
+    def src_device_obj(self) -> torch.device:
+        """The first device, where the module lies."""
+        return self.devices[0]
+
+    def _by_stages(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, named = self.scatter(inputs, kwargs, self.device_ids)
+        if not args and not named:
+            args, named = ((),), ({},)
+        if len(self.device_ids) == 1:
+            return to_device(self.module(*args[0], **named[0]), self.output_device)
+        replicas = self.replicate(self.module, self.device_ids[: len(args)])
+        outputs = self.parallel_apply(replicas, args, named)
+        with replaced(self, _sizes=self._stages().sizes(args, named)):
+            return self.gather(outputs, self.output_device)
+
+    def _places(self, device_ids: Sequence[DeviceLike | None]) -> list[torch.device]:
+        """The devices of ids as `device_ids` has them, where CPU devices are None."""
+        return resolve_devices(["cpu" if d is None else d for d in device_ids], "device_ids")
+
+    def _stages(self) -> Stages:
+        return Stages(self._spreader(), self.dim)
+
+    def _spreader(self) -> ForwardParallel:
         if self._engine is None:
             split = split_policy(*self._split)
             self._engine = ForwardParallel(
                 self.module, self.devices, split=split, always_copies=True, **self._options
             )
-            weakref.finalize(self, self._engine.close)
-        with self._engine.spreading():
-            return self.module(*inputs, **kwargs)
+            weakref.finalize(self, self._engine.close).atexit = False  # it may be at work
+        return self._engine
 
     def close(self) -> None:
         """Ends the worker threads; a later call starts new ones."""
@@ -180,6 +248,39 @@ class DataParallel(nn.Module, Generic[Module]):
             self.module.to(root)
 
 
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Calls a module once on several devices, as `DataParallel` does.
+
+    For more than one call make a `DataParallel`, which keeps its replicas.
+
+    Args:
+        module: the module.
+        inputs: its arguments as a tuple, or a single argument of another type; None for none.
+        device_ids: the devices, root first; None for all accelerators of the machine, or the CPU.
+        output_device: where outputs end up; None for the first device, -1 for the CPU.
+        dim: the dimension along which arguments are cut and outputs joined.
+        module_kwargs: its named arguments.
+
+    Example:
+        >>> data_parallel(nn.Linear(3, 2), torch.randn(5, 3), ["cpu", "cpu"]).shape
+        torch.Size([5, 2])
+    """
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    wrapper = DataParallel(module, device_ids, output_device, dim)
+    try:
+        return wrapper(*inputs, **module_kwargs or {})
+    finally:
+        wrapper.close()
+
+
 def check_engine_options(
     dim: object, buffers: object, executor: object, overrides: Mapping[str, Override] | None
 ) -> None:
@@ -188,20 +289,6 @@ def check_engine_options(
     check_choice("buffers", buffers, BUFFERS)
     check_choice("executor", executor, EXECUTORS)
     check_overrides(overrides, "gather_overrides")
-
-
-def _check_module(module: Any) -> None:
-    if isinstance(module, Optimizer):
-        raise TypeError(
-            "DataParallel: expected a module, got an optimizer. Optimizers need no wrapping: make "
-            f"{type(module).__qualname__}(net.parameters(), ...) of the wrapped module's "
-            "parameters and call its step() as always; gradients are summed there."
-        )
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"DataParallel: expected a torch.nn.Module, got {type(module).__qualname__}. "
-            "Wrap the module that computes the outputs."
-        )
 
 
 def _add_prefix(

@@ -11,6 +11,7 @@ import torch
 
 from lightning_dp.parallel.checks import told
 
+_HIGHEST_ID = 127  # torch takes no higher one, and no machine has it
 _PEAK = "max_memory_allocated"
 
 DeviceLike: TypeAlias = torch.device | str | int
@@ -58,6 +59,11 @@ def resolve_output_device(
             "Use 'cpu', or leave it out for the root device."
         )
     return devices[output_device]
+
+
+def minus_one_is_cpu(device: Any) -> Any:
+    """What stands for a device that may be given as in `torch.nn.parallel`."""
+    return "cpu" if type(device) is int and device == -1 else device
 
 
 def accelerator_type() -> str | None:
@@ -196,7 +202,7 @@ def _parse(entry: DeviceLike, key: str) -> torch.device:
             f"{key}: expected 'cpu', since this machine has no accelerator, got id {told(number)}. "
             "Write ['cpu'] * K for K replicas on the CPU."
         )
-    return torch.device(kind, number)
+    return torch.device(kind, min(number, _HIGHEST_ID))
 
 
 def _expected(device_type: str, count: int) -> str:

@@ -44,12 +44,10 @@ from lightning_dp.parallel.replicas import (
     BufferCopies,
     ReplicaRules,
     Replicas,
-    compiles,
     limits_norms,
 )
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
-from lightning_dp.parallel.torch_private import BatchNorm
-from lightning_dp.parallel.workers import Calls, Executor, ExecutorName
+from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, fewest_samples
 
 
 class Engine:
@@ -71,7 +69,7 @@ class Engine:
         context: entered around every apply, for what replicas leave behind besides outputs.
     """
 
-    expects_samples: ClassVar[bool] = False  # whether to warn where there is nothing to cut
+    expects_samples: ClassVar[bool] = False  # what is cut is a batch, not some call's arguments
     last_sizes: Sizes = ()  # samples per device in the latest apply
     interrupted: Tensor | None = None  # of the joint loss whose backward has not ended
 
@@ -92,10 +90,10 @@ class Engine:
         rules: ReplicaRules | None = None,
         context: StepContext = lambda *_: nullcontext(),
     ) -> None:
-        self.module = module
+        self.module = self.asked = module  # which says by its methods how batches are cut
         self.devices = list(devices)
         self.output_device = output_device
-        self.replicas = Replicas(module, devices, rules, before_rebuild=reduce_gradients)
+        self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
         self.reducer = Reducer(self.replicas, buffers)
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.ranges = Ranges()  # the stages, as profilers see them
@@ -106,18 +104,15 @@ class Engine:
             self.meter.watch()
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
-        self._executor = Executor(devices, "inorder" if self._runs_in_turn() else executor)
-        self._dim = dim
-        self._columns = columns
-        self._cost_key = cost_key
-        self.dims = SampleDims(dim, overrides, is_told=scalars == "stack")
+        # Two threads would shorten the same row of a weight twice.
+        in_order = self.on_cpu and limits_norms(self.module)
+        how: ExecutorName = "inorder" if in_order else executor
+        self._executor = Executor(devices, how, self.replicas.lose)
+        self._dim, self._columns, self._cost_key = dim, columns, cost_key
+        self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
         self._context = context
         self._stale = set(range(len(devices)))
-
-    def _runs_in_turn(self) -> bool:
-        """Where two threads would compile at once, or shorten the same row of a weight twice."""
-        return compiles(self.module) or (self.on_cpu and limits_norms(self.module))
 
     # The flow
 
@@ -133,7 +128,7 @@ class Engine:
         """
         if not isinstance(batch, Shards):
             dims = self.dims.of(call.name, training=call.training)
-            plan = plan or self.plan(batch, training=call.training, telling=dims.asks)
+            plan = plan or self.plan(batch, call.path, training=call.training, telling=dims.asks)
             batch = self.scatter(batch, call.transfer, plan, dims)
         modules = self.replicate(call, batch)
         outputs = self.apply(call, modules, batch)
@@ -158,22 +153,27 @@ class Engine:
     # Its stages
 
     @stage("plan")
-    def plan(self, batch: Any, *, training: bool = True, telling: bool = False) -> Plan:
+    def plan(
+        self, batch: Any, path: str = "", *, training: bool = True, telling: bool = False
+    ) -> Plan:
         """Decides which samples each device gets, once for everything in the batch.
 
         A module may say by a method `batch_size(batch)` how many samples there are. If they are to
-        be `telling`, shards are unequal, which shows what counts samples.
+        be `telling`, shards are unequal, which shows what counts samples. The submodule `path` is
+        called: batch norm in it takes no shard of one sample.
         """
         self.planner.learn(self.meter.latest)
         self._forget_step()
-        n, reading = infer_for(self.module, batch, self._dim, columns=self._columns)
+        n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)
         if n is None and self.expects_samples:
             warn_of_nothing_to_cut(self._dim)
         if not n:
             return self.planner.whole()
-        costs = partial(sample_costs, self.module, batch, n, self._cost_key)
-        least = self._least(training) if telling else None
-        return self.planner.plan(n, costs, training=training, reading=reading, telling=least)
+        costs = partial(sample_costs, self.asked, batch, n, self._cost_key)
+        least = partial(fewest_samples, self.module, path)
+        return self.planner.plan(
+            n, costs, training=training, reading=reading, telling=telling, least=least
+        )
 
     @stage("scatter")
     def scatter(
@@ -194,7 +194,7 @@ class Engine:
             return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True, dims=dims)
         sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
         inferred = Inferred(sum(sizes), plan.reading)
-        parts = cut_for(self.module, batch, inferred, sizes, self._dim, plan.order)
+        parts = cut_for(self.asked, batch, inferred, sizes, self._dim, plan.order)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order, dims=dims)
@@ -213,11 +213,11 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        in_threads = self._executor.choose(call.name, len(shards.active))
+        compiles = self.replicas.may_compile
+        in_threads = self._executor.choose(call.name, len(shards.active), in_order=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
             self.replicas.share_parameters(call.has_backward and not in_threads)
-        call.begin(shards)
         return self.replicas.modules
 
     @stage("apply")
@@ -227,10 +227,12 @@ class Engine:
         shards.dims.has_seen(shards.sizes)
         training = call.training
         self.calls = Calls(shards.active_sizes, shards.active_order, self._dim)
+        call.begin(shards)
         if training and not shards.whole:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self._is_rerun)
-        with context, self.replicas.writing() if training else nullcontext():
+        noticed = self.replicas.noticed(shards.active) if training else nullcontext()
+        with context, noticed, self.replicas.compiling():
             tasks = call.tasks(modules, shards, self.devices)
             outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
         if training:
@@ -250,11 +252,6 @@ class Engine:
         if not call.has_backward:
             self.planner.record_success(training=call.training)
         return result
-
-    def _least(self, training: bool) -> int:
-        """The fewest samples that a replica is to have: batch norm needs two to train."""
-        layers = self.module.modules() if training else ()
-        return 1 + any(isinstance(layer, BatchNorm) and layer.training for layer in layers)
 
     @stage("reduce")
     def reduce(self) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.batch import Scalars, Shards, to_device
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
+from lightning_dp.parallel.replaced import replaced
+
+_TELLING = ("batch_size", "split_batch", "sample_cost")
 
 
 class ForwardParallel(RecoveringEngine):
@@ -23,8 +28,10 @@ class ForwardParallel(RecoveringEngine):
     parameters and the arguments. Hooks of the module itself see whole arguments and outputs.
 
     0-dim outputs are stacked to shape [K], one entry for each replica that had samples, unless
-    `overrides` says otherwise. A call without anything to cut runs on the root alone. Calls of the
-    `parallel_modules` are spread too, where they do not come from a call that is spread already.
+    `overrides` or `scalars` say otherwise. A call without anything to cut runs on the root alone.
+    Calls of the `parallel_modules` are spread too, where they do not come from a call that is
+    spread already. A module whose call is spread may say by `batch_size`, `split_batch` and
+    `sample_cost` how its arguments are cut; else the root's methods are asked.
 
     With `always_copies` calls in evaluation, too, copy the weights that can be trained, even if
     they look unchanged. Who does not leave it to `resync` when weights may have been written
@@ -48,74 +55,116 @@ class ForwardParallel(RecoveringEngine):
         *,
         parallel_modules: Sequence[str] = (),
         always_copies: bool = False,
+        scalars: Scalars = "stack",
         **options: Any,
     ) -> None:
         check_parallel_modules(module, parallel_modules)
-        super().__init__(module, devices, scalars="stack", **options)
+        super().__init__(module, devices, scalars=scalars, **options)
+        self.num_calls = self.num_cut = 0  # so far, and of these the ones that were cut
         self._paths = list(dict.fromkeys(["", *parallel_modules]))
         self._own_forwards: dict[str, Any] | None = None
         self._always_copies = always_copies
         self._mode = (False, False)
+        self._locks: dict[int, threading.RLock] = {}
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Lets one thread spread calls at a time: checkpoints do so in the threads of devices."""
+        # By process: in a forked child nobody unlocks what another thread has locked.
+        with self._locks.setdefault(os.getpid(), threading.RLock()):
+            yield
+
+    @property
+    def is_spreading(self) -> bool:
+        """Whether the module's calls are spread now."""
+        return self._own_forwards is not None
 
     @contextlib.contextmanager
     def spreading(self) -> Iterator[None]:
         """Spreads the module's calls while it lasts."""
-        if self._own_forwards is not None:
+        if self.is_spreading:
             yield
             return
+        own = {path: attributes.get("forward") for path, attributes in self._attributes()}
         try:
-            with self._forwards({path: _SpreadForward(self, path) for path in self._paths}) as own:
-                self._own_forwards = own
+            self._own_forwards = own
+            self._set_forwards({path: _SpreadForward(self, path) for path in self._paths})
+            # Compiled code may also be called with whole batches, beside the replicas' calls.
+            with self.replicas.as_often_compiled():
                 yield
         finally:
+            if self._own_forwards is own:  # the end of a generator may come late
+                self.stop_spreading()
+
+    def stop_spreading(self) -> None:
+        """Gives the module its own forwards back; once more, if an interrupt came in between."""
+        if self._own_forwards is not None:
+            self._set_forwards(self._own_forwards)
             self._own_forwards = None
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs.items())
-        training = any([module.training for module in self.replicas.submodules[0]])
+        self.num_calls += 1
+        with replaced(self, asked=self._asked(path)):
+            return self.run(self.spread_call(path, len(args)), arguments)
+
+    @property
+    def is_training(self) -> bool:
+        """Whether any part of the module is in training mode."""
+        return any([module.training for module in self.replicas.submodules[0]])
+
+    def spread_call(self, path: str = "", num_args: int = 0) -> SpreadCall:
+        """The next call of a submodule, as which the replicas are to be brought up to date."""
+        training = self.is_training
         mode = (training, torch.is_grad_enabled())
         if any(before and not now for before, now in zip(self._mode, mode, strict=True)):
             self.resync()  # what training changes leaves no trace everywhere
         self._mode = mode
-        call = SpreadCall(self, path, len(args), training=training)
+        call = SpreadCall(self, path, num_args, training=training)
         # Code outside of the replicas may write weights between two calls, through `.data` too.
         call.copied_parameters = "trained" if self._always_copies or any(mode) else "changed"
-        return self.run(call, arguments)
+        return call
+
+    def _asked(self, path: str) -> nn.Module:
+        called = self.module.get_submodule(path)
+        tells = any(callable(getattr(called, name, None)) for name in _TELLING)
+        return called if tells else self.module
 
     def close(self) -> None:
         """As every engine; and lets go of graphs, which would keep the replicas for good."""
+        self.stop_spreading()
         super().close()
         self.replicas.disconnect()
 
     def spread(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Does `call` where replicas call the module's own forward, and follow its attributes."""
-        with self._forwards(self._own_forwards or {}):
-            return self.call(path, args, kwargs)
+        with self.turn():
+            spread = {path: attributes.get("forward") for path, attributes in self._attributes()}
+            try:
+                self._set_forwards(self._own_forwards or dict.fromkeys(self._paths))
+                return self.call(path, args, kwargs)
+            finally:
+                if self.is_spreading:
+                    self._set_forwards(spread)
 
     def own_forward(self, path: str) -> Any:
         """The attribute `forward` that a spread module has itself, or None."""
         return (self._own_forwards or {}).get(path)
 
-    @contextlib.contextmanager
-    def _forwards(self, forwards: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Gives the spread modules other forwards for a while; yields those they had themselves."""
-        own = self._replace_forwards(forwards)
-        try:
-            yield own
-        finally:
-            self._replace_forwards(own)
-
-    def _replace_forwards(self, forwards: Mapping[str, Any]) -> dict[str, Any]:
-        """Sets the attribute `forward` of spread modules; None stands for that of their class."""
-        before = {}
+    def _attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Those of the spread modules."""
         for path in self._paths:
-            attributes = self.module.get_submodule(path).__dict__
-            before[path] = attributes.pop("forward", None)
-            if forwards[path] is not None:
+            yield path, self.module.get_submodule(path).__dict__
+
+    def _set_forwards(self, forwards: Mapping[str, Any]) -> None:
+        """Sets the attribute `forward` of spread modules; None stands for that of their class."""
+        for path, attributes in self._attributes():
+            if forwards[path] is None:
+                attributes.pop("forward", None)
+            else:
                 attributes["forward"] = forwards[path]
-        return before
 
 
 class SpreadCall(ReplicaCall):
@@ -129,7 +178,7 @@ class SpreadCall(ReplicaCall):
     ) -> None:
         super().__init__(f"{path}.forward".lstrip("."), training=training)
         self._engine = engine
-        self._path = path
+        self.path = path
         self._num_args = num_args
 
     def begin(self, shards: Shards) -> None:
@@ -140,12 +189,13 @@ class SpreadCall(ReplicaCall):
         """The replica's `forward`."""
         rest = {name: value for name, value in shard.items() if isinstance(name, str)}
         args = map(shard.get, range(self._num_args))
-        return module.get_submodule(self._path).forward(*args, **rest)
+        return module.get_submodule(self.path).forward(*args, **rest)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """Joined; what the root has returned alone stays as it is."""
         if shards.whole:
             return to_device(outputs[0], self._engine.output_device)
+        self._engine.num_cut += 1
         sizes, order = shards.active_sizes, shards.active_order
         return self._engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
 

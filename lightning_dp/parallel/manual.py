@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards, gather
 from lightning_dp.parallel.gradients import (
@@ -78,11 +78,16 @@ class ManualStep(EvaluationStep):
         weights = loss_weights(self.shards.active_sizes, reduction, counts)
         return list(map(Graph, self.shards.active, losses, weights))
 
-    def once(self, call: Callable[[], T]) -> T:
-        """Does something to the root, on the host; the replicas' weights and gradients follow."""
+    def once(self, call: Callable[[], T], *, leaves_trace: bool = True) -> T:
+        """Does something to the root, on the host; the replicas' weights and gradients follow.
+
+        If it may write to gradients and leave no trace, all of them are copied again.
+        """
         self._gradients.check_agreement()
         self._gradients.adopt()
         result = call()
+        if not leaves_trace:
+            self._gradients.forget()
         self.follow()
         return result
 
@@ -149,7 +154,7 @@ class _FollowedGradients:
     The first of these leads: what its code does to its gradients is done to the root's.
     """
 
-    def __init__(self, parameters: Sequence[Sequence[nn.Parameter]], active: Sequence[int]) -> None:
+    def __init__(self, parameters: Sequence[Sequence[Tensor]], active: Sequence[int]) -> None:
         self._root = parameters[0]
         self._leader = parameters[active[0]]
         self._others = [parameters[k] for k in active if k > 0]
@@ -167,6 +172,10 @@ class _FollowedGradients:
             for i, copy in zip(changed, _copies(gradients, replica), strict=True):
                 replica[i].grad = copy
         self._seen, self._leaders = now, _marks(self._leader)
+
+    def forget(self) -> None:
+        """Makes the replicas follow all gradients anew."""
+        self._seen = None
 
     def check_agreement(self) -> None:
         """Raises an error if the replicas' code has bound different gradients.
@@ -224,7 +233,7 @@ class _FollowedGradients:
         self._seen, self._leaders = None, []
 
 
-def _marks(parameters: Sequence[nn.Parameter]) -> list[tuple[Tensor | None, int]]:
+def _marks(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:
     """The gradients and how often they have been written to."""
     gradients = [parameter.grad for parameter in parameters]
     return [(g, -1 if g is None else version(g)) for g in gradients]
@@ -234,7 +243,7 @@ def _differ(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -
     return before[0] is not now[0] or before[1] != now[1]
 
 
-def _copies(gradients: list[Tensor | None], of: Sequence[nn.Parameter]) -> list[Tensor | None]:
+def _copies(gradients: list[Tensor | None], of: Sequence[Tensor]) -> list[Tensor | None]:
     """Copies of gradients on the device of other parameters."""
     if not of:
         return []

@@ -22,6 +22,7 @@ from lightning_dp.parallel.devices import (
     out_of_memory_count,
 )
 from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.errors import described
 from lightning_dp.parallel.gradients import wait_for_autograd
 from lightning_dp.parallel.split import Plan, Sizes
 
@@ -124,7 +125,7 @@ class RecoveringEngine(Engine):
                 failed = self._failed(error)
                 _forget(error)
             except Exception as error:
-                log.info("Looking for the largest batch that fits ended: %s", error)
+                log.info("Looking for the largest batch that fits ended: %s", described(error))
                 self._clean_up(failed)
                 break
             else:
@@ -141,12 +142,13 @@ class RecoveringEngine(Engine):
             call.finish(result)
 
     def _check_room(self, name: str, n: int, text: str, training: bool) -> None:
-        fits = self.planner.fits(training=training)
-        if sum(fits) >= n:
+        most = self.planner.most(n, training=training)
+        if most >= n:
             return
+        fits = self.planner.fits(training=training)
         shares = ", ".join(f"{d} {size}" for d, size in zip(self.devices, fits, strict=True))
         raise torch.OutOfMemoryError(
-            f"{name}: expected a batch of at most {sum(fits)} samples, the largest that fits now "
+            f"{name}: expected a batch of at most {most} samples, the largest that fits now "
             f"({shares}; what a step logs or keeps comes on top), got {n}. Make the batch smaller "
             f"(accumulate_grad_batches keeps the effective size), or use more or larger devices. "
             f"The last device said: {text}"
@@ -214,4 +216,4 @@ def _forget(failure: BaseException) -> str:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
         error = error.__context__
-    return str(failure)
+    return described(failure, str)

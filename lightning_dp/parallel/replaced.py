@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 _ABSENT = object()
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, **names: Any) -> Iterator[None]:
+class _Open(threading.local):
+    """The replacements that last, of this thread; the innermost is the last."""
+
+    def __init__(self) -> None:
+        self.stack: list[replaced] = []
+
+
+_open = _Open()
+
+
+class replaced:
     """Gives an object other attributes, and puts its own back whatever happens.
 
     They are written to its `__dict__`: a method of its class is hidden for a while, and nothing
     that a module registers is touched. What it had none of before, it has none of afterwards.
+
+    No generator: the end of one that an interrupt has kept from ending comes at any later time.
 
     Args:
         owner: a module, a class instance or a Python module.
@@ -31,14 +45,128 @@ def replaced(owner: Any, **names: Any) -> Iterator[None]:
         >>> greeter.word(), vars(greeter)
         ('hello', {})
     """
-    attributes = vars(owner)
-    before = {name: attributes.get(name, _ABSENT) for name in names}
-    try:  # from here on an interrupt finds its way to `finally`
-        attributes.update(names)
-        yield
-    finally:
-        for name, value in before.items():
+
+    def __init__(self, owner: Any, **names: Any) -> None:
+        self._attributes = vars(owner)
+        self._names = names
+        self._before = {name: self._attributes.get(name, _ABSENT) for name in names}
+
+    def __enter__(self) -> None:
+        """The attributes are others from here on."""
+        try:
+            _open.stack.append(self)
+            self._attributes.update(self._names)
+        except BaseException:
+            self.put_back()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        """They are the object's own again."""
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Does so once; if an interrupt keeps it from that, it can be called again."""
+        if self not in _open.stack:
+            return
+        for name, value in self._before.items():
             if value is _ABSENT:
-                attributes.pop(name, None)
+                self._attributes.pop(name, None)
             else:
-                attributes[name] = value
+                self._attributes[name] = value
+        _open.stack.remove(self)
+
+
+class Surroundings:
+    """What a thread has replaced, and whether gradients are on: as it is now.
+
+    An interrupt may come while something is put back, or just before. So whoever runs a step looks
+    before it, and puts everything back, once more, when an error leaves it.
+    """
+
+    def __init__(self) -> None:
+        self._count = len(_open.stack)
+        self._grad = torch.is_grad_enabled()
+
+    def restore(self) -> None:
+        """As it was when this was made."""
+        while len(_open.stack) > self._count:
+            _open.stack[-1].put_back()
+        torch.set_grad_enabled(self._grad)
+
+
+class StandIn:
+    """Stands on an object for one of its methods, and has the attributes of that method.
+
+    A copy or a pickle of the object that is made meanwhile, to save or to average it, has its own
+    method there: what stands in for the original's must not follow it.
+
+    Example:
+        >>> import copy
+        >>> class Greeter:
+        ...     def word(self):
+        ...         return "hello"
+        >>> greeter = Greeter()
+        >>> with standing_in(greeter, "word", lambda: "goodbye"):
+        ...     greeter.word(), copy.deepcopy(greeter).word()
+        ('goodbye', 'hello')
+    """
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        self._owner = weakref.ref(owner)  # which refers to this: a cycle would keep it alive
+        self._class, self._name = type(owner), name
+        self._own = vars(owner).get(name)
+        self._call: Callable[..., Any] | None = call
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """Without its object. Schedules take it from the `step` of optimizers, and wrap it."""
+        return lambda owner, *args, **kwargs: self(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What stands in, as long as it does."""
+        return (self._call or self._method())(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The method's own: schedules mark the `step` of optimizers."""
+        if "_call" not in vars(self):  # it is being made
+            raise AttributeError(name)
+        return getattr(self._method(), name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The own method of the owner's copy."""
+        if self._own is not None:
+            return _itself, (self._own,)
+        # A copy has no attributes yet when it asks for this: it gets its class's method.
+        return getattr, (self._owner(), self._name)
+
+    def retire(self) -> None:
+        """From now on it is the method that it has stood for: wrappers may still call it."""
+        self._call = None
+
+    def _method(self) -> Any:
+        if self._own is not None:
+            return self._own
+        method = getattr(self._class, self._name)
+        return method.__get__(self._owner()) if hasattr(method, "__get__") else method
+
+
+class standing_in(replaced):
+    """While it lasts, something is called in the place of a method, see `StandIn`.
+
+    What the code inside binds there, a wrapper around the method perhaps, stays.
+    """
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        self._name, self._stand_in = name, StandIn(owner, name, call)
+        super().__init__(owner, **{name: self._stand_in})
+
+    def put_back(self) -> None:
+        """As `replaced`; and what stood in becomes the method, which wrappers may still call."""
+        if self._attributes.get(self._name) is not self._stand_in:
+            self._before = {}
+        super().put_back()
+        self._stand_in.retire()
+
+
+def _itself(value: Any) -> Any:
+    return value

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,6 +28,7 @@ from lightning_dp.parallel.gradients import (
 )
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.torch_private import hooked
+from lightning_dp.parallel.workers import Calls
 
 
 class StepParallel(RecoveringEngine):
@@ -69,7 +72,7 @@ class StepParallel(RecoveringEngine):
         """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
         return self.step(EvaluationStep(self, method, args), batch)
 
-    def requested_parameters(self) -> list[nn.Parameter]:
+    def requested_parameters(self) -> list[Tensor]:
         """Parameters of which an own backward may ask gradients, without those that have hooks.
 
         Autograd calls hooks although there is no gradient for them.
@@ -101,6 +104,10 @@ class EvaluationStep(ReplicaCall):
     def begin(self, shards: Shards) -> None:
         """Remembers the shards: an optimizer's closure may come for the same ones again."""
         self.shards = shards
+        calls, replicas = self.engine.calls, self.engine.replicas
+        # Not the calls themselves: a graph that reaches what holds it is never freed.
+        if replicas.link_buffers(shards.active, partial(_check_at_once, weakref.ref(calls))):
+            calls.crossed = True
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """The replica's own method."""
@@ -182,3 +189,15 @@ class TrainingStep(EvaluationStep):
             yield
         finally:
             aside.put_back()
+
+
+def _check_at_once(calls: Callable[[], Calls | None], buffers: list[str]) -> None:
+    """Refuses a replica's own backward through the graph of buffers, which all replicas share."""
+    running = calls()
+    if running is not None and running.is_open and not running.is_conducting:
+        raise RuntimeError(
+            "Expected no backward and no torch.autograd.grad inside of training_step through the "
+            f"buffers {buffers}, which were computed outside of it: all replicas share their "
+            "graph. Compute them in training_step, where each replica has its own, or use "
+            'DataParallelStrategy(mode="forward").'
+        )

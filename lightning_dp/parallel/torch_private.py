@@ -7,7 +7,6 @@ tells the name and the release, unless it is said below what happens instead.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -75,8 +74,7 @@ _HOOK_TABLES = (
 )
 
 hook_tables: Callable[[nn.Module], Sequence[dict[int, Any]]] = _getter(nn.Module(), *_HOOK_TABLES)
-"""A module's tables of hooks that run in a forward or because of one. One that is new in a release
-would not be copied: a test tells."""
+"""A module's tables of hooks of forwards and backwards. A test tells of one that is new."""
 
 FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 """Attributes that every module has, and that stay the same objects; some tables of hooks do not."""
@@ -85,15 +83,6 @@ FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_fo
 def copy_hook_tables(attributes: dict[str, Any]) -> None:
     """Gives a module, by its `__dict__`, tables of its own with the hooks that it has."""
     attributes.update({name: OrderedDict(attributes[name]) for name in _HOOK_TABLES})
-
-
-compiled_call: Callable[[nn.Module], Any] = _getter(nn.Module, "_compiled_call_impl")
-"""What calls of a module go to after `module.compile()`; None before."""
-
-
-def compiled_inner(module: nn.Module) -> nn.Module | None:
-    """What `torch.compile(module)` wraps, or None. Gone: None, and replicas use root weights."""
-    return child_table(module).get("_orig_mod")
 
 
 BatchNorm = batchnorm._BatchNorm
@@ -151,12 +140,13 @@ class ParameterHooks(NamedTuple):
     on_parameter: Mapping[int, Callable[[Tensor], Any]] | None
 
 
-_hooks_of = _getter(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
+hooks_of = _getter(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
+"""Those of a parameter, of which `ParameterHooks` can be made."""
 
 
 def hooked(parameters: Iterable[Tensor]) -> list[int]:
     """Positions of the parameters that have hooks of either kind."""
-    return [i for i, (a, b) in enumerate(map(_hooks_of, parameters)) if a or b]
+    return [i for i, (a, b) in enumerate(map(hooks_of, parameters)) if a or b]
 
 
 gradient_hooks: Callable[[Tensor], Mapping[int, Any] | None] = _getter(Tensor, "_backward_hooks")
@@ -165,7 +155,7 @@ gradient_hooks: Callable[[Tensor], Mapping[int, Any] | None] = _getter(Tensor, "
 
 def take_hooks_off(parameter: Tensor) -> ParameterHooks:
     """Autograd calls no hook of the parameter until they are put back."""
-    hooks = ParameterHooks(*_hooks_of(parameter))
+    hooks = ParameterHooks(*hooks_of(parameter))
     # None would not take them off: autograd goes on with the table it was last given.
     put_hooks_back(parameter, ParameterHooks(OrderedDict(), OrderedDict()))
     return hooks
@@ -206,7 +196,6 @@ def is_in_backward() -> bool:
 _run_backward = found(torch.autograd, "_engine_run_backward")
 _handler: ContextVar[Callable[..., None] | None] = ContextVar("_handler", default=None)
 _users: set[object] = set()
-_lock = threading.Lock()
 
 
 def _run_or_hand_over(*args: Any, **options: Any) -> Any:
@@ -226,19 +215,21 @@ def backwards_go_to(handler: Callable[..., None]) -> Iterator[None]:
     """
     user, before = object(), _handler.get()
     try:  # from here on an interrupt finds its way to `finally`
-        _update(_users.add, user)
+        _users.add(user)
+        _update()
         _handler.set(handler)
         yield
     finally:
         _handler.set(before)
-        _update(_users.discard, user)
+        _users.discard(user)
+        _update()
 
 
-def _update(change: Callable[[object], None], user: object) -> None:
-    with _lock:
-        change(user)
-        function = _run_or_hand_over if _users else _run_backward
-        torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]
+def _update() -> None:
+    """Without a lock, which an interrupt could leave locked: the last one to write looks again."""
+    function = None
+    while function is not (wanted := _run_or_hand_over if _users else _run_backward):
+        torch.autograd._engine_run_backward = function = wanted  # type: ignore[attr-defined]
 
 
 # Modes

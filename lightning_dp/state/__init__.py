@@ -1,9 +1,19 @@
 """State: what a step leaves on `self` and in its optimizers.
 
 Decided here: how containers that every replica has filled become one (`containers`), which of the
-attributes that a step has bound stay (`module_state`), and that options of optimizers change once
-(`optimizer_groups`).
+attributes that a step has bound stay (`module_state`), that options of optimizers change once
+(`optimizer_groups`), which optimizers a step can get hold of (`optimizers`), and what
+replicas see in the place of methods of an object that they share (`shared_methods`).
 """
 
+from lightning_dp.state.containers import copied as copied
+from lightning_dp.state.containers import is_container as is_container
+from lightning_dp.state.copied_containers import Contents as Contents
+from lightning_dp.state.copied_containers import live as live
 from lightning_dp.state.module_state import ModuleState as ModuleState
 from lightning_dp.state.optimizer_groups import changed_once as changed_once
+from lightning_dp.state.optimizers import Tool as Tool
+from lightning_dp.state.optimizers import no_step_of_one_replica as no_step_of_one_replica
+from lightning_dp.state.optimizers import own_methods as own_methods
+from lightning_dp.state.optimizers import tools_of as tools_of
+from lightning_dp.state.shared_methods import SharedMethods as SharedMethods

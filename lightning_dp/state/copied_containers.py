@@ -32,8 +32,8 @@ class CopiedContainer:
         self.items = copied(self.value)
         for own in self.copies:
             refill(own, copied(self.value))
-        self.of_root = list(_live(self.value))
-        self.live = [*self.of_root, *chain.from_iterable(map(_live, self.copies))]
+        self.of_root = list(live(self.value))
+        self.live = [*self.of_root, *chain.from_iterable(map(live, self.copies))]
         self._contents = Contents(self.live)
         self.put()
 
@@ -61,7 +61,7 @@ class Contents:
         return list(map(len, self._live)) != self._lengths or any(map(is_not, items, self._items))
 
 
-def _live(node: Any) -> Iterator[Collection[Any]]:
+def live(node: Any) -> Iterator[Collection[Any]]:
     """What shows the items of a container, and of those in it, of all that a copy has anew."""
     if isinstance(node, dict):
         yield dict.keys(node)
@@ -72,4 +72,4 @@ def _live(node: Any) -> Iterator[Collection[Any]]:
     elif type(node) is not tuple:
         return
     for item in node:
-        yield from _live(item)
+        yield from live(item)

@@ -7,22 +7,23 @@ identity, all at once. What has changed is looked at closely, attribute by attri
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress, repeat
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
 from operator import attrgetter, is_not, ne
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_dp.parallel.batch import Shards, judge, tree
+from lightning_dp.parallel.batch import Shards, tree
 from lightning_dp.parallel.replicas import AttributeVersions, Replicas
 from lightning_dp.parallel.torch_private import version
-from lightning_dp.state.containers import Merge, Path, agree, is_container, refill
+from lightning_dp.state.containers import Merge, Path
 from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
+from lightning_dp.state.module_attributes import ModuleAttributes
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
-_ABSENT = object()
+_PACKAGES = ("torch.", "torchmetrics.")
 _DIFFERENT = (
     "A step binds {} to different values on different replicas; self keeps the first replica's"
 )
@@ -39,6 +40,17 @@ _OF_ENTRIES = (
 )
 
 
+class Changes(NamedTuple):
+    """What the steps of the replicas have left: other items, tensors written to, other values.
+
+    Of attributes that are bound anew it is told whether the replicas disagree.
+    """
+
+    containers: list[CopiedContainer]
+    written: list[tuple[ModuleAttributes, str]]
+    rebound: list[tuple[ModuleAttributes, str, bool]]
+
+
 class ModuleState:
     """The attributes of the user's modules, from `begin` before a step to `settle` after it.
 
@@ -50,11 +62,17 @@ class ModuleState:
     a warning names the attribute, once. Where they are tensors (the state of a recurrent network,
     a mask that is made once), every replica goes on from its own.
 
-    Looked at are the attributes of all modules that are not torch's.
+    Looked at are the attributes of all modules that are not torch's or torchmetrics', but for those
+    that `apart` names for a module.
     """
 
-    def __init__(self, output_device: torch.device) -> None:
+    def __init__(
+        self,
+        output_device: torch.device,
+        apart: Callable[[nn.Module], frozenset[str]] = lambda _: frozenset(),
+    ) -> None:
         self._output_device = output_device
+        self._apart = apart
         self._warned: set[tuple[int, str]] = set()
         self._submodules: list[list[nn.Module]] = []
 
@@ -70,32 +88,39 @@ class ModuleState:
         first = active[0]
         self._of_first = [dict(m.replicas[first]) if first else m.bound for m in self._modules]
 
-    def settle(self, replicas: Replicas, shards: Shards) -> None:
+    def changes(self, active: Sequence[int]) -> Changes:
+        """What the replicas' steps have changed: to be asked before metrics are called for all."""
+        containers = self._changed_containers(self._of_all)
+        containers |= {m.containers[name] for m, name in self._strays() if name in m.containers}
+        versions = map(version, self._tensors)
+        written = set(map(id, compress(self._tensors, map(ne, versions, self._versions))))
+        modules = self._modules if written else ()
+        return Changes(
+            sorted(containers, key=attrgetter("place")),
+            [(module, name) for module in modules for name in module.written(active, written)],
+            [(m, *n) for m, before in self._rebound(active[0]) for n in m.rebound(active, before)],
+        )
+
+    def settle(self, changes: Changes, replicas: Replicas, shards: Shards) -> None:
         """Gives the module what the replicas' steps left on them."""
         active = shards.active
         merge = Merge(self._output_device, shards)
-        changed = self._changed_containers(self._of_all)
-        changed |= {m.containers[name] for m, name in self._strays() if name in m.containers}
-        for container in sorted(changed, key=attrgetter("place")):
+        for container in changes.containers:
             number, name = path = container.place
             module = self._by_number[number]
             after = [replica.get(name) for replica in module.of(active)]
             if module.root.get(name) is container.value:
                 for entry in merge.into(path, container.items, after, container.value):
                     self._warn(module, name, entry[2:])
-        versions = map(version, self._tensors)
-        written = set(map(id, compress(self._tensors, map(ne, versions, self._versions))))
-        for module in self._modules if written else ():
-            for name in module.written(active, written):
-                self._warn(module, name, text=_IN_PLACE)
-        for module, before in self._rebound(active[0]):
-            for name, differs in module.rebound(active, before):
-                for k in active if module.holds_tensors(name, active) else ():
-                    replicas.keep(k, module.number, name)
-                if module.holds_samples(name, shards):
-                    shards.dims.keep_sizes()
-                if differs:
-                    self._warn(module, name)
+        for module, name in changes.written:
+            self._warn(module, name, text=_IN_PLACE)
+        for module, name, differs in changes.rebound:
+            for k in active if module.holds_tensors(name, active) else ():
+                replicas.keep(k, module.number, name)
+            if module.holds_samples(name, shards):
+                shards.dims.keep_sizes()
+            if differs:
+                self._warn(module, name)
         self._is_settled = True
 
     def undo(self) -> None:
@@ -106,12 +131,20 @@ class ModuleState:
     def _begin_with(self, submodules: list[list[nn.Module]]) -> None:
         self._submodules = submodules
         self._modules = [
-            _ModuleAttributes(j, [module.__dict__ for module in modules], type(modules[0]))
+            ModuleAttributes(
+                j,
+                [module.__dict__ for module in modules],
+                type(modules[0]),
+                _OF_TORCH | self._apart(modules[0]),
+            )
             for j, modules in enumerate(zip(*submodules, strict=True))
-            if not type(modules[0]).__module__.startswith("torch.")
+            if not type(modules[0]).__module__.startswith(_PACKAGES)
         ]
         self._by_number = {module.number: module for module in self._modules}
-        self._looks = AttributeVersions([module.root for module in self._modules])
+        self._looks = AttributeVersions(
+            [module.root for module in self._modules],
+            [module.apart - _OF_TORCH for module in self._modules],
+        )
         self._seen = list(self._looks.versions)
         self._list()
 
@@ -145,7 +178,7 @@ class ModuleState:
         self._names = [name for _, _, name, _ in places]
         self._values = [value for _, _, _, value in places]
 
-    def _strays(self) -> set[tuple[_ModuleAttributes, str]]:
+    def _strays(self) -> set[tuple[ModuleAttributes, str]]:
         """Where a replica has something else in the place of a container or a tensor."""
         values = map(dict.get, self._attributes, self._names)
         return set(compress(self._owners, map(is_not, values, self._values)))
@@ -164,14 +197,14 @@ class ModuleState:
             self._list()
         return changed
 
-    def _rebound(self, first: int) -> Iterable[tuple[_ModuleAttributes, Attributes]]:
+    def _rebound(self, first: int) -> Iterable[tuple[ModuleAttributes, Attributes]]:
         """Modules on which the first replica may have bound something, and what it had before."""
         pairs = zip(self._modules, self._of_first, strict=True)
         changed = map(ne, self._looks.look(), self._seen)
         return compress(pairs, changed) if first == 0 else pairs
 
     def _warn(
-        self, module: _ModuleAttributes, name: str, path: Path = (), text: str | None = None
+        self, module: ModuleAttributes, name: str, path: Path = (), text: str | None = None
     ) -> None:
         key = (module.number, name)
         if key in self._warned:
@@ -184,107 +217,3 @@ class ModuleState:
             "value or update a metric.",
             stacklevel=2,
         )
-
-
-class _ModuleAttributes:
-    """The attributes of one module, on the root and on all other replicas."""
-
-    def __init__(self, number: int, replicas: list[Attributes], module: type[nn.Module]) -> None:
-        self.number = number
-        self.type_name = module.__qualname__
-        self.replicas = replicas
-        self.root = replicas[0]
-        self.containers: dict[str, CopiedContainer] = {}
-        self.examine()
-
-    def examine(self) -> None:
-        """Looks at all attributes, and gives the replicas containers of their own."""
-        self.bound = {n: v for n, v in self.root.items() if n not in _OF_TORCH}
-        containers = {n: self._container(n, v) for n, v in self.bound.items() if is_container(v)}
-        self.containers = {name: c for name, c in containers.items() if c is not None}
-        self.tensors = [
-            (replica, name, value)
-            for replica in self.replicas[1:]
-            for name, value in replica.items()
-            if isinstance(value, Tensor) and not value.is_inference()
-        ]
-
-    def _container(self, name: str, value: Any) -> CopiedContainer | None:
-        """None where a replica refers to its own layers, and the root to the root's."""
-        old = self.containers.get(name)
-        copies = old.copies if old else repeat(value)
-        for replica, own in zip(self.replicas[1:], copies, strict=False):
-            if replica.get(name) is not value and replica.get(name) is not own:
-                return None
-        if old is None or old.value is not value:
-            return CopiedContainer(value, self.replicas, (self.number, name))
-        old.put()
-        return old
-
-    def places(self) -> Iterator[tuple[_ModuleAttributes, Attributes, str, Any]]:
-        """Where replicas have something of their own: attributes, the name and the value."""
-        for replica, name, value in self.tensors:
-            yield self, replica, name, value
-        for name, container in self.containers.items():
-            for replica, own in zip(self.replicas[1:], container.copies, strict=True):
-                yield self, replica, name, own
-
-    def of(self, active: Sequence[int]) -> list[Attributes]:
-        """Those of the replicas that work."""
-        return [self.replicas[k] for k in active]
-
-    def written(self, active: Sequence[int], tensors: set[int]) -> set[str]:
-        """Tensors that the step wrote to in place: one that replicas share, or different copies."""
-        first, *others = self.of(active)
-        names = {name for _, name, value in self.tensors if id(value) in tensors}
-        return {
-            name
-            for name in names
-            if any(
-                (value := replica.get(name)) is first.get(name) or not agree(first[name], value)
-                for replica in others
-            )
-        }
-
-    def rebound(self, active: Sequence[int], before: Attributes) -> list[tuple[str, bool]]:
-        """Attributes that the step bound anew, and whether the replicas disagree on them."""
-        first, *others = self.of(active)
-        rebound = [
-            name
-            for name, value in first.items()
-            if value is not before.get(name, _ABSENT)
-            and name not in _OF_TORCH
-            and name not in self.containers
-            and not isinstance(value, nn.Module)
-        ]
-        if first is not self.root:
-            rebound = [name for name in rebound if not callable(first[name])]
-            self.root.update({name: first[name] for name in rebound})
-        return [
-            (name, any(not agree(first[name], replica.get(name)) for replica in others))
-            for name in rebound
-        ]
-
-    def undo(self) -> None:
-        for name in self.root.keys() - self.bound.keys() - _OF_TORCH:
-            del self.root[name]
-        self.root.update(self.bound)
-        for container in self.containers.values():
-            refill(container.value, container.items)
-
-    def holds_tensors(self, name: str, active: Sequence[int]) -> bool:
-        """Whether every replica that worked has tensors there, on its own device."""
-        return all(
-            name in replica and any(isinstance(leaf, Tensor) for leaf in tree.leaves(replica[name]))
-            for replica in self.of(active)
-        )
-
-    def holds_samples(self, name: str, shards: Shards) -> bool:
-        """Whether every replica that worked has rows of its own samples there."""
-        if shards.dims.keeps_sizes or not self.holds_tensors(name, shards.active):
-            return False
-        values = [tree.leaves(replica[name]) for replica in self.of(shards.active)]
-        rows = [leaves for leaves in zip(*values, strict=False) if isinstance(leaves[0], Tensor)]
-        sizes = tuple(shards.active_sizes)
-        shapes = [[tuple(leaf.shape) for leaf in leaves] for leaves in rows]
-        return any(judge(own, sizes, 0, None).how == "rows" for own in shapes if own[0])

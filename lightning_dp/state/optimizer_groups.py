@@ -54,6 +54,10 @@ class _SharedGroup(Options):
         self._copied = dict(group)  # what the copies begin with
         self._copies: dict[int, Options] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the optimizer has plain groups, with the caller's options."""
+        return dict, (dict(self._own() or self),)
+
     def release(self, keeps: bool) -> Options:
         """The optimizer's own group, with the changes if they are to be kept."""
         now = dict(self)

@@ -23,7 +23,7 @@ from lightning_dp.parallel.batch.sample_dims import Override, StepDims
 from lightning_dp.parallel.batch.sizes import BatchSizeError, infer_batch_size
 from lightning_dp.parallel.batch.to_device import to_device_together
 from lightning_dp.parallel.checks import check_choice
-from lightning_dp.parallel.devices import DeviceLike, resolve_devices
+from lightning_dp.parallel.devices import DeviceLike, minus_one_is_cpu, resolve_devices
 from lightning_dp.parallel.split import Order, Sizes
 
 _CPU = torch.device("cpu")
@@ -54,7 +54,8 @@ def gather(
     |                                         | merged as 0-dim tensors are                    |
     | the same, differing beside `dim`        | list with one per replica, with a warning      |
     | 0-dim floating tensor, float            | mean, weighted by shard size                   |
-    | 0-dim integer tensor                    | sum                                            |
+    | 0-dim integer tensor                    | sum, of the same dtype                         |
+    | 0-dim bool tensor                       | that bool, if equal; else an error             |
     | 0-dim tensor, with `scalars="stack"`    | stacked to shape [K]                           |
     | int: the shard's size, or not equal,    | sum                                            |
     | now or before                           |                                                |
@@ -70,14 +71,14 @@ def gather(
     | strings, bools and all else, not equal  | list with one value per replica                |
     | None from some replicas                 | left out                                       |
 
-    Tensors cross in few copies per source device and dtype, asynchronously; on return they can be
-    read, also on the CPU. Differentiable.
+    Tensors cross in few copies per source device and dtype, asynchronously, and those with a graph
+    one by one; on return they can be read, also on the CPU. Differentiable.
 
     Args:
         outputs: one output per replica, whose tensors may lie on any device; None for a replica
             without samples, which is left out together with its size.
         output_device: where the result's tensors end up, as `torch.device`, name or id; it may
-            be any device.
+            be any device; -1 is the CPU, as for `torch.nn.parallel.gather`.
         dim: the dimension along which tensors are joined.
         sizes: samples of each of these outputs. None: the outputs' own batch sizes if all have
             one, else equal shards.
@@ -99,7 +100,8 @@ def gather(
         at: their path in it.
 
     Raises:
-        GatherError: the outputs have different structures, or do not allow an override.
+        GatherError: the outputs have different structures, bools differ, or an override is not
+            possible.
         ValueError: an unknown option, no such device, or not one size per output.
 
     Example:
@@ -112,8 +114,10 @@ def gather(
     """
     check_choice("scalars", scalars, get_args(Scalars))
     check_overrides(overrides)
+    output_device = minus_one_is_cpu(output_device)
     device = output_device if output_device == _CPU else resolve_devices([output_device])[0]
-    sizes = _own_sizes(outputs, dim) if sizes is None else tuple(sizes)
+    sizes = own_sizes(outputs, dim) if sizes is None else tuple(sizes)
+    sizes = sizes or (1,) * len(outputs)
     if len(sizes) != len(outputs):
         raise ValueError(
             f"sizes: expected {len(outputs)} numbers, one per output, got {len(sizes)}: {sizes}. "
@@ -189,8 +193,8 @@ class TreeJoin:
 
     def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
         kinds = {type(node) for node in nodes}
-        if len(kinds) > 1:
-            names = sorted(kind.__qualname__ for kind in kinds)
+        if len(kinds) > 1 and len(set(map(tree.kind, nodes))) > 1:
+            names = sorted(set(map(tree.kind_name, nodes)))
             raise GatherError(
                 f"{self.rules.name(path)}: expected the same type from every replica, got "
                 f"{names}. Return the same structure for every shard."
@@ -214,11 +218,11 @@ class TreeJoin:
         return overrides.get(".".join(keys)) or overrides.get(keys[-1])
 
 
-def _own_sizes(outputs: Sequence[Any], dim: int) -> Sizes:
-    """The outputs' own batch sizes; equal ones unless all have one."""
+def own_sizes(outputs: Sequence[Any], dim: int) -> Sizes:
+    """The outputs' own batch sizes, 0 for None; () unless all others have one."""
     sizes = tuple(0 if output is None else _own_size(output, dim) for output in outputs)
     is_known = all(size or output is None for size, output in zip(sizes, outputs, strict=True))
-    return sizes if is_known else (1,) * len(outputs)
+    return sizes if is_known else ()
 
 
 def _own_size(output: Any, dim: int) -> int:

@@ -132,10 +132,11 @@ def join_leaves(leaves: list[Any], rules: Join, path: tree.Path) -> Any:
 
 def _join_tensors(tensors: list[Tensor], rules: Join, path: tree.Path) -> Any:
     if any(t.is_nested or t.dim() for t in tensors):
-        return _join_rows(as_rows(tensors, rules.sizes), rules, path, TENSORS)
+        rows = as_rows(tensors, rules.sizes)
+        return _join_rows(rows, rules, path, kind_of(rows[0]) or TENSORS)
     if rules.scalars == "stack":
         return torch.cat([scalar.reshape(1) for scalar in tensors])
-    return tensors[0] if len(tensors) == 1 else _merge(tensors, rules.sizes)
+    return tensors[0] if len(tensors) == 1 else _merge(tensors, rules, path)
 
 
 def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
@@ -152,7 +153,7 @@ def _join_numbers(scalars: list[Any], rules: Join, path: tree.Path) -> Any:
     """NumPy's scalars and 0-dim arrays."""
     if any(scalar.ndim or scalar.dtype.kind not in "biufc" for scalar in scalars):
         return _join_plain(scalars, rules, path)
-    return _merge([torch.as_tensor(scalar) for scalar in scalars], rules.sizes).numpy()[()]
+    return _merge([torch.as_tensor(scalar) for scalar in scalars], rules, path).numpy()[()]
 
 
 def _join_plain(values: list[Any], rules: Join, path: tree.Path) -> Any:
@@ -186,7 +187,7 @@ def join_as(override: Override, leaves: list[Any], rules: Join, path: tree.Path)
     if override == "mean":
         return weighted_mean(tensors, rules.sizes)
     stacked = torch.stack(tensors)
-    return stacked if override == "stack" else stacked.sum(0)
+    return stacked if override == "stack" else _sum(stacked)
 
 
 def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -196,11 +197,29 @@ def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
-def _merge(tensors: list[Tensor], sizes: Sizes) -> Tensor:
-    """Of tensors that have no samples: the mean of floats, weighted by shard size; sums of ints."""
+def _merge(tensors: list[Tensor], rules: Join, path: tree.Path) -> Tensor:
+    """Of tensors that have no samples: the mean of floats, weighted by shard size; sums of ints.
+
+    Bools that are equal stay what they are. Whether one device would have asked for all or for any
+    of those that are not, nothing tells.
+    """
     if tensors[0].is_floating_point() or tensors[0].is_complex():
-        return weighted_mean(tensors, sizes)
-    return torch.stack(tensors).sum(0)
+        return weighted_mean(tensors, rules.sizes)
+    if tensors[0].dtype is not torch.bool:
+        return _sum(torch.stack(tensors))
+    if any(not tree.equal(tensors[0], tensor) for tensor in tensors):
+        got = [tensor.tolist() for tensor in tensors][:4]
+        raise GatherError(
+            f"{rules.name(path)}: expected the same bool from every replica, got {got}: all or any "
+            "of them may be meant. Return a number, such as a mean, or say what it is in "
+            "gather_overrides ('stack', 'first' or 'list')."
+        )
+    return tensors[0]
+
+
+def _sum(stacked: Tensor) -> Tensor:
+    """Of the entries of the first dim; of integers in their own dtype, of bools their number."""
+    return stacked.sum(0, dtype=None if stacked.dtype is torch.bool else stacked.dtype)
 
 
 def _join_rows(leaves: list[Any], rules: Join, path: tree.Path, kind: Kind) -> Any:
@@ -238,7 +257,7 @@ def _join_constants(leaves: list[Any], rules: Join, path: tree.Path) -> Any:
     else:
         is_mean = tensors[0].is_floating_point() or tensors[0].is_complex()
         how = "averaged, weighted by shard size" if is_mean else "added up"
-        merged = _merge(tensors, rules.sizes)
+        merged = _merge(tensors, rules, path)
     rules.say(path, f"do not follow these: no rows of samples, so they are {how}", leaves)
     return merged if isinstance(first, Tensor) else merged.numpy()
 
@@ -249,7 +268,7 @@ def _concatenate(leaves: list[Any], rules: Join, name: str) -> Any:
         has_dim = all(-row.dim() <= rules.dim < row.dim() for row in rows)
         if not has_dim or len({row.movedim(rules.dim, 0).shape[1:] for row in rows}) > 1:
             raise _cannot("cat", f"shapes that differ in dim {rules.dim} only", leaves, name)
-        return torch.cat(rows, rules.dim)
+        return (kind_of(rows[0]) or TENSORS).join(rows, rules.dim)
     kind = kind_of(leaves[0])
     if kind is None or any(kind_of(leaf) is not kind for leaf in leaves):
         raise _cannot("cat", "tensors, arrays or lists", leaves, name)

@@ -6,6 +6,7 @@ can do, not by their class, so that the engine depends on none of them:
 | kind                                      | size            | cut          | joined by        |
 |-------------------------------------------|-----------------|--------------|------------------|
 | tensor                                    | along `dim`     | views        | `torch.cat`      |
+| MONAI's `MetaTensor` of a batch           | along `dim`     | views        | `torch.cat`      |
 | NumPy array                               | along `dim`     | views        | its concatenate  |
 | `PackedSequence`                          | its sequences   | packed again | packing again    |
 | PyTorch Geometric's `Batch`               | `num_graphs`    | batched anew | `from_data_list` |
@@ -51,7 +52,9 @@ class Kind:
 
     def to(self, leaf: Any, device: torch.device) -> Any:
         """The leaf on a device; many a `to` moves the object itself, which others may have too."""
-        return copy.copy(leaf).to(device)
+        moved = copy.copy(leaf)
+        result = moved.to(device)
+        return moved if result is None else result  # as in Lightning, `to` need not return
 
 
 class _Tensors(Kind):
@@ -76,6 +79,32 @@ class _Tensors(Kind):
 
     def to(self, leaf: Tensor, device: torch.device) -> Tensor:
         return leaf.to(device, non_blocking=_may_overlap(device))
+
+
+class _MetaTensors(_Tensors):
+    """Tensors with a record of every sample, as MONAI makes them, which goes where the sample goes.
+
+    Neither `narrow` nor `torch.cat` cuts or joins these records.
+    """
+
+    def cut(self, leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
+        pieces = super().cut(leaf, sizes, dim)
+        if dim == 0:
+            samples = sys.modules["monai.data"].decollate_batch(leaf.detach(), detach=False)
+            for piece, its_samples in zip(pieces, slices(samples, sizes), strict=True):
+                self._record(piece, its_samples)
+        return pieces
+
+    def join(self, leaves: Sequence[Tensor], dim: int) -> Tensor:
+        joined: Tensor = super().join(leaves, dim)
+        if dim == 0:
+            decollate = sys.modules["monai.data"].decollate_batch
+            parts = [decollate(leaf.detach(), detach=False) for leaf in leaves]
+            self._record(joined, [sample for part in parts for sample in part])
+        return joined
+
+    def _record(self, tensor: Tensor, samples: list[Tensor]) -> None:
+        vars(tensor).update(vars(sys.modules["monai.data"].list_data_collate(samples)))
 
 
 class _Arrays(Kind):
@@ -159,6 +188,7 @@ class _Sliceables(Kind):
 # What most nodes of most batches are: there is no need to ask these what they can do.
 _PLAIN = frozenset({str, int, float, bool, type(None), bytes, list, tuple, dict})
 TENSORS, _ARRAYS, _SLICEABLES = _Tensors(), _Arrays(), _Sliceables()
+_META_TENSORS = _MetaTensors()
 _PACKED, _GRAPHS, _TENSOR_DICTS = _PackedSequences(), _GraphBatches(), _TensorDicts()
 
 
@@ -172,7 +202,7 @@ def kind_of(node: Any) -> Kind | None:
     if type(node) in _PLAIN:
         return None
     if isinstance(node, Tensor):
-        return TENSORS
+        return _META_TENSORS if type(node) is not Tensor and _is_meta_tensor(node) else TENSORS
     if isinstance(node, PackedSequence):
         return _PACKED
     if is_array(node):
@@ -239,6 +269,14 @@ def _kind_by_abilities(node: Any) -> Kind | None:
     has_slices = hasattr(cls, "__len__") and hasattr(cls, "__getitem__")
     is_known = hasattr(cls, "__dataclass_fields__") or isinstance(node, list | tuple)
     return _SLICEABLES if has_slices and not is_known and not hasattr(cls, "keys") else None
+
+
+def _is_meta_tensor(node: Tensor) -> bool:
+    """Whether a tensor of a class of its own has a record for each of its rows."""
+    if not getattr(node, "is_batch", False) or "monai.data" not in sys.modules:
+        return False
+    records = getattr(node, "applied_operations", None)
+    return isinstance(records, list) and node.dim() > 0 and len(records) == len(node)
 
 
 def _may_overlap(device: torch.device) -> bool:

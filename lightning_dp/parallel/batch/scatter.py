@@ -25,8 +25,8 @@ from lightning_dp.parallel.split import Order, Sizes, even
 def scatter(
     batch: Any,
     devices: Sequence[DeviceLike],
-    sizes: Sequence[int] | None = None,
-    dim: int = 0,
+    sizes: Sequence[int] | int | None = None,
+    dim: int | None = None,
 ) -> list[Any]:
     """Cuts a batch into shards and moves each to its device.
 
@@ -42,8 +42,8 @@ def scatter(
         batch: nested containers of tensors and other leaves.
         devices: one device per shard, as `torch.device`, name or id.
         sizes: samples per device, summing to the batch size, zeros allowed; None for an even
-            split.
-        dim: the dimension to cut.
+            split. An integer is `dim`, which comes third in `torch.nn.parallel.scatter`.
+        dim: the dimension to cut; None for 0.
 
     Returns:
         One shard per device, of the batch's structure; None where the size is 0.
@@ -59,6 +59,7 @@ def scatter(
         [{'x': tensor([0, 1, 2]), 'scale': 2.0}, {'x': tensor([3, 4]), 'scale': 2.0}]
     """
     places = resolve_devices(devices)
+    sizes, dim = _sizes_and_dim(sizes, dim)
     inferred = infer_batch_size(batch, dim)
     if inferred.size is None:
         raise BatchSizeError(
@@ -76,6 +77,19 @@ def scatter(
         to_device(shard, device) if size else None
         for shard, device, size in zip(shards, places, sizes, strict=True)
     ]
+
+
+def _sizes_and_dim(
+    sizes: Sequence[int] | int | None, dim: int | None
+) -> tuple[Sequence[int] | None, int]:
+    if not isinstance(sizes, int):
+        return sizes, dim or 0
+    if dim is not None:
+        raise TypeError(
+            f"scatter: expected dim once, got {sizes} in the place of sizes and dim={dim}. Give "
+            "sizes as a list."
+        )
+    return None, sizes
 
 
 def cut_for(

@@ -93,6 +93,28 @@ def is_list(node: Any) -> bool:
     return isinstance(node, list | tuple) and not hasattr(node, "_fields")
 
 
+def kind(node: Any) -> tuple[Any, ...]:
+    """What containers that belong together have in common.
+
+    It is not the class: one that is made in a call is another one in each replica's call.
+    """
+    cls = type(node)
+    base = next((b for b in (list, tuple, Mapping) if isinstance(node, b)), object)
+    return base, cls.__module__, cls.__qualname__, _fields(node)
+
+
+def kind_name(node: Any) -> str:
+    """The class of a container, and its fields if it has such, for people."""
+    fields = _fields(node)
+    return type(node).__qualname__ + ("" if fields is None else f"({', '.join(fields)})")
+
+
+def _fields(node: Any) -> tuple[str, ...] | None:
+    if hasattr(node, "__dataclass_fields__"):
+        return tuple(field.name for field in dataclasses.fields(node))
+    return getattr(node, "_fields", None) if isinstance(node, tuple) else None
+
+
 def equal(a: Any, b: Any) -> bool:
     """Whether two leaves are equal, whatever they are; what does not say yes or no is not.
 
@@ -102,6 +124,8 @@ def equal(a: Any, b: Any) -> bool:
     """
     if a is b:
         return True
+    if isinstance(a, type) and isinstance(b, type):
+        return same_class(a, b)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if any(t.is_nested or t.layout is not torch.strided for t in (a, b)):
             return False
@@ -112,6 +136,27 @@ def equal(a: Any, b: Any) -> bool:
         return bool(same.all() if is_array(same) and type(a) is type(b) else same)
     except Exception:  # objects whose comparison is no yes or no
         return False
+
+
+def fields(cls: type) -> tuple[str, ...] | None:
+    """The names of the fields of a class of named tuples or of a dataclass; None for others."""
+    names = getattr(cls, "_fields", None) or getattr(cls, "__dataclass_fields__", None)
+    return None if names is None else tuple(names)
+
+
+def same_class(a: type, b: type) -> bool:
+    """Whether two classes mean the same: code that makes a class makes one on every replica.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> a, b, c = (namedtuple("Output", names) for names in (["y"], ["y"], ["z"]))
+        >>> same_class(a, b), same_class(a, c)
+        (True, False)
+    """
+    if a is b:
+        return True
+    alike = (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
+    return alike and fields(a) is not None and fields(a) == fields(b)
 
 
 def name(path: Path, root: str = "batch") -> str:

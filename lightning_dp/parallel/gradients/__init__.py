@@ -13,6 +13,7 @@ from lightning_dp.parallel.gradients.loss import LOSS_REDUCTIONS as LOSS_REDUCTI
 from lightning_dp.parallel.gradients.loss import Graph as Graph
 from lightning_dp.parallel.gradients.loss import JointBackward as JointBackward
 from lightning_dp.parallel.gradients.loss import LossReduction as LossReduction
+from lightning_dp.parallel.gradients.loss import NoLossError as NoLossError
 from lightning_dp.parallel.gradients.loss import StepOutput as StepOutput
 from lightning_dp.parallel.gradients.loss import agreed_items as agreed_items
 from lightning_dp.parallel.gradients.loss import backward_at_once as backward_at_once

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.torch_private import (
+    ParameterHooks,
     add_to_each,
     copy_to_each,
+    hooks_of,
     put_hooks_back,
     take_hooks_off,
 )
@@ -21,7 +23,7 @@ class GradientsAside:
     If that one does not end, its half-done work can be taken away from theirs.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         self._earlier = [parameter.grad for parameter in self._parameters]
         clear_gradients(self._parameters)
@@ -47,11 +49,18 @@ class GradientsAside:
 
 
 class HooksOff:
-    """The hooks of a parameter's gradient, taken off."""
+    """The hooks of a parameter's gradient, to be taken off.
 
-    def __init__(self, parameter: nn.Parameter) -> None:
+    They are known before they are: whoever notes this first can always put them back.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter
-        self._hooks = take_hooks_off(parameter)
+        self._hooks = ParameterHooks(*hooks_of(parameter))
+
+    def take(self) -> None:
+        """Autograd calls no hook of the parameter until they are put back."""
+        take_hooks_off(self._parameter)
 
     def put_back(self) -> None:
         """Autograd calls them again."""
@@ -71,7 +80,7 @@ class HooksOff:
             hook(parameter)
 
 
-def clear_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def clear_gradients(parameters: Iterable[Tensor]) -> None:
     """Their gradients are None from now on."""
     for parameter in parameters:
         parameter.grad = None
@@ -102,8 +111,20 @@ class Snapshot:
     def restore(self) -> None:
         """Gives the buffers their values back, without a trace, as batch norm writes to its own."""
         for buffer, value in zip(self._buffers, self._values, strict=False):
-            if not torch.equal(buffer, value):
-                buffer.data.copy_(value)
+            if not _are_alike(buffer, value) or not torch.equal(buffer, value):
+                write_without_trace(buffer, value)
+
+
+def write_without_trace(buffer: Tensor, value: Tensor) -> None:
+    """Gives a buffer a value, if need be with its shape and dtype, so that no version counts it."""
+    if buffer is value:
+        return
+    are_alike = _are_alike(buffer, value)
+    is_expanded = buffer.layout is torch.strided and 0 in buffer.stride()
+    if are_alike and not is_expanded:
+        buffer.data.copy_(value)
+    elif not are_alike or not torch.equal(buffer, value):
+        buffer.data = value.clone()
 
 
 def _are_alike(buffer: Tensor, value: Tensor) -> bool:

@@ -8,8 +8,8 @@ when memory runs out.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, cast
@@ -39,6 +39,19 @@ class Graph:
     weight: float
 
 
+class NoLossError(TypeError):
+    """A step returned something else than a loss; `output` is that."""
+
+    def __init__(self, output: Any) -> None:
+        is_mapping = isinstance(output, Mapping)
+        got = f"a mapping with keys {list(output)}" if is_mapping else type(output).__qualname__
+        super().__init__(
+            "Expected training_step to return a loss tensor, a mapping with one under 'loss', "
+            f"or None, got {got}. Return the loss of the samples in the batch."
+        )
+        self.output = output
+
+
 @dataclass(frozen=True)
 class StepOutput:
     """What `training_step` returned on one replica."""
@@ -55,11 +68,7 @@ class StepOutput:
         is_mapping = isinstance(output, Mapping)
         loss = output.get("loss") if is_mapping else output
         if not isinstance(loss, Tensor):
-            got = f"a mapping with keys {list(output)}" if is_mapping else type(output).__qualname__
-            raise TypeError(
-                "Expected training_step to return a loss tensor, a mapping with one under 'loss', "
-                f"or None, got {got}. Return the loss of the samples in the batch."
-            )
+            raise NoLossError(output)
         if loss.numel() != 1:
             raise ValueError(
                 f"Expected a loss of one element, got shape {tuple(loss.shape)}. "
@@ -285,5 +294,8 @@ def wait_for_autograd(devices: Sequence[torch.device]) -> None:
         torch.autograd.grad(ways, ends, [torch.zeros_like(end) for end in ends])
 
     if others := [device for device in dict.fromkeys(devices) if device.type != "cpu"]:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(pass_through).result()
+        # No pool's: the program's end would wait for it.
+        thread = threading.Thread(target=pass_through, name="dp-autograd", daemon=True)
+        thread.start()
+        while thread.is_alive():  # Ctrl-C ends short waits on Windows too
+            thread.join(0.5)

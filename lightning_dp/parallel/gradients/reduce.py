@@ -12,11 +12,15 @@ from operator import attrgetter, is_
 from typing import Literal, TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff
-from lightning_dp.parallel.links import Packing, gradients_on
+from lightning_dp.parallel.gradients.aside import (
+    GradientsAside,
+    HooksOff,
+    write_without_trace,
+)
+from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import add_to_each, hooked
 
@@ -40,7 +44,7 @@ class Reducer:
         self._buffers: Buffers = buffers
         self._unsettled: Shards | None = None
         self._forwarded: Sequence[int] = ()
-        self._hooked: list[tuple[list[nn.Parameter], HooksOff, Tensor | None]] = []
+        self._hooked: list[tuple[list[Tensor], HooksOff, Tensor | None]] = []
         self._earlier: GradientsAside | None = None
         self._waiting = False
 
@@ -64,7 +68,9 @@ class Reducer:
         parameters = self._replicas.parameters
         for i in hooked(parameters[0]):
             own, root = [replica[i] for replica in parameters], parameters[0][i]
-            self._hooked.append((own, HooksOff(root), root.grad))
+            hooks = HooksOff(root)
+            self._hooked.append((own, hooks, root.grad))
+            hooks.take()
             root.grad = None
         if can_fail:
             self._earlier = GradientsAside(chain.from_iterable(parameters))
@@ -112,12 +118,13 @@ class Reducer:
         return not self.accumulating and any([p.grad is not None for p in others])
 
     def _call_hooks(self) -> None:
-        hooked, self._hooked = self._hooked, []
+        hooked = self._hooked
         if not hooked:
             return
         reduce_gradients(list(zip(*(parameters for parameters, _, _ in hooked), strict=True)))
         for _, hooks, _ in hooked:
             hooks.put_back()
+        self._hooked = []
         for _, hooks, earlier in hooked:
             hooks.call(earlier)
 
@@ -136,13 +143,13 @@ class Reducer:
         self._replicas.adopt_rows(forwarded)
         shards, self._unsettled = self._unsettled, None
         if shards is not None:
-            buffers = self._replicas.buffers
+            buffers = self._replicas.buffers_of_steps
             worked = [buffers[k] for k in shards.active]
             reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
 
 
 def reduce_gradients(
-    parameters: Sequence[Sequence[nn.Parameter]], packing: Packing | None = None
+    parameters: Sequence[Sequence[Tensor]], packing: Packing | None = None
 ) -> None:
     """Adds the replicas' gradients to the root's and clears theirs.
 
@@ -164,8 +171,8 @@ def reduce_gradients(
         for gradients in terms:
             _add(sums, gradients_on(device, gradients))
         for parameter, total, old in zip(root, sums, before, strict=True):
-            if total is not old:
-                parameter.grad = total
+            if total is not old and total is not None:
+                parameter.grad = as_accumulated(total, parameter)
     for parameter in chain.from_iterable(others):
         parameter.grad = None
 
@@ -179,9 +186,10 @@ def reduce_buffers(
 ) -> None:
     """Gives the root the buffers that a training step left on the replicas that worked.
 
-    By policy those of the first of these, or the mean of all, weighted by their samples (buffers of
-    integers keep those of the first). They are written without a trace, as batch norm writes to its
-    own: graphs that have saved them stay usable.
+    By policy those of the first of these, or the mean of all, weighted by their samples (what has
+    no mean, such as integers or tensors of several shapes, keeps those of the first). They are
+    written without a trace, as batch norm writes to its own: graphs that have saved them stay
+    usable. A root's of another shape or dtype takes theirs.
     """
     weights = [n / sum(sizes) for n in sizes]
     for i, target in enumerate(root):
@@ -189,16 +197,31 @@ def reduce_buffers(
         if target is None or not values:
             continue
         values = [value.to(target.device) for value in values]
-        if policy == "first" or not target.is_floating_point():
-            target.data.copy_(values[0])
-        else:
-            target.data.copy_(_mean(torch.stack(values), weights))
+        value = values[0]
+        are_alike = all(other.shape == value.shape for other in values)
+        if policy == "mean" and value.is_floating_point() and are_alike:
+            value = _mean(torch.stack(values), weights)
+        write_without_trace(target, value)
 
 
 def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
     """The mean along dim 0; where all are equal, their value: constants collect no rounding."""
     terms = [value * weight for value, weight in zip(values, weights, strict=True)]
     return torch.where(values.eq(values[0]).all(0), values[0], torch.stack(terms).sum(0))
+
+
+def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient with the strides that autograd gives it; fused optimizers rely on them.
+
+    They are the parameter's, where its memory is dense; else those of contiguous rows.
+    """
+    are_plain = can_be_packed(parameter) and can_be_packed(gradient)
+    if not are_plain or gradient.stride() == parameter.stride():
+        return gradient
+    like = torch.empty_like(parameter, dtype=gradient.dtype)
+    if like.stride() != parameter.stride():
+        return gradient.contiguous()
+    return like.copy_(gradient)
 
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:

@@ -6,6 +6,7 @@ order on a device (`streams`).
 
 from lightning_dp.parallel.links.packing import Packed as Packed
 from lightning_dp.parallel.links.packing import Packing as Packing
+from lightning_dp.parallel.links.packing import can_be_packed as can_be_packed
 from lightning_dp.parallel.links.packing import kind as kind
 from lightning_dp.parallel.links.streams import host_waits_for as host_waits_for
 from lightning_dp.parallel.links.streams import on_streams as on_streams

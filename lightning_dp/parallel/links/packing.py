@@ -25,6 +25,8 @@ class Packing:
 
     Tensors keep their strides (channels_last stays channels_last) where these are dense. Those that
     will change together are best of one `requires_grad`: they share a bucket.
+
+    Packing takes memory. Where a device has none left for it, tensors travel one by one.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -36,7 +38,7 @@ class Packing:
         ]
         packed = set().union(*(bucket.positions for bucket in self.buckets))
         self.alone = [i for i in range(len(tensors)) if i not in packed]  # cannot be packed
-        self._staged: dict[torch.device, list[Packed]] = {}
+        self._staged: dict[torch.device, list[Packed] | None] = {}
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether these are of the kinds that this is for, every one of them."""
@@ -55,12 +57,19 @@ class Packing:
             own.update(zip(bucket.of(range(len(tensors))), there.views, strict=True))
         return packed, [own[i] for i in range(len(tensors))]
 
-    def staged(self, device: torch.device) -> list[Packed]:
-        """Memory through which they pass on a device: one for all buckets, in turn."""
+    def staged(self, device: torch.device) -> list[Packed] | None:
+        """Memory through which they pass on a device: one for all buckets, in turn.
+
+        None where there was no room for it.
+        """
         if device not in self._staged:
             size = max((bucket.size * bucket.dtype.itemsize for bucket in self.buckets), default=0)
-            memory = torch.zeros(size, dtype=torch.uint8, device=device)
-            self._staged[device] = [bucket.in_memory(memory) for bucket in self.buckets]
+            try:
+                memory = torch.zeros(size, dtype=torch.uint8, device=device)
+            except torch.OutOfMemoryError:
+                self._staged[device] = None
+            else:
+                self._staged[device] = [bucket.in_memory(memory) for bucket in self.buckets]
         return self._staged[device]
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
@@ -71,12 +80,41 @@ class Packing:
         if not any(targets):
             return
         staged = self.staged(sources[0].device)
-        for bucket, here, there in zip(self.buckets, staged, targets, strict=True):
-            if there:
+        for j, (bucket, there) in enumerate(zip(self.buckets, targets, strict=True)):
+            here = staged[j] if staged and there else None
+            if here is not None:
                 copy_to_each(here.views, bucket.of(sources))
             for packed in there:
-                is_device = "cpu" not in (here.flat.device.type, packed.flat.device.type)
-                packed.flat.copy_(here.flat, non_blocking=is_device)
+                _copy(here, bucket.of(sources), packed)
+
+    def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
+        """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
+
+        There is one sequence of `copies` for each target. They share one copy of a bucket to their
+        device; what cannot be packed is left out.
+        """
+        here = sources[0].device if sources else None
+        away: dict[torch.device, list[Sequence[Tensor]]] = {}
+        for copy in copies if sources else ():
+            away.setdefault(copy[0].device, []).append(copy)
+        for j, bucket in enumerate(self.buckets):
+            for device, targets in away.items():
+                parts: Sequence[Tensor] = bucket.of(sources)
+                if device != here and len(parts) > 1:
+                    parts = self._sent(j, parts, device)
+                for target in targets:
+                    copy_to_each(bucket.of(target), parts)
+
+    def _sent(self, j: int, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+        """The tensors of a bucket on another device, where they pass through."""
+        staged, arrived = self.staged(parts[0].device), self.staged(device)
+        if staged is None or arrived is None:
+            return [part.to(device) for part in parts]
+        here, there = staged[j], arrived[j]
+        copy_to_each(here.views, parts)
+        is_device = "cpu" not in (here.flat.device.type, device.type)
+        there.flat.copy_(here.flat, non_blocking=is_device)
+        return there.views
 
     def add(self, sums: list[Tensor], terms: Sequence[list[Tensor]]) -> None:
         """Adds the terms of each replica to sums, in place: all of these kinds.
@@ -88,16 +126,31 @@ class Packing:
         for term in terms:
             if term[0].device == device:
                 add_to_each(sums, term)
+        alone = list(self.alone)
         for j, bucket in enumerate(self.buckets if away else ()):
-            total = self.staged(device)[j]
-            for i, term in enumerate(away):
-                sent = self.staged(term[0].device)[j]
-                copy_to_each(sent.views, bucket.of(term))
-                total.flat.add_(sent.flat.to(device)) if i else total.flat.copy_(sent.flat)
-            add_to_each(bucket.of(sums), total.views)
-        for i in self.alone:
+            total = self._total(j, device, away)
+            if total is None:
+                alone.extend(bucket.positions)
+            else:
+                add_to_each(bucket.of(sums), total.views)
+        for i in alone:
             for term in away:
                 sums[i].add_(term[i].to(device))
+
+    def _total(self, j: int, device: torch.device, away: Sequence[list[Tensor]]) -> Packed | None:
+        """The sum of the terms of a bucket; None if a device had no room for it."""
+        staged = [self.staged(device), *(self.staged(term[0].device) for term in away)]
+        total, *sent = [None if packed is None else packed[j] for packed in staged]
+        bucket = self.buckets[j]
+        try:
+            for i, (here, term) in enumerate(zip(sent, away, strict=True)):
+                if total is None or here is None:
+                    return None
+                copy_to_each(here.views, bucket.of(term))
+                total.flat.add_(here.flat.to(device)) if i else total.flat.copy_(here.flat)
+        except torch.OutOfMemoryError:
+            return None
+        return total
 
 
 class Packed(NamedTuple):
@@ -105,6 +158,14 @@ class Packed(NamedTuple):
 
     flat: Tensor
     views: list[Tensor]
+
+
+def _copy(here: Packed | None, sources: Sequence[Tensor], there: Packed) -> None:
+    """Copies a bucket as one, if it is packed, or its tensors one by one."""
+    pairs = zip(there.views, sources, strict=True) if here is None else [(there.flat, here.flat)]
+    for target, source in pairs:
+        is_device = "cpu" not in (source.device.type, target.device.type)
+        target.copy_(source, non_blocking=is_device)
 
 
 class Bucket:

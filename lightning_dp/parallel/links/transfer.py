@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -14,20 +15,24 @@ from lightning_dp.parallel.links.streams import host_waits_for
 def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The tensors on `device`; those from one device and of one dtype share one copy's memory.
 
-    Differentiable. Those on `device` stay the same objects. All copies are issued before any is
-    waited for, and only those to the CPU are: work on an accelerator waits for what it reads, the
-    host does not.
+    Differentiable: what has a graph travels alone, for a copy that several share would join their
+    graphs. A backward of one would then go through those of the others, use them up, and leave
+    zeros. Those on `device` stay the same objects. All copies are issued before any is waited for,
+    and only those to the CPU are: work on an accelerator waits for what it reads, the host does
+    not.
 
     Example:
         >>> to_device_coalesced([torch.ones(2)], torch.device("cpu"))
         [tensor([1., 1.])]
     """
-    moved = list(tensors)
+    moved, has_graphs = list(tensors), torch.is_grad_enabled()
     sources = {tensor.device for tensor in tensors} - {device}
     for source in sources:
         away = [i for i, tensor in enumerate(tensors) if tensor.device == source]
-        for bucket in buckets([tensors[i] for i in away]):
-            positions = [away[j] for j in bucket]
+        alone = {i for i in away if has_graphs and tensors[i].requires_grad}
+        others = [i for i in away if i not in alone]
+        packed = [[others[j] for j in bucket] for bucket in buckets([tensors[i] for i in others])]
+        for positions in [*packed, *([i] for i in alone)]:
             parts = _sent([tensors[i] for i in positions], device)
             for i, part in zip(positions, parts, strict=True):
                 moved[i] = part
@@ -57,8 +62,13 @@ def gradients_on(device: torch.device, gradients: list[Tensor | None]) -> list[T
 
 def _sent(bucket: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     """The tensors of a bucket after one copy, which may still be under way."""
-    if len(bucket) == 1:
-        return [bucket[0].to(device, non_blocking=True)]
+    if len(bucket) > 1:
+        with contextlib.suppress(torch.OutOfMemoryError):  # to pack them takes memory
+            return _sent_packed(bucket, device)
+    return [tensor.to(device, non_blocking=True) for tensor in bucket]
+
+
+def _sent_packed(bucket: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     orders = [_memory_order(tensor) for tensor in bucket]
     rows = [tensor.permute(order) for tensor, order in zip(bucket, orders, strict=True)]
     packed = torch.cat([row.reshape(-1) for row in rows])
@@ -69,7 +79,7 @@ def _sent(bucket: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     )
     return [
         part.as_strided(tensor.shape, tensor.stride(), part.storage_offset())
-        if row.is_contiguous() and not part.requires_grad
+        if row.is_contiguous()
         else part.view(row.shape).permute(sorted(range(len(order)), key=order.__getitem__))
         for tensor, part, row, order in zip(bucket, parts, rows, orders, strict=True)
     ]

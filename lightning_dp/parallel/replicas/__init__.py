@@ -2,14 +2,18 @@
 
 Decided here: what a module is made of (`structure`), what stands for each part of it on another
 device (`replica` for tensors, `attributes` for all else), what of it has changed since the last
-step, also where a write leaves no trace (`untracked_writes`, `limited_norm`), and which modules
-cannot be replicated (`structure`, `hidden_layers`).
+step, also where a write leaves no trace (`untracked_writes`, `limited_norm`), which buffers are
+state of a batch (`buffer_state`), and which modules cannot be replicated (`structure`,
+`hidden_layers`).
 """
 
-from lightning_dp.parallel.replicas.compiled import compiles as compiles
+from lightning_dp.parallel.replicas.buffer_state import WAYS_OUT as WAYS_OUT
+from lightning_dp.parallel.replicas.buffer_state import alike as alike
+from lightning_dp.parallel.replicas.buffer_state import keeps_state as keeps_state
 from lightning_dp.parallel.replicas.hidden_layers import (
     check_nothing_hidden as check_nothing_hidden,
 )
+from lightning_dp.parallel.replicas.hidden_layers import layers_in as layers_in
 from lightning_dp.parallel.replicas.limited_norm import limits_norms as limits_norms
 from lightning_dp.parallel.replicas.replicate import BufferCopies as BufferCopies
 from lightning_dp.parallel.replicas.replicate import ParameterCopies as ParameterCopies

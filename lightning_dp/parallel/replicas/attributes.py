@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.replicas.buffers import Table, version_of
+from lightning_dp.parallel.replicas.compiled import is_compiled
+from lightning_dp.parallel.torch_compile import compiled_function, set_compiled_function
 from lightning_dp.parallel.torch_private import (
     child_table,
     copy_hook_tables,
@@ -42,7 +44,8 @@ class AttributeMirror:
         device: torch.device,
     ) -> None:
         self._original = original.__dict__
-        self._attributes = twins[id(original)].__dict__
+        self._twin = twins[id(original)]
+        self._attributes = self._twin.__dict__
         self._twins, self._others = twins, others
         self._source, self._device = source, device
         self._parameters = _translate(dict(parameter_table(original)), twins)
@@ -53,6 +56,8 @@ class AttributeMirror:
         self._slots = [(name, original, twins[id(original)]) for name in _slots_of(original)]
         self._kept: dict[str, tuple[Any, Any]] = {}
         self._copies: list[tuple[Tensor, float]] = []
+        self.in_graphs: list[str] = []  # attributes that are tensors with a graph, elsewhere
+        self.compiles = False  # an attribute is a compiled function
         self._size = -1
         self.version = -1
         self.refresh()
@@ -81,6 +86,7 @@ class AttributeMirror:
         """Translates what has been bound anew and refers to parts of the root."""
         for name, value in self._original.items():
             if self._seen.get(name, _ABSENT) is not value and name not in self._own:
+                self.compiles = self.compiles or is_compiled(value)
                 twin = _translate(value, self._twins)
                 self._translated.pop(name, None)
                 if twin is not value:
@@ -106,6 +112,17 @@ class AttributeMirror:
             if name in self._attributes:
                 self._attributes[name] = _translate(self._attributes[name], others)
 
+    def connect(self) -> None:
+        """Has copies of the tensors with a graph, which lead back to these."""
+        for name in self.in_graphs:
+            # As the module's own code sets them: recurrent layers note their weights then.
+            setattr(self._twin, name, self._original[name].to(self._device))
+
+    def disconnect(self) -> None:
+        """Has no such copies any more."""
+        for name in self.in_graphs:
+            setattr(self._twin, name, self._original[name])
+
     @property
     def has_to_be_watched(self) -> bool:
         """Whether it may become stale though nobody binds, sets or removes an attribute."""
@@ -126,14 +143,18 @@ class AttributeMirror:
         """Tensors that are neither parameters nor buffers have to be where their replica is.
 
         Those on the CPU stay there, as they do where a module is moved. Those with a graph stay
-        too, since a copy would cut it.
+        too, until `connect` copies them: a copy that is made here would cut it.
         """
-        self._copies = []
+        self._copies, self.in_graphs = [], []
         if self._device == self._source or self._source.type == "cpu":
             return
         for name, value in self._attributes.items():
             is_there = isinstance(value, Tensor) and value.device == self._source
-            if is_there and not value.requires_grad:
+            if name in self._own:
+                continue
+            if is_there and value.requires_grad:
+                self.in_graphs.append(name)
+            elif is_there:
                 self._attributes[name] = value.to(self._device)
                 self._copies.append((value, version_of(value)))
 
@@ -178,25 +199,41 @@ def _translate(value: Any, twins: dict[int, Any]) -> Any:
     return value
 
 
-def _with_other_cells(function: FunctionType, twins: dict[int, Any]) -> FunctionType:
+def _with_other_cells(
+    function: FunctionType, twins: dict[int, Any], depth: int = 0
+) -> FunctionType:
     """A function that knows a replica's parts where the original knows the root's.
 
-    All else that it knows it shares with the original: counters go on counting.
+    All else that it knows it shares with the original: counters go on counting. What a compiled
+    function calls is looked into, too: that may be wrapped once more.
     """
-    cells = tuple(_other_cell(cell, twins) for cell in function.__closure__ or ())
+    original = compiled_function(function)
+    depth = depth if original is None else 2
+    cells = tuple(_other_cell(cell, twins, depth) for cell in function.__closure__ or ())
     if not any(map(is_not, cells, function.__closure__ or ())):
         return function
     defaults = function.__defaults__
     twin = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
     twin.__kwdefaults__ = function.__kwdefaults__
     twin.__dict__.update(function.__dict__)
+    if original is not None:
+        set_compiled_function(twin, _other_content(original, twins, depth))
     return twin
 
 
-def _other_cell(cell: CellType, twins: dict[int, Any]) -> CellType:
+def _other_cell(cell: CellType, twins: dict[int, Any], depth: int) -> CellType:
     try:
         content = cell.cell_contents
     except ValueError:  # it is empty
         return cell
-    # No further than to the parts themselves: functions may know each other in circles.
-    return CellType(twins[id(content)]) if id(content) in twins else cell
+    other = _other_content(content, twins, depth)
+    return cell if other is content else CellType(other)
+
+
+def _other_content(content: Any, twins: dict[int, Any], depth: int) -> Any:
+    """No further than to the parts themselves: functions may know each other in circles."""
+    if isinstance(content, MethodType) and id(content.__self__) in twins:
+        return MethodType(content.__func__, twins[id(content.__self__)])
+    if depth and isinstance(content, FunctionType) and content.__closure__:
+        return _with_other_cells(content, twins, depth - 1)
+    return twins.get(id(content), content)

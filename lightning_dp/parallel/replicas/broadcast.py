@@ -1,4 +1,4 @@
-"""Broadcast: the root's parameters inside a replica's graph, so that gradients find their way back.
+"""Broadcast: the root's tensors inside a replica's graph, so that gradients find their way back.
 
 A replica's own parameters are leaves: right for a step, whose gradients the engine sums. In forward
 mode the graph goes on outside of the replicas, and its end is autograd's business alone: any
@@ -12,25 +12,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.links import gradients_on
-from lightning_dp.parallel.torch_private import at_end_of_backward, gradient_hooks
+from lightning_dp.parallel.torch_private import gradient_hooks
 
 
 def broadcast(
-    roots: Sequence[nn.Parameter],
-    twins: Sequence[nn.Parameter],
-    after_backward: Callable[[], None],
+    roots: Sequence[Tensor], twins: Sequence[Tensor], on_backward: Callable[[], None]
 ) -> list[Tensor]:
-    """Functions of the root's parameters in the memory of their twins; twins that are not trained.
+    """Functions of the root's tensors in the memory of their twins; twins that are not trained.
 
-    At the end of every backward that came through here `after_backward` is called.
+    In every backward that comes through here `on_backward` is called.
     """
     tensors: list[Tensor] = list(twins)
     for group in _groups(roots):
         aliases = _Broadcast.apply(  # type: ignore[no-untyped-call]
-            [twins[i] for i in group], after_backward, *(roots[i] for i in group)
+            [twins[i] for i in group], on_backward, *(roots[i] for i in group)
         )
         for i, alias in zip(group, aliases, strict=True):
             # Tensors with a graph refuse to be copied; what a forward copies are the parameters.
@@ -39,28 +37,29 @@ def broadcast(
     return tensors
 
 
-def _groups(roots: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Which trained parameters share a node: all, but those with hooks stand alone.
+def _groups(roots: Sequence[Tensor]) -> list[list[int]]:
+    """Which trained parameters share a node: all, but some stand alone.
 
-    A node hands None to the parameters that a step did not use. Autograd passes that over, but
-    calls hooks with it, which would not be called on one device.
+    A node hands None to the parameters that a step did not use. Autograd passes that over where it
+    accumulates. But it calls hooks with it, which would not be called on one device; and where a
+    weight is computed, as in a functional call, it goes on, and uses up that graph.
     """
-    trained = [i for i, root in enumerate(roots) if root.requires_grad]
-    alone = [[i] for i in trained if gradient_hooks(roots[i])]
-    together = [i for i in trained if not gradient_hooks(roots[i])]
-    return [*alone, together] if together else alone
+    trained = {i: root for i, root in enumerate(roots) if root.requires_grad}
+    alone = {i for i, root in trained.items() if gradient_hooks(root) or not root.is_leaf}
+    together = [i for i in trained if i not in alone]
+    return [*([i] for i in alone), *([together] if together else [])]
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, twins: list[Tensor], after_backward: Callable[[], None], *roots: Tensor
+        ctx: Any, twins: list[Tensor], on_backward: Callable[[], None], *roots: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # None stays None: AdamW moves parameters that get zeros
-        ctx.device, ctx.after_backward = roots[0].device, after_backward
+        ctx.device, ctx.on_backward = roots[0].device, on_backward
         return tuple(twin.detach() for twin in twins)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        at_end_of_backward(ctx.after_backward)
+        ctx.on_backward()
         return None, None, *gradients_on(ctx.device, list(gradients))

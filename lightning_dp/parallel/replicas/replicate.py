@@ -6,21 +6,29 @@ and owns only its gradients; elsewhere it owns a copy. Its parameters are real l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
+from functools import partial
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.links import Packing
+from lightning_dp.parallel.replicas.buffer_state import BufferState
 from lightning_dp.parallel.replicas.buffers import CopiedBuffers, entries
+from lightning_dp.parallel.replicas.compiled import compiles
 from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.replicas.replica import Replica
+from lightning_dp.parallel.replicas.shared_writes import SharedWrites
 from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
-from lightning_dp.parallel.replicas.untracked_writes import SharedWrites, SilentWrites
+from lightning_dp.parallel.replicas.untracked_writes import SilentWrites
 from lightning_dp.parallel.replicas.weights import ParameterState, WeightCopies
+from lightning_dp.parallel.torch_compile import compiled_frames, more_recompilations
+from lightning_dp.parallel.torch_private import at_end_of_backward
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
@@ -33,7 +41,8 @@ class Replicas:
     The first of `modules` is the root itself, whose parameters lie on the first device. In
     `submodules` are all modules of every replica, at equal positions: one list until other replicas
     take their place. Before they do, `before_rebuild` is called with the parameters of all: what
-    has accumulated on them must not go with them.
+    has accumulated on them must not go with them. If the root `takes_means` of floating buffers,
+    steps may leave these different.
     """
 
     modules: list[nn.Module]
@@ -44,22 +53,33 @@ class Replicas:
         root: nn.Module,
         devices: Sequence[torch.device],
         rules: ReplicaRules | None = None,
-        before_rebuild: Callable[[Sequence[Sequence[nn.Parameter]]], None] = lambda _: None,
+        before_rebuild: Callable[[Sequence[Sequence[Tensor]]], None] = lambda _: None,
+        takes_means: bool = False,
     ) -> None:
         self._root = root
         self._devices = list(devices)
         self._rules = rules or ReplicaRules()
         self._before_rebuild = before_rebuild
         self._may_share = True
+        self._buffer_state = BufferState(root, takes_means)
         self._before_step: ParameterState | None = None
+        self._has_links = False  # of buffers
         self._build()
 
+    def lose(self) -> None:
+        """The next refresh makes new ones: somebody may still be at work with these."""
+        self._are_lost = True
+
     @property
-    def parameters(self) -> list[list[nn.Parameter]]:
+    def parameters(self) -> Sequence[Sequence[Tensor]]:
         """The parameters of every replica; equal positions correspond, tied ones appear once.
 
-        Left out are replicas whose gradients are all in the root's, see `share_parameters`.
+        With them those buffers that are trained, and leaves. Left out are replicas whose gradients
+        are all in the root's, see `share_parameters`.
         """
+        if self._buffers.leaves:
+            leaves = [self._buffers.leaves, *(replica.buffers.leaves for replica in self._others)]
+            return [[*own, *more] for own, more in zip(self._parameters, leaves, strict=True)]
         if self._before_step is None:
             return self._parameters
         others = [
@@ -79,6 +99,13 @@ class Replicas:
         """The buffers of every replica; equal positions correspond."""
         tables = [self._structure.buffer_tables, *(r.buffers.tables for r in self._others)]
         return list(map(entries, tables))
+
+    @property
+    def buffers_of_steps(self) -> list[list[Tensor | None]]:
+        """Those of them that are left as a step has left them: what is apart has its own rules."""
+        tables = [self._structure.buffer_tables, *(r.buffers.tables for r in self._others)]
+        are_apart = [id(module) in self._structure.apart for module in self._structure.modules]
+        return [entries(list(compress(own, map(not_, are_apart)))) for own in tables]
 
     def refresh(
         self,
@@ -104,7 +131,9 @@ class Replicas:
         others = [self._others[k - 1] for k in (active or range(len(self._devices))) if k > 0]
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
-            if self._structure.has_changed():
+            if self._are_lost:
+                self._build()
+            elif self._structure.has_changed():
                 # The weights of a functional call accumulate nothing.
                 if all(parameter.is_leaf for parameter in self._structure.parameters):
                     self._before_rebuild(self.parameters)
@@ -112,6 +141,8 @@ class Replicas:
             elif others:
                 self._follow(others, parameters)
                 if parameters == "all" or buffers != "read" or self._structure.reads_buffers():
+                    if self._buffers.will_replace_leaves():
+                        self._before_rebuild(self.parameters)
                     everything = parameters == "all" or buffers != "changed"
                     self._buffers.refresh([r.buffers for r in others], everything=everything)
 
@@ -126,6 +157,8 @@ class Replicas:
         if self._limited is not None:
             silent = silent | self._limited.positions
         self._weights.refresh([r.weights for r in others], state, parameters, silent)
+        if self._shared is not None:
+            self._shared.refresh()
 
     def refresh_parameters(self, active: Iterable[int]) -> None:
         """Brings the parameters of some replicas up to date, in the middle of a step.
@@ -134,7 +167,11 @@ class Replicas:
         """
         with torch.inference_mode(False), torch.no_grad():
             state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
-            self._weights.refresh([self._others[k - 1].weights for k in active if k > 0], state)
+            others = [self._others[k - 1] for k in active if k > 0]
+            self._weights.refresh([replica.weights for replica in others], state)
+            self._buffers.copy_leaves([replica.buffers for replica in others])
+            if self._shared is not None:
+                self._shared.refresh()
 
     def share_parameters(self, share: bool) -> None:
         """Lets replicas on the root's device compute with the root's own parameters, or no longer.
@@ -147,7 +184,8 @@ class Replicas:
         roots = self._structure.parameters
         trained = {i for i, p in enumerate(roots) if p.requires_grad}
         limited = set() if self._limited is None else self._limited.positions
-        positions = trained - limited if share and self._may_share else set()
+        may_share = share and self._may_share and not self._buffers.leaves
+        positions = trained - limited if may_share else set()
         self._before_step = ParameterState.of(roots, versions=True) if positions else None
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
@@ -167,11 +205,33 @@ class Replicas:
             self._may_share = False
             self.share_parameters(False)
 
-    def writing(self) -> AbstractContextManager[None]:
-        """What surrounds a step of the replicas: writes to shared weights are noticed."""
+    def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
+        """What surrounds a training step: writes to buffers and shared weights are noticed."""
+        buffers = self._buffer_state.noticed(active)
         if self._shared is None or self._all_trained:
-            return nullcontext()
-        return self._shared.noticed()
+            return buffers
+        limited = set() if self._limited is None else self._limited.positions
+        return self._shared.noticed(active, buffers, limited)
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether calls of the replicas may compile something."""
+        return self._compiles or any([replica.compiles for replica in self._others])
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """What surrounds calls of the replicas."""
+        return self.as_often_compiled() if self.may_compile else self._noticing_compilations()
+
+    def as_often_compiled(self) -> AbstractContextManager[None]:
+        """While it lasts, each replica may compile as much as one device would."""
+        return more_recompilations(len(self._devices)) if self.may_compile else nullcontext()
+
+    @contextlib.contextmanager
+    def _noticing_compilations(self) -> Iterator[None]:
+        """Functions may be compiled that are reached in ways which nobody has looked at."""
+        before = compiled_frames()
+        yield
+        self._compiles = compiled_frames() != before
 
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""
@@ -197,7 +257,26 @@ class Replicas:
         """
         for k in active:
             if k > 0:
-                self._others[k - 1].connect(after_backward)
+                self._others[k - 1].connect(partial(at_end_of_backward, after_backward))
+
+    def link_buffers(
+        self, active: Iterable[int], on_backward: Callable[[list[str]], None]
+    ) -> list[str]:
+        """Makes the replicas compute with functions of those buffers that the root has computed.
+
+        Their names are returned. A backward of all replicas, at once, goes on in the graph that
+        these have; on the way it calls `on_backward` with the names. A leaf needs no such function.
+        """
+        if not self._buffers.trained and not self._has_links:
+            return []
+        self._has_links = torch.is_grad_enabled()
+        computed = {id(b) for b in self._buffers.trained.values() if not b.is_leaf}
+        found = self._root.named_buffers() if self._has_links else ()
+        names = [name for name, buffer in found if id(buffer) in computed]
+        for k in active:
+            if k > 0:
+                self._others[k - 1].link_buffers(partial(on_backward, names))
+        return names
 
     def disconnect(self) -> None:
         """Makes the replicas compute with their own parameters again."""
@@ -205,6 +284,7 @@ class Replicas:
             replica.disconnect()
 
     def _build(self) -> None:
+        self._are_lost = False
         with torch.inference_mode(False), torch.no_grad():
             self._structure = structure = ModuleStructure(self._root, self._rules)
             limited = LimitedNorms(structure.modules, structure.parameters)
@@ -212,11 +292,11 @@ class Replicas:
             self._silent: SilentWrites | None = None
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(structure.parameters)
-            self._rules.on_build(structure.leaves)
+            self._compiles = compiles(self._root)
             self._weights = weights = WeightCopies(structure.parameters)
-            self._buffers = buffers = CopiedBuffers(structure.buffer_tables)
+            self._buffers = buffers = CopiedBuffers(structure.buffer_tables, structure.parameters)
             self._others = [
-                Replica(structure, k, device, self._rules, weights.on(device), buffers.on(device))
+                Replica(structure, k, device, self._rules, weights.on(device), buffers)
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
@@ -224,7 +304,11 @@ class Replicas:
             others = (replica.submodules for replica in self._others)
             self.submodules = [structure.modules, *others]
             self._parameters = [structure.parameters, *(r.parameters for r in self._others)]
+            tables = (replica.buffers.tables for replica in self._others)
+            self._buffer_state.follow(structure, [structure.buffer_tables, *tables])
             self._all_trained = False
+            self._has_links = False
             self._shared: SharedWrites | None = None
             if any(replica.shares_memory for replica in self._others):
-                self._shared = SharedWrites(structure.parameters)
+                own = [r.weights if r.shares_memory else None for r in self._others]
+                self._shared = SharedWrites(structure.parameters, own)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import is_not, itemgetter
 from typing import Any
@@ -12,11 +11,11 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.replicas.hidden_layers import layers_in
+from lightning_dp.parallel.torch_compile import compiled_call
 from lightning_dp.parallel.torch_private import (
     FIXED_NAMES,
     buffer_table,
     child_table,
-    compiled_call,
     hook_tables,
     parameter_table,
 )
@@ -27,19 +26,26 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class ReplicaRules:
     """What is special about some modules when they are replicated; by default nothing is."""
 
-    def on_build(self, leaves: list[nn.Module]) -> None:
-        """Told which of the root's modules are leaves whenever replicas are built."""
+    def is_apart(self, module: nn.Module) -> bool:
+        """Whether a module is replicated with all that is in it, wherever it is kept.
 
-    def is_leaf(self, module: nn.Module) -> bool:
-        """Whether `copy_leaf` copies this module with all that is in it."""
+        Also where a plain container keeps it; and what torch.jit compiled in it is copied, which
+        would be refused elsewhere.
+        """
         return False
 
-    def copy_leaf(self, module: nn.Module, k: int, device: torch.device) -> nn.Module:
-        """Replica k's own copy of a leaf module."""
-        return copy.deepcopy(module).to(device)
+    def stays(self, module: nn.Module) -> bool:
+        """Whether such a module's own tensors are not on the root's device, and stay there."""
+        return False
 
-    def own_attributes(self, module: nn.Module, k: int, device: torch.device) -> dict[str, Any]:
-        """Attributes that replica k of a module keeps for itself instead of following the root."""
+    def own_names(self, module: nn.Module) -> frozenset[str]:
+        """Attributes that every replica of a module keeps for itself, whatever the root's are."""
+        return frozenset()
+
+    def own_attributes(
+        self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
+    ) -> dict[str, Any]:
+        """Attributes that a module's twin on replica k keeps for itself, and does not follow."""
         return {}
 
 
@@ -49,14 +55,21 @@ class ModuleStructure:
     def __init__(self, root: nn.Module, rules: ReplicaRules) -> None:
         self.root = root
         self.modules: list[nn.Module] = []
-        self.leaves: list[nn.Module] = []
+        self.compiled: list[nn.Module] = []  # by torch.jit, see `ReplicaRules.is_apart`
+        self.apart: set[int] = set()  # the ids of those modules, and of all in them
+        self.staying: set[int] = set()  # the ids of modules whose tensors replicas refer to
         self._walk(root, rules, set())
-        parameter_tables = list(map(parameter_table, self.modules))
+        parameter_tables = [
+            {} if id(m) in self.staying else parameter_table(m) for m in self.modules
+        ]
         unique = {id(p): p for table in parameter_tables for p in table.values() if p is not None}
         self.parameters: list[nn.Parameter] = list(unique.values())
-        self.buffer_tables = list(map(buffer_table, self.modules))
+        self.buffer_tables = [
+            {} if id(m) in self.staying else buffer_table(m) for m in self.modules
+        ]
         self._with_buffers = [m for m in self.modules if buffer_table(m)]
-        self.attributes = AttributeVersions([m.__dict__ for m in self.modules])
+        own_names = map(rules.own_names, self.modules)
+        self.attributes = AttributeVersions([m.__dict__ for m in self.modules], list(own_names))
         # Hooks by their numbers: every one has its own, for good.
         fixed: list[dict[str, Any]] = [*parameter_tables, *map(child_table, self.modules)]
         hooks: list[dict[int, Any]] = list(chain.from_iterable(map(hook_tables, self.modules)))
@@ -70,22 +83,35 @@ class ModuleStructure:
         ]
         self._entries = list(chain.from_iterable(self._live))
 
-    def _walk(self, module: nn.Module, rules: ReplicaRules, seen: set[int]) -> None:
+    def _walk(
+        self,
+        module: nn.Module,
+        rules: ReplicaRules,
+        seen: set[int],
+        is_apart: bool = False,
+        stays: bool = False,
+    ) -> None:
         if id(module) in seen:
             return
         seen.add(id(module))
-        _check_replicable(module)
-        if rules.is_leaf(module):
-            self.leaves.append(module)
+        if is_apart and isinstance(module, torch.jit.ScriptModule):
+            self.compiled.append(module)
             return
+        _check_replicable(module)
         self.modules.append(module)
+        is_apart = is_apart or rules.is_apart(module)
+        stays = stays or (is_apart and rules.stays(module))
+        if is_apart:
+            self.apart.add(id(module))
+        if stays:
+            self.staying.add(id(module))
         for child in child_table(module).values():
             if child is not None:
-                self._walk(child, rules, seen)
+                self._walk(child, rules, seen, is_apart, stays)
         for name, value in module.__dict__.items():
             for _, hidden in layers_in(value, name):
-                if rules.is_leaf(hidden):  # it is replicated by hand, wherever it is kept
-                    self._walk(hidden, rules, seen)
+                if rules.is_apart(hidden):
+                    self._walk(hidden, rules, seen, stays=stays)
 
     def has_changed(self) -> bool:
         """Whether a parameter, submodule, buffer name or hook came, went or was replaced."""
@@ -103,11 +129,13 @@ class ModuleStructure:
 class AttributeVersions:
     """The attributes of modules that are neither parameters, buffers nor submodules.
 
-    `versions` has a number for each module, which grows when one is bound anew, comes or goes.
+    `versions` has a number for each module, which grows when one is bound anew, comes or goes. Not
+    looked at are those that every replica of a module keeps for itself.
     """
 
-    def __init__(self, modules: list[dict[str, Any]]) -> None:
+    def __init__(self, modules: list[dict[str, Any]], own_names: Sequence[frozenset[str]]) -> None:
         self._now = modules
+        self._fixed = [FIXED_NAMES | own for own in own_names]
         self.versions = [0] * len(modules)
         self._names: list[set[str]] = [set() for _ in modules]
         self._seen: list[tuple[Any, ...]] = [()] * len(modules)
@@ -136,7 +164,7 @@ class AttributeVersions:
         self._sizes = list(map(len, self._now))
         # itemgetter returns a tuple, as of three names at least: `training` and tables of hooks.
         for j, now in enumerate(self._now):
-            names = now.keys() - FIXED_NAMES
+            names = now.keys() - self._fixed[j]
             if names != self._names[j]:
                 self._names[j] = names
                 self._getters[j] = itemgetter(*names)

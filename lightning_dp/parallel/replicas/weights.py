@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress, count, repeat
 from operator import attrgetter, ne
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_dp.parallel.links import Packed, Packing, kind
+from lightning_dp.parallel.links import Packed, Packing, can_be_packed, kind
 from lightning_dp.parallel.torch_private import version
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -44,6 +48,8 @@ class Weights:
     ) -> None:
         self.shares_memory = all(p.device == device for p in roots)
         self.noticed: set[int] = set()
+        self.is_behind = False  # an optimizer has written to the root's
+        self._apart: set[int] = set()
         self.seen = ParameterState.of(roots, versions=not self.shares_memory)
         self._roots, self._device = roots, device
         if self.shares_memory:
@@ -71,6 +77,9 @@ class Weights:
         # While they were frozen they may have been written to without a trace.
         thawed = compress(count(), map(ne, state.requires_grad, seen.requires_grad))
         stale = self.noticed.union(silent, thawed)
+        if policy == "changed" and self.is_behind:
+            policy = "trained"
+        self.is_behind = False
         if policy != "changed":
             chosen = state.requires_grad if policy == "trained" else repeat(True, len(self._roots))
             stale.update(compress(count(), chosen))
@@ -81,6 +90,21 @@ class Weights:
             if root.data_ptr() != twin.data_ptr() or kind(root) != kind(twin):
                 twin.data = root.data
         return set()
+
+    def keep_apart(self, positions: set[int]) -> None:
+        """Has memory of its own for these, with the root's values, and the root's for all else.
+
+        For parameters in the root's memory, of which steps write to some.
+        """
+        for i in self._apart - positions:
+            self.parameters[i].data = self._roots[i].data
+        for i in positions:
+            root, twin = self._roots[i], self.parameters[i]
+            if root.data_ptr() == twin.data_ptr() or kind(root) != kind(twin):
+                twin.data = root.data.clone()
+            else:
+                twin.data.copy_(root.data)
+        self._apart = positions
 
     def move(self, packing: Packing) -> None:
         """Takes other memory, for parameters of other kinds."""
@@ -110,11 +134,17 @@ class WeightCopies:
         self._roots = roots
         self._elsewhere: list[Weights] = []
         self.packing = Packing(roots)
+        self._ids = set(map(id, roots))
+        self._plain = [root for root in roots if can_be_packed(root)]
+        self._pointers = list(map(Tensor.data_ptr, self._plain))
+        self._strides = list(map(Tensor.stride, self._plain))
 
     def on(self, device: torch.device) -> Weights:
         """Parameters for a replica on a device, with the root's values."""
         weights = Weights(self._roots, device, self.packing)
         if not weights.shares_memory:
+            if not self._elsewhere:
+                self._follow_optimizers()
             self._elsewhere.append(weights)
             self._send([(weights, set(range(len(self._roots))))])
         return weights
@@ -129,12 +159,33 @@ class WeightCopies:
         """Brings replicas up to date with the root's parameters, see `Weights.follow`."""
         stale = []
         for weights in copies:
-            if silent or policy != "changed" or state != weights.seen:
+            if silent or policy != "changed" or weights.is_behind or state != weights.seen:
                 positions = weights.follow(state, policy, silent or set())
                 if positions:
                     stale.append((weights, positions))
         if stale:
             self._send(stale)
+
+    def _fits(self) -> bool:
+        """Whether the packing is for the root's parameters as they are; strides need new memory."""
+        pointers = list(map(Tensor.data_ptr, self._plain))
+        if pointers != self._pointers:
+            before, self._strides = self._strides, list(map(Tensor.stride, self._plain))
+            self._pointers = pointers
+            if before != self._strides:
+                return False
+        return self.packing.fits(self._roots)
+
+    def _follow_optimizers(self) -> None:
+        hook = register_optimizer_step_post_hook(partial(_after_optimizer, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
+
+    def after_optimizer(self, optimizer: Optimizer) -> None:
+        """Notes that an optimizer has taken a step: fused ones leave no trace in versions."""
+        for group in optimizer.param_groups:
+            if not self._ids.isdisjoint(map(id, group["params"])):
+                for weights in self._elsewhere:
+                    weights.is_behind = True
 
     def _send(self, stale: list[tuple[Weights, set[int]]]) -> None:
         """Copies parameters of these positions; where they are most of a bucket, all of it.
@@ -142,7 +193,7 @@ class WeightCopies:
         Where the root's change left no trace, neither does the copy: graphs of earlier calls stay
         usable, as they do on one device.
         """
-        if not self.packing.fits(self._roots):
+        if not self._fits():
             self.packing = Packing(self._roots)
             for weights in self._elsewhere:
                 weights.move(self.packing)
@@ -157,6 +208,15 @@ class WeightCopies:
             weights.copy(positions)
             increment_version([weights.parameters[i] for i in weights.noticed])
         self.packing.send(self._roots, targets)
+
+
+def _after_optimizer(
+    copies: Callable[[], WeightCopies | None], optimizer: Optimizer, *_: Any
+) -> None:
+    """A hook of all optimizers, for as long as the copies live."""
+    living = copies()
+    if living is not None:
+        living.after_optimizer(optimizer)
 
 
 def _leaf_parameter(root: nn.Parameter, memory: Tensor) -> nn.Parameter:

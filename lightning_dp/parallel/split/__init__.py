@@ -2,7 +2,8 @@
 
 Decided here: the sizes of a batch's shards by every policy (`policies` names them; `arithmetic` has
 the fixed ones, `adaptive` and `memory` learn from `usage`). `planner` asks them once per batch, and
-keeps to what fits. No tensor, no device and no batch comes in here.
+keeps to what fits and to what a replica needs (`least`). No tensor, no device and no batch comes in
+here.
 """
 
 from lightning_dp.parallel.split.arithmetic import CostSplit as CostSplit

@@ -33,7 +33,10 @@ WARM_UP = 1
 """First steps that do not count: they build caches."""
 
 PROBE_EVERY = 50
-"""Steps after which devices without samples get one, to see whether they are still as slow."""
+"""Steps after which devices without samples get some, to see whether they are still as slow."""
+
+PROBE = 2
+"""Samples of such a device: batch norm takes no shard of one."""
 
 
 _solve = lru_cache(maxsize=64)(minimax)  # most steps pose the same problem
@@ -209,11 +212,11 @@ class Adaptive:
 
 
 def _with_probes(sizes: Sizes) -> Sizes:
-    """One sample for each idle device, from those that have most."""
+    """A probe for each idle device, of samples from those that have most."""
     probing = list(sizes)
     for k, size in enumerate(sizes):
         most = max(range(len(sizes)), key=probing.__getitem__)
-        if size == 0 and probing[most] > 1:
-            probing[most] -= 1
-            probing[k] = 1
+        if size == 0 and probing[most] >= 2 * PROBE:
+            probing[most] -= PROBE
+            probing[k] = PROBE
     return tuple(probing)

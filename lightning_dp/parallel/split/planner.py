@@ -6,9 +6,10 @@ What fits on each device is learnt from the steps that did not.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from lightning_dp.parallel.split.arithmetic import (
     CostSplit,
@@ -19,10 +20,14 @@ from lightning_dp.parallel.split.arithmetic import (
     reordered,
     unequal,
 )
+from lightning_dp.parallel.split.least import at_least, has_room
 from lightning_dp.parallel.split.usage import Caps, LearningSplit, StepUsage
 
 MARGIN = 8
 """A device that failed with n samples gets n / 8 less the next time."""
+
+Least: TypeAlias = Callable[[], int]
+"""Returns the fewest samples that a replica can work with."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,13 @@ class Capacity:
             self._fails[k] = min(sizes[k], self._fails[k] or sizes[k])
             self._fits[k] = min(self._fits[k], sizes[k] - 1)
 
-    def has_room(self, n: int) -> bool:
-        """Whether the caps leave room for n samples."""
-        caps = self.caps or [None]
-        return None in caps or sum(cap or 0 for cap in caps) >= n
+    def has_room(self, n: int, least: int = 1) -> bool:
+        """Whether the caps leave room for n samples, at least so many on each device or none."""
+        return has_room(n, self.caps or [None], least)
+
+    def most(self, n: int, least: int = 1) -> int:
+        """The largest batch of at most n samples that is known to fit."""
+        return next(m for m in range(n, -1, -1) if has_room(m, self._fits, least))
 
     def within(self, wanted: Sizes) -> Sizes:
         """Sizes as wanted, but none above its cap; the others share what is left over.
@@ -98,17 +106,19 @@ class Capacity:
         per_sample = [1 / n if n else float("inf") for n in wanted]
         return minimax(sum(wanted), [0.0] * len(wanted), per_sample, caps)
 
-    def trial(self, n: int) -> Sizes | None:
+    def trial(self, n: int, least: int = 1) -> Sizes | None:
         """Sizes, of n samples at most, that tell most about what fits; None if all is known.
 
         Halves for each device the range between what fits and what does not; at last, all that
-        has fitted on some device is tried at once. The sum may be less than n.
+        has fitted on some device is tried at once. The sum may be less than n. A device gets at
+        least so many samples, or none.
         """
         sizes, left = [], n
         for fits, fails in zip(self._fits, self._fails, strict=True):
-            known = fails is None or fails - fits <= 1
-            size = fits if known or fails is None else (fits + fails) // 2
-            sizes.append(min(size, left))
+            low = max(fits, least - 1)
+            known = fails is None or fails - low <= 1
+            size = min(left, fits if known or fails is None else (low + fails) // 2)
+            sizes.append(size if size >= least else 0)
             left -= sizes[-1]
         is_news = any(map(int.__gt__, sizes, self._fits)) or self._latest != tuple(sizes)
         return tuple(sizes) if is_news and any(sizes) else None
@@ -129,6 +139,7 @@ class Planner:
         self._capacity = {training: Capacity(k) for training in (True, False)}
         self._load_caps = {training: [math.inf] * k for training in (True, False)}
         self._learnt: StepUsage | None = None
+        self._least: Least = lambda: 1
 
     @property
     def learns(self) -> bool:
@@ -142,19 +153,22 @@ class Planner:
         *,
         training: bool,
         reading: Any = "columns",
-        telling: int | None = None,
+        telling: bool = False,
+        least: Least = lambda: 1,
     ) -> Plan:
         """Decides for a batch of n samples; what they cost is asked if the split is by cost.
 
-        With a number in `telling`, shards become unequal by a sample, where they can, so that what
-        counts samples shows; none then has fewer samples than this.
+        If they are to be `telling`, shards become unequal by a sample, where they can, so that what
+        counts samples shows. Replicas that work have at least `least()` samples, as far as n and
+        memory allow; it is asked only where it may matter.
         """
+        self._least = least
         plan = None
         if isinstance(self._policy, CostSplit):
             plan = self._by_cost(self._policy, costs(), training)
         plan = plan or Plan(self._sizes(n, training))
-        if telling is not None and not any(map(math.isfinite, self._load_caps[training])):
-            sizes = unequal(plan.sizes, telling)
+        if telling and not any(map(math.isfinite, self._load_caps[training])):
+            sizes = unequal(plan.sizes, least())
             order = plan.order and reordered(plan.order, sizes)
             plan = Plan(sizes, order) if self._capacity[training].within(sizes) == sizes else plan
         self.latest = replace(plan, reading=reading)
@@ -162,7 +176,7 @@ class Planner:
 
     def trial(self, n: int, *, training: bool) -> Plan | None:
         """A part of a batch of n samples that tells more about what fits; None if all is known."""
-        sizes = self._capacity[training].trial(n)
+        sizes = self._capacity[training].trial(n, self._least())
         if sizes is None:
             return None
         self.latest = Plan(sizes, left_out=n - sum(sizes), reading=self.latest.reading)
@@ -196,22 +210,47 @@ class Planner:
 
     def has_room(self, n: int, *, training: bool) -> bool:
         """Whether there may be a split of n samples that fits."""
-        return self._capacity[training].has_room(n)
+        return self._capacity[training].has_room(n, self._least())
 
     def fits(self, *, training: bool) -> Sizes:
         """The most samples that each device is known to take."""
         return self._capacity[training].fits
 
+    def most(self, n: int, *, training: bool) -> int:
+        """The largest batch of at most n samples that is known to fit."""
+        return self._capacity[training].most(n, self._least())
+
     def _sizes(self, n: int, training: bool) -> Sizes:
         capacity = self._capacity[training]
+        caps = capacity.caps
         if self._learner is not None:
-            return self._learner(n, capacity.caps)
-        return capacity.within(self._policy(n))
+            sizes = self._learner(n, caps)
+        else:
+            sizes = capacity.within(self._policy(n))
+        if not _is_small(sizes):
+            return sizes
+        least = self._least()
+        # Where the caps leave no room, memory may still do, and if not, its error is clear.
+        return at_least(sizes, least, caps) or at_least(sizes, least) or sizes
 
     def _by_cost(self, split: CostSplit, costs: Sequence[float], training: bool) -> Plan | None:
         """None where the caps leave no room for a split by cost: then it is by number."""
-        order = split.order(costs, self._load_caps[training])
+        caps = self._load_caps[training]
+        order = split.order(costs, caps)
         if order is None:
             return None
+        sizes = wanted = tuple(map(len, order))
+        if _is_small(wanted):
+            # The cheapest samples move. One that has a device to itself costs much.
+            sizes = at_least(wanted, self._least(), spreads=True) or wanted
+            parts = [sorted(part, key=lambda i: -costs[i]) for part in order]
+            order = reordered(parts, sizes)
         loads = tuple(sum(costs[i] for i in part) for part in order)
-        return Plan(tuple(map(len, order)), order, loads)
+        if sizes != wanted and any(map(operator.gt, loads, caps)):
+            return None
+        return Plan(sizes, order, loads)
+
+
+def _is_small(sizes: Sizes) -> bool:
+    """Whether a device has one sample, and not because the batch has no more."""
+    return 1 in sizes and sum(sizes) > 1

@@ -98,14 +98,24 @@ def split_policy(
         capacities()  # raises an error now where devices do not count their memory
         return Memory([list(devices).index(device) for device in devices], capacities)
     if weights is None:
-        return lru_cache(maxsize=64)(lambda n: _FIXED[split](n, k))
+        return partial(_fixed_sizes, split, k)
     shares = tuple(_plain(w) for w in weights)
     if len(shares) != k:
         raise ValueError(
             f"weights: expected {k} numbers, one per device, got {len(shares)}: {list(shares)}. "
             "Give every device a weight (0 leaves it idle)."
         )
-    return lru_cache(maxsize=64)(partial(weighted, weights=shares))
+    return partial(_weighted_sizes, shares)
+
+
+@lru_cache(maxsize=256)
+def _fixed_sizes(split: str, k: int, n: int) -> Sizes:
+    return _FIXED[split](n, k)
+
+
+@lru_cache(maxsize=256)
+def _weighted_sizes(shares: tuple[float, ...], n: int) -> Sizes:
+    return weighted(n, shares)
 
 
 def _checked(split: OwnSplit, devices: Sequence[Any], n: int) -> Sizes:

@@ -1,12 +1,15 @@
 """Workers: where the replicas' calls run, and how they wait for each other.
 
 Decided here: threads or one after another (`apply`), how the host waits for the replicas and what
-happens when one fails (`calls`), what of the caller's thread a worker has (`thread_state`), where
-replicas meet in the middle of a call (`rendezvous`, seen from one replica as `participant`), and
-what they do there together (`collectives`, `sync_batch_norm`).
+happens when one fails (`calls`), what becomes of one that does not end (`left_behind`), of
+workers (`worker`) when the process forks or ends (`process`), what of the caller's thread a worker
+has (`thread_state`), where replicas meet in the middle of a call
+(`rendezvous`, seen from one replica as `participant`), and what they do there together
+(`collectives`, `sync_batch_norm`).
 """
 
 from lightning_dp.parallel.workers import collectives as collectives
+from lightning_dp.parallel.workers import left_behind as left_behind
 from lightning_dp.parallel.workers import sync_batch_norm as sync_batch_norm
 from lightning_dp.parallel.workers.apply import EXECUTORS as EXECUTORS
 from lightning_dp.parallel.workers.apply import Executor as Executor
@@ -14,3 +17,4 @@ from lightning_dp.parallel.workers.apply import ExecutorName as ExecutorName
 from lightning_dp.parallel.workers.calls import Calls as Calls
 from lightning_dp.parallel.workers.participant import Task as Task
 from lightning_dp.parallel.workers.participant import current_participant as current_participant
+from lightning_dp.parallel.workers.sync_batch_norm import fewest_samples as fewest_samples

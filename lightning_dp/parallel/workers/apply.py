@@ -12,16 +12,20 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from lightning_dp.parallel.checks import check_choice
+from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.torch_private import saved_tensors_functions
+from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.calls import Calls
+from lightning_dp.parallel.workers.left_behind import ended, leave_behind
 from lightning_dp.parallel.workers.participant import Participant, Task
-from lightning_dp.parallel.workers.thread_state import ThreadState
+from lightning_dp.parallel.workers.process import watch
+from lightning_dp.parallel.workers.thread_state import ThreadState, is_checkpointing
+from lightning_dp.parallel.workers.worker import Worker, start_workers
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
 EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
@@ -34,17 +38,26 @@ class Executor:
     repeat a run bit by bit), or by `"auto"`, which measures both on the first calls of each kind of
     work and keeps the faster. Threads win where the devices compute, the other way wins where
     Python is the bottleneck.
+
+    `on_left_behind` is called when a replica was left behind, which may do its work later.
     """
 
-    def __init__(self, devices: Sequence[torch.device], how: ExecutorName = "auto") -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        how: ExecutorName = "auto",
+        on_left_behind: Callable[[], None] = lambda: None,
+    ) -> None:
         check_choice("executor", how, EXECUTORS)
+        self._on_left_behind = on_left_behind
         self._devices = list(devices)
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
         self._how = how
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         self._trials: defaultdict[tuple[str, int], _Trial] = defaultdict(_Trial)
         self._latest: dict[str, _Trial] = {}
         self._in_threads: dict[str, bool] = {}
+        watch(self)
 
     def run(
         self,
@@ -56,11 +69,12 @@ class Executor:
     ) -> list[Any]:
         """Runs all tasks and waits for them.
 
-        An interrupt ends the replicas that wait, and is raised when the others have ended, too. A
-        second one is raised at once.
-
         The first failed replica's own exception is raised, with a note that says which replica,
         device and samples. No task is running any more when it arrives.
+
+        An interrupt ends the replicas that wait, and is raised when the others have ended, too, or
+        after some seconds. A second one is raised at once. Who runs on is named, and its thread is
+        left behind.
 
         Args:
             kind: the name of this kind of work; `"auto"` chooses for each kind on its own.
@@ -85,12 +99,17 @@ class Executor:
             calls.end(interrupt)
             raise
         finally:
+            if stuck := calls.unended:
+                self._leave(stuck)
             results, failure = calls.close()
             if trial is not None:
                 trial.add(time.perf_counter() - start)
         if failure is not None:
             task, error = failure
-            raise error if task is None else _with_note(error, task)
+            if task is not None:
+                who = f"replica {task.replica} on {task.device}{task.context()}"
+                add_note(error, f"[in {who}{task.cause(error)}]")
+            raise error
         return results
 
     def rest(self) -> None:
@@ -102,49 +121,53 @@ class Executor:
             mark.wait()
 
     def close(self) -> None:
-        """Ends the worker threads; a later `run` starts new ones."""
+        """Ends the worker threads; a later `run` starts new ones.
+
+        After some seconds, those that are still at work for somebody are left behind.
+        """
+        threads = [worker.thread for worker in self.dismiss()]
+        if not ended(threads, left_behind.GRACE_SECONDS):
+            for thread in threads:
+                leave_behind(thread.name, thread)
+
+    def dismiss(self) -> list[Worker]:
+        """Lets the workers go, which end when their present work does."""
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.inbox.put(None)
-        for worker in workers:
-            worker.thread.join()
+        return workers
 
-    def choose(self, kind: str, count: int) -> bool:
-        """Decides whether so many tasks of a kind, and what goes on with them, run in threads."""
+    def _leave(self, stuck: Sequence[Participant]) -> None:
+        """A worker that does not end with an interrupted run never gets another call."""
+        self._on_left_behind()
+        workers = self.dismiss()
+        for participant in stuck:
+            task = participant.task
+            who = f"replica {task.replica} on {task.device}{task.context()}"
+            leave_behind(who, workers[task.replica].thread)
+
+    def choose(self, kind: str, count: int, *, in_order: bool = False) -> bool:
+        """Decides whether so many tasks of a kind, and what goes on with them, run in threads.
+
+        `in_order` leaves no choice.
+        """
         in_threads = self._how == "threads"
         self._latest.pop(kind, None)
-        if self._how == "auto" and not torch.are_deterministic_algorithms_enabled():
+        if in_order:
+            in_threads = False
+        elif self._how == "auto" and not torch.are_deterministic_algorithms_enabled():
             trial = self._latest[kind] = self._trials[kind, count]
             trial.begin()
             in_threads = trial.threads
-        self._in_threads[kind] = in_threads and not _is_checkpointing()
+        # A checkpoint knows tensors by their order alone, which threads would not repeat.
+        self._in_threads[kind] = in_threads and not is_checkpointing(saved_tensors_functions())
         return self._in_threads[kind]
 
     def _start(self, participant: Participant) -> None:
         if not self._workers:
-            self._workers = _start_workers(self._devices)
+            self._workers = start_workers(self._devices)
         work = partial(participant.calls.work, participant)
         self._workers[participant.task.replica].inbox.put(work)
-
-
-class _Worker:
-    """A thread that runs what is put into its inbox, until None comes."""
-
-    def __init__(self, replica: int, intra_op_threads: int) -> None:
-        self.inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self.ready = threading.Event()
-        self._intra_op_threads = intra_op_threads
-        self.thread = threading.Thread(target=self._loop, name=f"dp-replica-{replica}", daemon=True)
-        self.thread.start()
-
-    def _loop(self) -> None:
-        torch.get_num_threads()  # a thread's first look replaces what was set before it
-        torch.set_num_threads(self._intra_op_threads)
-        self.ready.set()
-        while (work := self.inbox.get()) is not None:
-            work()
-            # The last one holds a batch and a graph, which must not outlive the step.
-            del work
 
 
 class _Trial:
@@ -178,32 +201,3 @@ class _Trial:
         """Adds to the time of the present piece of work."""
         if self._seconds[self.threads]:
             self._seconds[self.threads][-1] += seconds
-
-
-def _is_checkpointing() -> bool:
-    """Whether the caller's backward will do this work again (`torch.utils.checkpoint`).
-
-    It knows the tensors that it saves by their order alone, which threads would not repeat.
-    """
-    hooks = saved_tensors_functions()
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-
-
-def _start_workers(devices: Sequence[torch.device]) -> list[_Worker]:
-    total = torch.get_num_threads()
-    on_cpu = sum(device.type == "cpu" for device in devices)
-    workers = [_Worker(k, max(1, total // max(1, on_cpu))) for k in range(len(devices))]
-    for worker in workers:
-        worker.ready.wait()
-    # A worker's number became the default of threads to come; that remains the caller's.
-    torch.set_num_threads(total)
-    return workers
-
-
-def _with_note(error: BaseException, task: Task) -> BaseException:
-    note = f"[in replica {task.replica} on {task.device}{task.context()}]"
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):  # Python 3.10
-        error.args = (f"{error.args[0]}\n{note}",)
-    return error

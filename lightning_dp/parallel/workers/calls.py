@@ -8,6 +8,7 @@ for a rendezvous is one made, and the host goes on there.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from lightning_dp.parallel.errors import described, is_a
 from lightning_dp.parallel.split import Order
+from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.participant import (
     ENDED,
     NO_REPLY,
@@ -80,6 +83,8 @@ class Calls:
 
     def check(self) -> None:
         """Raises an error if the calls have been ended."""
+        if not self.is_open:
+            raise ReplicaStopped("Expected all replicas to meet, but the run has ended without.")
         if self.broken is not None:
             raise self.told()
 
@@ -97,6 +102,8 @@ class Calls:
         except BaseException as error:  # it is raised again by the thread that waits
             participant.error = error
         self.tell(participant, ENDED)
+        if not participant.place.acquire(blocking=False):  # a thread that the call has started
+            participant.inbox.put(Reply(error=ReplicaStopped("Its replica's call has ended.")))
 
     def _in_worker(self, participant: Participant) -> None:
         with self.thread_state.entered(participant.device):
@@ -113,7 +120,7 @@ class Calls:
         self, tasks: Sequence[Task], state: ThreadState, start: Callable[[Participant], None]
     ) -> None:
         """Makes a participant for each task; `start` gives one to its worker."""
-        self.thread_state, self.start = state, start
+        self.thread_state, self.start, self.host = state, start, threading.get_ident()
         self.participants = list(map(partial(Participant, self), tasks))
 
     def run_in_threads(self) -> None:
@@ -139,7 +146,8 @@ class Calls:
                 device = participant.task.device
                 with self.thread_state.moved_to(device) if moves else nullcontext():
                     self._do_task(participant)
-                participant.state = ENDED
+                with participant.place:  # a thread that the call has started may host them now
+                    participant.state = ENDED
             if participant.error is not None or self.broken is not None:
                 break
         if self._rendezvous is not None:
@@ -162,17 +170,30 @@ class Calls:
             self._hear()
 
     def end(self, error: BaseException) -> None:
-        """Ends the replicas that wait, now and later, and waits for those that run."""
+        """Ends the replicas that wait, now and later, and waits for those that run.
+
+        After an interrupt not for good: see `unended`.
+        """
         if self.broken is None:
             self.broken = error
-        others = [p for p in self.participants if p.state is not NOT_BEGUN and not p.hosted]
-        for participant in others:
+        seconds = math.inf if isinstance(error, Exception) else left_behind.GRACE_SECONDS
+        end = time.monotonic() + seconds
+        for participant in self.unended:
             participant.deliver = None
             participant.inbox.put(Reply(error=self.told()))
             if participant.is_lost:
                 self.start(participant)
-        while any([participant.state is not ENDED for participant in others]):
-            self._hear()
+        while self.unended and (left := end - time.monotonic()) > 0:
+            self._hear(left)
+
+    @property
+    def unended(self) -> list[Participant]:
+        """The replicas with a worker that have begun and not ended."""
+        found = []
+        for participant in self.participants:
+            if participant.state not in (NOT_BEGUN, ENDED) and not participant.hosted:
+                found.append(participant)  # one frame in every step
+        return found
 
     def close(self) -> tuple[list[Any], tuple[Task | None, BaseException] | None]:
         """Lets go of everything, when all calls have ended.
@@ -189,33 +210,37 @@ class Calls:
                 failed.append((participant.task, participant.error))
             participant.result = participant.error = participant.deliver = None
             participant.reply = NO_REPLY
-        first = first or (failed[0][1] if failed else None)
+        if first is None and failed:
+            first = failed[0][1]
         if first is None:
             return results, None
         own = next((task for task, error in failed if error is first), None)
-        return [], (None if isinstance(first, RendezvousError) else own, first)
+        return [], (None if is_a(first, RendezvousError) else own, first)
 
     def told(self) -> BaseException:
         """What a replica is told that cannot go on because of others."""
-        if isinstance(self.broken, RendezvousError):
-            return self.broken
-        failed = next((p for p in self.participants if p.error is self.broken), None)
+        broken = self.broken
+        if broken is None:
+            return ReplicaStopped("Expected a rendezvous during a step, got one after its end.")
+        if is_a(broken, RendezvousError):
+            return broken
+        failed = next((p for p in self.participants if p.error is broken), None)
         by = "the run was interrupted" if failed is None else f"replica {failed.replica} failed"
-        return ReplicaStopped(f"Expected all replicas to meet, but {by}: {self.broken!r}")
+        return ReplicaStopped(f"Expected all replicas to meet, but {by}: {described(broken)}")
 
     def _do_task(self, participant: Participant) -> None:
         """Does a task on this thread, as the replica's code, and times it."""
         token, start = PARTICIPANT.set(participant), time.perf_counter()
         try:
             participant.result = participant.task.call()
-        except Exception as error:
+        except BaseException as error:  # it is raised again when all have ended
             participant.error = error
         finally:
             participant.task.seconds = time.perf_counter() - start - participant.waited
             PARTICIPANT.reset(token)
 
-    def _hear(self) -> None:
-        """Waits until something may have come about."""
+    def _hear(self, seconds: float = math.inf) -> None:
+        """Waits until something may have come about, so long at most."""
         # The timeout lets Ctrl-C through on Windows, where a lock does not.
         with contextlib.suppress(Empty):
-            self._events.get(timeout=0.5)
+            self._events.get(timeout=min(seconds, 0.5))

@@ -105,7 +105,10 @@ def must_meet(what: str) -> bool:
             "recomputes the part of the step that calls it, where the replicas do not meet. Leave "
             "this part out of the checkpoint."
         )
-    return participant is not None and len(participant.calls.participants) > 1
+    if participant is None:
+        return False
+    participant.calls.check()
+    return len(participant.calls.participants) > 1
 
 
 def meet(what: str, x: T, act: Act) -> T:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -37,6 +37,7 @@ class Task:
     device: torch.device
     call: Callable[[], Any]
     context: Callable[[], str] = str  # for errors: what goes on after "in replica 2 on cuda:1"
+    cause: Callable[[BaseException], str] = lambda error: ""  # and after that
     seconds: float = field(default=0.0, init=False)  # of work, without waiting for others
 
 
@@ -95,18 +96,32 @@ PARTICIPANT: ContextVar[Participant | None] = ContextVar("participant", default=
 
 
 def current_participant() -> Participant | None:
-    """The replica whose call this is; None outside of replicas."""
-    return PARTICIPANT.get()
+    """The replica whose call this is; None outside of replicas.
+
+    An interrupt may leave the host with one whose calls have all ended: it is none.
+    """
+    participant = PARTICIPANT.get()
+    if participant is None or participant.calls.is_open:
+        return participant
+    return None if participant.calls.host == threading.get_ident() else participant
 
 
-@contextlib.contextmanager
-def participating(participant: Participant | None) -> Iterator[None]:
-    """Makes the code inside that of a replica, or with None of no replica."""
-    token = PARTICIPANT.set(participant)
-    try:
-        yield
-    finally:
-        PARTICIPANT.reset(token)
+class participating:
+    """Makes the code inside that of a replica, or with None of no replica.
+
+    No generator: that would write to an error that passes, which may not let itself be written to.
+    """
+
+    def __init__(self, participant: Participant | None) -> None:
+        self._participant = participant
+
+    def __enter__(self) -> None:
+        """From here on it is that of this one."""
+        self._token = PARTICIPANT.set(self._participant)
+
+    def __exit__(self, *error: object) -> None:
+        """From here on it is that of the one before."""
+        PARTICIPANT.reset(self._token)
 
 
 @dataclass(eq=False)
@@ -125,6 +140,7 @@ class Participant:
     inbox: SimpleQueue[Reply | Errand] = field(default_factory=SimpleQueue)  # if it is not
     context: contextvars.Context = field(default_factory=contextvars.copy_context)  # the host's
     is_awake: bool = False  # its worker has come to it
+    place: threading.RLock = field(default_factory=threading.RLock)  # of the thread that meets
 
     @property
     def replica(self) -> int:
@@ -148,11 +164,28 @@ class Participant:
         all replicas, in their order, and returns one entry for each. What it raises, it raises in
         all of them.
         """
+        self._take_place(what)
         start = time.perf_counter()
         try:
             return self.calls.rendezvous.arrive(self, Arrival(what, value, act))
         finally:
             self.waited += time.perf_counter() - start
+            self.place.release()
+
+    def _take_place(self, what: str) -> None:
+        """A replica meets the others in one thread at a time: which meets which is then known."""
+        if not self.place.acquire(blocking=False):
+            raise RendezvousError(
+                f"Expected one collective of a replica at a time, got {what} while another thread "
+                f"of its code waits, too: {self.said()}. Let one thread make these calls, in the "
+                "same order on every replica."
+            )
+        if self.state is ENDED:
+            self.place.release()
+            raise RendezvousError(
+                f"Expected {what} before the replica's call has ended, got it afterwards, from a "
+                "thread that the call has started. Wait for that thread in the step."
+            )
 
     def run_errand(self, errand: Errand) -> Answer:
         """Makes a call that the host asked for; it does not count as waiting."""

@@ -121,9 +121,10 @@ class Rendezvous:
         try:
             with participating(None):
                 return [Reply(value) for value in act(self._calls, values)]
-        except Exception as error:
-            if self._calls.broken is not None:
-                raise
+        except BaseException as error:
+            running = any(p.state is RUNNING for p in self._participants)
+            if running or self._calls.broken is not None:
+                raise  # an interrupt, while they make a call of their own: that has to end first
             return [Reply(error=error)] * len(values)
         finally:
             self._calls.is_conducting = before

@@ -8,6 +8,7 @@ through all graphs, and so brings each replica what the others' losses owe it.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
@@ -27,8 +28,7 @@ def forward(self: BatchNorm, x: Tensor) -> Tensor:
     Outside of replicas, where one replica has the whole batch, and where the running statistics
     normalise, the layer's own forward does the same.
     """
-    uses_batch = self.training or (self.running_mean is None and self.running_var is None)
-    if not uses_batch or not must_meet("batch norm"):
+    if not _uses_batch(self) or not must_meet("batch norm"):
         return type(self).forward(self, x)
     check_batch_norm_input(self, x)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -79,10 +79,35 @@ def _track(layer: BatchNorm, n: int, mean: Tensor, var: Tensor) -> None:
             )
 
 
+def _uses_batch(layer: BatchNorm) -> bool:
+    """Whether a layer normalises by the statistics of what it is given."""
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
+def is_synced(module: nn.Module) -> bool:
+    """Whether `forward` here stands for a module's own."""
+    own = module.__dict__.get("forward")
+    return isinstance(own, MethodType) and own.__func__ is forward
+
+
+def fewest_samples(module: nn.Module, path: str = "") -> int:
+    """How many samples a replica needs for a call of a submodule.
+
+    Batch norm takes no variance of one sample, unless it is that of the whole batch.
+    """
+    layers = module.get_submodule(path).modules()
+    refuses_one = any(
+        isinstance(layer, BatchNorm) and _uses_batch(layer) and not is_synced(layer)
+        for layer in layers
+    )
+    return 1 + refuses_one
+
+
 def can_be_synced(module: nn.Module) -> bool:
     """Whether a module is a batch norm layer whose `forward` is torch's own."""
-    is_own = "forward" not in module.__dict__ and type(module).forward is BatchNorm.forward
-    return isinstance(module, BatchNorm) and is_own
+    # In a copy that was made while it was synced, it is a method of the layer itself.
+    forward = getattr(module.__dict__.get("forward", module.forward), "__func__", None)
+    return isinstance(module, BatchNorm) and forward is BatchNorm.forward
 
 
 def _channels(vector: Tensor, x: Tensor) -> Tensor:

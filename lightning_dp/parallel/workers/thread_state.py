@@ -6,8 +6,10 @@ Process-wide state (the default dtype, deterministic flags) is the main thread's
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +18,35 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_dp.parallel.devices import current_device
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.torch_private import (
+    Functions,
     Modes,
     current_modes,
     enter_modes,
     saved_tensors_functions,
 )
+
+
+def is_checkpointing(functions: Functions | None) -> bool:
+    """Whether tensors that are saved so are computed again (`torch.utils.checkpoint`)."""
+    return functions is not None and functions[0].__module__ == "torch.utils.checkpoint"
+
+
+def unpacking_in_turn(functions: Functions | None) -> Functions | None:
+    """How to save tensors, so that a checkpoint's are computed again by one thread alone.
+
+    The first tensor that a backward asks for lets a checkpoint compute all of them again. The
+    threads of several devices ask at the same time.
+    """
+    if functions is None or not is_checkpointing(functions):
+        return functions
+    pack, unpack = functions
+    turn = vars(unpack).setdefault("turn", threading.RLock())  # one for each checkpoint
+    return pack, partial(_unpack_in_turn, turn, unpack)
+
+
+def _unpack_in_turn(turn: Any, unpack: Callable[..., Any], packed: Any) -> Any:
+    with turn:
+        return unpack(packed)
 
 
 @dataclass(frozen=True)
@@ -32,7 +58,7 @@ class ThreadState:
     inference: bool
     autocasts: Sequence[tuple[str, torch.dtype, bool]]  # kind, dtype and whether casts are kept
     modes: Modes
-    saved_tensors: tuple[Callable[..., Any], Callable[..., Any]] | None  # how to pack and unpack
+    saved_tensors: Functions | None  # how to pack and unpack
     streams: Sequence[torch.Stream]  # the caller's own on the devices, for there is order on them
 
     @classmethod
@@ -49,7 +75,7 @@ class ThreadState:
             torch.is_inference_mode_enabled(),
             autocasts,
             current_modes(),
-            saved_tensors_functions(),
+            unpacking_in_turn(saved_tensors_functions()),
             side_streams(devices),
         )
 
@@ -78,6 +104,8 @@ class ThreadState:
         """Gives the thread that captured this state the current and default device of `entered`."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(current_device(device))
+            if self.saved_tensors is not None:
+                stack.enter_context(saved_tensors_hooks(*self.saved_tensors))
             default = self._default_device_on(device)
             if default is not None and default != self.modes.default_device:
                 enter_modes(Modes(default, (), ()), stack)

@@ -1,0 +1,172 @@
+"""What may be wrong with code that works on one device and fails on a replica.
+
+Replicas have parts of a batch, and share what is no module and no tensor of a module. An error that
+comes from that does not say so. What is found here is said in its note. It is looked for after a
+failure only, and nothing of the users' is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.batch import Shards, tree
+
+_DEPTH = 4
+_MOST = 20_000  # objects that are looked at
+_NO_HELPERS = (type, FunctionType, ModuleType, nn.Module, str, bytes, int, float, torch.device)
+_FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", __name__.partition(".")[0])
+"""A trainer, and what we put on a replica, are no helpers."""
+
+
+class _Found(NamedTuple):
+    """Something on `self`, and how one would write where it is."""
+
+    path: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class LikelyCause:
+    """Of an error in a replica; "" if nothing is known.
+
+    Args:
+        module: the replica.
+        device: where it is.
+        shards: the batch in pieces.
+        k: the replica's number.
+    """
+
+    module: nn.Module
+    device: torch.device
+    shards: Shards
+    k: int
+
+    def __call__(self, error: BaseException) -> str:
+        """What goes on after the samples in "in replica 2 on cuda:1, ..."."""
+        if len(self.shards.active) < 2:
+            return ""
+        try:
+            causes = list(islice(self._causes(error), 1))
+        except Exception as failure:  # it must not take the place of the error
+            return f"; looking for its cause failed with {type(failure).__qualname__}"
+        return "".join(f"; likely cause: {cause}" for cause in causes)
+
+    def _causes(self, error: BaseException) -> Iterator[str]:
+        held = list(_held_by(self.module))
+        text = " ".join(arg for arg in error.args if type(arg) is str)
+        numbers = set(map(int, re.findall(r"\b\d{1,9}\b", text)))
+        if "device" in text.lower():
+            yield from self._elsewhere(held, text)
+        yield from self._shared(held, error)
+        yield from self._padding(numbers)
+        yield from self._whole_batch(numbers, held)
+
+    def _elsewhere(self, held: list[_Found], text: str) -> Iterator[str]:
+        """A tensor of a plain object lies on another device, of which the error speaks."""
+        for path, value in held:
+            if _is_tensor(value) and value.device != self.device:
+                place = value.device
+                if place.type != "cpu" or str(place) in text:
+                    yield (
+                        f"{path} lies on {place}, and this replica on {self.device}: replicas "
+                        "share objects that are no modules. Keep the tensor by register_buffer on "
+                        "an nn.Module, or move it where it is used"
+                    )
+
+    def _shared(self, held: list[_Found], error: BaseException) -> Iterator[str]:
+        """The error was raised in a method of a plain object."""
+        paths = {id(found.value): found.path for found in held}
+        trace = error.__traceback__
+        while trace is not None:
+            owner = trace.tb_frame.f_locals.get("self")
+            if id(owner) in paths and not _is_tensor(owner):
+                yield (
+                    f"raised in {paths[id(owner)]} ({type(owner).__qualname__}), one object that "
+                    f"all {len(self.shards.active)} replicas call: if it has a state, one device "
+                    "calls it once. Call it in a hook such as on_train_batch_start, or use "
+                    'DataParallelStrategy(mode="forward")'
+                )
+            trace = trace.tb_next
+
+    def _padding(self, numbers: set[int]) -> Iterator[str]:
+        """Samples are padded to the longest of the batch, which is in another shard."""
+        part = self.shards.parts[self.k]
+        tensors = [leaf for leaf in tree.leaves(part) if _is_tensor(leaf)]
+        padded = numbers & {size for x in tensors for size in x.shape[1:]}
+        counts = [x for x in tensors if x.dim() == 1 and not x.is_floating_point() and len(x)]
+        for longest in map(int, map(Tensor.max, counts if padded else ())):
+            for length in sorted(padded):
+                if longest < length and longest in numbers:
+                    yield (
+                        f"the batch is padded to {length}, and the longest sample of this shard "
+                        f"has {longest}: pad to the length of the batch, such as by "
+                        f"pad_packed_sequence(..., total_length={length})"
+                    )
+
+    def _whole_batch(self, numbers: set[int], held: list[_Found]) -> Iterator[str]:
+        """Something has as many rows as the whole batch."""
+        n, size = sum(self.shards.sizes), self.shards.sizes[self.k]
+        if n not in numbers or not any(m % size == 0 and m % n for m in numbers):
+            return
+        own = chain(self.module.named_buffers(), self.module.named_parameters())
+        tensors = [*held, *(_Found(f"self.{name}", tensor) for name, tensor in own)]
+        shapes = [
+            f"{path} has the shape {tuple(value.shape)}"
+            for path, value in tensors
+            if _is_tensor(value) and n in value.shape
+        ]
+        which = f" ({', '.join(shapes[:3])})" if shapes else ""
+        yield (
+            f"{n} is the size of the whole batch, and {size} that of this shard{which}: take sizes "
+            "from what the step is given"
+        )
+
+
+def _held_by(module: nn.Module) -> Iterator[_Found]:
+    """What modules keep beside their parameters, buffers and submodules, and all that is in it."""
+    tables = vars(nn.Module()).keys()
+    waiting = [
+        (_Found(f"self.{f'{name}.' if name else ''}{key}", value), 0)
+        for name, each in module.named_modules()
+        for key, value in vars(each).items()
+        if key not in tables
+    ]
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST:
+        found, depth = waiting.pop(0)
+        if id(found.value) in seen or not _may_be_helper(type(found.value)):
+            continue
+        seen.add(id(found.value))
+        yield found
+        if depth < _DEPTH and not _is_tensor(found.value):
+            waiting += ((child, depth + 1) for child in _children(found))
+
+
+def _may_be_helper(cls: type) -> bool:
+    return not issubclass(cls, _NO_HELPERS) and cls.__module__.split(".")[0] not in _FRAMEWORKS
+
+
+def _is_tensor(value: Any) -> bool:
+    return issubclass(type(value), Tensor)  # objects of users may answer `isinstance` themselves
+
+
+def _children(found: _Found) -> Iterator[_Found]:
+    path, value = found
+    if type(value) in (list, tuple, set):
+        yield from (_Found(f"{path}[{i}]", child) for i, child in enumerate(value))
+    elif type(value) is dict:
+        simple = ((k, child) for k, child in value.items() if type(k) in (str, int))
+        yield from (_Found(f"{path}[{key!r}]", child) for key, child in simple)
+    else:
+        with contextlib.suppress(AttributeError):  # it has slots, or is written in C
+            attributes = object.__getattribute__(value, "__dict__")
+            yield from (_Found(f"{path}.{key}", child) for key, child in attributes.items())

@@ -1,0 +1,140 @@
+"""State in buffers: what a training step leaves there of a batch, each replica of its shard.
+
+Queues of keys, banks and centres are of the batch. The root keeps one replica's, so a buffer that
+replicas leave different is told, by name and once. Statistics of batch norm are known to differ,
+and are not looked at.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.replicas.buffers import Table, version_of
+from lightning_dp.parallel.replicas.structure import ModuleStructure
+from lightning_dp.parallel.replicas.untracked_writes import LOOKS
+from lightning_dp.parallel.torch_private import BatchNorm, buffer_table
+
+_NORMS = (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_LOOKS_AT_VALUES = 2
+"""So many looks at first compare all values: a write through `.data` does not show elsewhere."""
+
+
+def keeps_state(module: nn.Module) -> bool:
+    """Whether buffers of a module may be state of a batch, and are not known to be of a shard."""
+    return bool(buffer_table(module)) and not isinstance(module, _NORMS)
+
+
+class BufferState:
+    """Notices buffers that training steps leave different on the replicas.
+
+    If floating ones become their means, these may differ.
+    """
+
+    def __init__(self, root: nn.Module, means: bool) -> None:
+        self._root = root
+        self._means = means
+        self._told: set[str] = set()
+
+    def follow(self, structure: ModuleStructure, tables: Sequence[Sequence[Table]]) -> None:
+        """Looks at other replicas from now on: of the root's modules, and with these buffers.
+
+        What is apart has rules of its own.
+        """
+        self._steps = 0
+        self._modules = structure.modules
+        self._positions = [
+            j
+            for j, module in enumerate(structure.modules)
+            if keeps_state(module) and id(module) not in structure.apart
+        ]
+        self._tables = tables
+
+    def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
+        """What surrounds a training step.
+
+        Nothing, where no buffer may be state, or it is not the time to look.
+        """
+        if not self._positions:
+            return nullcontext()
+        self._steps += 1
+        is_time = self._steps <= LOOKS or not self._steps % LOOKS
+        return self._looked_at(active) if is_time and len(active) > 1 else nullcontext()
+
+    @contextmanager
+    def _looked_at(self, active: Sequence[int]) -> Iterator[None]:
+        before = self._marks(active)
+        yield
+        if self._steps <= _LOOKS_AT_VALUES or self._marks(active) != before:
+            self._compare(active)
+
+    @torch.no_grad()
+    def _compare(self, active: Sequence[int]) -> None:
+        """Warns of buffers that the step has left different."""
+        first, *others = active
+        names = [
+            (j, name)
+            for j in self._positions
+            for name, buffer in self._tables[first][j].items()
+            if buffer is not None and not (self._means and buffer.is_floating_point())
+            if not all(_agree(buffer, self._tables[k][j].get(name)) for k in others)
+        ]
+        if names:
+            self._tell(names)
+
+    def _marks(self, active: Sequence[int]) -> list[tuple[int, float]]:
+        """What shows whether anybody has bound or written to a buffer."""
+        return [
+            (id(buffer), version_of(buffer))
+            for k in active
+            for j in self._positions
+            for buffer in self._tables[k][j].values()
+        ]
+
+    def _tell(self, found: list[tuple[int, str]]) -> None:
+        paths = {id(module): path for path, module in self._root.named_modules()}
+        owners = [(paths.get(id(self._modules[j]), ""), name) for j, name in found]
+        names = [f"{path}.{name}".lstrip(".") for path, name in owners]
+        new = [name for name in names if name not in self._told]
+        self._told.update(new)
+        if new:
+            kept = "their mean, or the first replica's" if self._means else "the first replica's"
+            warnings.warn(
+                f"A step leaves buffers different on the replicas ({', '.join(new)}): each writes "
+                f"what it has of its own samples, and the module keeps {kept}. {WAYS_OUT}",
+                stacklevel=2,
+            )
+
+
+WAYS_OUT = (
+    "Gather what is written to them first, with self.all_gather(...); or write to them in "
+    'training_step with mode="forward", in which it has the whole batch; or choose buffers="mean", '
+    "if they are running means."
+)
+
+
+def _agree(first: Tensor, other: Tensor | None) -> bool:
+    return other is not None and alike(first, other)
+
+
+def alike(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
+    """Whether two tensors are equal up to rounding or a tolerance, whatever their devices."""
+    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+        return False
+    if a.is_meta or a.is_nested or a.layout is not torch.strided or not a.numel():
+        return True
+    b = b.to(a.device)
+    if a.is_floating_point() and a.dtype.itemsize == 1:  # of 8 bits, which are hardly computed with
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
+    if torch.equal(a, b):
+        return True
+    if not a.is_floating_point() and not a.is_complex():
+        return False
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b, eps = a.cpu().to(wide), b.cpu().to(wide), torch.finfo(a.dtype).eps
+    limit = float(max(eps**0.5, tolerance) * a.abs().max().nan_to_num(0.0))
+    return torch.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True)

@@ -1,0 +1,69 @@
+"""Private names of torch's compiler; those of all else of torch are in `torch_private`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from operator import attrgetter
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from lightning_dp.parallel.torch_private import child_table, found
+
+found(nn.Module, "_compiled_call_impl")
+compiled_call: Callable[[nn.Module], Any] = attrgetter("_compiled_call_impl")
+"""What calls of a module go to after `module.compile()`; None before."""
+
+
+def compiled_inner(module: nn.Module) -> nn.Module | None:
+    """What `torch.compile(module)` wraps, or None. Gone: None, and replicas use root weights."""
+    return child_table(module).get("_orig_mod")
+
+
+def compiled_function(value: Any) -> Callable[..., Any] | None:
+    """What `torch.compile(function)` calls, or None. Gone: None, and threads may compile."""
+    if type(value) is not FunctionType or "_torchdynamo_disable" in value.__dict__:
+        return None
+    original: Callable[..., Any] | None = value.__dict__.get("_torchdynamo_orig_callable")
+    return original
+
+
+def set_compiled_function(function: FunctionType, original: Callable[..., Any]) -> None:
+    """Tells who compiles a copy of a compiled function, as a part of more, what it calls."""
+    function.__dict__["_torchdynamo_orig_callable"] = original
+    function.__dict__["_torchdynamo_inline"] = original
+    function.__dict__["_torchdynamo_wrapper_id"] = id(function)
+
+
+def compiled_frames() -> int:
+    """How often anything was compiled so far. Gone: an error, where torch compiles at all."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(found(dynamo, "counters")["frames"]["total"])
+
+
+_is_raised: ContextVar[bool] = ContextVar("_is_raised", default=False)
+
+
+@contextlib.contextmanager
+def more_recompilations(times: int) -> Iterator[None]:
+    """Lets code be compiled so many times as often before it is given up; inside of itself, once.
+
+    It holds in this context and its copies. Gone: an error, since code would not be compiled.
+    """
+    if _is_raised.get():
+        yield
+        return
+    config: Any = importlib.import_module("torch._dynamo.config")
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    limits = {name: found(config, name) * times for name in names}
+    token = _is_raised.set(True)
+    try:
+        with config.patch(limits):
+            yield
+    finally:
+        _is_raised.reset(token)

@@ -1,0 +1,65 @@
+"""A worker: the thread in which one replica's calls run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeAlias
+
+import torch
+
+Inbox: TypeAlias = SimpleQueue[Callable[[], None] | None]
+
+
+class Worker:
+    """A thread that runs what is put into its inbox, until None comes.
+
+    It comes at the latest when nobody knows the worker any more: an interrupt may keep those who
+    start or end workers from telling.
+    """
+
+    def __init__(self, replica: int, intra_op_threads: int) -> None:
+        self.inbox: Inbox = SimpleQueue()
+        self.ready = threading.Event()
+        self.idle = threading.Event()
+        weakref.finalize(self, self.inbox.put, None)
+        task = partial(_live, self.inbox, self.ready, self.idle, intra_op_threads)
+        self.thread = threading.Thread(target=task, name=f"dp-replica-{replica}", daemon=True)
+        self.thread.start()
+
+
+def _live(
+    inbox: Inbox, ready: threading.Event, idle: threading.Event, intra_op_threads: int
+) -> None:
+    """What a worker's thread does, which must not know the worker."""
+    torch.get_num_threads()  # a thread's first look replaces what was set before it
+    torch.set_num_threads(intra_op_threads)
+    ready.set()
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):  # see `left_behind`
+        _work(inbox, idle)
+
+
+def _work(inbox: Inbox, idle: threading.Event) -> None:
+    idle.set()
+    while (work := inbox.get()) is not None:
+        idle.clear()
+        work()
+        idle.set()
+        # The last one holds a batch and a graph, which must not outlive the step.
+        del work
+
+
+def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
+    """One for each replica; those on the CPU share its threads."""
+    total = torch.get_num_threads()
+    on_cpu = sum(device.type == "cpu" for device in devices)
+    workers = [Worker(k, max(1, total // max(1, on_cpu))) for k in range(len(devices))]
+    for worker in workers:
+        worker.ready.wait()
+    # A worker's number became the default of threads to come; that remains the caller's.
+    torch.set_num_threads(total)
+    return workers

@@ -1,0 +1,307 @@
+"""Buffers that get another shape, dtype, layout or memory and stay the same object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_equal_trees, devices_of, gradients
+from spreading import EXACT, engine_of, inputs, update, wrapping
+from torch import Tensor, nn
+
+from lightning_dp.parallel.step import StepParallel
+
+pytestmark = pytest.mark.usefixtures("on")
+
+CPU = torch.device("cpu")
+Change = Callable[[Tensor, int], Any]
+
+
+def filled(buffer: Tensor, shape: tuple[int, ...], step: int, **options: Any) -> Tensor:
+    values = torch.arange(1.0, 1 + torch.Size(shape).numel(), dtype=torch.float64) / (step + 4)
+    return values.view(shape).to(buffer.device, **options)
+
+
+def grow(buffer: Tensor, step: int) -> None:
+    buffer.resize_(4, 2 + step).copy_(filled(buffer, (4, 2 + step), step))
+
+
+def shrink(buffer: Tensor, step: int) -> None:
+    buffer.resize_(4, 4 - step).copy_(filled(buffer, (4, 4 - step), step))
+
+
+def vanish_and_come(buffer: Tensor, step: int) -> None:
+    buffer.resize_(0 if step == 0 else 4, 3)
+    buffer.copy_(filled(buffer, tuple(buffer.shape), step))
+
+
+def other_data(buffer: Tensor, step: int) -> None:
+    buffer.data = filled(buffer, (4, 3), step)
+
+
+def data_of_other_shape(buffer: Tensor, step: int) -> None:
+    buffer.data = filled(buffer, (4, 1 + step), step)
+
+
+def data_of_other_rank(buffer: Tensor, step: int) -> None:
+    buffer.data = filled(buffer, (4,) if step % 2 else (4, 3), step)
+
+
+def data_of_other_dtype(buffer: Tensor, step: int) -> None:
+    buffer.data = filled(buffer, (4, 3), step, dtype=torch.float32 if step % 2 else torch.float64)
+
+
+def data_of_integers(buffer: Tensor, step: int) -> None:
+    buffer.data = (10 * filled(buffer, (4, 3), step)).long()
+
+
+def data_written_without_a_trace(buffer: Tensor, step: int) -> None:
+    buffer.data.copy_(filled(buffer, tuple(buffer.shape), step))
+
+
+def set_to_another(buffer: Tensor, step: int) -> None:
+    buffer.set_(filled(buffer, (4, 2), step))
+
+
+def set_to_a_part(buffer: Tensor, step: int) -> None:
+    buffer.set_(filled(buffer, (9, 6), step)[1:5, step : step + 2])
+
+
+def other_strides(buffer: Tensor, step: int) -> None:
+    buffer.data = filled(buffer, (3, 4), step).t() if step % 2 else filled(buffer, (4, 3), step)
+
+
+def expanded(buffer: Tensor, step: int) -> None:
+    buffer.data = filled(buffer, (4, 1), step).expand(4, 3)
+
+
+def transposed(buffer: Tensor, step: int) -> None:
+    buffer.data = filled(buffer, (4, 4), step)
+    if step % 2:
+        buffer.t_()
+
+
+def squeezed(buffer: Tensor, step: int) -> None:
+    buffer.data = filled(buffer, (1, 4, 3), step)
+    buffer.squeeze_(0)
+
+
+CHANGES: list[Change] = [
+    grow,
+    shrink,
+    vanish_and_come,
+    other_data,
+    data_of_other_shape,
+    data_of_other_rank,
+    data_of_other_dtype,
+    data_of_integers,
+    data_written_without_a_trace,
+    set_to_another,
+    set_to_a_part,
+    other_strides,
+    expanded,
+    transposed,
+    squeezed,
+]
+
+
+class Reads(nn.Module):
+    """Reads a buffer whose shape, dtype and strides its forward does not know."""
+
+    def __init__(self, change: Change, *, by_itself: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4).double()
+        self.register_buffer("table", torch.ones(4, 3, dtype=torch.float64))
+        self.register_buffer("constant", torch.full((4,), 0.5, dtype=torch.float64))
+        self.change, self.by_itself = change, by_itself
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_itself:
+            with torch.no_grad():
+                self.change(self.table, self.step)
+        h = torch.tanh(self.layer(x)) + self.constant
+        table = self.table.to(h.dtype)
+        told = len(table) / 16 + self.table.element_size() / 64
+        told += (table.dim() > 1 and table.stride(0) < table.stride(1)) / 32
+        return h[:, : len(table)] @ table + told if len(table) else h
+
+    def training_step(self, x: Tensor) -> Tensor:
+        y = self(x)
+        return y.square().mean()
+
+    def validation_step(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+def use(
+    net: Reads,
+    train: Callable[[Tensor], Tensor],
+    look: Callable[[Tensor], Any],
+    resync: Callable[[], None] = lambda: None,
+) -> Any:
+    """Trains, evaluates, trains again; the buffer changes before each."""
+    seen = []
+    for step in range(4):
+        if not net.by_itself:
+            with torch.no_grad():
+                net.change(net.table, step)
+        net.step = step
+        if step == 2:
+            net.eval()
+            resync()
+            with torch.no_grad():
+                seen.append(look(inputs()))
+        else:
+            net.train()
+            loss = train(inputs())
+            loss.backward()
+            seen.append(loss.detach())
+        if net.training or not net.by_itself:  # what evaluation leaves on replicas stays there
+            seen.append(net.table.cpu().clone())
+    return seen
+
+
+def assert_as_one_device(make: Callable[[], Reads], actual: Any, net: Reads) -> None:
+    one = make().to(devices_of(1)[0])
+    place = one.layer.weight.device
+    expected = use(
+        one, lambda x: one.training_step(x.to(place)), lambda x: one.validation_step(x.to(place))
+    )
+    assert_equal_trees(actual, expected, "results", **EXACT)
+    assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
+    assert_equal_trees(dict(net.state_dict()), dict(one.state_dict()), "state", **EXACT)
+    assert net.table.dtype == one.table.dtype
+
+
+SIZES = [(3, 2, 1), *(pytest.param(s, marks=pytest.mark.slow) for s in [(0, 4, 2), (6, 0, 0)])]
+
+
+def step_engine(net: nn.Module, sizes: tuple[int, ...], **options: Any) -> StepParallel:
+    devices = devices_of(len(sizes))
+    split: Any = lambda n: sizes  # noqa: E731
+    return StepParallel(net.to(devices[0]), devices, output_device=CPU, split=split, **options)
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("buffers", ["first", pytest.param("mean", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_in_step_mode(
+    change: Change, sizes: tuple[int, ...], buffers: Any, by_itself: bool
+) -> None:
+    net = Reads(change, by_itself=by_itself)
+    engine = step_engine(net, sizes, buffers=buffers)
+    actual = use(
+        net,
+        lambda x: engine.train("training_step", x),
+        lambda x: engine.evaluate("validation_step", x),
+        engine.resync if change is data_written_without_a_trace else lambda: None,
+    )
+    engine.close()
+    assert_as_one_device(lambda: Reads(change, by_itself=by_itself), actual, net)
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_in_forward_mode(change: Change, sizes: tuple[int, ...], by_itself: bool) -> None:
+    net = Reads(change, by_itself=by_itself)
+    with engine_of(net, sizes) as engine, engine.spreading():
+        actual = use(net, net.training_step, net.validation_step)
+    assert_as_one_device(lambda: Reads(change, by_itself=by_itself), actual, net)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_itself", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_in_the_drop_in(change: Change, by_itself: bool) -> None:
+    net = Reads(change, by_itself=by_itself)
+    with wrapping() as wrap:
+        wrapper = wrap(net, 3, output_device="cpu")
+        actual = use(net, lambda x: wrapper(x).square().mean(), wrapper)
+    assert_as_one_device(lambda: Reads(change, by_itself=by_itself), actual, net)
+
+
+class Observed(nn.Module):
+    """Quantisation-aware training by hand: observers resize what they keep in their first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3).double()
+        for name in ("low", "high", "scale"):
+            self.register_buffer(name, torch.tensor([], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.layer.weight
+        with torch.no_grad():
+            low, high = w.detach().aminmax(dim=1)
+            if self.low.numel() == 0:
+                self.low.resize_(low.shape).copy_(low)
+                self.high.resize_(high.shape).copy_(high)
+            self.low.copy_(0.9 * self.low + 0.1 * low)
+            self.high.copy_(0.9 * self.high + 0.1 * high)
+            self.scale.resize_(high.shape).copy_((self.high - self.low) / 15)
+        rounded = (w / self.scale[:, None]).round() * self.scale[:, None]
+        return nn.functional.linear(x, w + (rounded - w).detach(), self.layer.bias)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return (self(x) - 1).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("sizes", [(3, 2, 1), (0, 4, 2)], ids=str)
+def test_observers(mode: str, executor: Any, sizes: tuple[int, ...]) -> None:
+    def train(net: nn.Module, loss_of: Callable[[Tensor], Tensor]) -> Any:
+        losses = []
+        for seed in range(4):
+            loss = loss_of(inputs(seed=seed))
+            loss.backward()
+            losses.append(loss.detach().cpu())
+            update(net)
+        return losses
+
+    one, net = Observed(), Observed()
+    if mode == "forward":
+        with engine_of(net, sizes, executor=executor) as spread, spread.spreading():
+            actual = train(net, net.training_step)
+    else:
+        engine = step_engine(net, sizes, executor=executor)
+        actual = train(net, lambda x: engine.train("training_step", x))
+        engine.close()
+    assert_equal_trees(actual, train(one, one.training_step), "losses", **EXACT)
+    assert_equal_trees(dict(net.state_dict()), dict(one.state_dict()), "state", **EXACT)
+
+
+def test_buffers_that_two_modules_share_are_one_on_every_replica() -> None:
+    class Shares(nn.Module):
+        """The first module writes what the second one reads."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 3).double()
+            self.other = nn.Module()
+            self.register_buffer("shared", torch.zeros(3, dtype=torch.float64))
+            self.other.register_buffer("shared", self.shared)
+
+        def training_step(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.shared.add_(1.0)
+            return (self.layer(x) * self.other.shared).square().mean()
+
+    one, net = Shares(), Shares()
+    devices = devices_of(3)
+    net.to(devices[0])
+    net.other.shared = net.shared
+    engine = step_engine(net, (3, 2, 1))
+    for seed in range(3):
+        engine.train("training_step", inputs(seed=seed)).backward()
+        one.training_step(inputs(seed=seed)).backward()
+    engine.close()
+    assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)

@@ -1,0 +1,275 @@
+"""Modules with compiled parts: their replicas compute with their own weights, compile in order, and
+do not use up dynamo's limit of recompilations together.
+
+The simulated devices cannot compile; a graph for each of many devices is played by `dynamic=False`,
+which makes one for each size.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from oracle import assert_equal_trees, assert_same, gradients, loader, run
+from spreading import EXACT, inputs, wrapping
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_dp import DataParallelStrategy
+from lightning_dp.parallel.replicas import Replicas
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.compile's own imports
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+COMPILERS: list[str] = []
+"""The threads that have compiled a graph."""
+
+
+def backend(graph: Any, examples: Any) -> Any:
+    """As the backend "eager"."""
+    COMPILERS.append(threading.current_thread().name)
+    return graph.forward
+
+
+compiled: Callable[..., Any] = torch.compile(backend=backend)
+
+
+@compiled
+def squared(x: Tensor) -> Tensor:
+    """A compiled function that nobody has on `self`."""
+    return x * x
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    COMPILERS.clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+    torch.compiler.reset()
+
+
+class Base(oracle.Classifier):
+    """A classifier whose forward can be spread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compile_parts()
+
+    def compile_parts(self) -> None:
+        """Compiles something on self."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class Module(Base):
+    def compile_parts(self) -> None:
+        self.net[2] = compiled(nn.Sequential(nn.Linear(16, 3), nn.Tanh()))
+
+
+class Whole(Base):
+    def compile_parts(self) -> None:
+        self.net = compiled(self.net)
+
+
+class Function(Base):
+    def compile_parts(self) -> None:
+        self.function = compiled(lambda x: x.sin() * x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.function(x))
+
+
+class OfModule(Base):
+    """A compiled function that knows a part of the module."""
+
+    def compile_parts(self) -> None:
+        layer = self.net[2]
+        self.functions = [compiled(lambda x: layer(x).sin())]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.functions[0](self.net[1](self.net[0](x)))
+
+
+class Method(Base):
+    """A bound method of its own."""
+
+    def compile_parts(self) -> None:
+        self.last = compiled(self.last)
+
+    def last(self, x: Tensor) -> Tensor:
+        return self.net[2](x).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.net[1](self.net[0](x)))
+
+
+class LayersForward(Base):
+    """The forward of a layer of torch's own."""
+
+    def compile_parts(self) -> None:
+        self.net[0].forward = compiled(self.net[0].forward)
+
+
+class Decorated(Base):
+    """A compiled method of its class."""
+
+    @compiled
+    def last(self, x: Tensor) -> Tensor:
+        return self.net[2](x).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.net[1](self.net[0](x)))
+
+
+class Global(Base):
+    """A compiled function of its file."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squared(self.net(x))
+
+
+KINDS = [Module, Whole, Function, OfModule, Method, LayersForward, Decorated, Global]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("k", [3, 8])
+def test_as_one_device_and_compiled_in_order(kind: Any, mode: str, k: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    several = run(kind, k, strategy={"mode": mode, "executor": "threads"}, max_epochs=1)
+    assert set(COMPILERS) == {"MainThread"}
+    torch.compiler.reset()
+    assert_same(several, run(kind, 1, max_epochs=1))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_the_drop_in(kind: Any) -> None:
+    torch.manual_seed(0)
+    one, net = kind().double(), kind().double()
+    net.load_state_dict(one.state_dict())
+    with wrapping() as wrap:
+        wrapper = wrap(net, 3, executor="threads")
+        for seed in range(3):
+            for module in (one, wrapper):
+                module(inputs(7, 10, seed=seed)).exp().sum().backward()
+    assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
+    assert set(COMPILERS) == {"MainThread"}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_replicas_compute_with_their_own_weights(kind: Any) -> None:
+    replicas = Replicas(kind(), [torch.device("cpu")] * 3)
+    for module, parameters in zip(replicas.modules, replicas.parameters, strict=True):
+        module(torch.randn(4, 10)).sum().backward()
+        assert all(p.grad is not None for p in parameters)
+    assert all(p.grad is not None for p in replicas.parameters[0])
+
+
+@pytest.mark.parametrize("mode", ["step", pytest.param("forward", marks=pytest.mark.slow)])
+def test_many_graphs_for_many_replicas(mode: str) -> None:
+    """On one device there are two; on eight there are more than dynamo's limit of eight."""
+
+    class Static(Base):
+        def compile_parts(self) -> None:
+            self.net[1] = torch.compile(nn.Tanh(), backend=backend, dynamic=False)
+            self.function = torch.compile(torch.sin, backend=backend, dynamic=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.function(x))
+
+    options = {"mode": mode, "weights": list(range(1, 9)), "executor": "threads"}
+    limit = torch._dynamo.config.recompile_limit
+    job = oracle.trainer(8, DataParallelStrategy(**options), max_epochs=1)
+    job.fit(Static(), oracle.loader(120, 50), oracle.loader(4))
+    assert len(COMPILERS) > 2 * limit == 16 and set(COMPILERS) == {"MainThread"}
+    assert torch._dynamo.config.recompile_limit == limit
+
+
+def test_what_is_compiled_later_is_noticed() -> None:
+    class Later(Base):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                self.function = compiled(lambda x: x.sin())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.function(x) if "function" in vars(self) else x)
+
+    torch.set_default_dtype(torch.float64)
+    several = run(Later, 3, strategy={"executor": "threads"})
+    assert set(COMPILERS) == {"MainThread"}
+    assert_same(several, run(Later, 1))
+
+
+def test_what_no_look_finds_is_noticed_when_it_is_compiled() -> None:
+    seen: list[str] = []
+
+    class Helped(Base):
+        def compile_parts(self) -> None:
+            self.helper = SimpleNamespace(function=compiled(lambda x: x.sin()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(threading.current_thread().name)
+            return super().training_step([self.helper.function(batch[0]), batch[1]], batch_idx)
+
+    options = {"executor": "threads"}
+    oracle.trainer(3, DataParallelStrategy(**options)).fit(Helped(), loader(), loader())
+    assert "MainThread" not in seen[:3] and set(seen[3:]) == {"MainThread"}
+
+
+def test_in_forward_mode_a_loss_may_be_compiled_beside_threads() -> None:
+    seen: list[str] = []
+    loss = SimpleNamespace(function=compiled(lambda y: y.square().mean()))
+
+    class Beside(Base):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(threading.current_thread().name)
+            return self.net(x)
+
+        def loss(self, batch: Any) -> Tensor:
+            return loss.function(self(batch[0]))
+
+    options = {"executor": "threads", "mode": "forward"}
+    oracle.trainer(3, DataParallelStrategy(**options)).fit(Beside(), loader(), loader())
+    assert COMPILERS and set(COMPILERS) == {"MainThread"} and "MainThread" not in seen
+
+
+def test_what_is_not_compiled_runs_in_threads_as_before() -> None:
+    seen: set[str] = set()
+
+    class Plain(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.add(threading.current_thread().name)
+            return super().training_step(batch, batch_idx)
+
+        @torch.compiler.disable
+        def never(self) -> None:
+            """No compiled method."""
+
+    run(Plain, 3, strategy={"executor": "threads"}, max_epochs=1)
+    assert seen == {"dp-replica-0", "dp-replica-1", "dp-replica-2"}
+
+
+@pytest.mark.slow
+def test_aot_eager_backwards() -> None:
+    class Aot(Base):
+        def compile_parts(self) -> None:
+            self.net[2] = torch.compile(self.net[2], backend="aot_eager")
+            self.function = torch.compile(lambda x: x.sin(), backend="aot_eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(self.function(x))
+
+    torch.set_default_dtype(torch.float64)
+    several = run(Aot, 3, strategy={"executor": "threads"}, max_epochs=1)
+    assert_same(several, run(Aot, 1, max_epochs=1))

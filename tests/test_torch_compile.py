@@ -1,0 +1,80 @@
+"""Each private name of torch in `parallel.torch_compile` does what is said of it there."""
+
+from __future__ import annotations
+
+import copy
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dp.parallel import torch_compile as private
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
+
+
+def test_compiled_call_impl() -> None:
+    module = nn.Linear(1, 1)
+    assert private.compiled_call(module) is None
+    module.compile(backend="eager")
+    assert private.compiled_call(module) is not None
+    assert private.compiled_call(torch.compile(nn.Linear(1, 1), backend="eager")) is None
+
+
+def test_orig_mod_is_in_a_compiled_module() -> None:
+    inner, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    wrapper = torch.compile(inner, backend="eager")
+    assert private.compiled_inner(wrapper) is inner and private.compiled_inner(inner) is None
+    twin = type(wrapper)(other, wrapper.dynamo_ctx)
+    assert private.compiled_inner(twin) is other
+    x = torch.ones(1)
+    assert torch.equal(twin(x), other(x)) and torch.equal(wrapper(x), inner(x))
+
+
+def test_torchdynamo_orig_callable_and_torchdynamo_disable() -> None:
+    def function(x: Any) -> Any:
+        return x + 1
+
+    compiled = torch.compile(function, backend="eager")
+    assert private.compiled_function(compiled) is function
+    for other in (function, torch.compiler.disable(function), len, nn.Linear(1, 1).forward, None):
+        assert private.compiled_function(other) is None
+
+
+def test_torchdynamo_inline_and_torchdynamo_wrapper_id_are_what_others_compile() -> None:
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+
+    def makes(layer: nn.Module) -> Any:
+        return torch.compile(layer.forward, backend="eager")
+
+    first, second = map(makes, layers)
+    twin = FunctionType(first.__code__, first.__globals__, first.__name__, None, second.__closure__)
+    twin.__dict__.update(first.__dict__)
+    private.set_compiled_function(twin, layers[1].forward)
+    outer = torch.compile(lambda x: twin(x), backend="eager")
+    x = torch.ones(1, 2)
+    assert torch.equal(outer(x), layers[1](x)) and torch.equal(twin(x), layers[1](x))
+    assert copy.copy(first) is first
+
+
+def test_dynamo_config_limits_are_raised_for_a_while() -> None:
+    import torch._dynamo.config as config
+
+    before = config.recompile_limit, config.accumulated_recompile_limit
+    with private.more_recompilations(3):
+        now = config.recompile_limit, config.accumulated_recompile_limit
+        assert now == (3 * before[0], 3 * before[1])
+        with private.more_recompilations(3):
+            assert now == (config.recompile_limit, config.accumulated_recompile_limit)
+    assert before == (config.recompile_limit, config.accumulated_recompile_limit)
+
+
+def test_dynamo_utils_counters_count_what_is_compiled() -> None:
+    before = private.compiled_frames()
+    compiled = torch.compile(lambda x: x + 2, backend="eager")
+    compiled(torch.ones(2))
+    after = private.compiled_frames()
+    compiled(torch.ones(2))
+    assert before < after == private.compiled_frames()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from side_streams import SIM
 
 from lightning_dp import sim
 
@@ -20,5 +21,11 @@ def _clean(_devices: None) -> Iterator[None]:
     yield
     torch.sim.set_device(0)
     for index in range(torch.sim.device_count()):
+        torch.sim.synchronize(index)  # nothing is under way when the next test begins
         torch.sim.set_memory_limit(index, None)
         torch.sim.set_speed(index)
+
+
+@pytest.fixture
+def side(_devices: None) -> torch.Stream:
+    return torch.Stream(SIM)

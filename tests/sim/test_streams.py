@@ -7,32 +7,13 @@ buffers), and of `torch.Tensor.record_stream`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from side_streams import SIM, main
 from torch import Tensor, nn
-
-SIM = "sim:0"
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_under_way() -> Iterator[None]:
-    """Whatever a test has left on streams is through when the next one begins."""
-    yield
-    for k in range(torch.sim.device_count()):
-        torch.sim.synchronize(k)
-
-
-@pytest.fixture
-def side() -> torch.Stream:
-    return torch.Stream(SIM)
-
-
-def main() -> torch.Stream:
-    stream: torch.Stream = torch.sim.current_stream(SIM)
-    return stream
 
 
 # --- races: each of these fails on a GPU now and then, and here always ---------------------------
@@ -359,12 +340,18 @@ def test_what_reads_on_the_device_waits_for_itself(read: Callable[[Tensor], Any]
 
 
 def test_pageable_memory_is_staged() -> None:
-    """As CUDA: the source may change at once, and what comes to pageable memory is waited for."""
+    """CUDA's "API synchronization behavior", asynchronous copies of pageable memory.
+
+    The source is staged and may change at once. A copy to the host "might" be synchronous, on which
+    nobody may rely.
+    """
     source = torch.ones(4)
     there = source.to(SIM, non_blocking=True)
     source.zero_()
     target = torch.empty(4)
     target.copy_(there, non_blocking=True)
+    assert target.isnan().all()
+    main().synchronize()
     assert target.tolist() == [1] * 4
 
 

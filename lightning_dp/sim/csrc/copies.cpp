@@ -1,102 +1,64 @@
-// Copies, as CUDA makes them: one to pinned memory that does not block is not there until the host has waited for it,
-// and one from pinned memory reads its source when the stream gets there. Pageable memory is staged: the host waits
-// for what comes from a device, and may change a source at once.
+// Copies, as CUDA makes them. One that does not block is through when the host has waited for it: what comes to the
+// host is not there before, and pinned memory is read when the stream gets there. Pageable memory is staged, so that
+// the host may change it at once.
 #include "kernels.h"
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-
-#include <deque>
-#include <limits>
-#include <mutex>
-#include <string_view>
+#include <c10/core/DeviceGuard.h>
 
 namespace sim {
 namespace {
 
-// A copy that the host has not waited for.
-struct Pending {
-  Moment moment;
-  at::Tensor target;  // in pinned memory, full of poison; undefined for a copy to a device
-  at::Tensor data;    // what it will hold; or the source of a copy to a device
-  size_t hash = 0;    // of that source
-};
+bool is_sim(const at::Tensor& tensor) { return tensor.device().type() == kSim; }
 
-std::mutex& g_mutex = *new std::mutex();
-std::deque<Pending>& g_pending = *new std::deque<Pending>();
-
-// Plain copies between memory that the host can read.
-struct Plain {
+void copy_now(const at::Tensor& from, const at::Tensor& to) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
-};
-
-void poison(const at::Tensor& target, const at::Tensor& data) {
-  if (target.is_floating_point() || target.is_complex()) {
-    target.fill_(std::numeric_limits<double>::quiet_NaN());
-  } else if (target.scalar_type() == at::kBool) {
-    target.copy_(data.logical_not());
-  } else {
-    target.copy_(data.bitwise_not());
-  }
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  to.copy_(from);
 }
 
-size_t hash_of(const at::Tensor& tensor) {
-  const auto plain = tensor.contiguous();
-  return std::hash<std::string_view>()({static_cast<const char*>(plain.const_data_ptr()), plain.nbytes()});
-}
-
-bool is_pinned_tensor(const at::Tensor& tensor) { return is_pinned(tensor.storage().data()); }
-
-void write(const at::Tensor& source, const at::Tensor& target, bool later, Moment moment) {
+// Between a device and the host.
+void copy_by_host(
+    const at::Tensor& source, const at::Tensor& target, bool non_blocking, const c10::Stream& stream, Moment moment) {
   const auto from = cpu_alias(source), to = cpu_alias(target);
-  if (!later) {
-    to.copy_(from);
-    return;
+  const auto& host = is_sim(source) ? to : from;
+  if (!non_blocking) {  // after all that the stream has done to this memory before
+    settle(stream.device_index());
+    host_waits_for(stream);
   }
-  Pending pending{moment, {}, from, 0};
-  if (target.is_cpu()) {
-    pending.target = to;
-    pending.data = at::empty_like(to, to.options().pinned_memory(false)).copy_(from);
-    poison(to, pending.data);
+  if (!non_blocking || !is_strict() || host.numel() == 0) {
+    copy_now(from, to);
+  } else if (is_sim(source)) {
+    copy_to_host_later(from, to, stream, moment);
   } else {
-    to.copy_(from);
-    pending.hash = hash_of(from);
+    copy_to_device_later(from, to, stream, moment, !is_pinned(host.storage().data()));
   }
-  std::lock_guard<std::mutex> lock(g_mutex);
-  g_pending.push_back(std::move(pending));
 }
 
 }  // namespace
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
-  const bool from_sim = source.device().type() == kSim, to_sim = target.device().type() == kSim;
-  const bool crosses = source.device() != target.device();
-  if (crosses) {
+  const bool is_between_sims = is_sim(source) && is_sim(target);
+  if (source.device() != target.device()) {
     count_copy(source.device(), target.device(), static_cast<int64_t>(source.nbytes()));
-    if (from_sim) {
+    if (is_sim(source)) {
       settle(source.device().index());
     }
   }
-  const auto stream = current_stream((from_sim ? source : target).device());
+  const auto stream = current_stream((is_sim(source) ? source : target).device());
   Moment moment;
   if (is_strict()) {
     std::vector<Use> uses;
     add_use(uses, source, false);
     add_use(uses, target, true);
-    moment = launch_copy(stream, from_sim && to_sim ? current_stream(target.device()) : stream, uses);
+    moment = launch_copy(stream, is_between_sims ? current_stream(target.device()) : stream, uses);
   }
-  {
-    Plain plain;
-    const auto& host = from_sim ? target : source;
-    const bool is_host_copy = !(from_sim && to_sim);
-    const bool later = is_strict() && is_host_copy && non_blocking && host.numel() > 0 && is_pinned_tensor(host);
-    write(source, target, later, moment);
-    charge((to_sim ? target : source).device().index(), target.numel());
-    if (is_host_copy && !later && (from_sim || !non_blocking)) {
-      settle(stream.device_index());
-      host_waits_for(stream);
-    }
+  charge((is_sim(target) ? target : source).device().index(), target.numel());
+  if (is_between_sims) {
+    copy_now(cpu_alias(source), cpu_alias(target));
+  } else {
+    copy_by_host(source, target, non_blocking, stream, moment);
   }
   return target;
 }
@@ -106,33 +68,19 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
   return copy_from(source, target, false);
 }
 
-void deliver() {
-  std::vector<Pending> arrived;
-  {
-    std::lock_guard<std::mutex> lock(g_mutex);
-    for (auto pending = g_pending.begin(); pending != g_pending.end();) {
-      if (host_has_waited_for(pending->moment)) {
-        arrived.push_back(std::move(*pending));
-        pending = g_pending.erase(pending);
-      } else {
-        ++pending;
-      }
+void resize_storage(const c10::Storage& storage, size_t bytes) {
+  c10::DeviceGuard guard(storage.device());
+  auto memory = device_allocator()->allocate(bytes);
+  if (const auto kept = std::min(bytes, storage.nbytes())) {
+    if (is_strict()) {
+      launch(current_stream(storage.device()), "a resize",
+             {{history_of(storage.data_ptr()), {0, kept}, false}, {history_of(memory), {0, kept}, true}});
     }
+    device_allocator()->copy_data(memory.get(), storage.data(), kept);
   }
-  Plain plain;
-  bool has_changed = false;
-  for (auto& pending : arrived) {
-    if (pending.target.defined()) {
-      pending.target.copy_(pending.data);
-    } else {
-      has_changed = has_changed || hash_of(pending.data) != pending.hash;
-    }
-  }
-  if (has_changed) {
-    race(
-        "Race: the pinned source of a copy with non_blocking=True was changed before the copy was through. Wait for the "
-        "stream that copies, or write to other memory.");
-  }
+  auto* impl = storage.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(std::move(memory));
+  impl->set_nbytes(bytes);
 }
 
 }  // namespace sim

@@ -51,13 +51,18 @@ bool takes_cpu_indices(const std::string& op_name) {
   return op_name == "aten::index" || op_name == "aten::_index_put_impl_" || op_name == "aten::_unsafe_index";
 }
 
-// Ops whose result is as large as the values say, so that CUDA's kernels wait, too.
-bool tells_the_host(const std::string& op_name) {
+// Ops whose result, or whether there is one, depends on values.
+bool makes_sizes(const std::string& op_name) {
   static const auto& names = *new std::unordered_set<std::string>{
-      "aten::nonzero",      "aten::masked_select", "aten::_unique",      "aten::_unique2",
-      "aten::unique_dim",   "aten::bincount",      "aten::unique_consecutive", "aten::repeat_interleave",
-      "aten::unique_dim_consecutive"};
+      "aten::nonzero",  "aten::masked_select",      "aten::_unique",           "aten::_unique2",
+      "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::bincount",
+      "aten::repeat_interleave", "aten::multinomial"};
   return names.count(op_name) > 0;
+}
+
+// Ops that look at tensors, and not at what is in them.
+bool asks_no_device(const std::string& op_name) {
+  return op_name == "aten::is_set_to" || op_name == "aten::_fused_sdp_choice";
 }
 
 // One call of one op.
@@ -67,10 +72,25 @@ class Call {
 
   void run() {
     check_devices();
-    if (is_strict()) {
+    const bool waits = tells_the_host();
+    if (is_strict() && !asks_no_device(schema_.name())) {
       check_strides();
       launch_op();
     }
+    try {
+      compute();
+    } catch (...) {
+      forget_launch(moment_, uses_);
+      throw;
+    }
+    if (waits || (!has_tensors_ && !schema_.returns().empty() && !asks_no_device(schema_.name()))) {
+      settle(device_->index());
+      host_waits_for(current_stream(*device_));
+    }
+  }
+
+ private:
+  void compute() {
     to_cpu();
     {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -79,10 +99,11 @@ class Call {
     }
     keep_resized_arguments();
     to_sim();
-    wait();
+    if (computed_elements_ > 0 || !has_tensors_) {
+      charge(device_->index(), schema_.returns().empty() ? written_elements_ : computed_elements_);
+    }
   }
 
- private:
   template <typename Function>
   void for_each_argument(Function function) {
     const auto& arguments = schema_.arguments();
@@ -177,16 +198,52 @@ class Call {
   // Begins the op on the device's current stream: it reads its arguments and writes those that it changes. What it only
   // makes a view of is not looked at.
   void launch_op() {
-    std::vector<Use> uses;
     for_each_argument([&](const c10::Argument& argument, const c10::IValue& value) {
       const bool aliases = argument.alias_info() != nullptr;
-      const bool writes = aliases && argument.alias_info()->isWrite();
+      const bool writes = (aliases && argument.alias_info()->isWrite()) || is_running_statistic(argument);
       if (aliases && !writes) {
         return;
       }
-      for_each_tensor(value, [&](const at::Tensor& tensor) { add_use(uses, tensor, writes); });
+      for_each_tensor(value, [&](const at::Tensor& tensor) {
+        if (is_sim(tensor)) {
+          add_use(uses_, tensor, writes);
+        }
+      });
     });
-    moment_ = launch(current_stream(*device_), schema_.name().c_str(), uses);
+    moment_ = launch(current_stream(*device_), schema_.name().c_str(), uses_);
+  }
+
+  // Batch norm's schemas do not say that it writes these.
+  bool is_running_statistic(const c10::Argument& argument) {
+    if (argument.name() != "running_mean" && argument.name() != "running_var") {
+      return false;
+    }
+    const auto& name = schema_.name();
+    return name == "aten::batch_norm_update_stats" || (name == "aten::native_batch_norm" && argument_of("training").toBool());
+  }
+
+  // Whether its result is as large as the values say, so that CUDA's kernels wait, too; or an index has to be copied.
+  bool tells_the_host() {
+    if (makes_sizes(schema_.name())) {
+      return true;
+    }
+    if (!takes_cpu_indices(schema_.name())) {
+      return false;
+    }
+    const bool puts = schema_.name() == "aten::_index_put_impl_";
+    // CUDA fills by the mask itself.
+    const bool fills = puts && argument_of("values").toTensor().numel() == 1 && !argument_of("accumulate").toBool();
+    bool waits = false;
+    for_each_tensor(argument_of("indices"), [&](const at::Tensor& index) {
+      const bool is_mask = index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
+      waits = waits || index.is_cpu() || (is_mask && !fills);
+    });
+    return waits;
+  }
+
+  const c10::IValue& argument_of(const std::string& name) const {
+    const auto& arguments = schema_.arguments();
+    return (*stack_)[stack_->size() - arguments.size() + *schema_.argumentIndexWithName(name)];
   }
 
   void to_cpu() {
@@ -298,17 +355,6 @@ class Call {
     return tensor_on(storage, cpu, c10::DispatchKey::PrivateUse1);
   }
 
-  void wait() const {
-    if (computed_elements_ > 0 || !has_tensors_) {
-      charge(device_->index(), schema_.returns().empty() ? written_elements_ : computed_elements_);
-    }
-    // item(), equal(): the host reads a result; nonzero(): it reads how large one is.
-    if ((!has_tensors_ && !schema_.returns().empty()) || tells_the_host(schema_.name())) {
-      settle(device_->index());
-      host_waits_for(current_stream(*device_));
-    }
-  }
-
   void note_made(const c10::Storage& storage) const {
     if (is_strict()) {
       made_by(*history_of(storage.data_ptr()), moment_, storage.nbytes(), schema_.name().c_str());
@@ -316,6 +362,7 @@ class Call {
   }
 
   Moment moment_;
+  std::vector<Use> uses_;
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
   torch::jit::Stack* stack_;
@@ -330,22 +377,6 @@ class Call {
 };
 
 }  // namespace
-
-void add_use(std::vector<Use>& uses, const at::Tensor& tensor, bool writes) {
-  if (!is_sim(tensor) || tensor.numel() == 0) {
-    return;
-  }
-  auto* history = history_of(tensor.storage().data_ptr());
-  if (history == nullptr) {
-    return;
-  }
-  int64_t last = tensor.storage_offset();
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    last += (tensor.size(dim) - 1) * tensor.stride(dim);
-  }
-  const auto size = tensor.dtype().itemsize();
-  uses.push_back({history, static_cast<size_t>(tensor.storage_offset()) * size, static_cast<size_t>(last + 1) * size, writes});
-}
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(); }
 

@@ -1,5 +1,5 @@
 // What c10 and autograd ask of a device type: the current device, streams, events, generators.
-#include "order.h"
+#include "kernels.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceGuard.h>
@@ -106,18 +106,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isPinnedPtr(const void* data) const override { return is_pinned(data); }
 
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    c10::DeviceGuard guard(storage.device());
-    auto memory = device_allocator()->allocate(bytes);
-    if (const auto kept = std::min(bytes, storage.nbytes())) {
-      if (is_strict()) {
-        launch(current_stream(storage.device()), "a resize",
-               {{history_of(storage.data_ptr()), 0, kept, false}, {history_of(memory), 0, kept, true}});
-      }
-      device_allocator()->copy_data(memory.get(), storage.data(), kept);
-    }
-    auto* impl = storage.unsafeGetStorageImpl();
-    impl->set_data_ptr_noswap(std::move(memory));
-    impl->set_nbytes(bytes);
+    resize_storage(storage, bytes);
   }
 };
 

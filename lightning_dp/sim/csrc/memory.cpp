@@ -90,22 +90,26 @@ struct PinnedAllocator final : at::HostAllocator {
     static auto* pointers = new std::unordered_set<const void*>();
     return *pointers;
   }
+  struct Pinned {
+    c10::DataPtr memory;
+    History history = {};
+  };
   c10::DataPtr allocate(size_t bytes) override {
-    auto* memory = new c10::DataPtr(c10::GetCPUAllocator()->allocate(bytes));
-    void* data = memory->get();
+    auto* pinned = new Pinned{c10::GetCPUAllocator()->allocate(bytes)};
+    void* data = pinned->memory.get();
     std::lock_guard<std::mutex> lock(mutex());
     if (data != nullptr) {
       pointers().insert(data);
     }
-    return {data, memory, &free, c10::Device(c10::kCPU)};
+    return {data, pinned, &free, c10::Device(c10::kCPU)};
   }
   static void free(void* context) {
-    auto* memory = static_cast<c10::DataPtr*>(context);
+    auto* pinned = static_cast<Pinned*>(context);
     {
       std::lock_guard<std::mutex> lock(mutex());
-      pointers().erase(memory->get());
+      pointers().erase(pinned->memory.get());
     }
-    delete memory;
+    delete pinned;
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   bool record_event(void*, void*, c10::Stream) override { return true; }
@@ -132,8 +136,11 @@ bool is_pinned(const void* data) {
 }
 
 History* history_of(const c10::DataPtr& memory) {
-  auto* block = memory.cast_context<Block>(&free_block);
-  return block == nullptr ? nullptr : &block->history;
+  if (auto* block = memory.cast_context<Block>(&free_block)) {
+    return &block->history;
+  }
+  auto* pinned = memory.cast_context<PinnedAllocator::Pinned>(&PinnedAllocator::free);
+  return pinned == nullptr ? nullptr : &pinned->history;
 }
 
 c10::DataPtr adopt(c10::Storage cpu, c10::DeviceIndex index) {

@@ -45,6 +45,11 @@ Tensor empty_strided(
 
 const Tensor& resize(const Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(self.device());
+  const auto item = self.dtype().itemsize();
+  const auto bytes = at::detail::computeStorageNbytesContiguous(size, item, self.storage_offset());
+  if (bytes > self.storage().nbytes()) {  // PyTorch would do it as on the CPU
+    resize_storage(self.storage(), bytes);
+  }
   return at::native::resize_(self, size, format);
 }
 

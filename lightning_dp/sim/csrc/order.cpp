@@ -106,41 +106,43 @@ std::string advice(int first, int second) {
       ") and waited for by the second (", name_of(second), "), or synchronize the first.");
 }
 
-bool overlap(const Access& access, const Use& use) { return access.begin < use.end && use.begin < access.end; }
-
 // The first access among them that the stream does not wait for. Own ones are in order.
 const Access* unordered(const std::vector<Access>& accesses, const Use& use, const Clock& clock) {
   for (const auto& access : accesses) {
-    if (overlap(access, use) && !clock.covers(access.moment)) {
+    if (overlap(access.bytes, use.bytes) && !clock.covers(access.moment)) {
       return &access;
     }
   }
   return nullptr;
 }
 
-// All in it that lies in these bytes has come before; of one stream alone, or (-1) of all.
-void forget(std::vector<Access>& accesses, size_t begin, size_t end, int stream = -1) {
-  accesses.erase(
-      std::remove_if(
-          accesses.begin(), accesses.end(),
-          [&](const Access& access) {
-            const bool is_meant = stream < 0 || access.moment.stream == stream;
-            return is_meant && begin <= access.begin && access.end <= end;
-          }),
-      accesses.end());
+template <typename Test>
+void erase_if(std::vector<Access>& accesses, Test test) {
+  accesses.erase(std::remove_if(accesses.begin(), accesses.end(), test), accesses.end());
 }
 
+// All in it that lies in these bytes has come before; of one stream alone, or (-1) of all.
+void forget(std::vector<Access>& accesses, const Bytes& bytes, int stream = -1) {
+  erase_if(accesses, [&](const Access& access) {
+    return (stream < 0 || access.moment.stream == stream) && contains(bytes, access.bytes);
+  });
+}
+
+// One stretch for both, at the price of what lies between them.
 void extend(Access& known, const Access& access) {
-  known = {access.moment, std::min(known.begin, access.begin), std::max(known.end, access.end), access.op};
+  const auto begin = std::min(known.bytes.begin, access.bytes.begin);
+  known = {access.moment, {begin, std::max(known.bytes.end, access.bytes.end)}, access.op};
 }
 
 // Notes an access. It stands for the same stream's earlier ones of its bytes.
 void note(std::vector<Access>& accesses, const Access& access) {
-  forget(accesses, access.begin, access.end, access.moment.stream);
+  const auto& bytes = access.bytes;
+  forget(accesses, bytes, access.moment.stream);
   const bool is_full = accesses.size() >= kMostStretches;
   for (auto& known : accesses) {
     const bool is_same_stream = known.moment.stream == access.moment.stream;
-    const bool touches = access.begin <= known.end && known.begin <= access.end;
+    const bool are_stretches = known.bytes.pitch == 0 && bytes.pitch == 0;
+    const bool touches = are_stretches && bytes.begin <= known.bytes.end && known.bytes.begin <= bytes.end;
     if (is_same_stream && (is_full || (touches && known.moment.count == access.moment.count))) {
       extend(known, access);
       return;
@@ -156,11 +158,11 @@ std::string told(const Use& use, const Access& other, bool other_wrote, const ch
       advice(other.moment.stream, stream));
 }
 
-// Checks and notes the uses of an op. Called with the lock; the message is empty where all is in order.
-std::string use_all(Moment moment, const Clock& clock, const char* op, const std::vector<Use>& uses) {
+// What is wrong with the uses of an op; empty where all is in order. Called with the lock.
+std::string fault_of(Moment moment, const Clock& clock, const char* op, const std::vector<Use>& uses) {
   std::string message;
   for (const auto& use : uses) {
-    auto& history = *use.history;
+    const auto& history = *use.history;
     if (const auto* other = unordered(history.writes, use, clock); other && message.empty()) {
       message = told(use, *other, true, op, moment.stream);
     }
@@ -174,16 +176,18 @@ std::string use_all(Moment moment, const Clock& clock, const char* op, const std
           advice(history.allocated.stream, moment.stream));
     }
   }
+  return message;
+}
+
+void note_all(Moment moment, const char* op, const std::vector<Use>& uses) {
   for (const auto& use : uses) {
     auto& history = *use.history;
-    const Access access{moment, use.begin, use.end, op};
     if (use.writes) {
-      forget(history.reads, use.begin, use.end);
-      forget(history.writes, use.begin, use.end);
+      forget(history.reads, use.bytes);
+      forget(history.writes, use.bytes);
     }
-    note(use.writes ? history.writes : history.reads, access);
+    note(use.writes ? history.writes : history.reads, {moment, use.bytes, op});
   }
-  return message;
 }
 
 }  // namespace
@@ -276,6 +280,11 @@ bool host_has_waited_for(Moment moment) {
   return state().host.covers(moment);
 }
 
+bool has_waited_for(const c10::Stream& stream, Moment moment) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return up_to_date(number_of(stream)).clock.covers(moment);
+}
+
 // --- accesses ---
 
 Moment launch(const c10::Stream& stream, const char* op, const std::vector<Use>& uses) {
@@ -286,12 +295,26 @@ Moment launch(const c10::Stream& stream, const char* op, const std::vector<Use>&
     const auto number = number_of(stream);
     auto& clock = up_to_date(number).clock;
     moment = {number, clock.next(number)};
-    message = use_all(moment, clock, op, uses);
+    message = fault_of(moment, clock, op, uses);
+    if (message.empty()) {
+      note_all(moment, op, uses);
+    }
   }
   if (!message.empty()) {
     race(message);
   }
   return moment;
+}
+
+void forget_launch(Moment moment, const std::vector<Use>& uses) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  for (const auto& use : uses) {
+    for (auto* accesses : {&use.history->writes, &use.history->reads}) {
+      erase_if(*accesses, [&](const Access& access) {
+        return access.moment.stream == moment.stream && access.moment.count == moment.count;
+      });
+    }
+  }
 }
 
 Moment launch_copy(const c10::Stream& source, const c10::Stream& target, const std::vector<Use>& uses) {
@@ -307,7 +330,7 @@ Moment launch_copy(const c10::Stream& source, const c10::Stream& target, const s
 
 void made_by(History& history, Moment moment, size_t bytes, const char* op) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  note(history.writes, {moment, 0, bytes, op});
+  note(history.writes, {moment, {0, bytes}, op});
 }
 
 void record_use(History& history, const c10::Stream& stream) {

@@ -8,6 +8,7 @@
 // The host is one for all threads: who waits in one thread and tells another by a queue or a join has ordered both.
 #pragma once
 
+#include "bytes.h"
 #include "sim.h"
 
 #include <c10/core/Stream.h>
@@ -23,11 +24,10 @@ struct Moment {
   uint64_t count = 0;
 };
 
-// A stretch of a block's bytes that an op has read or written.
+// Bytes of a block that an op has read or written.
 struct Access {
   Moment moment;
-  size_t begin = 0;
-  size_t end = 0;
+  Bytes bytes;
   const char* op = "";
 };
 
@@ -41,8 +41,7 @@ struct History {
 
 struct Use {
   History* history;
-  size_t begin;
-  size_t end;
+  Bytes bytes;
   bool writes;
 };
 
@@ -67,6 +66,7 @@ void host_waits_for(const c10::Stream& stream);
 void host_waits_for(const ClockPointer& event);
 void host_waits_for_device(c10::DeviceIndex index);
 bool host_has_waited_for(Moment moment);
+bool has_waited_for(const c10::Stream& stream, Moment moment);
 // How often the host has waited for a device.
 int64_t host_waits();
 
@@ -74,12 +74,14 @@ int64_t host_waits();
 
 // An op begins on a stream: it is the next one there. Raises a RaceError where one of the uses is not ordered.
 Moment launch(const c10::Stream& stream, const char* op, const std::vector<Use>& uses);
+// The op has failed before it did anything.
+void forget_launch(Moment moment, const std::vector<Use>& uses);
 // A copy between two devices runs on the source's stream; both streams wait for each other, as on CUDA.
 Moment launch_copy(const c10::Stream& source, const c10::Stream& target, const std::vector<Use>& uses);
 // The block has come from an op.
 void made_by(History& history, Moment moment, size_t bytes, const char* op);
 
-// What is known of a device's memory; nullptr for memory of others (memory.cpp).
+// What is known of a device's memory, or of pinned memory; nullptr for memory of others (memory.cpp).
 History* history_of(const c10::DataPtr& memory);
 void record_use(History& history, const c10::Stream& stream);
 // A block of so many bytes is handed out to the current stream of a device, and given back.
@@ -89,7 +91,7 @@ void take_back(const History& history, size_t bytes) noexcept;
 // Raises torch.sim.RaceError.
 [[noreturn]] void race(const std::string& message);
 
-// --- copies that the host has not waited for (copies.cpp) ---
+// --- copies that the host has not waited for (pending.cpp) ---
 
 // Called whenever the host has waited.
 void deliver();

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-# --- parts of one memory --------------------------------------------------------------------------
+# --- parts of one memory ----
 
 PARTS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "rows": (lambda x: x[:4], lambda x: x[4:]),
@@ -86,7 +86,7 @@ def test_parts_that_share_an_element_may_not(
     assert raised or not shared
 
 
-# --- what writes -----------------------------------------------------------------------------------
+# --- what writes ----
 
 
 def batch_norm(x: Tensor, i: Tensor, rows: Tensor) -> Any:
@@ -138,7 +138,7 @@ def test_a_read_of_what_another_stream_writes_is_a_race(writer: str, side: torch
     del kept
 
 
-# --- what reads ------------------------------------------------------------------------------------
+# --- what reads ----
 
 READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "cat": lambda x, i: torch.cat([x, x]),
@@ -202,7 +202,7 @@ def test_a_copy_runs_on_the_sources_current_stream(side: torch.Stream) -> None:
         x.add_(1)
 
 
-# --- no work of the device -------------------------------------------------------------------------
+# --- no work of the device ----
 
 
 def test_views_are_no_work(side: torch.Stream) -> None:
@@ -287,7 +287,7 @@ def test_an_op_that_races_has_done_nothing(side: torch.Stream) -> None:
     assert x.add_(1).tolist() == [2] * 4
 
 
-# --- host memory that streams go on with -----------------------------------------------------------
+# --- host memory that streams go on with ----
 
 
 def test_a_stream_reads_what_it_has_copied_to_pinned_memory() -> None:
@@ -352,7 +352,7 @@ def test_pinned_memory_that_is_let_go_is_read_in_time() -> None:
     assert there.tolist() == [1] * 4 and len(others) == 5
 
 
-# --- what programs do ------------------------------------------------------------------------------
+# --- what programs do ----
 
 
 def test_memory_that_grows_and_shrinks() -> None:

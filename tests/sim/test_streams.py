@@ -15,7 +15,6 @@ import torch
 from side_streams import SIM, main
 from torch import Tensor, nn
 
-
 # --- races: each of these fails on a GPU now and then, and here always ---------------------------
 
 

@@ -1,0 +1,218 @@
+"""The waits of a package, found in its source, and the package without one of them.
+
+A wait is what lets a stream or the host wait for another stream: a call of `wait_stream`,
+`record_event`, `synchronize` and their like, of a function of the package's room for streams, a
+copy to the host that blocks; and what lets a thread wait for another one.
+
+`Sites` rewrites modules as they are imported. Every wait is then a call that does what it did, and
+notes that it was come to; or does nothing, if its site is the one that is `dropped`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+METHODS = {"wait_stream", "wait_event", "record_stream", "record_event", "synchronize"}
+AMBIGUOUS = {"record", "wait", "query", "join"}  # of events and threads, and of others
+COPIES = {"to", "cpu", "copy_"}
+WAITING = (torch.Stream, torch.Event)
+THREADS = (threading.Event, threading.Condition, threading.Barrier, threading.Thread)
+HELPER = "__wait_site__"
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """A place in the source: `path:line` and what is written there."""
+
+    path: str
+    line: int
+    column: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+class Sites:
+    """The sites of all modules that were imported since `install`."""
+
+    def __init__(self, root: Path, package: str, room: str, leave_out: Sequence[str] = ()) -> None:
+        self.all: list[Site] = []
+        self.reached: set[Site] = set()  # since somebody has emptied it
+        self.others: set[Site] = set()  # calls of that name that are no waits
+        self.dropped: Site | None = None
+        self._root, self._package, self._leave_out = root, package, tuple(leave_out)
+        self._room = what_is_in(root / room)
+
+    def install(self) -> None:
+        """From now on modules of the package are rewritten as they are imported."""
+        assert not [name for name in sys.modules if name.split(".")[0] == self._package]
+        sys.path.insert(0, str(self._root))
+        setattr(builtins, HELPER, self._called)
+        sys.meta_path.insert(0, _Finder(self))
+
+    def rewritten(self, source: bytes, path: Path) -> CodeType | None:
+        """The code of a module; None for one that is left out."""
+        name = path.relative_to(self._root).as_posix()
+        if name.startswith(self._leave_out) or not name.startswith(self._package):
+            return None
+        tree = ast.parse(source)
+        _Rewriter(name, self.all, self._room).visit(tree)
+        code: CodeType = compile(ast.fix_missing_locations(tree), str(path), "exec")
+        return code
+
+    def _called(self, number: int, kind: str, function: Any, /, *args: Any, **options: Any) -> Any:
+        """What stands for the call at a site."""
+        site = self.all[number]
+        if kind == "copy":
+            return self._copied(site, function, args, options)
+        if kind in METHODS | AMBIGUOUS and not _is_wait(kind, function):
+            self.others.add(site)
+            return function(*args, **options)
+        self.reached.add(site)
+        if site != self.dropped:
+            return function(*args, **options)
+        if kind == "record_event":
+            return args[0] if args else torch.Event(function.__self__.device)
+        instead: dict[str, Callable[[], Any]] = {
+            "context": contextlib.nullcontext,
+            "list": list,
+            "query": lambda: True,
+            "wait": lambda: True,
+        }
+        return instead.get(kind, lambda: None)()
+
+    def _copied(self, site: Site, function: Any, args: Any, options: dict[str, Any]) -> Any:
+        """A copy that blocks is a wait if the host reads what comes, or writes to what goes."""
+        source = getattr(function, "__self__", None)
+        if not isinstance(source, Tensor | nn.Module) or options.get("non_blocking"):
+            return function(*args, **options)
+        target = _target(source, function.__name__, args, options)
+        if function.__name__ == "copy_":
+            source, target = args[0], source
+        if not _needs_a_wait(source, target):
+            return function(*args, **options)
+        self.reached.add(site)
+        if site != self.dropped:
+            return function(*args, **options)
+        options["non_blocking"] = True
+        if function.__name__ == "cpu":
+            return function.__self__.to("cpu", **options)
+        return function(*args, **options)
+
+
+def _is_wait(name: str, function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    kinds = WAITING if name in METHODS | {"record", "query"} else (*WAITING, *THREADS)
+    if name == "record_stream":
+        return isinstance(owner, Tensor)
+    return isinstance(owner, kinds) or (name == "synchronize" and not isinstance(owner, type(None)))
+
+
+def _target(source: Any, name: str, args: Any, options: dict[str, Any]) -> torch.device | None:
+    """Where a copy goes; None if it does not change the device."""
+    if name == "cpu":
+        return torch.device("cpu")
+    for value in (*args[:1], options.get("device"), options.get("other")):
+        if isinstance(value, Tensor):
+            return value.device
+        if isinstance(value, torch.device | str):
+            return torch.device(value)
+    return None
+
+
+def _needs_a_wait(source: Any, target: Any) -> bool:
+    device = target.device if isinstance(target, Tensor) else target
+    tensors = [source] if isinstance(source, Tensor) else list(source.parameters())
+    if device is None or device.type == "cpu":
+        return device is not None and any(t.device.type != "cpu" for t in tensors)
+    return any(t.device.type == "cpu" and t.is_pinned() for t in tensors)
+
+
+def what_is_in(room: Path) -> dict[str, str]:
+    """The functions of the room for streams, by what stands for one that does nothing."""
+    kinds = {}
+    for node in ast.parse(room.read_bytes()).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            returns = ast.unparse(node.returns) if node.returns is not None else ""
+            if returns == "None":
+                kinds[node.name] = "none"
+            elif "ContextManager" in returns or "Iterator" in returns:
+                kinds[node.name] = "context"
+            elif returns.startswith(("list", "Sequence")):
+                kinds[node.name] = "list"
+    return kinds
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, path: str, sites: list[Site], room: dict[str, str]) -> None:
+        self._path, self._sites, self._room = path, sites, room
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        text = ast.unparse(node)
+        self.generic_visit(node)
+        kind = self._kind(node)
+        return self._site(node, kind, text, node.args, node.keywords) if kind else node
+
+    def _site(
+        self, node: ast.Call, kind: str, text: str, args: list[Any], keywords: list[Any]
+    ) -> ast.AST:
+        site = Site(self._path, node.lineno, node.col_offset, text)
+        self._sites.append(site)
+        told = [ast.Constant(len(self._sites) - 1), ast.Constant(kind), node.func]
+        call = ast.Call(ast.Name(HELPER, ast.Load()), [*told, *args], keywords)
+        return ast.copy_location(call, node)
+
+    def _kind(self, node: ast.Call) -> str | None:
+        function = node.func
+        if isinstance(function, ast.Name):
+            return self._room.get(function.id)
+        if not isinstance(function, ast.Attribute):
+            return None
+        name = function.attr
+        if name in COPIES:
+            options = {keyword.arg: keyword.value for keyword in node.keywords}
+            value = options.get("non_blocking")
+            never_waits = isinstance(value, ast.Constant) and value.value is True
+            return None if never_waits else "copy"
+        joins_text = name == "join" and bool(node.args)
+        return name if name in METHODS | AMBIGUOUS and not joins_text else None
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, name: str, path: str, sites: Sites) -> None:
+        super().__init__(name, path)
+        self._sites = sites
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        code = self._sites.rewritten(self.get_data(self.path), Path(self.path))
+        return super().get_code(fullname) if code is None else code
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.split(".")[0] != self._sites._package:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+            spec.loader = _Loader(name, spec.origin, self._sites)
+        return spec

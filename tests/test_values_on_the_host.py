@@ -98,3 +98,87 @@ def test_a_scale_is_on_the_root_where_the_loss_is_on_the_host(
     expected, oracle_state = scaled(make, 1)
     assert scale == expected != 2.0**12
     assert_equal_trees(state, oracle_state, "state", atol=2e-3, rtol=0)
+
+
+# --- how often the host waits for a device -------------------------------------------------------
+
+
+class Several(Classifier):
+    """Logs more than one value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log_dict({"train/loss": loss, "train/twice": 2 * loss, "train/max": loss})
+        return loss
+
+
+class ManualAlone(Manual):
+    """Returns nothing."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+
+
+class Counted(Classifier):
+    """Its loss is a mean over tokens, of which the devices know how many there are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return {"loss": loss, "num_items": (batch[1] >= 0).sum()}
+
+
+class Normed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(16)
+        self.net = nn.Sequential(nn.Linear(10, 16), norm, nn.Tanh(), nn.Linear(16, 3))
+
+
+class Waits(Callback):
+    """How often the host has waited when each training step was through."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(torch.sim.host_waits())
+
+
+def waits_per_step(make: type[Classifier], options: dict[str, Any], **fit: Any) -> set[int]:
+    waits, strategy = Waits(), DataParallelStrategy(**options)
+    job = trainer(3, strategy, callbacks=[waits], max_epochs=1, log_every_n_steps=50, **fit)
+    job.fit(make(), loader(96, 16), loader(3))
+    pairs = zip(waits.seen[1:], waits.seen[2:], strict=False)  # without what is set up at first
+    return {after - before for before, after in pairs}
+
+
+NO_WAITS: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any]]] = {
+    "plain": (Classifier, {}, {}),
+    "logs": (Several, {}, {}),
+    "forward": (Classifier, {"mode": "forward"}, {}),
+    "manual": (Manual, {}, {}),
+    "accumulating": (Classifier, {}, {"accumulate_grad_batches": 2}),
+    "clipped": (Classifier, {}, {"gradient_clip_val": 1.0}),
+    "batch norm": (Normed, {}, {}),
+    "synced batch norm": (Normed, {}, {"sync_batchnorm": True}),
+    "means of buffers": (Normed, {"buffers": "mean"}, {}),
+    "forward, with batch norm": (Normed, {"mode": "forward"}, {}),
+}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("case", NO_WAITS)
+def test_a_step_does_not_wait_for_devices(case: str, executor: str) -> None:
+    make, options, fit = NO_WAITS[case]
+    assert waits_per_step(make, {"executor": executor, **options}, **fit) == {0}
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_counts_of_items_are_waited_for_once(executor: str) -> None:
+    """They decide which losses count at all."""
+    assert waits_per_step(Counted, {"executor": executor}) == {1}
+
+
+@pytest.mark.parametrize("make", [Classifier, Several, ManualAlone])
+def test_the_host_waits_once_for_the_loss_and_once_for_all_that_is_logged(make: Any) -> None:
+    assert waits_per_step(make, {"output_device": "cpu"}) == {2}

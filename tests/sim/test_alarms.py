@@ -263,6 +263,22 @@ def test_the_host_waits(ask: Callable[[Tensor], Any]) -> None:
     assert torch.sim.host_waits() > before
 
 
+def test_nobody_may_rely_on_a_device_to_be_through_at_once(side: torch.Stream) -> None:
+    """A question that is answered by no orders nothing; one that is asked again ends."""
+    x = torch.ones(4, device=SIM)
+    event = main().record_event()
+    assert not event.query() and not main().query()
+    with torch.sim.stream(side), pytest.raises(torch.sim.RaceError):
+        x + 1
+    assert event.query()
+    with torch.sim.stream(side):
+        x + 1
+    assert main().query()  # what the host has waited for needs no second question
+    torch.ones(4, device=SIM)
+    assert not main().query() and main().query() and not side.query() and side.query()
+    x.add_(1)
+
+
 @pytest.mark.parametrize("out_of_memory", [False, True])
 def test_an_op_that_fails_has_done_nothing(out_of_memory: bool, side: torch.Stream) -> None:
     x, other = torch.ones(1000, device=SIM), torch.ones(3, device=SIM)

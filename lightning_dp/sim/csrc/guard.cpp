@@ -5,6 +5,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
 #include <chrono>
 
 namespace sim {
@@ -13,6 +14,7 @@ namespace {
 struct Event {
   std::chrono::steady_clock::time_point time;
   ClockPointer clock;
+  std::atomic<bool> was_asked{false};
 };
 
 const ClockPointer& clock_of(void* event) {
@@ -45,11 +47,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override { return new_stream(device); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return new_stream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
-  // Who is told that a stream is through has waited for it.
-  bool queryStream(const c10::Stream& stream) const override {
-    host_hears_of(stream);
-    return true;
-  }
+  bool queryStream(const c10::Stream& stream) const override { return host_asks(stream); }
   void synchronizeStream(const c10::Stream& stream) const override {
     settle(stream.device_index());
     host_waits_for(stream);
@@ -66,12 +64,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) {
       *event = new Event();
     }
-    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), sim::record(stream)};
+    auto& recorded = *static_cast<Event*>(*event);
+    recorded.time = std::chrono::steady_clock::now();
+    recorded.clock = sim::record(stream);
+    recorded.was_asked = false;
   }
   void block(void* event, const c10::Stream& stream) const override { wait(stream, clock_of(event)); }
   bool queryEvent(void* event) const override {
-    host_hears_of(clock_of(event));
-    return true;
+    auto* asked = static_cast<Event*>(event);
+    return asked == nullptr || host_asks(asked->clock, asked->was_asked.exchange(true));
   }
   void synchronizeEvent(void* event) const override { host_waits_for(clock_of(event)); }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <utility>
 
 namespace sim {
 
@@ -15,6 +16,14 @@ struct Clock {
 
   uint64_t of(int stream) const { return static_cast<size_t>(stream) < counts.size() ? counts[stream] : 0; }
   bool covers(Moment moment) const { return of(moment.stream) >= moment.count; }
+  bool covers(const Clock& other) const {
+    for (size_t i = 0; i < other.counts.size(); ++i) {
+      if (of(static_cast<int>(i)) < other.counts[i]) {
+        return false;
+      }
+    }
+    return true;
+  }
   void join(const Clock& other) {
     if (counts.size() < other.counts.size()) {
       counts.resize(other.counts.size());
@@ -40,6 +49,7 @@ constexpr size_t kMostStretches = 256;
 struct StreamState {
   Clock clock;
   uint64_t host_seen = 0;  // the host's version that is in the clock
+  uint64_t asked_at = 0;  // the op up to which the host has asked last whether it is through
   c10::DeviceIndex device = 0;
 };
 
@@ -225,6 +235,18 @@ c10::Stream new_stream(c10::Device device) {
 
 // --- waits ---
 
+namespace {
+
+void host_knows(const Clock& clock) {
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    host_joins(clock);
+  }
+  deliver();
+}
+
+}  // namespace
+
 ClockPointer record(const c10::Stream& stream) {
   std::lock_guard<std::mutex> lock(state().mutex);
   return std::make_shared<const Clock>(up_to_date(number_of(stream)).clock);
@@ -237,33 +259,36 @@ void wait(const c10::Stream& stream, const ClockPointer& event) {
   }
 }
 
-void host_waits_for(const c10::Stream& stream) {
-  ++g_host_waits;
-  host_hears_of(stream);
-}
+void host_waits_for(const c10::Stream& stream) { host_waits_for(record(stream)); }
 
 void host_waits_for(const ClockPointer& event) {
-  g_host_waits += event ? 1 : 0;
-  host_hears_of(event);
-}
-
-void host_hears_of(const c10::Stream& stream) {
-  {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    host_joins(up_to_date(number_of(stream)).clock);
+  if (event) {
+    ++g_host_waits;
+    host_knows(*event);
   }
-  deliver();
 }
 
-void host_hears_of(const ClockPointer& event) {
+bool host_asks(const ClockPointer& event, bool again) {
   if (!event) {
-    return;
+    return true;
   }
+  if (is_strict() && !again) {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    return state().host.covers(*event);
+  }
+  host_knows(*event);
+  return true;
+}
+
+bool host_asks(const c10::Stream& stream) {
+  bool again = false;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    host_joins(*event);
+    const auto number = number_of(stream);
+    auto& known = state().streams[number];
+    again = std::exchange(known.asked_at, known.clock.of(number)) == known.clock.of(number);
   }
-  deliver();
+  return host_asks(record(stream), again);
 }
 
 void host_waits_for_device(c10::DeviceIndex index) {

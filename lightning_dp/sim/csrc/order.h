@@ -67,9 +67,10 @@ void host_waits_for(const ClockPointer& event);
 void host_waits_for_device(c10::DeviceIndex index);
 bool host_has_waited_for(Moment moment);
 bool has_waited_for(const c10::Stream& stream, Moment moment);
-// The host is told that an event, or a stream, is through: it need not wait.
-void host_hears_of(const c10::Stream& stream);
-void host_hears_of(const ClockPointer& event);
+// The host asks whether all before an event is through, and need not wait. At first a strict device says no, unless it
+// has been waited for: nobody may rely on its being fast. If asked again, it says yes.
+bool host_asks(const ClockPointer& event, bool again);
+bool host_asks(const c10::Stream& stream);
 // How often the host has waited for a device.
 int64_t host_waits();
 

@@ -1,0 +1,68 @@
+"""Waits of the engine that no result of a training shows when they are gone; `drop_waits.py` says
+which tests notice that of each.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import oracle
+import pytest
+import torch
+from oracle import devices_of
+
+from lightning_dp.parallel.workers import Executor, Task
+
+
+@pytest.fixture(autouse=True)
+def on_sim(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_dp import sim
+
+    sim.enable(8)
+    monkeypatch.setattr(oracle, "ON", "sim")
+
+
+def threads_of_a_new_thread() -> int:
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def test_the_number_of_threads_of_threads_to_come_is_the_callers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However late a worker sets its own, which is for a moment that of all."""
+    own, caller = torch.set_num_threads, threading.current_thread()
+
+    def set_late(number: int) -> None:
+        if threading.current_thread() is not caller:
+            time.sleep(0.1)
+        own(number)
+
+    torch.set_num_threads(3)
+    monkeypatch.setattr(torch, "set_num_threads", set_late)
+    devices = [torch.device("cpu")] * 3
+    executor = Executor(devices, "threads")
+    try:
+        executor.run("work", [Task(k, device, lambda: None) for k, device in enumerate(devices)])
+        assert threads_of_a_new_thread() == 3
+    finally:
+        executor.close()
+
+
+def test_when_workers_rest_they_have_let_go_of_their_calls() -> None:
+    """What these hold, a batch say, is gone before a step is done again."""
+    devices = devices_of(2)
+    executor = Executor(devices, "threads")
+    ended: list[int] = []
+    try:
+        executor.run("work", [Task(k, device, lambda: None) for k, device in enumerate(devices)])
+        for worker in executor._workers:
+            worker.inbox.put(lambda: ended.append(time.sleep(0.1) or 1))
+        executor.rest()
+        assert len(ended) == 2
+    finally:
+        executor.close()

@@ -11,7 +11,9 @@ import oracle
 import pytest
 import torch
 from oracle import devices_of
+from torch import nn
 
+from lightning_dp.first_step.snapshot import Snapshot
 from lightning_dp.parallel.workers import Executor, Task
 
 
@@ -66,3 +68,14 @@ def test_when_workers_rest_they_have_let_go_of_their_calls() -> None:
         assert len(ended) == 2
     finally:
         executor.close()
+
+
+def test_a_snapshot_writes_only_what_has_changed() -> None:
+    """It looks at what is there; what has not come yet would differ from everything."""
+    changed, kept = torch.arange(4.0, device="sim:0"), torch.arange(4.0, device="sim:0")
+    snapshot = Snapshot(nn.Module(), [torch.device("sim:0")], [changed, kept])
+    changed.add_(1)
+    torch.sim.reset_copy_stats()
+    snapshot.restore()
+    assert changed.tolist() == [0, 1, 2, 3]
+    assert torch.sim.copy_stats()["cpu", "sim:0"].count == 1

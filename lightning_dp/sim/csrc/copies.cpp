@@ -67,6 +67,24 @@ void write(const at::Tensor& source, const at::Tensor& target, bool later, Momen
   g_pending.push_back(std::move(pending));
 }
 
+int index_of(const at::Tensor& tensor) { return tensor.device().type() == kSim ? tensor.device().index() : -1; }
+
+// Within a device a copy is an op. On virtual time one between devices takes their link's time, and none of theirs.
+void take_time(const at::Tensor& source, const at::Tensor& target, RecordId record) {
+  const auto from = index_of(source), to = index_of(target);
+  const auto bytes = static_cast<int64_t>(source.nbytes());
+  if (from != to && record >= 0) {
+    set_copy(record, from, to, bytes, bytes > 0 ? transfer_nanoseconds(from, to, bytes) : 0);
+    return;
+  }
+  const double moved = static_cast<double>(source.nbytes() + target.nbytes());
+  const auto device = static_cast<c10::DeviceIndex>(to >= 0 ? to : from);
+  const auto nanoseconds = charge(device, {target.numel(), static_cast<double>(target.numel()), moved});
+  if (record >= 0) {
+    set_op(record, nanoseconds);
+  }
+}
+
 }  // namespace
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
@@ -80,7 +98,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   }
   const auto stream = current_stream((from_sim ? source : target).device());
   Moment moment;
-  if (is_strict()) {
+  if (is_watched()) {
     std::vector<Use> uses;
     add_use(uses, source, false);
     add_use(uses, target, true);
@@ -92,7 +110,7 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
     const bool is_host_copy = !(from_sim && to_sim);
     const bool later = is_strict() && is_host_copy && non_blocking && host.numel() > 0 && is_pinned_tensor(host);
     write(source, target, later, moment);
-    charge((to_sim ? target : source).device().index(), target.numel());
+    take_time(source, target, moment.record);
     if (is_host_copy && !later && (from_sim || !non_blocking)) {
       settle(stream.device_index());
       host_waits_for(stream);

@@ -67,9 +67,12 @@ class Call {
 
   void run() {
     check_devices();
-    if (is_strict()) {
+    if (is_watched()) {
       check_strides();
       launch_op();
+    }
+    if (counts_work(device_->index())) {
+      note_shapes();
     }
     to_cpu();
     {
@@ -152,7 +155,7 @@ class Call {
 
   // A fused optimizer reads all its lists element by element in memory, so that CUDA's refuses others.
   void check_strides() {
-    if (schema_.name().rfind("aten::_fused_", 0) != 0) {
+    if (!is_strict() || schema_.name().rfind("aten::_fused_", 0) != 0) {
       return;
     }
     const auto& arguments = schema_.arguments();
@@ -187,6 +190,22 @@ class Call {
       for_each_tensor(value, [&](const at::Tensor& tensor) { add_use(uses, tensor, writes); });
     });
     moment_ = launch(current_stream(*device_), schema_.name().c_str(), uses);
+  }
+
+  // For the clock: the arguments are gone when the op has run.
+  void note_shapes() {
+    for_each_argument([&](const c10::Argument& argument, const c10::IValue& value) {
+      for_each_tensor(value, [&](const at::Tensor& tensor) {
+        shapes_.inputs.push_back(tensor.sizes().vec());
+        touched_bytes_ += static_cast<double>(tensor.nbytes());
+      });
+      if (argument.name() == "transposed" && value.isBool()) {
+        shapes_.transposed = value.toBool();
+      } else if (argument.name() == "output_mask" && value.isBoolList() && value.toBoolList().size() > 1) {
+        const auto mask = value.toBoolList();
+        shapes_.gradients = static_cast<int>(mask[0]) + static_cast<int>(mask[1]);
+      }
+    });
   }
 
   void to_cpu() {
@@ -283,7 +302,7 @@ class Call {
     has_tensors_ = true;
     const auto argument = sim_tensors_.find(cpu.unsafeGetTensorImpl());
     if (argument != sim_tensors_.end()) {  // in-place and out=: the argument itself
-      computed_elements_ += cpu.numel();
+      count_output(cpu);
       return argument->second;
     }
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -293,24 +312,52 @@ class Call {
     if (!storage) {
       storage = adopt_storage(cpu.storage(), device_->index());
       note_made(storage);
-      computed_elements_ += cpu.numel();
+      count_output(cpu);
     }
     return tensor_on(storage, cpu, c10::DispatchKey::PrivateUse1);
   }
 
+  void count_output(const at::Tensor& cpu) {
+    computed_elements_ += cpu.numel();
+    touched_bytes_ += static_cast<double>(cpu.nbytes());
+  }
+
   void wait() const {
     if (computed_elements_ > 0 || !has_tensors_) {
-      charge(device_->index(), schema_.returns().empty() ? written_elements_ : computed_elements_);
+      take_time();
     }
     // item(), equal(): the host reads a result; nonzero(): it reads how large one is.
     if ((!has_tensors_ && !schema_.returns().empty()) || tells_the_host(schema_.name())) {
       settle(device_->index());
+      if (is_recording()) {
+        read_result();
+      }
       host_waits_for(current_stream(*device_));
     }
   }
 
+  void take_time() const {
+    const auto elements = schema_.returns().empty() ? written_elements_ : computed_elements_;
+    Work work{elements, 0, touched_bytes_};
+    if (counts_work(device_->index())) {
+      work.flops = flops_of(schema_.name(), shapes_, elements);
+    }
+    const auto nanoseconds = charge(device_->index(), work);
+    if (moment_.record >= 0) {
+      set_op(moment_.record, nanoseconds);
+    }
+  }
+
+  // What the host reads comes over the link, as a number.
+  void read_result() const {
+    constexpr int64_t kBytes = 8;
+    const auto copy = launch(current_stream(*device_), "a number for the host", {});
+    const auto nanoseconds = transfer_nanoseconds(device_->index(), -1, kBytes);
+    set_copy(copy.record, device_->index(), -1, kBytes, nanoseconds);
+  }
+
   void note_made(const c10::Storage& storage) const {
-    if (is_strict()) {
+    if (is_watched()) {
       made_by(*history_of(storage.data_ptr()), moment_, storage.nbytes(), schema_.name().c_str());
     }
   }
@@ -320,6 +367,8 @@ class Call {
   const c10::FunctionSchema& schema_;
   torch::jit::Stack* stack_;
   std::optional<c10::Device> device_;
+  Shapes shapes_;
+  double touched_bytes_ = 0;
   int64_t written_elements_ = 0;
   int64_t computed_elements_ = 0;
   bool has_tensors_ = false;

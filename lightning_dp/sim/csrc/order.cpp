@@ -7,11 +7,13 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <set>
 
 namespace sim {
 
 struct Clock {
   std::vector<uint64_t> counts;  // by stream; none: 0
+  RecordId mark = -1;            // of an event, on virtual time
 
   uint64_t of(int stream) const { return static_cast<size_t>(stream) < counts.size() ? counts[stream] : 0; }
   bool covers(Moment moment) const { return of(moment.stream) >= moment.count; }
@@ -118,13 +120,17 @@ const Access* unordered(const std::vector<Access>& accesses, const Use& use, con
   return nullptr;
 }
 
-// All in it that lies in these bytes has come before; of one stream alone, or (-1) of all.
-void forget(std::vector<Access>& accesses, size_t begin, size_t end, int stream = -1) {
+bool is_successor(Moment moment, Moment earlier) {
+  return moment.stream == earlier.stream && moment.thread == earlier.thread;
+}
+
+// All in it that lies in these bytes has come before; or that alone which this moment is a successor of.
+void forget(std::vector<Access>& accesses, size_t begin, size_t end, const Moment* moment = nullptr) {
   accesses.erase(
       std::remove_if(
           accesses.begin(), accesses.end(),
           [&](const Access& access) {
-            const bool is_meant = stream < 0 || access.moment.stream == stream;
+            const bool is_meant = moment == nullptr || is_successor(*moment, access.moment);
             return is_meant && begin <= access.begin && access.end <= end;
           }),
       accesses.end());
@@ -134,12 +140,12 @@ void extend(Access& known, const Access& access) {
   known = {access.moment, std::min(known.begin, access.begin), std::max(known.end, access.end), access.op};
 }
 
-// Notes an access. It stands for the same stream's earlier ones of its bytes.
+// Notes an access. It stands for earlier ones of its bytes that its thread issued to its stream.
 void note(std::vector<Access>& accesses, const Access& access) {
-  forget(accesses, access.begin, access.end, access.moment.stream);
+  forget(accesses, access.begin, access.end, &access.moment);
   const bool is_full = accesses.size() >= kMostStretches;
   for (auto& known : accesses) {
-    const bool is_same_stream = known.moment.stream == access.moment.stream;
+    const bool is_same_stream = is_successor(access.moment, known.moment);
     const bool touches = access.begin <= known.end && known.begin <= access.end;
     if (is_same_stream && (is_full || (touches && known.moment.count == access.moment.count))) {
       extend(known, access);
@@ -156,34 +162,51 @@ std::string told(const Use& use, const Access& other, bool other_wrote, const ch
       advice(other.moment.stream, stream));
 }
 
-// Checks and notes the uses of an op. Called with the lock; the message is empty where all is in order.
-std::string use_all(Moment moment, const Clock& clock, const char* op, const std::vector<Use>& uses) {
-  std::string message;
+// Checks the uses of an op. Called with the lock; the message is empty where all is in order.
+std::string check_all(Moment moment, const Clock& clock, const char* op, const std::vector<Use>& uses) {
   for (const auto& use : uses) {
     auto& history = *use.history;
-    if (const auto* other = unordered(history.writes, use, clock); other && message.empty()) {
-      message = told(use, *other, true, op, moment.stream);
+    if (const auto* other = unordered(history.writes, use, clock)) {
+      return told(use, *other, true, op, moment.stream);
     }
-    if (const auto* other = use.writes ? unordered(history.reads, use, clock) : nullptr; other && message.empty()) {
-      message = told(use, *other, false, op, moment.stream);
+    if (const auto* other = use.writes ? unordered(history.reads, use, clock) : nullptr) {
+      return told(use, *other, false, op, moment.stream);
     }
-    if (message.empty() && !clock.covers(history.allocated)) {
-      message = c10::str(
+    if (!clock.covers(history.allocated)) {
+      return c10::str(
           "Race: ", op, " on ", name_of(moment.stream), " uses memory that was allocated on ",
           name_of(history.allocated.stream), ", whose earlier work may still be using it. ",
           advice(history.allocated.stream, moment.stream));
     }
   }
+  return "";
+}
+
+// Notes the uses of an op. Called with the lock.
+void note_all(Moment moment, const char* op, const std::vector<Use>& uses) {
   for (const auto& use : uses) {
     auto& history = *use.history;
-    const Access access{moment, use.begin, use.end, op};
     if (use.writes) {
       forget(history.reads, use.begin, use.end);
       forget(history.writes, use.begin, use.end);
     }
-    note(use.writes ? history.writes : history.reads, access);
+    note(use.writes ? history.writes : history.reads, {moment, use.begin, use.end, op});
   }
-  return message;
+}
+
+// The records of what an op needs to be through on virtual time: who wrote what it uses, and who read what it writes.
+std::vector<RecordId> needs_of(const std::vector<Use>& uses) {
+  std::set<RecordId> needs;
+  for (const auto& use : uses) {
+    for (const auto* accesses : {&use.history->writes, use.writes ? &use.history->reads : nullptr}) {
+      for (size_t i = 0; accesses != nullptr && i < accesses->size(); ++i) {
+        if (overlap((*accesses)[i], use) && (*accesses)[i].moment.record >= 0) {
+          needs.insert((*accesses)[i].moment.record);
+        }
+      }
+    }
+  }
+  return {needs.begin(), needs.end()};
 }
 
 }  // namespace
@@ -198,6 +221,11 @@ void race(const std::string& message) { throw RaceError(message); }
 
 int number_of(const c10::Stream& stream) {
   return stream.id() == 0 ? stream.device_index() : static_cast<int>(stream.id());
+}
+
+c10::DeviceIndex device_of_stream(int number) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return device_of(number);
 }
 
 c10::Stream current_stream(c10::Device device) {
@@ -223,21 +251,38 @@ c10::Stream new_stream(c10::Device device) {
 // --- waits ---
 
 ClockPointer record(const c10::Stream& stream) {
+  const Recorder recorder;
+  const auto number = number_of(stream);
   std::lock_guard<std::mutex> lock(state().mutex);
-  return std::make_shared<const Clock>(up_to_date(number_of(stream)).clock);
+  auto event = std::make_shared<Clock>(up_to_date(number).clock);
+  event->mark = recorder ? recorder.mark(number) : -1;
+  return event;
 }
 
+RecordId mark_of(const ClockPointer& event) { return event ? event->mark : -1; }
+
 void wait(const c10::Stream& stream, const ClockPointer& event) {
+  if (!event) {
+    return;
+  }
+  const Recorder recorder;
+  const auto number = number_of(stream);
   std::lock_guard<std::mutex> lock(state().mutex);
-  if (event) {
-    up_to_date(number_of(stream)).clock.join(*event);
+  up_to_date(number).clock.join(*event);
+  if (recorder && event->mark >= 0) {
+    recorder.mark(number, {event->mark});
   }
 }
 
 void host_waits_for(const c10::Stream& stream) {
+  const Recorder recorder;
+  const auto number = number_of(stream);
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    host_joins(up_to_date(number_of(stream)).clock);
+    host_joins(up_to_date(number).clock);
+    if (recorder) {
+      recorder.host_wait({recorder.mark(number)});
+    }
   }
   deliver();
 }
@@ -246,21 +291,33 @@ void host_waits_for(const ClockPointer& event) {
   if (!event) {
     return;
   }
+  const Recorder recorder;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
     host_joins(*event);
+    if (recorder && event->mark >= 0) {
+      recorder.host_wait({event->mark});
+    }
   }
   deliver();
 }
 
 void host_waits_for_device(c10::DeviceIndex index) {
+  const Recorder recorder;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
+    std::vector<RecordId> marks;
     const auto count = static_cast<int>(state().streams.size());
     for (int number = 0; number < count; ++number) {
       if (device_of(number) == index) {
         host_joins(up_to_date(number).clock);
+        if (recorder) {
+          marks.push_back(recorder.mark(number));
+        }
       }
+    }
+    if (recorder) {
+      recorder.host_wait(std::move(marks));
     }
   }
   deliver();
@@ -279,14 +336,20 @@ bool host_has_waited_for(Moment moment) {
 // --- accesses ---
 
 Moment launch(const c10::Stream& stream, const char* op, const std::vector<Use>& uses) {
+  const Recorder recorder;
+  const auto number = number_of(stream);
   std::string message;
   Moment moment;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    const auto number = number_of(stream);
     auto& clock = up_to_date(number).clock;
     moment = {number, clock.next(number)};
-    message = use_all(moment, clock, op, uses);
+    if (recorder) {
+      moment.record = recorder.add(number, op, needs_of(uses));
+      moment.thread = recorder.thread();
+    }
+    message = is_strict() ? check_all(moment, clock, op, uses) : "";
+    note_all(moment, op, uses);
   }
   if (!message.empty()) {
     race(message);

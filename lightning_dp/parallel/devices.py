@@ -113,7 +113,7 @@ def hand_over(device: torch.device) -> Callable[[], AbstractContextManager[None]
     Devices that compute their time have to know.
     """
     own = getattr(_module(device), "hand_over", None)
-    return None if own is None else own()  # type: ignore[no-any-return]
+    return None if own is None else own()
 
 
 def counts_memory(device: torch.device) -> bool:

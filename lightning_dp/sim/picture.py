@@ -5,6 +5,7 @@ Drawn without pyplot: nothing of matplotlib's global state is touched and no win
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def _bars(axes: Any, rows: Sequence[Row], spans: Sequence[Span], seconds: float)
 
 
 def _lines_between_places(axes: Any, rows: Sequence[Row]) -> None:
-    for y, (row, following) in enumerate(zip(rows, rows[1:], strict=False)):
+    for y, (row, following) in enumerate(itertools.pairwise(rows)):
         if row.place != following.place:
             axes.axhline(y + 0.5, color=LINES, linewidth=0.8)
 

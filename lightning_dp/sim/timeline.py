@@ -98,7 +98,9 @@ class Timeline:
         events: list[dict[str, Any]] = []
         for i, place in enumerate(places):
             events.append(_named("process_name", place, i, 0))
-            events.append({"ph": "M", "name": "process_sort_index", "pid": i, "args": {"sort_index": i}})
+            events.append(
+                {"ph": "M", "name": "process_sort_index", "pid": i, "args": {"sort_index": i}}
+            )
         for row, i in numbers.items():
             events.append(_named("thread_name", row.name, places.index(row.place), i))
         for span in self.spans:

@@ -28,7 +28,7 @@ LinkEnd: TypeAlias = "int | str | torch.device"
 _extension: Any = None
 _launch_nanoseconds = 0
 _has_recorded = False
-_latest: tuple[int, Timeline] | None = None  # with the version of the recording
+_latest: tuple[int, Timeline] | None = None  # with the recording's version
 
 
 def attach(extension: ModuleType) -> None:
@@ -94,7 +94,7 @@ def timeline() -> Timeline:
             "Expected a program on virtual time, got none. Call torch.sim.set_clock('virtual') "
             "before it."
         )
-    version = _extension.recording_version(), _launch_nanoseconds
+    version = _extension.recording_version()
     if _latest is None or _latest[0] != version:
         first, records, threads = _extension.recorded()
         device_of = _extension.device_of_stream

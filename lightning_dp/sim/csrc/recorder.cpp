@@ -71,6 +71,7 @@ std::string name_here() {
   if (name.rfind("pt_", 0) == 0) {
     return name;
   }
+  WithGil gil;
   auto* answer = ask("thread_name", nullptr);
   name = PyUnicode_AsUTF8(answer);
   Py_DECREF(answer);

@@ -68,7 +68,7 @@ def _labels(axes: Any, rows: Sequence[Row], seconds: float) -> None:
 
     names = [f"{row.place}  {row.name}" for row in rows]
     axes.set_yticks(range(len(rows)), names)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_ylim(max(len(rows), 1) - 0.5, -0.5)
     axes.set_xlim(0, seconds or 1)
     axes.xaxis.set_major_formatter(EngFormatter("s"))
     axes.set_title(

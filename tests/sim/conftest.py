@@ -22,3 +22,5 @@ def _clean(_devices: None) -> Iterator[None]:
     for index in range(torch.sim.device_count()):
         torch.sim.set_memory_limit(index, None)
         torch.sim.set_speed(index)
+    torch.sim.set_links(None)
+    torch.sim.set_clock("wall")

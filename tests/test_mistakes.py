@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from oracle import Classifier, loader, trainer
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_dp import DataParallelStrategy
 
@@ -319,6 +320,22 @@ FILES: dict[str, Use] = {
     "test what has no test": lambda job, folder: job.test(LightningModule(), loader()),
     "train what has no step": lambda job, folder: job.fit(LightningModule(), loader()),
 }
+
+
+@pytest.fixture(autouse=True)
+def loaders_have_their_methods() -> Iterator[None]:
+    """Lightning replaces some while it asks for a loader, and leaves them so where that fails."""
+    bases = [DataLoader, BatchSampler]
+    classes: list[type] = [*bases, *(cls for base in bases for cls in base.__subclasses__())]
+    names = ("__init__", "__setattr__", "__delattr__")
+    before = {cls: {name: vars(cls).get(name) for name in names} for cls in classes}
+    yield
+    for cls, methods in before.items():
+        for name, method in methods.items():
+            if method is not None:
+                setattr(cls, name, method)
+            elif name in vars(cls):
+                delattr(cls, name)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.errors import add_note, is_a
-from lightning_dp.parallel.replaced import StandIn
+from lightning_dp.parallel.replaced import StandIn, replaced
 from lightning_dp.parallel.replicas import layers_in
 from lightning_dp.parallel.torch_private import child_table
 
@@ -108,23 +108,22 @@ class _Recorder:
         self._own = own
         self._inner = inner  # itself, and the modules in it
         self._replaced: dict[str, Any] | None = None
+        self._standing: replaced | None = None
         self._shadows = {n: StandIn(own, n, getattr(self, n)) for n in _SHADOWED}
 
     def put_on(self) -> None:
         """Stands in front of the methods."""
         attributes = vars(self._own)
         self._replaced = {name: attributes[name] for name in _SHADOWED if name in attributes}
-        attributes.update(self._shadows)
+        # Known to those who put everything back after an interrupt.
+        self._standing = replaced(self._own, **self._shadows)
+        self._standing.__enter__()
 
     def take_off(self) -> None:
         """Gives the metric its methods back."""
-        replaced, self._replaced = self._replaced, None
-        if replaced is None:
-            return
-        attributes = vars(self._own)
-        for name in _SHADOWED:
-            attributes.pop(name, None)
-        attributes.update(replaced)
+        if self._standing is not None:
+            self._standing.put_back()
+        self._standing = self._replaced = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The value over the replica's own samples: that of all samples comes after the step."""

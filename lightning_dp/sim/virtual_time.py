@@ -51,7 +51,8 @@ def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
     - What waits for an event, a stream or a device, begins when that is through.
     - The host issues ops and copies in no time, or in ``seconds_per_launch`` each. It goes on when
       what it waits for is through: ``synchronize``, ``item``, copies that block. What it computes
-      itself, Python included, takes no time.
+      itself, Python included, takes no time. Whether something is through (``query``) it hears at
+      once, and always that it is: who means to wait should not ask in a loop.
     - Every host thread has its own order. It goes on after another one where it uses memory or an
       event of that, and where one works for the other, in a backward or as a replica of
       ``dp_custom``. An order by a lock or a queue alone is not seen. Threads do not hinder each

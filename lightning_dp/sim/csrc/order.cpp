@@ -99,7 +99,6 @@ StreamState& up_to_date(int number) {
 void host_joins(const Clock& clock) {
   state().host.join(clock);
   ++state().host_version;
-  ++g_host_waits;
 }
 
 std::string advice(int first, int second) {
@@ -275,38 +274,46 @@ void wait(const c10::Stream& stream, const ClockPointer& event) {
 }
 
 void host_waits_for(const c10::Stream& stream) {
-  const Recorder recorder;
-  const auto number = number_of(stream);
+  ++g_host_waits;
+  if (const Recorder recorder; recorder) {
+    recorder.host_wait({recorder.mark(number_of(stream))});
+  }
+  host_hears_of(stream);
+}
+
+void host_waits_for(const ClockPointer& event) {
+  g_host_waits += event ? 1 : 0;
+  if (const Recorder recorder; recorder && mark_of(event) >= 0) {
+    recorder.host_wait({event->mark});
+  }
+  host_hears_of(event);
+}
+
+void host_hears_of(const c10::Stream& stream) {
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    host_joins(up_to_date(number).clock);
-    if (recorder) {
-      recorder.host_wait({recorder.mark(number)});
-    }
+    host_joins(up_to_date(number_of(stream)).clock);
   }
   deliver();
 }
 
-void host_waits_for(const ClockPointer& event) {
+void host_hears_of(const ClockPointer& event) {
   if (!event) {
     return;
   }
-  const Recorder recorder;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
     host_joins(*event);
-    if (recorder && event->mark >= 0) {
-      recorder.host_wait({event->mark});
-    }
   }
   deliver();
 }
 
 void host_waits_for_device(c10::DeviceIndex index) {
+  ++g_host_waits;
   const Recorder recorder;
+  std::vector<RecordId> marks;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    std::vector<RecordId> marks;
     const auto count = static_cast<int>(state().streams.size());
     for (int number = 0; number < count; ++number) {
       if (device_of(number) == index) {
@@ -316,9 +323,9 @@ void host_waits_for_device(c10::DeviceIndex index) {
         }
       }
     }
-    if (recorder) {
-      recorder.host_wait(std::move(marks));
-    }
+  }
+  if (recorder) {
+    recorder.host_wait(std::move(marks));
   }
   deliver();
 }

@@ -6,16 +6,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import oracle
 import pytest
 import torch
-from oracle import devices_of
+from lightning.pytorch import Callback
+from oracle import Classifier, devices_of, loader, trainer
+from torch import Tensor, nn
 
-from lightning_dp import sim
+from lightning_dp import DataParallelStrategy, sim
 from lightning_dp.parallel.links import Span, Stretch
-from lightning_dp.parallel.workers import Executor, Task
+from lightning_dp.parallel.step import StepParallel
+from lightning_dp.parallel.workers import Executor, Task, collectives
 
 
 @pytest.fixture(autouse=True)
@@ -157,3 +160,111 @@ def test_auto_marks_no_streams_in_most_steps(
     monkeypatch.setattr(torch, "Event", None)
     chosen(executor, lambda device: slow.work(device, 0.1), pieces=30)
     executor.close()
+
+
+# --- the meter: what devices do for a step, without waiting for each other ------------------------
+
+
+class Working(nn.Module):
+    """Its forward and its backward take each device so long, once the device gets there."""
+
+    def __init__(self, slow: type[SlowDevices], seconds: tuple[float, float, float]) -> None:
+        super().__init__()
+        self.net, self.slow, self.seconds = nn.Linear(4, 1), slow, seconds
+
+    def training_step(self, x: Tensor) -> Tensor:
+        y = self.net(x)
+        seconds = self.seconds[y.device.index]
+        self.slow.work(y.device, seconds)
+        y.register_hook(lambda g: self.slow.work(g.device, 2 * seconds))
+        return y.square().mean()
+
+
+class Meeting(Working):
+    """Its replicas wait for the slowest of them in the middle of a step."""
+
+    def training_step(self, x: Tensor) -> Tensor:
+        loss = super().training_step(x)
+        meet_and_wait(self.slow)
+        return loss
+
+
+def wait_for_all(slow: type[SlowDevices]) -> None:
+    """What devices do that wait for each other: from here on their clocks are those of the last."""
+    last = max(slow.clocks.values())
+    for device in devices_of(3):
+        slow.clocks[device] = last
+
+
+def meet_and_wait(slow: type[SlowDevices]) -> None:
+    """A collective in which the replicas' devices wait for each other."""
+
+    def act(_: Any, values: list[Any]) -> list[Any]:
+        wait_for_all(slow)
+        return values
+
+    collectives.meet("waiting", None, act)
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("kind", [Working, Meeting])
+def test_waiting_for_others_is_not_counted_as_work(
+    kind: Any, executor: str, slow: type[SlowDevices]
+) -> None:
+    seconds, devices = (1.0, 3.0, 2.0), devices_of(3)
+    net = kind(slow, seconds).to(devices[0])
+    engine = StepParallel(
+        net, devices, output_device=devices[0], split=lambda n: (2, 2, 2), executor=executor
+    )
+    engine.meter.watch()
+    for _ in range(2):
+        loss = engine.train("training_step", torch.randn(6, 4))
+        wait_for_all(slow)  # as copies of the losses do
+        loss.backward()
+    for step in engine.meter.take():
+        assert step.busy_seconds == pytest.approx([3 * s for s in seconds])
+        assert step.step_seconds == pytest.approx(9.0)
+    engine.close()
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_a_backward_in_the_midst_of_a_manual_step_is_counted(
+    executor: str, slow: type[SlowDevices]
+) -> None:
+    class Manual(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = self.loss(batch)
+            seconds = 1.0 + loss.device.index
+            slow.work(loss.device, seconds)
+            loss.register_hook(lambda g: slow.work(g.device, 2 * seconds))
+            self.manual_backward(loss)
+            meet_and_wait(slow)
+            slow.work(loss.device, seconds)
+
+    strategy = DataParallelStrategy(executor=executor)
+
+    class Watch(Callback):
+        def on_train_start(self, *_: Any) -> None:
+            strategy.watch()
+
+        def on_train_end(self, *_: Any) -> None:
+            self.steps = strategy.measured_steps(wait=True)
+
+    watch = Watch()
+    trainer(3, strategy, callbacks=[watch], max_epochs=1).fit(Manual(), loader(6, 6), loader(3))
+    for step in watch.steps:
+        assert step.busy_seconds == pytest.approx([4.0, 8.0, 12.0])
+
+
+def test_nobody_watches_and_the_peaks_of_memory_stay_the_programs_own() -> None:
+    for device in devices_of(3):
+        torch.empty(10_000_000, dtype=torch.uint8, device=device)
+    peaks = [torch.sim.max_memory_allocated(device) for device in devices_of(3)]
+    strategy = DataParallelStrategy()
+    trainer(3, strategy, max_epochs=1).fit(Classifier(), loader(), loader())
+    assert [torch.sim.max_memory_allocated(device) for device in devices_of(3)] == peaks
+    assert [usage.peak_bytes for usage in strategy.usage] == peaks

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -104,6 +105,15 @@ def allocated_memory(device: torch.device) -> int:
 def busy_clock(device: torch.device) -> float:
     """Seconds that a device has worked so far, where it counts them itself; 0 elsewhere."""
     return float(_figure(device, "busy_seconds"))
+
+
+def hand_over(device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
+    """What threads enter that work for the calling one, which waits for them; None: nothing.
+
+    Devices that compute their time have to know.
+    """
+    own = getattr(_module(device), "hand_over", None)
+    return None if own is None else own()
 
 
 def counts_memory(device: torch.device) -> bool:

@@ -7,6 +7,7 @@ Wherever a device is asked for, ``None`` is the current device; an int, ``"sim:3
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import torch
+
+from lightning_dp.sim import virtual_time
 
 DeviceLike: TypeAlias = "int | str | torch.device | None"
 
@@ -55,6 +58,7 @@ def attach(extension: ModuleType) -> None:
     """Connect to the compiled extension. Called once, by ``lightning_dp.sim.enable``."""
     global _extension, _initialized, default_generators
     _extension = extension
+    virtual_time.attach(extension)
     default_generators = tuple(map(extension.default_generator, range(extension.device_count())))
     _initialized = True
     if hasattr(os, "register_at_fork"):
@@ -240,28 +244,41 @@ def reset_copy_stats() -> None:
 
 
 def set_speed(
-    device: DeviceLike, *, seconds_per_op: float = 0.0, seconds_per_element: float = 0.0
+    device: DeviceLike,
+    *,
+    seconds_per_op: float = 0.0,
+    seconds_per_element: float = 0.0,
+    flops_per_second: float = math.inf,
+    bytes_per_second: float = math.inf,
 ) -> None:
     """Make every op on ``device`` take longer, to study imbalance.
 
-    Each waits ``seconds_per_op + seconds_per_element * (elements of its outputs)``. The wait comes
-    on top of the CPU's own time and leaves Python and the cores free, so that devices driven from
-    several threads overlap, and a slow device is slow. Short waits are collected and slept in one
-    go of at least 200 microseconds, at ``synchronize`` and wherever the host reads a result
-    (``item``, copies to another device): sums are right, single ops may look free. Views cost
-    nothing. Both zero: full speed again.
+    Each takes ``seconds_per_op + seconds_per_element * (elements of its outputs)``, and the longer
+    one of ``flops / flops_per_second`` and ``bytes / bytes_per_second``: of its floating point
+    operations, and of what it reads and writes. Views cost nothing. On virtual time (``set_clock``)
+    that is computed. On the wall's it is waited, on top of the CPU's own time. The wait leaves
+    Python and the cores free, so that devices driven from several threads overlap, and a slow
+    device is slow. Short waits are collected and slept in one go of at least 200 microseconds, at
+    ``synchronize`` and wherever the host reads a result (``item``, copies to another device): sums
+    are right, single ops may look free. Without arguments: full speed again.
 
     Args:
         device: the device.
         seconds_per_op: seconds for every op.
         seconds_per_element: seconds for every element of an op's outputs.
+        flops_per_second: operations of matrix products and convolutions; all else has one for each
+            element.
+        bytes_per_second: the speed of the device's memory.
     """
-    if min(seconds_per_op, seconds_per_element) < 0:
+    rates = flops_per_second, bytes_per_second
+    if min(seconds_per_op, seconds_per_element) < 0 or not min(rates) > 0:
         raise ValueError(
-            "set_speed: expected seconds of at least 0, "
-            f"got seconds_per_op={seconds_per_op}, seconds_per_element={seconds_per_element}."
+            "set_speed: expected seconds of at least 0 and rates of more than 0, "
+            f"got seconds_per_op={seconds_per_op}, seconds_per_element={seconds_per_element}, "
+            f"flops_per_second={flops_per_second}, bytes_per_second={bytes_per_second}."
         )
-    _extension.set_speed(_index(device), seconds_per_op, seconds_per_element)
+    limits = (0.0 if math.isinf(rate) else rate for rate in rates)
+    _extension.set_speed(_index(device), seconds_per_op, seconds_per_element, *limits)
 
 
 def get_speed(device: DeviceLike = None) -> tuple[float, float]:
@@ -276,6 +293,18 @@ def busy_seconds(device: DeviceLike = None) -> float:
     Without a speed it stands still. Differences of it are exact, unlike the time on a wall.
     """
     return float(_extension.busy_seconds(_index(device)))
+
+
+# --- virtual time ---
+
+set_clock, elapsed = virtual_time.set_clock, virtual_time.elapsed
+set_link, remove_link, set_links = (
+    virtual_time.set_link,
+    virtual_time.remove_link,
+    virtual_time.set_links,
+)
+timeline, hand_over = virtual_time.timeline, virtual_time.hand_over
+save_timeline, draw_timeline = virtual_time.save_timeline, virtual_time.draw_timeline
 
 
 # --- random numbers ---

@@ -25,6 +25,9 @@ def _clean(_devices: None) -> Iterator[None]:
         torch.sim.set_memory_limit(index, None)
         torch.sim.set_speed(index)
 
+    torch.sim.set_links(None)
+    torch.sim.set_clock("wall")
+
 
 @pytest.fixture
 def side(_devices: None) -> torch.Stream:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_dp.parallel.devices import current_device
+from lightning_dp.parallel.devices import current_device, hand_over
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.torch_private import (
     Functions,
@@ -60,6 +61,7 @@ class ThreadState:
     modes: Modes
     saved_tensors: Functions | None  # how to pack and unpack
     streams: Sequence[torch.Stream]  # the caller's own on the devices, for there is order on them
+    work_for: Callable[[], AbstractContextManager[None]] | None  # see `hand_over`
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> ThreadState:
@@ -79,6 +81,7 @@ class ThreadState:
             current_modes(),
             unpacking_in_turn(saved_tensors_functions()),
             side_streams(devices),
+            hand_over(devices[0]),
         )
 
     @contextlib.contextmanager
@@ -89,6 +92,8 @@ class ThreadState:
         leaves the device out means "the module's".
         """
         with contextlib.ExitStack() as stack:
+            if self.work_for is not None:
+                stack.enter_context(self.work_for())
             if self.streams:
                 stack.enter_context(on_streams(self.streams))
             stack.enter_context(current_device(device))

@@ -1,11 +1,13 @@
-// A speed per device. Ops run at the CPU's speed and then wait; the waits of different devices overlap.
-#include "sim.h"
+// A speed per device. Ops run at the CPU's speed and then wait; the waits of different devices overlap. On virtual time
+// nothing waits: how long an op takes is written down.
+#include "recorder.h"
 
 #include <Python.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <mutex>
 #include <thread>
 
@@ -19,9 +21,9 @@ constexpr double kLargestCredit = 5e-3;
 
 struct Clock {
   std::atomic<bool> runs{false};  // false: no speed set, nothing to wait for
-  std::mutex mutex;               // held while waiting: two threads on one device share its time, as on a GPU
-  double seconds_per_op = 0;
-  double seconds_per_element = 0;
+  std::atomic<bool> counts_work{false};
+  std::mutex mutex;  // held while waiting: two threads on one device share its time, as on a GPU
+  Speed speed;
   double debt = 0;
   double busy = 0;
 };
@@ -52,23 +54,32 @@ void sleep_off(Clock& clock) {
   clock.debt = std::max(clock.debt - slept.count(), -kLargestCredit);
 }
 
-}  // namespace
-
-void set_speed(c10::DeviceIndex index, double seconds_per_op, double seconds_per_element) {
-  auto& clock = g_clocks[full_device({kSim, index}).index()];
-  WithoutGil without_gil;
-  std::lock_guard<std::mutex> lock(clock.mutex);
-  clock.seconds_per_op = seconds_per_op;
-  clock.seconds_per_element = seconds_per_element;
-  clock.debt = 0;
-  clock.runs = seconds_per_op > 0 || seconds_per_element > 0;
+double seconds_of(const Work& work, const Speed& speed) {
+  const double computing = speed.flops_per_second > 0 ? work.flops / speed.flops_per_second : 0;
+  const double moving = speed.bytes_per_second > 0 ? work.bytes / speed.bytes_per_second : 0;
+  return speed.seconds_per_op + speed.seconds_per_element * static_cast<double>(work.elements) +
+         std::max(computing, moving);
 }
 
-std::pair<double, double> speed(c10::DeviceIndex index) {
+}  // namespace
+
+void set_speed(c10::DeviceIndex index, Speed speed) {
   auto& clock = g_clocks[full_device({kSim, index}).index()];
   WithoutGil without_gil;
   std::lock_guard<std::mutex> lock(clock.mutex);
-  return {clock.seconds_per_op, clock.seconds_per_element};
+  clock.speed = speed;
+  clock.debt = 0;
+  clock.counts_work = speed.flops_per_second > 0 || speed.bytes_per_second > 0;
+  clock.runs = speed.seconds_per_op > 0 || speed.seconds_per_element > 0 || clock.counts_work;
+}
+
+bool counts_work(c10::DeviceIndex index) { return g_clocks[index].counts_work.load(std::memory_order_relaxed); }
+
+Speed speed(c10::DeviceIndex index) {
+  auto& clock = g_clocks[full_device({kSim, index}).index()];
+  WithoutGil without_gil;
+  std::lock_guard<std::mutex> lock(clock.mutex);
+  return clock.speed;
 }
 
 double busy_seconds(c10::DeviceIndex index) {
@@ -78,19 +89,22 @@ double busy_seconds(c10::DeviceIndex index) {
   return clock.busy;
 }
 
-void charge(c10::DeviceIndex index, int64_t elements) {
+int64_t charge(c10::DeviceIndex index, const Work& work) {
   auto& clock = g_clocks[index];
   if (!clock.runs.load(std::memory_order_relaxed)) {
-    return;
+    return 0;
   }
   WithoutGil without_gil;  // before the lock: its holder may sleep
   std::lock_guard<std::mutex> lock(clock.mutex);
-  const double seconds = clock.seconds_per_op + clock.seconds_per_element * static_cast<double>(elements);
-  clock.debt += seconds;
+  const double seconds = seconds_of(work, clock.speed);
   clock.busy += seconds;
-  if (clock.debt >= kShortestSleep) {
-    sleep_off(clock);
+  if (!is_recording()) {
+    clock.debt += seconds;
+    if (clock.debt >= kShortestSleep) {
+      sleep_off(clock);
+    }
   }
+  return std::llround(seconds * 1e9);
 }
 
 void settle(c10::DeviceIndex index) {

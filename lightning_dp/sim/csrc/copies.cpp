@@ -36,6 +36,24 @@ void copy_by_host(
   }
 }
 
+int index_of(const at::Tensor& tensor) { return tensor.device().type() == kSim ? tensor.device().index() : -1; }
+
+// Within a device a copy is an op. On virtual time one between devices takes their link's time, and none of theirs.
+void take_time(const at::Tensor& source, const at::Tensor& target, RecordId record) {
+  const auto from = index_of(source), to = index_of(target);
+  const auto bytes = static_cast<int64_t>(source.nbytes());
+  if (from != to && record >= 0) {
+    set_copy(record, from, to, bytes, bytes > 0 ? transfer_nanoseconds(from, to, bytes) : 0);
+    return;
+  }
+  const double moved = static_cast<double>(source.nbytes() + target.nbytes());
+  const auto device = static_cast<c10::DeviceIndex>(to >= 0 ? to : from);
+  const auto nanoseconds = charge(device, {target.numel(), static_cast<double>(target.numel()), moved});
+  if (record >= 0) {
+    set_op(record, nanoseconds);
+  }
+}
+
 }  // namespace
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
@@ -48,13 +66,13 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   }
   const auto stream = current_stream((is_sim(source) ? source : target).device());
   Moment moment;
-  if (is_strict()) {
+  if (is_watched()) {
     std::vector<Use> uses;
     add_use(uses, source, false);
     add_use(uses, target, true);
     moment = launch_copy(stream, is_between_sims ? current_stream(target.device()) : stream, uses);
   }
-  charge((is_sim(target) ? target : source).device().index(), target.numel());
+  take_time(source, target, moment.record);
   if (is_between_sims) {
     copy_now(cpu_alias(source), cpu_alias(target));
   } else {
@@ -72,7 +90,7 @@ void resize_storage(const c10::Storage& storage, size_t bytes) {
   c10::DeviceGuard guard(storage.device());
   auto memory = device_allocator()->allocate(bytes);
   if (const auto kept = std::min(bytes, storage.nbytes())) {
-    if (is_strict()) {
+    if (is_watched()) {
       launch(current_stream(storage.device()), "a resize",
              {{history_of(storage.data_ptr()), {0, kept}, false}, {history_of(memory), {0, kept}, true}});
     }

@@ -73,7 +73,8 @@ class Call {
   void run() {
     check_devices();
     const bool waits = tells_the_host();
-    if (is_strict() && !asks_no_device(schema_.name())) {
+    const bool asks_a_device = !asks_no_device(schema_.name());
+    if (is_watched() && asks_a_device) {
       check_strides();
       launch_op();
     }
@@ -83,14 +84,20 @@ class Call {
       forget_launch(moment_, uses_);
       throw;
     }
-    if (waits || (!has_tensors_ && !schema_.returns().empty() && !asks_no_device(schema_.name()))) {
+    if (waits || (asks_a_device && !has_tensors_ && !schema_.returns().empty())) {
       settle(device_->index());
+      if (is_recording()) {
+        read_result();
+      }
       host_waits_for(current_stream(*device_));
     }
   }
 
  private:
   void compute() {
+    if (counts_work(device_->index())) {
+      note_shapes();
+    }
     to_cpu();
     {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -100,7 +107,7 @@ class Call {
     keep_resized_arguments();
     to_sim();
     if (computed_elements_ > 0 || !has_tensors_) {
-      charge(device_->index(), schema_.returns().empty() ? written_elements_ : computed_elements_);
+      take_time();
     }
   }
 
@@ -173,7 +180,7 @@ class Call {
 
   // A fused optimizer reads all its lists element by element in memory, so that CUDA's refuses others.
   void check_strides() {
-    if (schema_.name().rfind("aten::_fused_", 0) != 0) {
+    if (!is_strict() || schema_.name().rfind("aten::_fused_", 0) != 0) {
       return;
     }
     const auto& arguments = schema_.arguments();
@@ -244,6 +251,22 @@ class Call {
   const c10::IValue& argument_of(const std::string& name) const {
     const auto& arguments = schema_.arguments();
     return (*stack_)[stack_->size() - arguments.size() + *schema_.argumentIndexWithName(name)];
+  }
+
+  // For the clock: the arguments are gone when the op has run.
+  void note_shapes() {
+    for_each_argument([&](const c10::Argument& argument, const c10::IValue& value) {
+      for_each_tensor(value, [&](const at::Tensor& tensor) {
+        shapes_.inputs.push_back(tensor.sizes().vec());
+        touched_bytes_ += static_cast<double>(tensor.nbytes());
+      });
+      if (argument.name() == "transposed" && value.isBool()) {
+        shapes_.transposed = value.toBool();
+      } else if (argument.name() == "output_mask" && value.isBoolList() && value.toBoolList().size() > 1) {
+        const auto mask = value.toBoolList();
+        shapes_.gradients = static_cast<int>(mask[0]) + static_cast<int>(mask[1]);
+      }
+    });
   }
 
   void to_cpu() {
@@ -340,7 +363,7 @@ class Call {
     has_tensors_ = true;
     const auto argument = sim_tensors_.find(cpu.unsafeGetTensorImpl());
     if (argument != sim_tensors_.end()) {  // in-place and out=: the argument itself
-      computed_elements_ += cpu.numel();
+      count_output(cpu);
       return argument->second;
     }
     TORCH_CHECK_NOT_IMPLEMENTED(
@@ -350,13 +373,38 @@ class Call {
     if (!storage) {
       storage = adopt_storage(cpu.storage(), device_->index());
       note_made(storage);
-      computed_elements_ += cpu.numel();
+      count_output(cpu);
     }
     return tensor_on(storage, cpu, c10::DispatchKey::PrivateUse1);
   }
 
+  void count_output(const at::Tensor& cpu) {
+    computed_elements_ += cpu.numel();
+    touched_bytes_ += static_cast<double>(cpu.nbytes());
+  }
+
+  void take_time() const {
+    const auto elements = schema_.returns().empty() ? written_elements_ : computed_elements_;
+    Work work{elements, 0, touched_bytes_};
+    if (counts_work(device_->index())) {
+      work.flops = flops_of(schema_.name(), shapes_, elements);
+    }
+    const auto nanoseconds = charge(device_->index(), work);
+    if (moment_.record >= 0) {
+      set_op(moment_.record, nanoseconds);
+    }
+  }
+
+  // What the host reads comes over the link, as a number.
+  void read_result() const {
+    constexpr int64_t kBytes = 8;
+    const auto copy = launch(current_stream(*device_), "a number for the host", {});
+    const auto nanoseconds = transfer_nanoseconds(device_->index(), -1, kBytes);
+    set_copy(copy.record, device_->index(), -1, kBytes, nanoseconds);
+  }
+
   void note_made(const c10::Storage& storage) const {
-    if (is_strict()) {
+    if (is_watched()) {
       made_by(*history_of(storage.data_ptr()), moment_, storage.nbytes(), schema_.name().c_str());
     }
   }
@@ -367,6 +415,8 @@ class Call {
   const c10::FunctionSchema& schema_;
   torch::jit::Stack* stack_;
   std::optional<c10::Device> device_;
+  Shapes shapes_;
+  double touched_bytes_ = 0;
   int64_t written_elements_ = 0;
   int64_t computed_elements_ = 0;
   bool has_tensors_ = false;

@@ -47,6 +47,19 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
 
 }  // namespace
 
+// What was recorded for virtual time, in the form of lightning_dp/sim/virtual_time.py.
+py::tuple recorded() {
+  const auto all = sim::recorded();
+  py::list records;
+  for (const auto& record : all.records) {
+    const char* kinds[] = {"mark", "op", "copy", "host"};
+    records.append(py::make_tuple(
+        kinds[static_cast<int>(record.kind)], record.thread, record.stream, record.name, record.needs, record.after,
+        record.nanoseconds, record.source, record.target, record.bytes));
+  }
+  return py::make_tuple(all.first, records, all.threads);
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
@@ -65,14 +78,32 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("synchronize", &sim::synchronize, no_gil);
   m.def("set_strict", &sim::set_strict);
   m.def("host_waits", &sim::host_waits);
+  py::class_<sim::Scope, sim::ScopePointer>(m, "Scope");
+  m.def("is_recording", &sim::is_recording);
+  m.def("start_recording", &sim::start_recording);
+  m.def("stop_recording", &sim::stop_recording);
+  m.def("recorded", &recorded);
+  m.def("recording_version", &sim::recording_version);
+  m.def("own_scope", &sim::own_scope);
+  m.def("exchange_scope", &sim::exchange_scope, py::arg("scope").none(true));
+  m.def("device_of_stream", &sim::device_of_stream);
+  m.def("set_link", [](int source, int target, double bytes_per_second, double seconds) {
+    sim::set_link(source, target, sim::Link{bytes_per_second, seconds});
+  });
+  m.def("remove_link", [](int source, int target) { sim::set_link(source, target, std::nullopt); });
   m.def("memory_allocated", [](c10::DeviceIndex index) { return sim::memory_counters(index).allocated; });
   m.def("max_memory_allocated", [](c10::DeviceIndex index) { return sim::memory_counters(index).peak; });
   m.def("memory_limit", [](c10::DeviceIndex index) { return sim::memory_counters(index).limit; });
   m.def("set_memory_limit", &sim::set_memory_limit);
   m.def("total_memory", &sim::total_memory);
   m.def("reset_peak", &sim::reset_peak);
-  m.def("speed", &sim::speed);
-  m.def("set_speed", &sim::set_speed);
+  m.def("speed", [](c10::DeviceIndex index) {
+    const auto speed = sim::speed(index);
+    return py::make_tuple(speed.seconds_per_op, speed.seconds_per_element);
+  });
+  m.def("set_speed", [](c10::DeviceIndex index, double per_op, double per_element, double flops, double bytes) {
+    sim::set_speed(index, {per_op, per_element, flops, bytes});
+  });
   m.def("busy_seconds", &sim::busy_seconds);
   m.def("default_generator", [](c10::DeviceIndex index) {
     return py::reinterpret_steal<py::object>(THPGenerator_Wrap(sim::default_generator(index)));

@@ -7,12 +7,14 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 
 namespace sim {
 
 struct Clock {
   std::vector<uint64_t> counts;  // by stream; none: 0
+  RecordId mark = -1;            // of an event, on virtual time
 
   uint64_t of(int stream) const { return static_cast<size_t>(stream) < counts.size() ? counts[stream] : 0; }
   bool covers(Moment moment) const { return of(moment.stream) >= moment.count; }
@@ -130,10 +132,14 @@ void erase_if(std::vector<Access>& accesses, Test test) {
   accesses.erase(std::remove_if(accesses.begin(), accesses.end(), test), accesses.end());
 }
 
-// All in it that lies in these bytes has come before; of one stream alone, or (-1) of all.
-void forget(std::vector<Access>& accesses, const Bytes& bytes, int stream = -1) {
+bool is_successor(Moment moment, Moment earlier) {
+  return moment.stream == earlier.stream && moment.thread == earlier.thread;
+}
+
+// All in it that lies in these bytes has come before; or that alone which this moment is a successor of.
+void forget(std::vector<Access>& accesses, const Bytes& bytes, const Moment* moment = nullptr) {
   erase_if(accesses, [&](const Access& access) {
-    return (stream < 0 || access.moment.stream == stream) && contains(bytes, access.bytes);
+    return (moment == nullptr || is_successor(*moment, access.moment)) && contains(bytes, access.bytes);
   });
 }
 
@@ -143,13 +149,13 @@ void extend(Access& known, const Access& access) {
   known = {access.moment, {begin, std::max(known.bytes.end, access.bytes.end)}, access.op};
 }
 
-// Notes an access. It stands for the same stream's earlier ones of its bytes.
+// Notes an access. It stands for earlier ones of its bytes that its thread issued to its stream.
 void note(std::vector<Access>& accesses, const Access& access) {
   const auto& bytes = access.bytes;
-  forget(accesses, bytes, access.moment.stream);
+  forget(accesses, bytes, &access.moment);
   const bool is_full = accesses.size() >= kMostStretches;
   for (auto& known : accesses) {
-    const bool is_same_stream = known.moment.stream == access.moment.stream;
+    const bool is_same_stream = is_successor(access.moment, known.moment);
     const bool are_stretches = known.bytes.pitch == 0 && bytes.pitch == 0;
     const bool touches = are_stretches && bytes.begin <= known.bytes.end && known.bytes.begin <= bytes.end;
     if (is_same_stream && (is_full || (touches && known.moment.count == access.moment.count))) {
@@ -167,27 +173,27 @@ std::string told(const Use& use, const Access& other, bool other_wrote, const ch
       advice(other.moment.stream, stream));
 }
 
-// What is wrong with the uses of an op; empty where all is in order. Called with the lock.
-std::string fault_of(Moment moment, const Clock& clock, const char* op, const std::vector<Use>& uses) {
-  std::string message;
+// Checks the uses of an op. Called with the lock; the message is empty where all is in order.
+std::string check_all(Moment moment, const Clock& clock, const char* op, const std::vector<Use>& uses) {
   for (const auto& use : uses) {
-    const auto& history = *use.history;
-    if (const auto* other = unordered(history.writes, use, clock); other && message.empty()) {
-      message = told(use, *other, true, op, moment.stream);
+    auto& history = *use.history;
+    if (const auto* other = unordered(history.writes, use, clock)) {
+      return told(use, *other, true, op, moment.stream);
     }
-    if (const auto* other = use.writes ? unordered(history.reads, use, clock) : nullptr; other && message.empty()) {
-      message = told(use, *other, false, op, moment.stream);
+    if (const auto* other = use.writes ? unordered(history.reads, use, clock) : nullptr) {
+      return told(use, *other, false, op, moment.stream);
     }
-    if (message.empty() && !clock.covers(history.allocated)) {
-      message = c10::str(
+    if (!clock.covers(history.allocated)) {
+      return c10::str(
           "Race: ", op, " on ", name_of(moment.stream), " uses memory that was allocated on ",
           name_of(history.allocated.stream), ", whose earlier work may still be using it. ",
           advice(history.allocated.stream, moment.stream));
     }
   }
-  return message;
+  return "";
 }
 
+// Notes the uses of an op. Called with the lock.
 void note_all(Moment moment, const char* op, const std::vector<Use>& uses) {
   for (const auto& use : uses) {
     auto& history = *use.history;
@@ -197,6 +203,22 @@ void note_all(Moment moment, const char* op, const std::vector<Use>& uses) {
     }
     note(use.writes ? history.writes : history.reads, {moment, use.bytes, op});
   }
+}
+
+// The records of what an op needs to be through on virtual time: who wrote what it uses, and who read what it writes.
+std::vector<RecordId> needs_of(const std::vector<Use>& uses) {
+  std::set<RecordId> needs;
+  for (const auto& use : uses) {
+    for (const auto* accesses : {&use.history->writes, use.writes ? &use.history->reads : nullptr}) {
+      for (size_t i = 0; accesses != nullptr && i < accesses->size(); ++i) {
+        const auto& access = (*accesses)[i];
+        if (access.moment.record >= 0 && overlap(access.bytes, use.bytes)) {
+          needs.insert(access.moment.record);
+        }
+      }
+    }
+  }
+  return {needs.begin(), needs.end()};
 }
 
 }  // namespace
@@ -211,6 +233,11 @@ void race(const std::string& message) { throw RaceError(message); }
 
 int number_of(const c10::Stream& stream) {
   return stream.id() == 0 ? stream.device_index() : static_cast<int>(stream.id());
+}
+
+c10::DeviceIndex device_of_stream(int number) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return device_of(number);
 }
 
 c10::Stream current_stream(c10::Device device) {
@@ -248,14 +275,26 @@ void host_knows(const Clock& clock) {
 }  // namespace
 
 ClockPointer record(const c10::Stream& stream) {
+  const Recorder recorder;
+  const auto number = number_of(stream);
   std::lock_guard<std::mutex> lock(state().mutex);
-  return std::make_shared<const Clock>(up_to_date(number_of(stream)).clock);
+  auto event = std::make_shared<Clock>(up_to_date(number).clock);
+  event->mark = recorder ? recorder.mark(number) : -1;
+  return event;
 }
 
+RecordId mark_of(const ClockPointer& event) { return event ? event->mark : -1; }
+
 void wait(const c10::Stream& stream, const ClockPointer& event) {
+  if (!event) {
+    return;
+  }
+  const Recorder recorder;
+  const auto number = number_of(stream);
   std::lock_guard<std::mutex> lock(state().mutex);
-  if (event) {
-    up_to_date(number_of(stream)).clock.join(*event);
+  up_to_date(number).clock.join(*event);
+  if (recorder && event->mark >= 0) {
+    recorder.mark(number, {event->mark});
   }
 }
 
@@ -264,6 +303,9 @@ void host_waits_for(const c10::Stream& stream) { host_waits_for(record(stream));
 void host_waits_for(const ClockPointer& event) {
   if (event) {
     ++g_host_waits;
+    if (const Recorder recorder; recorder && event->mark >= 0) {
+      recorder.host_wait({event->mark});
+    }
     host_knows(*event);
   }
 }
@@ -282,25 +324,35 @@ bool host_asks(const ClockPointer& event, bool again) {
 
 bool host_asks(const c10::Stream& stream) {
   bool again = false;
+  ClockPointer now;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
     const auto number = number_of(stream);
-    auto& known = state().streams[number];
+    auto& known = up_to_date(number);
     again = std::exchange(known.asked_at, known.clock.of(number)) == known.clock.of(number);
+    now = std::make_shared<const Clock>(known.clock);
   }
-  return host_asks(record(stream), again);
+  return host_asks(now, again);
 }
 
 void host_waits_for_device(c10::DeviceIndex index) {
   ++g_host_waits;
+  const Recorder recorder;
+  std::vector<RecordId> marks;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
     const auto count = static_cast<int>(state().streams.size());
     for (int number = 0; number < count; ++number) {
       if (device_of(number) == index) {
         host_joins(up_to_date(number).clock);
+        if (recorder) {
+          marks.push_back(recorder.mark(number));
+        }
       }
     }
+  }
+  if (recorder) {
+    recorder.host_wait(std::move(marks));
   }
   deliver();
 }
@@ -323,14 +375,19 @@ bool has_waited_for(const c10::Stream& stream, Moment moment) {
 // --- accesses ---
 
 Moment launch(const c10::Stream& stream, const char* op, const std::vector<Use>& uses) {
+  const Recorder recorder;
+  const auto number = number_of(stream);
   std::string message;
   Moment moment;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    const auto number = number_of(stream);
     auto& clock = up_to_date(number).clock;
     moment = {number, clock.next(number)};
-    message = fault_of(moment, clock, op, uses);
+    if (recorder) {
+      moment.record = recorder.add(number, op, needs_of(uses));
+      moment.thread = recorder.thread();
+    }
+    message = is_strict() ? check_all(moment, clock, op, uses) : "";
     if (message.empty()) {
       note_all(moment, op, uses);
     }

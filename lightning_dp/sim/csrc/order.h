@@ -9,7 +9,7 @@
 #pragma once
 
 #include "bytes.h"
-#include "sim.h"
+#include "recorder.h"
 
 #include <c10/core/Stream.h>
 
@@ -22,6 +22,8 @@ namespace sim {
 struct Moment {
   int stream = 0;
   uint64_t count = 0;
+  RecordId record = -1;  // on virtual time
+  int thread = 0;        // likewise: the one that issued it
 };
 
 // Bytes of a block that an op has read or written.
@@ -47,6 +49,8 @@ struct Use {
 
 void set_strict(bool strict);
 bool is_strict();
+// Whether anybody looks at what reads and writes what: strict devices, or virtual time.
+inline bool is_watched() { return is_strict() || is_recording(); }
 
 // --- streams ---
 
@@ -54,6 +58,7 @@ c10::Stream current_stream(c10::Device device);
 c10::Stream exchange_stream(c10::Stream stream);
 c10::Stream new_stream(c10::Device device);
 int number_of(const c10::Stream& stream);
+c10::DeviceIndex device_of_stream(int number);
 
 // --- waits ---
 
@@ -61,6 +66,7 @@ struct Clock;  // up to which count of every stream
 using ClockPointer = std::shared_ptr<const Clock>;
 
 ClockPointer record(const c10::Stream& stream);
+RecordId mark_of(const ClockPointer& event);  // where it stands on virtual time; -1: nowhere
 void wait(const c10::Stream& stream, const ClockPointer& event);
 void host_waits_for(const c10::Stream& stream);
 void host_waits_for(const ClockPointer& event);
@@ -76,7 +82,8 @@ int64_t host_waits();
 
 // --- accesses ---
 
-// An op begins on a stream: it is the next one there. Raises a RaceError where one of the uses is not ordered.
+// An op begins on a stream: it is the next one there. Raises a RaceError where one of the uses is not ordered, if
+// devices are strict.
 Moment launch(const c10::Stream& stream, const char* op, const std::vector<Use>& uses);
 // The op has failed before it did anything.
 void forget_launch(Moment moment, const std::vector<Use>& uses);

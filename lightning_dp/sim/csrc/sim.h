@@ -11,8 +11,10 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace at {
 struct Generator;
@@ -70,18 +72,61 @@ bool is_pinned(const void* data);
 
 // --- clock (clock.cpp) ---
 
-void set_speed(c10::DeviceIndex index, double seconds_per_op, double seconds_per_element);
-std::pair<double, double> speed(c10::DeviceIndex index);
+// What an op has to do.
+struct Work {
+  int64_t elements = 0;  // of its outputs
+  double flops = 0;
+  double bytes = 0;      // read and written
+};
+
+struct Speed {
+  double seconds_per_op = 0;
+  double seconds_per_element = 0;
+  double flops_per_second = 0;  // 0: no limit, as for bytes
+  double bytes_per_second = 0;
+};
+
+void set_speed(c10::DeviceIndex index, Speed speed);
+Speed speed(c10::DeviceIndex index);
+// Whether flops and bytes count on this device.
+bool counts_work(c10::DeviceIndex index);
 // All that ops on the device have been charged so far: exact, unlike the time that was slept for it.
 double busy_seconds(c10::DeviceIndex index);
-// Adds one op with this many output elements to what the device owes; waits once the debt is long enough to be slept
-// off accurately.
-void charge(c10::DeviceIndex index, int64_t elements);
+// Adds one op to what the device owes; waits once the debt is long enough to be slept off accurately. On virtual time
+// nobody waits. Returns the op's nanoseconds.
+int64_t charge(c10::DeviceIndex index, const Work& work);
 // Waits for all that the device owes: at synchronize and wherever the host sees a result.
 void settle(c10::DeviceIndex index);
 
+// --- links (links.cpp) ---
+
+struct Link {
+  double bytes_per_second = 0;  // 0: no limit
+  double seconds = 0;           // before the first byte arrives
+};
+
+// From and to a device's index, or -1 for the CPU. None: copies of two devices go through the CPU.
+void set_link(int source, int target, std::optional<Link> link);
+// How long a copy takes. Through the CPU it is made in pieces, which go in while the next come out: it takes the time of
+// the slower way, and the delays of both.
+int64_t transfer_nanoseconds(int source, int target, int64_t bytes);
+
+// --- waits ---
+
 // Lets the host wait for all work of the device (order.cpp).
 void synchronize(c10::DeviceIndex index);
+
+// --- work (work.cpp) ---
+
+// What the number of an op's floating point operations depends on.
+struct Shapes {
+  std::vector<std::vector<int64_t>> inputs;  // of its tensors, in their order
+  bool transposed = false;                   // of a convolution
+  int gradients = 1;                         // of a convolution's backward: how many are asked for
+};
+
+// Matrix products and convolutions by their sums of products; all else has one operation for each element.
+double flops_of(const std::string& op, const Shapes& shapes, int64_t outputs);
 
 // --- random numbers (generator.cpp) ---
 

@@ -1,0 +1,235 @@
+"""Virtual time: what a program on simulated devices would take, computed and not slept.
+
+`set_clock` says what counts; `schedule` computes it, and `timeline` shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+
+from lightning_dp.sim.links import PRESETS
+from lightning_dp.sim.picture import draw
+from lightning_dp.sim.timeline import Record, Timeline
+
+Clock: TypeAlias = Literal["wall", "virtual"]
+LinkEnd: TypeAlias = "int | str | torch.device"
+
+_extension: Any = None
+_launch_nanoseconds = 0
+_has_recorded = False
+_latest: tuple[int, Timeline] | None = None  # with the recording's version
+
+
+def attach(extension: ModuleType) -> None:
+    """Connects to the compiled extension."""
+    global _extension
+    _extension = extension
+
+
+def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
+    """Choose between time as it passes and time that is computed.
+
+    On ``"virtual"`` time, which begins at zero with this call, nothing waits. What the program does
+    is recorded, and `elapsed` computes when it would have been through:
+
+    - The work of a stream is done in order. An op takes what ``set_speed`` says, and has its device
+      to itself: ops of two streams of a device run one after another, as kernels do that fill it.
+    - A copy between devices, or a device and the CPU, takes the time of its link (``set_link``),
+      and no op's. A device has one engine for copies out and one for copies in: copies overlap ops
+      and those of the other direction. One between two devices needs an engine of both.
+    - What waits for an event, a stream or a device, begins when that is through.
+    - The host issues ops and copies in no time, or in ``seconds_per_launch`` each. It goes on when
+      what it waits for is through: ``synchronize``, ``item``, copies that block. What it computes
+      itself, Python included, takes no time. Whether something is through (``query``) it hears at
+      once, and always that it is: who means to wait should not ask in a loop.
+    - Every host thread has its own order. It goes on after another one where it uses memory or an
+      event of that, and where one works for the other, in a backward or as a replica of
+      ``dp_custom``. An order by a lock or a queue alone is not seen. Threads do not hinder each
+      other.
+
+    So the result does not depend on the machine or its load, if the program does not: take
+    ``executor="threads"`` or ``"inorder"``, as ``"auto"`` goes by the wall's time. Recording takes
+    memory, some hundred bytes for each op, until the next call of this.
+
+    Args:
+        clock: ``"wall"`` or ``"virtual"``.
+        seconds_per_launch: on virtual time, what the host takes to issue an op or a copy.
+    """
+    global _launch_nanoseconds, _has_recorded
+    if clock not in get_args(Clock):
+        raise ValueError(f"set_clock: expected 'wall' or 'virtual', got {clock!r}.")
+    _check_seconds("set_clock", seconds_per_launch=seconds_per_launch)
+    if clock == "wall":
+        _extension.stop_recording()
+        return
+    _launch_nanoseconds = round(seconds_per_launch * 1e9)
+    _has_recorded = True
+    _extension.start_recording()
+
+
+def elapsed() -> float:
+    """Return the seconds on virtual time until all work is through, exact to the nanosecond.
+
+    Of what was recorded since ``set_clock("virtual")``, also if the clock is the wall's by now. To
+    ask changes nothing.
+    """
+    return timeline().schedule.elapsed / 1e9
+
+
+def timeline() -> Timeline:
+    """Return what streams, copies and host threads do on virtual time."""
+    global _latest
+    if not _has_recorded:
+        raise RuntimeError(
+            "Expected a program on virtual time, got none. Call torch.sim.set_clock('virtual') "
+            "before it."
+        )
+    version = _extension.recording_version()
+    if _latest is None or _latest[0] != version:
+        first, records, threads = _extension.recorded()
+        device_of = _extension.device_of_stream
+        records = list(map(Record._make, records))
+        _latest = version, Timeline(first, records, threads, device_of, _launch_nanoseconds)
+    return _latest[1]
+
+
+def save_timeline(path: str | PathLike[str]) -> None:
+    """Write the timeline to a file for chrome://tracing or https://ui.perfetto.dev (JSON)."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(timeline().chrome_trace()))
+
+
+def draw_timeline(path: str | PathLike[str]) -> None:
+    """Draw the timeline into a PNG file: a row for each stream and direction of copies.
+
+    It shows all since ``set_clock("virtual")``: call that just before the step to look at.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    draw(Path(path), timeline())
+
+
+def set_link(
+    source: LinkEnd,
+    target: LinkEnd,
+    *,
+    bytes_per_second: float = math.inf,
+    seconds: float = 0.0,
+) -> None:
+    """Give copies from one device to another a speed on virtual time; the way back has its own.
+
+    Each takes ``seconds + bytes / bytes_per_second``. Two devices without a link copy through the
+    CPU, over the links of both with it: in pieces, so that it takes the time of the slower one, and
+    the seconds of both. A link with the CPU that was not set costs nothing. What the copies of
+    several devices share, such as a switch or the CPU's memory, is not simulated.
+
+    Args:
+        source: a device, or ``"cpu"``.
+        target: another one.
+        bytes_per_second: more than 0.
+        seconds: at least 0.
+    """
+    if not bytes_per_second > 0:
+        raise ValueError(
+            f"set_link: expected bytes_per_second of more than 0, got {bytes_per_second}."
+        )
+    _check_seconds("set_link", seconds=seconds)
+    rate = 0.0 if math.isinf(bytes_per_second) else float(bytes_per_second)
+    _extension.set_link(*_ends(source, target), rate, float(seconds))
+
+
+def remove_link(source: LinkEnd, target: LinkEnd) -> None:
+    """Take a link away: between two devices, copies go through the CPU again."""
+    _extension.remove_link(*_ends(source, target))
+
+
+def set_links(preset: str | None) -> None:
+    """Give all devices and the CPU the links of a machine that there is; None takes all away.
+
+    Args:
+        preset: ``"pcie4"`` (PCI Express 4.0 x16, copies between devices go through the CPU),
+            ``"pcie4_peer"`` (the same with peer access) or ``"nvlink4"`` (NVLink between H100s);
+            their numbers and where these come from are in ``lightning_dp.sim.links.PRESETS``.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"set_links: expected one of {[*PRESETS, None]}, got {preset!r}.")
+    links = None if preset is None else PRESETS[preset]
+    ends = range(-1, _extension.device_count())
+    for source in ends:
+        for target in ends:
+            link = links and (links.host if -1 in (source, target) else links.peer)
+            if link and source != target:
+                _extension.set_link(source, target, link.bytes_per_second, link.seconds)
+            else:
+                _extension.remove_link(source, target)
+
+
+def hand_over() -> Callable[[], AbstractContextManager[None]] | None:
+    """Return what other threads enter that work for this one, which waits for them.
+
+    On virtual time they go on from where this thread is, and it goes on after them. None on the
+    wall's, where nobody need know.
+    """
+    return partial(_work_for, _extension.own_scope()) if _extension.is_recording() else None
+
+
+@contextmanager
+def _work_for(scope: Any) -> Iterator[None]:
+    before = _extension.exchange_scope(scope)
+    try:
+        yield
+    finally:
+        _extension.exchange_scope(before)
+
+
+def thread_name() -> str:
+    """The calling thread's name; asked once for each thread, by the extension."""
+    ident = threading.get_ident()
+    # Not current_thread(), which would enter a thread that is not Python's among Python's.
+    return next((t.name for t in threading.enumerate() if t.ident == ident), "")
+
+
+def milliseconds_between(start: int, end: int) -> float:
+    """The time from one event to another, by the numbers of their records."""
+    found = timeline()
+    ends = found.schedule.ends
+    return (ends[end - found.first] - ends[start - found.first]) / 1e6
+
+
+def _ends(source: LinkEnd, target: LinkEnd) -> tuple[int, int]:
+    ends = _end(source), _end(target)
+    if ends[0] == ends[1]:
+        raise ValueError(f"Expected a link between two devices, got {source!r} twice.")
+    return ends
+
+
+def _end(device: LinkEnd) -> int:
+    """A device's index, or -1 for the CPU."""
+    found = torch.device("sim", device) if isinstance(device, int) else torch.device(device)
+    if found.type == "cpu":
+        return -1
+    count = _extension.device_count()
+    if found.type != "sim" or found.index is None or found.index >= count:
+        raise ValueError(
+            f"Expected a link's end to be 'cpu' or one of sim:0 to sim:{count - 1}, got {device!r}."
+        )
+    return found.index
+
+
+def _check_seconds(function: str, **named: float) -> None:
+    for name, seconds in named.items():
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"{function}: expected {name} of at least 0, got {seconds}.")

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = (
     "tests/test_waits.py",
     "tests/test_side_streams.py",
+    "tests/test_lanes.py",
     "tests/test_values_on_the_host.py",
     "tests/test_spans.py",
     "tests/test_gather.py",
@@ -41,7 +42,9 @@ TESTS = (
     "tests/test_first_step.py",
     "tests/test_monitor.py",
 )
-CHOICE = "sim or waits or streams or values or spans"  # with -k: tests on simulated devices
+CHOICE = (
+    "sim or waits or streams or values or spans or lanes"  # with -k: tests on simulated devices
+)
 SHARE = 0.95
 HANGS_AFTER = 60  # seconds
 KEPT = {

@@ -32,6 +32,7 @@ COPIES = {"to", "cpu", "copy_"}
 WAITING = (torch.Stream, torch.Event)
 THREADS = (threading.Event, threading.Condition, threading.Barrier, threading.Thread)
 HELPER = "__wait_site__"
+EVENT = torch.Event  # tests put others in its place
 
 
 @dataclass(frozen=True, order=True)
@@ -71,7 +72,10 @@ class Sites:
         if name.startswith(self._leave_out) or not name.startswith(self._package):
             return None
         tree = ast.parse(source)
-        _Rewriter(name, self.all, self._room).visit(tree)
+        has_events = b"Event" in source or b"threading." in source
+        _Rewriter(name, self.all, self._room, METHODS | (AMBIGUOUS if has_events else set())).visit(
+            tree
+        )
         code: CodeType = compile(ast.fix_missing_locations(tree), str(path), "exec")
         return code
 
@@ -87,7 +91,7 @@ class Sites:
         if site != self.dropped:
             return function(*args, **options)
         if kind == "record_event":
-            return args[0] if args else torch.Event(function.__self__.device)
+            return args[0] if args else EVENT(function.__self__.device)
         instead: dict[str, Callable[[], Any]] = {
             "context": contextlib.nullcontext,
             "list": list,
@@ -159,8 +163,10 @@ def what_is_in(room: Path) -> dict[str, str]:
 
 
 class _Rewriter(ast.NodeTransformer):
-    def __init__(self, path: str, sites: list[Site], room: dict[str, str]) -> None:
-        self._path, self._sites, self._room = path, sites, room
+    def __init__(
+        self, path: str, sites: list[Site], room: dict[str, str], methods: set[str]
+    ) -> None:
+        self._path, self._sites, self._room, self._methods = path, sites, room, methods
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         text = ast.unparse(node)
@@ -190,7 +196,7 @@ class _Rewriter(ast.NodeTransformer):
             never_waits = isinstance(value, ast.Constant) and value.value is True
             return None if never_waits else "copy"
         joins_text = name == "join" and bool(node.args)
-        return name if name in METHODS | AMBIGUOUS and not joins_text else None
+        return name if name in self._methods and not joins_text else None
 
 
 class _Loader(SourceFileLoader):

@@ -186,6 +186,15 @@ def set_strict(strict: bool) -> None:
     _extension.set_strict(strict)
 
 
+def set_prompt(prompt: bool) -> None:
+    """Let events and streams be through whenever ``query()`` asks, as they are at first.
+
+    Else a strict device that nobody has waited for says no when it is asked first, as a busy GPU
+    does. What goes on without an answer shows then: a yes puts in order all that comes after it.
+    """
+    _extension.set_prompt(prompt)
+
+
 # --- memory ---
 
 

@@ -9,7 +9,7 @@ import io
 import pickle
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -263,6 +263,14 @@ def test_the_host_waits(ask: Callable[[Tensor], Any]) -> None:
     assert torch.sim.host_waits() > before
 
 
+@pytest.fixture
+def busy_devices() -> Iterator[None]:
+    torch.sim.set_prompt(False)
+    yield
+    torch.sim.set_prompt(True)
+
+
+@pytest.mark.usefixtures("busy_devices")
 def test_nobody_may_rely_on_a_device_to_be_through_at_once(side: torch.Stream) -> None:
     """A question that is answered by no orders nothing; one that is asked again ends."""
     x = torch.ones(4, device=SIM)

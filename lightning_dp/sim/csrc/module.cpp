@@ -77,6 +77,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", &sim::set_current_device);
   m.def("synchronize", &sim::synchronize, no_gil);
   m.def("set_strict", &sim::set_strict);
+  m.def("set_prompt", &sim::set_prompt);
   m.def("host_waits", &sim::host_waits);
   py::class_<sim::Scope, sim::ScopePointer>(m, "Scope");
   m.def("is_recording", &sim::is_recording);

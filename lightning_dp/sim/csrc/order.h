@@ -73,8 +73,9 @@ void host_waits_for(const ClockPointer& event);
 void host_waits_for_device(c10::DeviceIndex index);
 bool host_has_waited_for(Moment moment);
 bool has_waited_for(const c10::Stream& stream, Moment moment);
-// The host asks whether all before an event is through, and need not wait. At first a strict device says no, unless it
-// has been waited for: nobody may rely on its being fast. If asked again, it says yes.
+// Whether devices are through whenever the host asks; else they are, if strict, when it asks again.
+void set_prompt(bool prompt);
+// The host asks whether all before an event is through, and need not wait.
 bool host_asks(const ClockPointer& event, bool again);
 bool host_asks(const c10::Stream& stream);
 // How often the host has waited for a device.

@@ -91,8 +91,7 @@ def test_gradients_do_not_wait_for_what_the_root_does() -> None:
     root, *others = devices_of(3)
     sums, *terms = [tensors_on(device, k) for k, device in enumerate((root, *others))]
     bundle = Packing(sums)
-    for device in others:
-        bundle.make_room(root, device)
+    bundle.add(tensors_on(root), terms)  # an earlier step, which takes memory
     expected = [sum(t.cpu() for t in row) for row in zip(sums, *terms, strict=True)]
     busy = work(root)
     bundle.add(sums, terms)

@@ -13,7 +13,9 @@ import torch
 from oracle import devices_of
 from torch import nn
 
+from lightning_dp.first_step.compare import Outcome
 from lightning_dp.first_step.snapshot import Snapshot
+from lightning_dp.parallel.batch import to_device
 from lightning_dp.parallel.workers import Executor, Task
 
 
@@ -79,3 +81,16 @@ def test_a_snapshot_writes_only_what_has_changed() -> None:
     snapshot.restore()
     assert changed.tolist() == [0, 1, 2, 3]
     assert torch.sim.copy_stats()["cpu", "sim:0"].count == 1
+
+
+def test_values_of_leaves_on_the_host_are_there() -> None:
+    """Also of those that go one by one."""
+    leaf = torch.arange(4.0, device="sim:0") + 1
+    assert to_device({"x": leaf}, torch.device("cpu"))["x"].tolist() == [1, 2, 3, 4]
+
+
+def test_the_check_of_the_first_step_sees_the_buffers_that_are_there() -> None:
+    module = nn.Module()
+    module.register_buffer("state", torch.arange(4.0, device="sim:0") + 1)
+    outcome = Outcome.of(torch.ones(()), [], module)
+    assert outcome.left["state"].tolist() == [1, 2, 3, 4]

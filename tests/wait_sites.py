@@ -1,8 +1,9 @@
 """The waits of a package, found in its source, and the package without one of them.
 
 A wait is what lets a stream or the host wait for another stream: a call of `wait_stream`,
-`record_event`, `synchronize` and their like, of a function of the package's room for streams, a
-copy to the host that blocks; and what lets a thread wait for another one.
+`record_event`, `synchronize` and their like; of a function or method that does nothing else, in the
+package's folder for copies and streams; a copy to the host that blocks; and what lets a thread wait
+for another one.
 
 `Sites` rewrites modules as they are imported. Every wait is then a call that does what it did, and
 notes that it was come to; or does nothing, if its site is the one that is `dropped`.
@@ -37,12 +38,16 @@ EVENT = torch.Event  # tests put others in its place
 
 @dataclass(frozen=True, order=True)
 class Site:
-    """A place in the source: `path:line` and what is written there."""
+    """A place in the source: `path:line` and what is written there.
+
+    Whether it is a wait, only a run can tell where methods of that name, or copies, may be none.
+    """
 
     path: str
     line: int
     column: int
     text: str
+    is_sure: bool
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}"
@@ -52,12 +57,14 @@ class Sites:
     """The sites of all modules that were imported since `install`."""
 
     def __init__(self, root: Path, package: str, room: str, leave_out: Sequence[str] = ()) -> None:
+        """Finds those of a package below `root`, whose `room` is a folder."""
         self.all: list[Site] = []
         self.reached: set[Site] = set()  # since somebody has emptied it
         self.others: set[Site] = set()  # calls of that name that are no waits
         self.dropped: Site | None = None
         self._root, self._package, self._leave_out = root, package, tuple(leave_out)
         self._room = what_is_in(root / room)
+        self._room_module = room.rstrip("/").replace("/", ".")
 
     def install(self) -> None:
         """From now on modules of the package are rewritten as they are imported."""
@@ -84,7 +91,10 @@ class Sites:
         site = self.all[number]
         if kind == "copy":
             return self._copied(site, function, args, options)
-        if kind in METHODS | AMBIGUOUS and not _is_wait(kind, function):
+        in_room = (getattr(function, "__module__", None) or "").startswith(self._room_module)
+        if (kind in METHODS | AMBIGUOUS and not _is_wait(kind, function)) or not (
+            kind in METHODS | AMBIGUOUS or in_room
+        ):
             self.others.add(site)
             return function(*args, **options)
         self.reached.add(site)
@@ -92,6 +102,8 @@ class Sites:
             return function(*args, **options)
         if kind == "record_event":
             return args[0] if args else EVENT(function.__self__.device)
+        if kind == "event":
+            return EVENT(torch.accelerator.current_accelerator())
         instead: dict[str, Callable[[], Any]] = {
             "context": contextlib.nullcontext,
             "list": list,
@@ -148,18 +160,48 @@ def _needs_a_wait(source: Any, target: Any) -> bool:
 
 
 def what_is_in(room: Path) -> dict[str, str]:
-    """The functions of the room for streams, by what stands for one that does nothing."""
-    kinds = {}
-    for node in ast.parse(room.read_bytes()).body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+    """The functions and methods in a folder that only wait, by what stands for one that does not.
+
+    What makes a stream current, or finds out which is, counts, too.
+    """
+    nodes = [
+        node
+        for path in sorted(room.glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_bytes()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    kinds: dict[str, str] = {}
+    while True:
+        before = len(kinds)
+        for node in nodes:
             returns = ast.unparse(node.returns) if node.returns is not None else ""
-            if returns == "None":
-                kinds[node.name] = "none"
-            elif "ContextManager" in returns or "Iterator" in returns:
+            waits = _only_waits(_body(node), METHODS | set(kinds))
+            if "torch.Stream]" in ast.unparse(node.args) and "ContextManager" in returns:
                 kinds[node.name] = "context"
-            elif returns.startswith(("list", "Sequence")):
+            elif returns == "list[torch.Stream]":
                 kinds[node.name] = "list"
-    return kinds
+            elif waits and returns in ("None", "torch.Event"):
+                kinds[node.name] = "none" if returns == "None" else "event"
+        if len(kinds) == before:
+            return {name: kind for name, kind in kinds.items() if name not in METHODS | AMBIGUOUS}
+
+
+def _body(node: ast.FunctionDef) -> list[ast.stmt]:
+    return node.body[1:] if ast.get_docstring(node) is not None else node.body
+
+
+def _only_waits(body: Sequence[ast.stmt], known: set[str]) -> bool:
+    """Whether statements are calls of what is known, with conditions and loops around them."""
+    for statement in body:
+        if isinstance(statement, ast.If | ast.For):
+            if not _only_waits([*statement.body, *statement.orelse], known):
+                return False
+            continue
+        value = getattr(statement, "value", None)
+        function = value.func if isinstance(value, ast.Call) else None
+        if getattr(function, "attr", getattr(function, "id", None)) not in known:
+            return False
+    return bool(body)
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -177,7 +219,8 @@ class _Rewriter(ast.NodeTransformer):
     def _site(
         self, node: ast.Call, kind: str, text: str, args: list[Any], keywords: list[Any]
     ) -> ast.AST:
-        site = Site(self._path, node.lineno, node.col_offset, text)
+        is_sure = kind in METHODS or isinstance(node.func, ast.Name)
+        site = Site(self._path, node.lineno, node.col_offset, text, is_sure)
         self._sites.append(site)
         told = [ast.Constant(len(self._sites) - 1), ast.Constant(kind), node.func]
         call = ast.Call(ast.Name(HELPER, ast.Load()), [*told, *args], keywords)
@@ -190,6 +233,8 @@ class _Rewriter(ast.NodeTransformer):
         if not isinstance(function, ast.Attribute):
             return None
         name = function.attr
+        if name in self._room:
+            return self._room[name]
         if name in COPIES:
             options = {keyword.arg: keyword.value for keyword in node.keywords}
             value = options.get("non_blocking")

@@ -135,6 +135,12 @@ class Normed(Classifier):
         self.net = nn.Sequential(nn.Linear(10, 16), norm, nn.Tanh(), nn.Linear(16, 3))
 
 
+class Frozen(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
 class Waits(Callback):
     """How often the host has waited when each training step was through."""
 
@@ -178,6 +184,11 @@ def test_a_step_does_not_wait_for_devices(case: str, executor: str) -> None:
 def test_counts_of_items_are_waited_for_once(executor: str) -> None:
     """They decide which losses count at all."""
     assert waits_per_step(Counted, {"executor": executor}) == {1}
+
+
+def test_frozen_weights_are_looked_at_with_one_wait() -> None:
+    """Whether somebody has written to them through `.data`, the host must know."""
+    assert waits_per_step(Frozen, {}) == {1}
 
 
 @pytest.mark.parametrize("make", [Classifier, Several, ManualAlone])

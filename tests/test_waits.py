@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 
 import oracle
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from lightning_dp.first_step.compare import Outcome
 from lightning_dp.first_step.snapshot import Snapshot
 from lightning_dp.parallel.batch import to_device
+from lightning_dp.parallel.links import Span
 from lightning_dp.parallel.workers import Executor, Task
 
 
@@ -94,3 +96,22 @@ def test_the_check_of_the_first_step_sees_the_buffers_that_are_there() -> None:
     module.register_buffer("state", torch.arange(4.0, device="sim:0") + 1)
     outcome = Outcome.of(torch.ones(()), [], module)
     assert outcome.left["state"].tolist() == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def busy_devices() -> Iterator[None]:
+    torch.sim.set_prompt(False)
+    yield
+    torch.sim.set_prompt(True)
+
+
+@pytest.mark.usefixtures("busy_devices")
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_span_of_a_busy_device_is_over_when_it_was_waited_for(waits: bool) -> None:
+    device = torch.device("sim:0")
+    span = Span(device)
+    torch.ones(4, device=device)
+    span.end()
+    if waits:
+        span.wait()
+    assert span.is_over() is waits

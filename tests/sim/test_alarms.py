@@ -376,6 +376,32 @@ def test_pinned_memory_that_is_let_go_is_read_in_time() -> None:
     assert there.tolist() == [1] * 4 and len(others) == 5
 
 
+def test_threads_have_pinned_memory_under_way_at_the_same_time() -> None:
+    """The host is one for all: what one has waited for, another may bring."""
+    failed: list[BaseException] = []
+
+    def work(k: int) -> None:
+        device, own = f"sim:{k}", torch.Stream(f"sim:{k}")
+        buffer = torch.empty(64).pin_memory()
+        try:
+            with torch.sim.stream(own):
+                for i in range(300):
+                    buffer.copy_(torch.full((64,), float(i), device=device), non_blocking=True)
+                    there = buffer.to(device, non_blocking=True)
+                    own.record_event().synchronize()
+                    assert buffer.tolist() == [i] * 64
+                    assert there.sum().item() == 64 * i
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+
+
 # --- what programs do ----
 
 

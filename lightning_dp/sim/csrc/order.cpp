@@ -364,10 +364,12 @@ void synchronize(c10::DeviceIndex index) {
   host_waits_for_device(index);
 }
 
-bool host_has_waited_for(Moment moment) {
+ClockPointer host_now() {
   std::lock_guard<std::mutex> lock(state().mutex);
-  return state().host.covers(moment);
+  return std::make_shared<const Clock>(state().host);
 }
+
+bool covers(const ClockPointer& clock, Moment moment) { return clock->covers(moment); }
 
 bool has_waited_for(const c10::Stream& stream, Moment moment) {
   std::lock_guard<std::mutex> lock(state().mutex);

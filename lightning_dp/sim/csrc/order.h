@@ -71,7 +71,8 @@ void wait(const c10::Stream& stream, const ClockPointer& event);
 void host_waits_for(const c10::Stream& stream);
 void host_waits_for(const ClockPointer& event);
 void host_waits_for_device(c10::DeviceIndex index);
-bool host_has_waited_for(Moment moment);
+ClockPointer host_now();  // what the host has waited for
+bool covers(const ClockPointer& clock, Moment moment);
 bool has_waited_for(const c10::Stream& stream, Moment moment);
 // Whether devices are through whenever the host asks; else they are, if strict, when it asks again.
 void set_prompt(bool prompt);

@@ -21,6 +21,7 @@ struct Pending {
 };
 using Copies = std::vector<Pending>;
 
+// Held while host memory is looked at or written to: who has waited finds all of it, though another thread delivers it.
 std::mutex& g_mutex = *new std::mutex();
 std::deque<Pending>& g_pending = *new std::deque<Pending>();
 
@@ -53,11 +54,10 @@ Bytes place_of(const at::Tensor& host) {
   return bytes;
 }
 
-// Takes those out that pass a test. They are let go without the lock.
+// Takes those out that pass a test. Called with the lock; to be let go without it.
 template <typename Test>
 Copies taken(Test test) {
   Copies out;
-  std::lock_guard<std::mutex> lock(g_mutex);
   for (auto pending = g_pending.begin(); pending != g_pending.end();) {
     if (test(*pending)) {
       out.push_back(std::move(*pending));
@@ -69,12 +69,11 @@ Copies taken(Test test) {
   return out;
 }
 
-// Host memory as a stream finds it, while this lives.
+// Host memory as a stream finds it, while this lives. Made with the lock.
 class SeenBy {
  public:
   SeenBy(const c10::Stream& stream, const at::Tensor& host) {
     const auto place = place_of(host);
-    std::lock_guard<std::mutex> lock(g_mutex);
     for (const auto& pending : g_pending) {
       const bool arrives = pending.data.defined() && overlap(place_of(pending.host), place);
       if (arrives && has_waited_for(stream, pending.moment)) {
@@ -95,11 +94,6 @@ class SeenBy {
   std::vector<std::pair<at::Tensor, at::Tensor>> hidden_;
 };
 
-void add(Pending&& pending) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  g_pending.push_back(std::move(pending));
-}
-
 void check(bool is_unchanged) {
   if (!is_unchanged) {
     race(
@@ -113,43 +107,56 @@ void check(bool is_unchanged) {
 void copy_to_host_later(const at::Tensor& from, const at::Tensor& host, const c10::Stream& stream, Moment moment) {
   Plain plain;
   const auto place = place_of(host);
-  const auto readers = taken([&](const Pending& pending) {
-    const bool reads = !pending.data.defined() && overlap(place_of(pending.host), place);
-    return reads && has_waited_for(stream, pending.moment);
-  });
+  Copies readers, overwritten;
   bool is_unchanged = true;
-  for (const auto& reader : readers) {
-    SeenBy seen(stream, reader.host);
-    is_unchanged = is_unchanged && hash_of(reader.host) == reader.hash;
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    readers = taken([&](const Pending& pending) {
+      const bool reads = !pending.data.defined() && overlap(place_of(pending.host), place);
+      return reads && has_waited_for(stream, pending.moment);
+    });
+    for (const auto& reader : readers) {
+      SeenBy seen(stream, reader.host);
+      is_unchanged = is_unchanged && hash_of(reader.host) == reader.hash;
+    }
+    overwritten = taken([&](const Pending& pending) {
+      return pending.data.defined() && contains(place, place_of(pending.host));
+    });
+    auto data = at::empty_like(host, host.options().pinned_memory(false)).copy_(from);
+    poison(host, data);
+    g_pending.push_back({moment, host, std::move(data)});
   }
-  const auto overwritten = taken([&](const Pending& pending) {
-    return pending.data.defined() && contains(place, place_of(pending.host));
-  });
-  auto data = at::empty_like(host, host.options().pinned_memory(false)).copy_(from);
-  poison(host, data);
-  add({moment, host, std::move(data)});
   check(is_unchanged);
 }
 
 void copy_to_device_later(
     const at::Tensor& host, const at::Tensor& to, const c10::Stream& stream, Moment moment, bool is_staged) {
   Plain plain;
+  std::lock_guard<std::mutex> lock(g_mutex);
   SeenBy seen(stream, host);
   to.copy_(host);
   if (!is_staged) {
-    add({moment, host, {}, hash_of(host)});
+    g_pending.push_back({moment, host, {}, hash_of(host)});
   }
 }
 
 void deliver() {
-  const auto arrived = taken([](const Pending& pending) { return host_has_waited_for(pending.moment); });
   Plain plain;
+  Copies arrived;
   bool is_unchanged = true;
-  for (const auto& pending : arrived) {
-    if (pending.data.defined()) {
-      pending.host.copy_(pending.data);
-    } else {
-      is_unchanged = is_unchanged && hash_of(pending.host) == pending.hash;
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    if (g_pending.empty()) {
+      return;
+    }
+    const auto known = host_now();  // for all of them the same, whatever others wait for meanwhile
+    arrived = taken([&](const Pending& pending) { return covers(known, pending.moment); });
+    for (const auto& pending : arrived) {
+      if (pending.data.defined()) {
+        pending.host.copy_(pending.data);
+      } else {
+        is_unchanged = is_unchanged && hash_of(pending.host) == pending.hash;
+      }
     }
   }
   check(is_unchanged);

@@ -270,12 +270,16 @@ def set_speed(
             element.
         bytes_per_second: the speed of the device's memory.
     """
-    rates = flops_per_second, bytes_per_second
-    if min(seconds_per_op, seconds_per_element) < 0 or not min(rates) > 0:
+    if min(seconds_per_op, seconds_per_element) < 0:
         raise ValueError(
-            "set_speed: expected seconds of at least 0 and rates of more than 0, "
-            f"got seconds_per_op={seconds_per_op}, seconds_per_element={seconds_per_element}, "
-            f"flops_per_second={flops_per_second}, bytes_per_second={bytes_per_second}."
+            "set_speed: expected seconds of at least 0, "
+            f"got seconds_per_op={seconds_per_op}, seconds_per_element={seconds_per_element}."
+        )
+    rates = flops_per_second, bytes_per_second
+    if not min(rates) > 0:
+        raise ValueError(
+            "set_speed: expected rates of more than 0, "
+            f"got flops_per_second={flops_per_second}, bytes_per_second={bytes_per_second}."
         )
     limits = (0.0 if math.isinf(rate) else rate for rate in rates)
     _extension.set_speed(_index(device), seconds_per_op, seconds_per_element, *limits)

@@ -443,6 +443,26 @@ def test_threads_that_work_for_another_one_go_on_from_it_and_it_after_them(
     assert elapsed() == 60 * US
 
 
+def test_work_is_handed_on_by_those_who_do_none_themselves(machine: Machine) -> None:
+    machine.ops(0, 3)
+    torch.sim.synchronize(0)
+    work_for_main = torch.sim.hand_over()
+
+    def work() -> None:
+        with work_for_main():
+            work_for_worker = torch.sim.hand_over()
+            in_a_thread(lambda: work_on(work_for_worker), "helper")
+
+    def work_on(work_for: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        with work_for():
+            machine.ops(1, 2)  # 30 to 50
+            torch.sim.synchronize(1)
+
+    in_a_thread(work)
+    machine.ops(2)  # 50 to 60
+    assert elapsed() == 60 * US
+
+
 def test_a_backward_begins_after_its_call_and_its_caller_goes_on_after_it(
     machine: Machine,
 ) -> None:

@@ -85,4 +85,13 @@ double milliseconds_between(RecordId start, RecordId end);
 ScopePointer own_scope();
 ScopePointer exchange_scope(const ScopePointer& scope);
 
+// --- what is asked of Python (module.cpp) ---
+
+// The scope among what PyTorch hands on to autograd's threads; of an earlier recording, too.
+ScopePointer found_scope();
+void put_scope(const ScopePointer& scope);
+// Names tell threads apart from one run to the next, which numbers do not.
+std::string thread_name();
+double computed_milliseconds(RecordId start, RecordId end);
+
 }  // namespace sim

@@ -94,7 +94,7 @@ class Engine:
         self.devices = list(devices)
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
-        self.reducer = Reducer(self.replicas, buffers)
+        self.reducer = Reducer(self.replicas, buffers, self.devices)
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.ranges = Ranges()  # the stages, as profilers see them
         self.calls = Calls()  # of the replicas, in the latest apply

@@ -1,7 +1,8 @@
 """Links: copies between devices.
 
-Decided here: who waits for a copy (`transfer`), what travels together (`packing`), what is in order
-on a device (`streams`), and how long a device is at work (`spans`).
+Decided here: who waits for a copy (`transfer`, and between accelerators `lanes`), what travels
+together (`packing`) and where it is added up (`landings`), what is in order on a device
+(`streams`), and how long a device is at work (`spans`).
 """
 
 from lightning_dp.parallel.links.packing import Packed as Packed

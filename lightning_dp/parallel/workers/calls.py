@@ -232,9 +232,9 @@ class Calls:
         """Does a task on this thread, as the replica's code, and times it."""
         task = participant.task
         token, start = PARTICIPANT.set(participant), time.perf_counter()
-        if task.spans is not None:
-            task.begin()
         try:
+            if task.spans is not None:
+                task.begin()
             participant.result = task.call()
         except BaseException as error:  # it is raised again when all have ended
             participant.error = error

@@ -58,9 +58,12 @@ def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
       ``dp_custom``. An order by a lock or a queue alone is not seen. Threads do not hinder each
       other.
 
-    So the result does not depend on the machine or its load, if the program does not: take
-    ``executor="threads"`` or ``"inorder"``, as ``"auto"`` goes by the wall's time. Recording takes
-    memory, some hundred bytes for each op, until the next call of this.
+    So the result does not depend on the machine or its load, if the program does not. With
+    ``dp_custom`` take ``executor="threads"`` or ``"inorder"``, as ``"auto"`` goes by the wall's
+    time. Where gradients of several devices meet in one graph, as with ``mode="forward"``,
+    autograd's threads go by who comes first; ``torch.autograd.set_multithreading_enabled(False)``
+    leaves it one. Recording takes memory, some hundred bytes for each op, until the next call of
+    this.
 
     Args:
         clock: ``"wall"`` or ``"virtual"``.
@@ -99,7 +102,7 @@ def timeline() -> Timeline:
     if _latest is None or _latest[0] != version:
         first, records, threads = _extension.recorded()
         device_of = _extension.device_of_stream
-        records = list(map(Record._make, records))
+        records = [Record(*record) for record in records]
         _latest = version, Timeline(first, records, threads, device_of, _launch_nanoseconds)
     return _latest[1]
 

@@ -592,6 +592,59 @@ def test_replicas_whose_host_waits_overlap_in_threads_and_not_in_order(on_sim: N
     assert times["threads"] < times["inorder"]
 
 
+def test_the_step_goes_on_when_its_replicas_have_ended(on_sim: None) -> None:
+    simulate("threads", WithARead)
+    timeline = torch.sim.timeline()
+    of_replicas = [
+        i
+        for i, record in enumerate(timeline.records)
+        if timeline.threads[record.thread].startswith("dp-replica") and record.kind == "host"
+    ]
+    later = [
+        i
+        for i, record in enumerate(timeline.records)
+        if timeline.threads[record.thread] == "MainThread" and i > max(of_replicas)
+    ]
+    assert len(of_replicas) == 4 and later
+    ended = max(timeline.schedule.ends[i] for i in of_replicas)
+    assert min(timeline.schedule.starts[i] for i in later) >= ended
+
+
+class ByHand(Classifier):
+    """Manual optimisation with an optimizer's step in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_with_the_caller_on_side_streams_too(
+    executor: str, on_sim: None, on_side_streams: None
+) -> None:
+    idle, _ = simulate(executor, WithARead)
+    with busy():
+        loaded = [simulate(executor, WithARead)[0] for _ in range(3)]
+    assert idle > 0 and loaded == [idle] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_in_manual_optimisation_too(executor: str, on_sim: None) -> None:
+    idle, _ = simulate(executor, ByHand)
+    with busy():
+        loaded = [simulate(executor, ByHand)[0] for _ in range(3)]
+    assert idle > 0 and loaded == [idle] * 3
+
+
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_in_forward_mode_too_where_autograd_has_one_thread(executor: str, on_sim: None) -> None:
     with torch.autograd.set_multithreading_enabled(False):

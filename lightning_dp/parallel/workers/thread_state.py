@@ -81,7 +81,7 @@ class ThreadState:
             current_modes(),
             unpacking_in_turn(saved_tensors_functions()),
             side_streams(devices),
-            hand_over(devices[0]),
+            None if devices[0].type == "cpu" else hand_over(devices[0]),
         )
 
     @contextlib.contextmanager

@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from oracle import Classifier, loader, trainer
 from torch import Tensor, nn
 
-from lightning_dp import DataParallelStrategy
+from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.sim.links import PRESETS
 from lightning_dp.sim.timeline import Row
 
@@ -385,11 +385,22 @@ def test_events_tell_virtual_time(machine: Machine) -> None:
     machine.ops(0, 3)
     last.record()
     assert first.elapsed_time(last) == 0.03
+    torch.sim.set_clock("wall")
+    assert first.elapsed_time(last) == 0.03
+
+
+def test_events_of_different_clocks_tell_the_walls_time(machine: Machine) -> None:
+    first, last = (torch.Event("sim:0", enable_timing=True) for _ in range(2))
+    first.record()
+    machine.ops(0, 1000)
     torch.sim.set_clock("virtual")
-    again = torch.Event("sim:0", enable_timing=True)
-    again.record()
-    with pytest.raises(RuntimeError, match="got one from before"):
-        first.elapsed_time(again)
+    machine.ops(0, 1000)
+    last.record()
+    assert first.elapsed_time(last) > 0
+    torch.sim.set_clock("wall")
+    first.record()
+    last.record()
+    assert 0 < first.elapsed_time(last) < 10_000
 
 
 def test_busy_seconds_count_without_a_wait(machine: Machine) -> None:
@@ -585,6 +596,19 @@ def test_a_step_takes_the_same_on_an_idle_and_on_a_busy_machine(
     with busy():
         loaded = [simulate(executor, make)[0] for _ in range(3)]
     assert idle > 0 and loaded == [idle] * 3
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_clocks_may_change_while_steps_are_measured(watched: bool, on_sim: None) -> None:
+    class Changing(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            torch.sim.set_clock(("virtual", "wall", "virtual")[trainer.global_step % 3])
+
+    callbacks = [Changing(), *([DataParallelMonitor()] if watched else [])]
+    strategy = DataParallelStrategy(executor="auto")
+    job = trainer(4, strategy, max_epochs=5, limit_val_batches=0, callbacks=callbacks)
+    job.fit(Classifier(), loader(), loader())
+    assert job.global_step == 15
 
 
 def test_replicas_whose_host_waits_overlap_in_threads_and_not_in_order(on_sim: None) -> None:

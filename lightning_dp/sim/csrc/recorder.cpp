@@ -1,7 +1,5 @@
 #include "recorder.h"
 
-#include <c10/util/Exception.h>
-
 #include <algorithm>
 #include <atomic>
 #include <mutex>
@@ -184,13 +182,12 @@ void set_copy(RecordId id, int source, int target, int64_t bytes, int64_t nanose
   }
 }
 
-double milliseconds_between(RecordId start, RecordId end) {
+std::optional<double> milliseconds_between(RecordId start, RecordId end) {
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    TORCH_CHECK(
-        std::min(start, end) >= state().first,
-        "Expected two events that were recorded since torch.sim.set_clock(\"virtual\"), got one from before. Record both "
-        "after it.");
+    if (std::min(start, end) < state().first) {
+      return std::nullopt;
+    }
   }
   return computed_milliseconds(start, end);
 }

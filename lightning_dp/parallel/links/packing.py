@@ -70,25 +70,21 @@ class Packing:
         None where there was no room for it.
         """
         if device not in self._staged:
-            try:
-                self._staged[device] = self._memory_on(device)
-            except torch.OutOfMemoryError:
-                self._staged[device] = None
+            self._staged[device] = self._memory_on(device)
         return self._staged[device]
 
     def _other(self, device: torch.device) -> list[Packed] | None:
         """Memory like what is staged on a device, beside it."""
         if device not in self._others:
-            try:
-                self._others[device] = self._memory_on(device)
-            except torch.OutOfMemoryError:
-                self._others[device] = None
+            self._others[device] = self._memory_on(device)
         return self._others[device]
 
-    def _memory_on(self, device: torch.device) -> list[Packed]:
-        """Memory for any one of the buckets at a time."""
+    def _memory_on(self, device: torch.device) -> list[Packed] | None:
         size = max((bucket.size * bucket.dtype.itemsize for bucket in self.buckets), default=0)
-        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        try:
+            memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return None
         return [bucket.in_memory(memory) for bucket in self.buckets]
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
@@ -108,9 +104,13 @@ class Packing:
 
     def _stage(self, here: Packed, sources: Sequence[Tensor]) -> None:
         """Packs a bucket where it is to leave from, when what was there before has left."""
-        for way in self._leaving.pop(here.flat.device, ()):
-            way.leave()
+        self._claim(here.flat.device)
         copy_to_each(here.views, sources)
+
+    def _claim(self, device: torch.device) -> None:
+        """From here on, what is staged on a device may be written to."""
+        for way in self._leaving.pop(device, ()):
+            way.leave()
 
     def _carry(self, here: Packed, there: Tensor, free: Sequence[torch.Event] = ()) -> Lane:
         """Sends a staged bucket to another accelerator."""
@@ -131,8 +131,7 @@ class Packing:
             zip(there.views, sources, strict=True) if here is None else [(there.flat, here.flat)]
         )
         for target, source in pairs:
-            on_device = _are_accelerators(source.device, target.device)
-            target.copy_(source, non_blocking=on_device)
+            target.copy_(source, non_blocking=_are_accelerators(source.device, target.device))
 
     def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
@@ -159,8 +158,7 @@ class Packing:
             return [part.to(device) for part in parts]
         here, there = staged[j], arrived[j]
         self._stage(here, parts)
-        for way in self._leaving.pop(device, ()):
-            way.leave()
+        self._claim(device)
         there.flat.copy_(here.flat, non_blocking=_are_accelerators(here.flat.device, device))
         return there.views
 
@@ -197,6 +195,7 @@ class Packing:
             if others is not None:
                 self._land(total, others[j], bucket, cast(list[Packed], sent), away)
                 return total
+        self._claim(device)
         try:
             for i, (here, term) in enumerate(zip(sent, away, strict=True)):
                 if total is None or here is None:

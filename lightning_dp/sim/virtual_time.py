@@ -48,7 +48,8 @@ def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
     - A copy between devices, or a device and the CPU, takes the time of its link (``set_link``),
       and no op's. A device has one engine for copies out and one for copies in: copies overlap ops
       and those of the other direction. One between two devices needs an engine of both.
-    - What waits for an event, a stream or a device, begins when that is through.
+    - What waits for an event, a stream or a device, begins when that is through. So does what uses
+      memory that others still write, where races are let pass (``set_strict``).
     - Events tell the time between them on this clock, if both were recorded since this call; else
       the wall's, which is the one that both have.
     - The host issues ops and copies in no time, or in ``seconds_per_launch`` each. It goes on when

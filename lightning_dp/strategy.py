@@ -19,6 +19,7 @@ from lightning_dp.lightning_private import layer_sync, set_layer_sync
 from lightning_dp.modes import Mode
 from lightning_dp.options import OptionsMixin
 from lightning_dp.parallel.batch import DeviceUsage
+from lightning_dp.parallel.likely_cause import note_kept_tensors
 from lightning_dp.parallel.replaced import Surroundings, replaced
 from lightning_dp.parallel.split import CostSplit, StepUsage
 from lightning_dp.parallel.workers import Calls, current_participant
@@ -94,6 +95,9 @@ class DataParallelMixin(OptionsMixin):
     def on_exception(self, exception: BaseException) -> None:
         try:
             super().on_exception(exception)
+            if self._mode is not None:
+                module = cast(LightningModule, self.lightning_module)
+                note_kept_tensors(exception, module, set(self._mode.engine.devices))
         finally:
             self._close()
 

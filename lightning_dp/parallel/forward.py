@@ -197,7 +197,9 @@ class SpreadCall(ReplicaCall):
             return to_device(outputs[0], self._engine.output_device)
         self._engine.num_cut += 1
         sizes, order = shards.active_sizes, shards.active_order
-        return self._engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
+        return self._engine.join(
+            outputs, sizes=sizes, order=order, dims=shards.dims, doubts_means=True
+        )
 
 
 class _SpreadForward:

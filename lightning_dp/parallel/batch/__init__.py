@@ -9,12 +9,12 @@ table is in `join`).
 from lightning_dp.parallel.batch import tree as tree
 from lightning_dp.parallel.batch.cost import sample_costs as sample_costs
 from lightning_dp.parallel.batch.gather import TreeJoin as TreeJoin
+from lightning_dp.parallel.batch.gather import check_overrides as check_overrides
 from lightning_dp.parallel.batch.gather import gather as gather
 from lightning_dp.parallel.batch.gather import own_sizes as own_sizes
 from lightning_dp.parallel.batch.join import Join as Join
 from lightning_dp.parallel.batch.join import Scalars as Scalars
 from lightning_dp.parallel.batch.join import as_rows as as_rows
-from lightning_dp.parallel.batch.join import check_overrides as check_overrides
 from lightning_dp.parallel.batch.join import weighted_mean as weighted_mean
 from lightning_dp.parallel.batch.sample_dims import Override as Override
 from lightning_dp.parallel.batch.sample_dims import SampleDims as SampleDims

@@ -151,9 +151,6 @@ def test_a_copy_has_a_fit_of_its_own_while_the_first_one_goes_on(way: str) -> No
 
 
 class Costly(Classifier):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
     def sample_cost(self, batch: Any) -> Tensor:
         return batch[0].abs().sum(1)
 

@@ -14,7 +14,16 @@ import torch
 import torchmetrics
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from oracle import Classifier, assert_equal_trees, assert_same, gradients, loader, run, trainer
+from oracle import (
+    ByHand,
+    Classifier,
+    assert_equal_trees,
+    assert_same,
+    gradients,
+    loader,
+    run,
+    trainer,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -99,9 +108,6 @@ class Normed(Classifier):
     def forward(self, x: Tensor) -> Tensor:
         return self.net(self.norm(x))
 
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
 
 class NormedSum(Normed):
     def loss(self, batch: Any) -> Tensor:
@@ -116,9 +122,6 @@ class Dropping(Classifier):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(self.second(self.first(x)))
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
 
 
 class DroppingSum(Dropping):
@@ -306,19 +309,8 @@ def test_a_difference_without_a_cause_is_told_all_the_same() -> None:
 
 
 def test_manual_optimisation_is_not_compared() -> None:
-    class Manual(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
-            optimizer.step()
+    class Manual(ByHand, Classifier):
+        pass
 
     assert "manual optimisation" in checked(Manual, mode="forward").not_checked
 

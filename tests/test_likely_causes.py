@@ -136,9 +136,6 @@ def test_in_forward_mode_and_in_the_drop_in_too(executor: str) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self(batch[0]).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
     text = failed(Forward, mode="forward", executor=executor)
     assert "self.net.helper.parts['scale'] lies on sim:" in text
 

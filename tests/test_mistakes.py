@@ -38,12 +38,6 @@ class Net(Classifier):
         self.metric = torchmetrics.MeanMetric()
         self.lists: list[Any] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
-
 
 def in_step(step: Step, stage: str = "training", **attributes: Any) -> type[Net]:
     """A module one of whose steps is `step`."""

@@ -246,7 +246,7 @@ def test_copies_made_in_a_step_are_as_those_of_one_device(
     mode: str, copier: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mode == "forward" and copier:
-        return  # there the step runs once
+        pytest.skip("there the step runs once")
     torch.set_default_dtype(torch.float64)
     results = []
     for devices in (3, 1):

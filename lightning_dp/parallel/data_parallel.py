@@ -31,8 +31,6 @@ from lightning_dp.parallel.split import OwnSplit, Sizes, check_split, split_poli
 from lightning_dp.parallel.stages import Stages, replaces_stages
 from lightning_dp.parallel.workers import EXECUTORS, ExecutorName
 
-_PREFIX = "module."
-
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -70,6 +68,7 @@ class DataParallel(nn.Module, Generic[Module]):
         module: the module; its parameters are the ones to optimise.
         device_ids: the indices of the devices (of CPU devices, None).
         devices: the devices.
+        src_device_obj: the first of them, where the module lies.
         output_device: where outputs end up.
         dim: the dimension.
 
@@ -106,6 +105,7 @@ class DataParallel(nn.Module, Generic[Module]):
         ids = all_devices() if device_ids is None else device_ids
         self.devices = resolve_devices(ids, "device_ids")
         self.device_ids = [device.index for device in self.devices]
+        self.src_device_obj = self.devices[0]
         self.output_device = resolve_output_device(minus_one_is_cpu(output_device), self.devices)
         self.dim = dim
         self._options: dict[str, Any] = {
@@ -177,11 +177,6 @@ class DataParallel(nn.Module, Generic[Module]):
         return gather(
             outputs, output_device, self.dim, sizes=sizes, scalars="stack", overrides=overrides
         )
-
-    @property
-    def src_device_obj(self) -> torch.device:
-        """The first device, where the module lies."""
-        return self.devices[0]
 
     def _by_stages(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, named = self.scatter(inputs, kwargs, self.device_ids)
@@ -295,7 +290,7 @@ def _add_prefix(
     wrapper: DataParallel[Any], state_dict: dict[str, Any], prefix: str, *args: Any
 ) -> None:
     """Lets a bigger module load its state into the wrapper, whichever prefixes keys have."""
-    own = [_PREFIX + key for key in wrapper.module.state_dict()]
+    own = [f"module.{key}" for key in wrapper.module.state_dict()]
     keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
     names = match_keys(keys, own, PREFIXES).changes
     values = [state_dict.pop(prefix + key) for key in names]

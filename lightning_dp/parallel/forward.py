@@ -15,7 +15,7 @@ from torch import nn
 from lightning_dp.parallel.batch import Scalars, Shards, to_device
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.replaced import StandIn, replaced
 
 _TELLING = ("batch_size", "split_batch", "sample_cost")
 
@@ -88,7 +88,7 @@ class ForwardParallel(RecoveringEngine):
         own = {path: attributes.get("forward") for path, attributes in self._attributes()}
         try:
             self._own_forwards = own
-            self._set_forwards({path: _SpreadForward(self, path) for path in self._paths})
+            self._set_forwards({path: self._spread_forward(path) for path in self._paths})
             # Compiled code may also be called with whole batches, beside the replicas' calls.
             with self.replicas.as_often_compiled():
                 yield
@@ -149,9 +149,11 @@ class ForwardParallel(RecoveringEngine):
                 if self.is_spreading:
                     self._set_forwards(spread)
 
-    def own_forward(self, path: str) -> Any:
-        """The attribute `forward` that a spread module has itself, or None."""
-        return (self._own_forwards or {}).get(path)
+    def _spread_forward(self, path: str) -> StandIn:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.spread(path, args, kwargs)
+
+        return StandIn(self.module.get_submodule(path), "forward", call)
 
     def _attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Those of the spread modules."""
@@ -200,29 +202,6 @@ class SpreadCall(ReplicaCall):
         return self._engine.join(
             outputs, sizes=sizes, order=order, dims=shards.dims, doubts_means=True
         )
-
-
-class _SpreadForward:
-    """The attribute `forward` of a module while its calls are spread."""
-
-    def __init__(self, engine: ForwardParallel, path: str) -> None:
-        self._engine = engine
-        self._path = path
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine.spread(self._path, args, kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module that is made meanwhile, to save or to average it, is not spread."""
-        own = self._engine.own_forward(self._path)
-        if own is not None:
-            return _itself, (own,)
-        # The copy has no attributes yet: this is its class's.
-        return getattr, (self._engine.module.get_submodule(self._path), "forward")
-
-
-def _itself(own: Any) -> Any:
-    return own
 
 
 def check_parallel_modules(module: nn.Module, names: Sequence[str]) -> None:

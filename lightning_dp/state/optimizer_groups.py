@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from operator import is_not
 from typing import Any
 
 import torch
@@ -60,14 +59,12 @@ class _SharedGroup(Options):
 
     def release(self, keeps: bool) -> Options:
         """The optimizer's own group, with the changes if they are to be kept."""
-        now = dict(self)
-        if keeps and (now.keys() != self._before.keys() or self._differs(now)):
+        now, before = dict(self), self._before
+        is_other = now.keys() != before.keys() or any(now[n] is not v for n, v in before.items())
+        if keeps and is_other:
             self._group.clear()
             self._group.update(now)
         return self._group
-
-    def _differs(self, now: Options) -> bool:
-        return any(map(is_not, map(now.__getitem__, self._before), self._before.values()))
 
     def _own(self) -> Options | None:
         """The calling replica's copy; None for the leader, and for code outside of replicas."""

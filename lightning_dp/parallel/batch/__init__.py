@@ -1,7 +1,8 @@
 """Batch: what is a batch, how many samples has it, how is it cut, how are outputs joined.
 
 Decided here: which containers there are (`tree`), which leaves can be cut and how (`leaves`), how
-many samples a batch has (`sizes`), what one shard of it is (`scatter`), which dimension of an
+many samples a batch has (`sizes`, `lists`) and what they cost (`cost`), what one shard of it is
+(`scatter`; `shards` are all of them) and how it is moved (`to_device`), which dimension of an
 output counts samples (`sample_dims`), and what the replicas' outputs are together (`gather`, whose
 table is in `join`).
 """

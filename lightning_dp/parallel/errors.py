@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import ParamSpec
@@ -28,21 +28,20 @@ def described(error: BaseException, how: Callable[[BaseException], str] = repr) 
     try:
         # Plain text: a subclass of it may fail again where it is used.
         return str.__str__(how(error))
-    except BaseException:
+    except BaseException:  # whatever that code raises
         return f"{type(error).__qualname__} (whose {how.__name__}() fails)"
 
 
 def add_note(error: BaseException, note: str) -> None:
     """Adds a note to an error; to the log if the error takes none."""
-    own: Iterable[Callable[[BaseException, str], None]] = (
-        lambda error, note: error.add_note(note),  # type: ignore[attr-defined]
-        lambda error, note: BaseException.add_note(error, note),  # type: ignore[attr-defined]
-    )
-    for add in own if hasattr(BaseException, "add_note") else (_add_to_text,):
+    # Python 3.10 has no such method.
+    plain = getattr(BaseException, "add_note", _add_to_text)
+    for add in (lambda error, note: error.add_note(note), plain):
         try:
-            return add(error, note)
-        except BaseException:
+            add(error, note)
+        except BaseException:  # its own method is not there, or raises anything
             continue
+        return
     log.error("%s %s. The error itself takes no note.", type(error).__qualname__, note)
 
 

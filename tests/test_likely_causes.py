@@ -293,7 +293,6 @@ def padded() -> Any:
     return DataLoader(samples, 8)
 
 
-@pytest.mark.filterwarnings("ignore")  # of layers without a GPU's kernels
 def test_padding_that_is_longer_than_the_shard_is_named() -> None:
     text = failed(Padded, padded(), k=2, executor="inorder")
     assert "padded to 9" in text and "total_length=9" in text

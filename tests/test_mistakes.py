@@ -19,10 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_dp import DataParallelStrategy
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Step = Callable[[Any, torch.Tensor], Any]
 """What a step does with the module and its own right loss, and what it returns."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import wraps
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 P = ParamSpec("P")
 
@@ -76,9 +76,9 @@ class _WithErrors(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._manager.__enter__()
 
-    def __exit__(self, *error: object) -> bool | None:
+    def __exit__(self, *error: Any) -> bool | None:
         try:
-            return self._manager.__exit__(*error)  # type: ignore[arg-type]
+            return self._manager.__exit__(*error)
         except RuntimeError as raised:
             own, cause = type(raised) is RuntimeError, raised.__cause__
             if not (own and str(raised) == "generator raised StopIteration" and cause is not None):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 from torch.profiler import record_function
 
+from lightning_dp.parallel.contexts import Contexts, context
 from lightning_dp.parallel.torch_private import is_profiling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,23 +27,30 @@ class Ranges:
         self.profile: Callable[[str], AbstractContextManager[None]] | None = None
         self._open: set[str] = set()
 
-    @contextlib.contextmanager
-    def of(self, stage: str) -> Iterator[None]:
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody is told."""
+        return self.profile is not None or is_profiling()
+
+    def of(self, stage: str) -> AbstractContextManager[None]:
         """The range of a stage. Inside of itself, as a stage may call its own parts, it is none."""
-        if stage in self._open:
-            yield
-            return
-        name = f"lightning_dp.{stage}"
-        self._open.add(stage)
+        is_told = self.is_heard and stage not in self._open
+        return self._told(stage) if is_told else nullcontext()
+
+    @context
+    def _told(self, stage: str) -> Iterator[None]:
         try:
-            with ExitStack() as stack:
-                if is_profiling():
-                    stack.enter_context(record_function(name))
-                if self.profile is not None:
-                    stack.enter_context(self.profile(name))
+            self._open.add(stage)
+            with Contexts(self._listeners(f"lightning_dp.{stage}")):
                 yield
         finally:
             self._open.discard(stage)
+
+    def _listeners(self, name: str) -> Iterator[AbstractContextManager[Any]]:
+        if is_profiling():
+            yield record_function(name)
+        if self.profile is not None:
+            yield self.profile(name)
 
 
 def stage(name: str) -> Callable[[F], F]:

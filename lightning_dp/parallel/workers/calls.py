@@ -106,8 +106,7 @@ class Calls:
             participant.inbox.put(Reply(error=ReplicaStopped("Its replica's call has ended.")))
 
     def _in_worker(self, participant: Participant) -> None:
-        with self.thread_state.entered(participant.device):
-            self._do_task(participant)
+        self.thread_state.call(participant.device, self._do_task, participant)
 
     # The host's side
 

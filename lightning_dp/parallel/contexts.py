@@ -110,19 +110,21 @@ class Contexts(Lasting):
                 self._error = sys.exc_info()
 
 
-class Paired(AbstractContextManager[None]):
+class Paired(Lasting):
     """A context of two calls: one at its beginning, one at its end."""
 
-    def __init__(self, begin: Callable[[], Any], end: Callable[[], Any]) -> None:
-        self._begin, self._end = begin, end
+    def __init__(self, first: Callable[[], Any], last: Callable[[], Any]) -> None:
+        self._first, self._last = first, last
+        self._begun: list[tuple[Any, Callable[[], Any]]] = []
 
-    def __enter__(self) -> None:
+    def begin(self) -> None:
         """The first one."""
-        self._begin()
+        self._begun.append((self._first(), self._last))
 
-    def __exit__(self, *error: object) -> None:
-        """The second one."""
-        self._end()
+    def end(self) -> None:
+        """The last one, if there was a first one."""
+        while self._begun:
+            self._begun.pop()[1]()
 
 
 def context(
@@ -190,8 +192,7 @@ class _Generated(AbstractContextManager[T], Generic[T]):
             raised = error if found is error else None
         except BaseException as found:
             raised = _own(found)
-        if self._entry in _open.stack:
-            _open.stack.remove(self._entry)
+        self.put_back()  # the error may be an interrupt of the lines above
         try:
             if raised is None:
                 return error is not None

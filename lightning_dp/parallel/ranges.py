@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from torch.profiler import record_function
 
-from lightning_dp.parallel.contexts import Contexts, context
+from lightning_dp.parallel.contexts import Contexts, Paired
 from lightning_dp.parallel.torch_private import is_profiling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,18 +35,11 @@ class Ranges:
     def of(self, stage: str) -> AbstractContextManager[None]:
         """The range of a stage. Inside of itself, as a stage may call its own parts, it is none."""
         is_told = self.is_heard and stage not in self._open
-        return self._told(stage) if is_told else nullcontext()
+        return Contexts(self._parts(stage)) if is_told else nullcontext()
 
-    @context
-    def _told(self, stage: str) -> Iterator[None]:
-        try:
-            self._open.add(stage)
-            with Contexts(self._listeners(f"lightning_dp.{stage}")):
-                yield
-        finally:
-            self._open.discard(stage)
-
-    def _listeners(self, name: str) -> Iterator[AbstractContextManager[Any]]:
+    def _parts(self, stage: str) -> Iterator[AbstractContextManager[Any]]:
+        yield Paired(partial(self._open.add, stage), partial(self._open.discard, stage))
+        name = f"lightning_dp.{stage}"
         if is_profiling():
             yield record_function(name)
         if self.profile is not None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
-from lightning_dp.parallel.contexts import Lasting
+from lightning_dp.parallel.contexts import Contexts, Paired
 from lightning_dp.parallel.torch_private import child_table, found
 
 found(nn.Module, "_compiled_call_impl")
@@ -50,29 +51,15 @@ def compiled_frames() -> int:
 _is_raised: ContextVar[bool] = ContextVar("_is_raised", default=False)
 
 
-class more_recompilations(Lasting):
+def more_recompilations(times: int) -> AbstractContextManager[Any]:
     """Lets code be compiled so many times as often before it is given up; inside of itself, once.
 
     It holds in this context and its copies. Gone: an error, since code would not be compiled.
     """
-
-    def __init__(self, times: int) -> None:
-        self._times = times
-        self._patch: AbstractContextManager[Any] | None = None
-
-    def begin(self) -> None:
-        """From here on."""
-        if _is_raised.get():
-            return
-        config: Any = importlib.import_module("torch._dynamo.config")
-        names = ("recompile_limit", "accumulated_recompile_limit")
-        patch = config.patch({name: found(config, name) * self._times for name in names})
-        self._patch = patch
-        _is_raised.set(True)
-        patch.__enter__()
-
-    def end(self) -> None:
-        """As often as before."""
-        if self._patch is not None:
-            _is_raised.set(False)
-            self._patch.__exit__(None, None, None)
+    if _is_raised.get():
+        return nullcontext()
+    config: Any = importlib.import_module("torch._dynamo.config")
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    limits = {name: found(config, name) * times for name in names}
+    raised = Paired(partial(_is_raised.set, True), partial(_is_raised.set, False))
+    return Contexts([raised, config.patch(limits)])

@@ -24,17 +24,18 @@ import torch
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Entries: TypeAlias = "list[Lasting | weakref.ref[_Generated[Any]]]"
 
 
 class _Open(threading.local):
     """The contexts that last, of this thread; the innermost is the last."""
 
     def __init__(self) -> None:
-        # One that is a generator ends by itself, once nobody has it any more.
-        self.stack: list[Lasting | weakref.ref[_Generated[Any]]] = []
+        self.stack: Entries = []
 
 
 _open = _Open()
+_NOWHERE: Entries = []
 
 
 class Lasting(ABC):
@@ -43,6 +44,8 @@ class Lasting(ABC):
     An interrupt may keep `begin` or `end` from going on. So `end` must be right after a part of
     `begin`, and after a part of itself.
     """
+
+    _entries: Entries = _NOWHERE  # of the thread that has entered it; another one may end it
 
     @abstractmethod
     def begin(self) -> None:
@@ -55,7 +58,8 @@ class Lasting(ABC):
     def __enter__(self) -> None:
         """It lasts from here on."""
         try:
-            _open.stack.append(self)
+            self._entries = _open.stack
+            self._entries.append(self)
             self.begin()
         except BaseException:
             self.__exit__(*sys.exc_info())
@@ -63,9 +67,9 @@ class Lasting(ABC):
 
     def __exit__(self, *error: Any) -> None:
         """It ends, once; if an interrupt keeps it from that, it can be told again."""
-        if self in _open.stack:
+        if self in self._entries:
             self.end()
-            _open.stack.remove(self)
+            self._entries.remove(self)
 
     def put_back(self) -> None:
         """Ends it, if it has not ended."""
@@ -73,13 +77,12 @@ class Lasting(ABC):
 
 
 _NONE = (None, None, None)
-Parts: TypeAlias = Iterable[AbstractContextManager[Any]]
 
 
 class Contexts(Lasting):
     """Several contexts, each made once those before it have begun. None of them swallows errors."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Iterable[AbstractContextManager[Any]]) -> None:
         self._parts = parts
         self._begun: list[tuple[AbstractContextManager[Any], Any]] = []
         self._error: Any = _NONE
@@ -160,10 +163,11 @@ class _Generated(AbstractContextManager[T], Generic[T]):
 
     def __init__(self, generator: Generator[T, None, None]) -> None:
         self._generator = generator
-        self._entry = weakref.ref(self)
+        self._entry = weakref.ref(self)  # it ends by itself, once nobody has it any more
+        self._entries: Entries = _open.stack
 
     def __enter__(self) -> T:
-        _open.stack.append(self._entry)
+        self._entries.append(self._entry)
         try:
             return next(self._generator)
         except BaseException as error:
@@ -206,9 +210,9 @@ class _Generated(AbstractContextManager[T], Generic[T]):
 
     def put_back(self) -> None:
         """Ends it, if it has not ended."""
-        if self._entry in _open.stack:
+        if self._entry in self._entries:
             self._generator.close()
-            _open.stack.remove(self._entry)
+            self._entries.remove(self._entry)
 
 
 def _own(raised: BaseException) -> BaseException:

@@ -49,13 +49,13 @@ def _add_to_text(error: BaseException, note: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and those that were being handled when it was raised. They are not asked."""
+def chain(error: BaseException | None, link: str = "__context__") -> Iterator[BaseException]:
+    """An error, and those that it came from, by `__context__` or by `__cause__`: none is asked."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
-        error = BaseException.__getattribute__(error, "__context__")
+        error = BaseException.__getattribute__(error, link)
 
 
 def forget_frames(error: BaseException) -> None:

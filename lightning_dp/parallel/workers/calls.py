@@ -175,7 +175,7 @@ class Calls:
         """
         if self.broken is None:
             self.broken = error
-        seconds = math.inf if isinstance(error, Exception) else left_behind.GRACE_SECONDS
+        seconds = math.inf if is_a(error, Exception) else left_behind.GRACE_SECONDS
         end = time.monotonic() + seconds
         for participant in self.unended:
             participant.deliver = None

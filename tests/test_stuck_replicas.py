@@ -72,9 +72,11 @@ def busy_trap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
 
 def set_trap(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
     monkeypatch.setattr(left_behind, "GRACE_SECONDS", 0.2)
+    others = set(threading.enumerate())
     yield trap
     trap.release.set()
-    assert soon(lambda: trap.thread is None or not trap.thread.is_alive())
+    # On a busy machine the replicas beside it have been left behind, too.
+    assert soon(lambda: trap.thread is None or not set(threading.enumerate()) - others)
 
 
 def tasks_of(*calls: Callable[[], Any]) -> list[Task]:

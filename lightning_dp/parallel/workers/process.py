@@ -1,7 +1,7 @@
 """The process: what becomes of workers when it forks, and when it ends.
 
 A forked child has the thread that forked and no other: it makes its own workers. The end of the
-program waits for nobody for long: workers are interrupted, and with them those who wait for them.
+program waits for nobody for long: workers at work are interrupted, and so are their callers.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ def _in_child() -> None:
 
 
 def _at_exit() -> None:
-    workers = [worker.thread for owner in list(_owners) for worker in owner.dismiss()]
+    workers = [worker for owner in list(_owners) for worker in owner.dismiss()]
     callers = threads_within(__package__) if workers else []
-    for thread in workers:
-        interrupt(thread, SystemExit)  # of which no thread says anything
+    for worker in workers:
+        if worker.is_at_work:
+            interrupt(worker.thread, SystemExit)  # of which no thread says anything
     # A thread that comes back from torch while Python ends would abort the process.
-    ended([*workers, *callers], AT_EXIT_SECONDS)
+    ended([*[worker.thread for worker in workers], *callers], AT_EXIT_SECONDS)
 
 
 atexit.register(_at_exit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,6 +30,12 @@ class Worker:
         task = partial(_live, self.inbox, self.ready, intra_op_threads)
         self.thread = threading.Thread(target=task, name=f"dp-replica-{replica}", daemon=True)
         self.thread.start()
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its thread is anywhere but at its inbox."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return frame is not None and frame.f_code is not _live.__code__
 
 
 def _live(inbox: Inbox, ready: threading.Event, intra_op_threads: int) -> None:

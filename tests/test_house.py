@@ -41,6 +41,7 @@ FLOORS = [
     ],
     ["parallel.torch_compile"],
     ["parallel.torch_private", "parallel.checks"],
+    ["parallel.contexts"],
 ]
 """Top to bottom; what is on one floor does not import each other."""
 

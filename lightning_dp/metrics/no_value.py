@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from lightning_dp.parallel.errors import add_note
+from lightning_dp.parallel.errors import add_note, chain
 
 _USES = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
@@ -28,10 +28,9 @@ class NoValue:
             "log the metric object, and do not use the value that it returns in a step]",
         )
         self.__dict__["error"] = error
-        cause: BaseException | None = error
-        while cause is not None:  # the frames in which it was raised would keep all that is in them
-            cause.__traceback__ = None
-            cause.__context__, cause = None, cause.__cause__
+        for cause in chain(error, "__cause__"):  # whose frames would keep all that is in them
+            BaseException.with_traceback(cause, None)
+            BaseException.__setattr__(cause, "__context__", None)
 
     def fail(self, *_: Any, **__: Any) -> NoReturn:
         """Raises the error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -15,6 +16,7 @@ from torch import nn
 from lightning_dp.keys import PREFIXES, match_keys, normalize_state_dict
 from lightning_dp.parallel.batch import Override, check_overrides, to_device
 from lightning_dp.parallel.checks import check_choice, check_dim, check_module
+from lightning_dp.parallel.contexts import Surroundings
 from lightning_dp.parallel.devices import (
     DeviceLike,
     all_devices,
@@ -26,7 +28,7 @@ from lightning_dp.parallel.devices import (
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.gradients import BUFFERS, Buffers
 from lightning_dp.parallel.primitives import gather
-from lightning_dp.parallel.replaced import Surroundings, replaced
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import OwnSplit, Sizes, check_split, split_policy
 from lightning_dp.parallel.stages import Stages, replaces_stages
 from lightning_dp.parallel.workers import EXECUTORS, ExecutorName
@@ -141,15 +143,9 @@ class DataParallel(nn.Module, Generic[Module]):
             args, options = to_device((inputs, kwargs), self.devices[0])
             return to_device(self.module(*args, **options), self.output_device)
         engine = self._spreader()
-        before = None if engine.is_spreading else Surroundings()
-        try:
-            with engine.turn(), engine.spreading():
-                return self.module(*inputs, **kwargs)
-        except BaseException:
-            if before is not None:
-                engine.stop_spreading()
-                before.restore()
-            raise
+        around = nullcontext() if engine.is_spreading else Surroundings()
+        with around, engine.turn(), engine.spreading():
+            return self.module(*inputs, **kwargs)
 
     # The stages, for subclasses
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
 
 from lightning_dp.parallel.checks import told
+from lightning_dp.parallel.contexts import Contexts
 
 _HIGHEST_ID = 127  # torch takes no higher one, and no machine has it
 _PEAK = "max_memory_allocated"
@@ -158,19 +159,15 @@ def empty_cache(device: torch.device) -> None:
             _module(device).empty_cache()
 
 
-@contextlib.contextmanager
-def current_device(device: torch.device, stream: torch.Stream | None = None) -> Iterator[None]:
+def current_device(
+    device: torch.device, stream: torch.Stream | None = None
+) -> AbstractContextManager[Any]:
     """Makes `device`, and on it `stream`, the calling thread's current ones for a while."""
     if device.type == "cpu":
-        yield
-        return
+        return nullcontext()
     module = torch.get_device_module(device)
-    with module.device(device):
-        if stream is None:
-            yield
-        else:
-            with module.stream(stream):
-                yield
+    here: AbstractContextManager[Any] = module.device(device)
+    return here if stream is None else Contexts([here, module.stream(stream)])
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:

@@ -6,14 +6,9 @@ Every method of such an error may fail or mislead: its `repr`, its truth value, 
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from functools import wraps
-from typing import Any, ParamSpec
-
-P = ParamSpec("P")
 
 log = logging.getLogger("lightning_dp")
 
@@ -53,35 +48,17 @@ def _add_to_text(error: BaseException, note: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 
-def context_of_errors(
-    generator: Callable[P, Iterator[None]],
-) -> Callable[P, AbstractContextManager[None]]:
-    """As `contextlib.contextmanager`, for a generator that calls other people's code at its end.
-
-    Their StopIteration would leave a generator as a RuntimeError.
-    """
-    manager = contextlib.contextmanager(generator)
-
-    @wraps(generator)
-    def make(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
-        return _WithErrors(manager(*args, **kwargs))
-
-    return make
+def chain(error: BaseException | None, link: str = "__context__") -> Iterator[BaseException]:
+    """An error, and those that it came from, by `__context__` or by `__cause__`: none is asked."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = BaseException.__getattribute__(error, link)
 
 
-class _WithErrors(AbstractContextManager[None]):
-    def __init__(self, manager: AbstractContextManager[None]) -> None:
-        self._manager = manager
-
-    def __enter__(self) -> None:
-        self._manager.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        try:
-            return self._manager.__exit__(*error)
-        except RuntimeError as raised:
-            own, cause = type(raised) is RuntimeError, raised.__cause__
-            if not (own and str(raised) == "generator raised StopIteration" and cause is not None):
-                raise
-            original = cause
-        raise original
+def forget_frames(error: BaseException) -> None:
+    """Lets go of the half-done work that the frames of an error, and of its chain, hold."""
+    for each in chain(error):
+        traceback.clear_frames(BaseException.__getattribute__(each, "__traceback__"))
+        BaseException.with_traceback(each, None)

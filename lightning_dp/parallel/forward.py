@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_dp.parallel.batch import Scalars, Shards, to_device
 from lightning_dp.parallel.call import ReplicaCall
+from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.replaced import StandIn, replaced
 
@@ -67,34 +68,25 @@ class ForwardParallel(RecoveringEngine):
         self._mode = (False, False)
         self._locks: dict[int, threading.RLock] = {}
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> AbstractContextManager[Any]:
         """Lets one thread spread calls at a time: checkpoints do so in the threads of devices."""
         # By process: in a forked child nobody unlocks what another thread has locked.
-        with self._locks.setdefault(os.getpid(), threading.RLock()):
-            yield
+        return self._locks.setdefault(os.getpid(), threading.RLock())
 
     @property
     def is_spreading(self) -> bool:
         """Whether the module's calls are spread now."""
         return self._own_forwards is not None
 
-    @contextlib.contextmanager
-    def spreading(self) -> Iterator[None]:
+    def spreading(self) -> AbstractContextManager[None]:
         """Spreads the module's calls while it lasts."""
-        if self.is_spreading:
-            yield
-            return
+        return nullcontext() if self.is_spreading else _Spreading(self)
+
+    def start_spreading(self) -> None:
+        """Spreads the module's calls from here on."""
         own = {path: attributes.get("forward") for path, attributes in self._attributes()}
-        try:
-            self._own_forwards = own
-            self._set_forwards({path: self._spread_forward(path) for path in self._paths})
-            # Compiled code may also be called with whole batches, beside the replicas' calls.
-            with self.replicas.as_often_compiled():
-                yield
-        finally:
-            if self._own_forwards is own:  # the end of a generator may come late
-                self.stop_spreading()
+        self._own_forwards = own  # first: an interrupt may come before the next line
+        self._set_forwards({path: self._spread_forward(path) for path in self._paths})
 
     def stop_spreading(self) -> None:
         """Gives the module its own forwards back; once more, if an interrupt came in between."""
@@ -167,6 +159,23 @@ class ForwardParallel(RecoveringEngine):
                 attributes.pop("forward", None)
             else:
                 attributes["forward"] = forwards[path]
+
+
+class _Spreading(Lasting):
+    """The calls of a module are spread."""
+
+    def __init__(self, engine: ForwardParallel) -> None:
+        self._engine = engine
+        # Compiled code may also be called with whole batches, beside the replicas' calls.
+        self._compiled = engine.replicas.compiled.as_often()
+
+    def begin(self) -> None:
+        self._engine.start_spreading()
+        self._compiled.__enter__()
+
+    def end(self) -> None:
+        self._compiled.__exit__(None, None, None)
+        self._engine.stop_spreading()
 
 
 class SpreadCall(ReplicaCall):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_dp.parallel.batch import DeviceUsage
+from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.devices import (
     allocated_memory,
     busy_clock,
@@ -112,7 +112,7 @@ class Meter:
         if self._steps is not None:
             self._steps.stop()
 
-    @contextlib.contextmanager
+    @context
     def unmeasured(self) -> Iterator[None]:
         """What happens meanwhile does not count into the devices' peaks of memory."""
         self._memory.restart()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.replicas.buffers import Table, version_of
 from lightning_dp.parallel.replicas.structure import ModuleStructure
 from lightning_dp.parallel.replicas.untracked_writes import LOOKS
@@ -65,7 +66,7 @@ class BufferState:
         is_time = self._steps <= LOOKS or not self._steps % LOOKS
         return self._looked_at(active) if is_time and len(active) > 1 else nullcontext()
 
-    @contextmanager
+    @context
     def _looked_at(self, active: Sequence[int]) -> Iterator[None]:
         before = self._marks(active)
         yield

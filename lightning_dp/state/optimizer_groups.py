@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -66,8 +66,9 @@ class _SharedGroup(Options):
     def release(self, keeps: bool) -> Options:
         """The optimizer's own group, with the changes if they are to be kept."""
         now, before = dict(self), self._before
-        is_other = now.keys() != before.keys() or any(now[n] is not v for n, v in before.items())
-        if keeps and is_other:
+        # No frame for each option: this is in every step.
+        values = map(now.__getitem__, before)
+        if keeps and (now.keys() != before.keys() or any(map(is_not, values, before.values()))):
             self._group.clear()
             self._group.update(now)
         return self._group

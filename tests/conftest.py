@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,21 @@ def all_are_on_side_streams(request: pytest.FixtureRequest) -> None:
     """With --side-streams; but for the simulated devices' own tests, which are about streams."""
     if request.config.getoption("--side-streams") and request.path.parent.name != "sim":
         request.getfixturevalue("on_side_streams")
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    """Limits a simulated device to what it has in use now, and so many bytes more."""
+    sim.enable(SIM_DEVICES)
+    monkeypatch.setattr(oracle, "ON", "sim")
+
+    def leave(device: int, extra: int) -> None:
+        gc.collect()
+        torch.sim.set_memory_limit(device, torch.sim.memory_allocated(device) + extra)
+
+    yield leave
+    for device in range(SIM_DEVICES):
+        torch.sim.set_memory_limit(device, None)
 
 
 @pytest.fixture

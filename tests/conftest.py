@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,14 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--side-streams",
+        action="store_true",
+        help="each test is on a stream of its own on every simulated device",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before the processes are counted
@@ -132,6 +141,31 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]
     yield leave
     for device in range(SIM_DEVICES):
         torch.sim.set_memory_limit(device, None)
+
+
+@pytest.fixture
+def on_side_streams() -> Iterator[None]:
+    """The test is on a stream of its own on every device: what only default streams order shows."""
+    sim.enable(SIM_DEVICES)
+    pairs = [(torch.sim.default_stream(k), torch.Stream(f"sim:{k}")) for k in range(SIM_DEVICES)]
+    # Of weights that were made on another stream. It is right, and torch says so at no loss.
+    warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+    for default, side in pairs:
+        side.wait_stream(default)
+        torch.accelerator.set_stream(side)
+    torch.accelerator.set_device_index(0)
+    yield
+    for default, side in pairs:
+        default.wait_stream(side)
+        torch.accelerator.set_stream(default)
+    torch.accelerator.set_device_index(0)
+
+
+@pytest.fixture(autouse=True)
+def all_are_on_side_streams(request: pytest.FixtureRequest) -> None:
+    """With --side-streams; but for the simulated devices' own tests, which are about streams."""
+    if request.config.getoption("--side-streams") and request.path.parent.name != "sim":
+        request.getfixturevalue("on_side_streams")
 
 
 @pytest.fixture

@@ -327,7 +327,7 @@ def test_many_outputs_cross_in_few_copies() -> None:
 def test_copies_to_the_cpu_are_finished_once_per_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """After all were issued: the copies of several devices overlap."""
     waited: list[torch.device] = []
-    monkeypatch.setattr(transfer, "_wait_for_copies", waited.append)
+    monkeypatch.setattr(transfer, "host_waits_for", waited.append)
     devices = devices_of(3)
     outputs = [{"a": torch.ones(2, device=d), "b": torch.ones(2, device=d).long()} for d in devices]
     gather(outputs, "cpu")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Classifier, assert_same, loader, run, trainer
+from oracle import Classifier, assert_same, devices_of, loader, run, trainer
 from patience import soon
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.parallel.step import StepParallel
 
 WIDTH = 512
 """Wide enough for activations to be what memory goes to."""
@@ -308,3 +309,60 @@ def test_memory_is_free_again_when_the_job_is_done(room: Any) -> None:
     job = trainer(2, DataParallelStrategy(), precision="64-true")
     job.fit(WideInBackward(), loader(), loader(2))
     assert soon(lambda: torch.sim.memory_allocated(1) == before)
+
+
+class FailsWhileAnotherWorks(torch.autograd.Function):
+    """The first time sim:0 fails while sim:1 takes its time."""
+
+    begun, failed, again = threading.Event(), threading.Event(), threading.Event()
+    was_overtaken = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        own = FailsWhileAnotherWorks
+        if own.failed.is_set():
+            return gradient
+        if gradient.device.index == 1:
+            own.begun.set()
+            own.failed.wait(30)
+            own.was_overtaken = own.again.wait(0.5)
+        elif gradient.device.index == 0:
+            assert own.begun.wait(30)
+            own.failed.set()
+            raise ValueError("the user's own")
+        return gradient
+
+
+def test_a_step_after_a_backward_that_failed_waits_for_devices_still_at_work(limit: Any) -> None:
+    """Somebody may catch the error, and go on with the next batch."""
+
+    class Net(nn.Linear):
+        def training_step(self, x: Tensor) -> Tensor:
+            if FailsWhileAnotherWorks.failed.is_set():
+                FailsWhileAnotherWorks.again.set()
+            loss: Tensor = FailsWhileAnotherWorks.apply(self(x)).square().mean()
+            return loss
+
+    own = FailsWhileAnotherWorks
+    for event in (own.begun, own.failed, own.again):
+        event.clear()
+    own.was_overtaken = False
+    devices = devices_of(2)
+    net, x = Net(4, 1).to(devices[0]), torch.randn(6, 4)
+    engine = StepParallel(net, devices, output_device=devices[0], split=lambda n: (3, 3))
+    with pytest.raises(ValueError, match="the user's own"):
+        engine.train("training_step", x).backward()
+    net.zero_grad()
+    engine.train("training_step", x).backward()
+    assert own.again.is_set() and not own.was_overtaken
+    got = [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+    engine.close()
+    net.zero_grad()
+    net.training_step(x.to(devices[0])).backward()
+    for a, b in zip(got, net.parameters(), strict=True):
+        assert b.grad is not None
+        torch.testing.assert_close(a, b.grad.cpu())

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_dp.parallel.batch import StepDims, weighted_mean
+from lightning_dp.parallel.links import joining_device, to_device_coalesced
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.
 _OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]
@@ -48,6 +49,7 @@ def merged_log(
     | any, of a metric | the metric itself, which by then has seen the whole batch            |
 
     A `batch_size` that is the same on shards of unequal sizes is a constant; others are added up.
+    A tensor of accelerators does not go to the host yet, see `brought_to`.
     """
     first = calls[0]
     if len(calls) == 1:
@@ -62,8 +64,26 @@ def merged_log(
             weights, options["batch_size"] = own, sum(own)
     value = first.value
     if isinstance(value, Tensor | Number):
-        value = _merged(_as_numbers(calls, device), weights, options.get("reduce_fx", "mean"))
+        where = joining_device([call.value for call in calls], device)
+        numbers = _as_numbers(calls, where)
+        value = _merged(numbers, weights, options.get("reduce_fx", "mean"))
     return first._replace(value=value, options=options)
+
+
+def brought_to(device: torch.device, calls: Sequence[LogCall]) -> list[LogCall]:
+    """Merged calls with their tensors on the device; for the host, all in one copy."""
+    away = [
+        i
+        for i, call in enumerate(calls)
+        if isinstance(call.value, Tensor) and call.value.device != device
+    ]
+    if not away:
+        return list(calls)
+    brought = list(calls)
+    values = to_device_coalesced([calls[i].value for i in away], device)
+    for i, value in zip(away, values, strict=True):
+        brought[i] = calls[i]._replace(value=value)
+    return brought
 
 
 def _with_number(options: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -104,5 +124,5 @@ def _as_numbers(calls: Sequence[LogCall], device: torch.device) -> list[Tensor]:
             number = torch.tensor(number, dtype=default)
         elif number.dtype not in (torch.float32, torch.float64):
             number = number.to(default if default == torch.float64 else torch.float32)
-        numbers.append(number.to(device))
+        numbers.append(number.to(device, non_blocking=device.type != "cpu"))
     return numbers

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_dp.parallel.checks import told
-from lightning_dp.parallel.contexts import Contexts
 
 _HIGHEST_ID = 127  # torch takes no higher one, and no machine has it
 _PEAK = "max_memory_allocated"
@@ -159,22 +158,12 @@ def empty_cache(device: torch.device) -> None:
             _module(device).empty_cache()
 
 
-def current_device(
-    device: torch.device, stream: torch.Stream | None = None
-) -> AbstractContextManager[Any]:
-    """Makes `device`, and on it `stream`, the calling thread's current ones for a while."""
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes `device` the calling thread's current one for a while."""
     if device.type == "cpu":
         return nullcontext()
-    module = torch.get_device_module(device)
-    here: AbstractContextManager[Any] = module.device(device)
-    return here if stream is None else Contexts([here, module.stream(stream)])
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """The calling thread's current stream on `device`; None where devices have no streams."""
-    module = _module(device)
-    has_streams = hasattr(module, "current_stream") and hasattr(module, "stream")
-    return module.current_stream(device) if has_streams else None
+    here: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return here
 
 
 def _existing(entry: DeviceLike, key: str) -> torch.device:

@@ -94,7 +94,7 @@ class Engine:
         self.devices = list(devices)
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
-        self.reducer = Reducer(self.replicas, buffers)
+        self.reducer = Reducer(self.replicas, buffers, self.devices)
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.ranges = Ranges()  # the stages, as profilers see them
         self.calls = Calls()  # of the replicas, in the latest apply
@@ -144,7 +144,8 @@ class Engine:
             self._executor.run(joint.name, tasks, goes_on=True)
             self.meter.add(tasks)
         else:
-            backward_at_once(joint.graphs, gradient, keep_graph)
+            during = self.meter.working([graph.replica for graph in joint.graphs])
+            backward_at_once(joint.graphs, gradient, keep_graph, during=during)
         self.meter.stop()
         self.reduce()
         self.planner.record_success(training=True)
@@ -234,6 +235,8 @@ class Engine:
         noticed = self.replicas.noticed(shards.active) if training else nullcontext()
         with context, noticed, self.replicas.compiled.around_calls():
             tasks = call.tasks(modules, shards, self.devices)
+            if self.meter.is_watched:
+                self.meter.follow(tasks)
             outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
         if training:
             self.reducer.after_forward(shards)

@@ -122,9 +122,10 @@ class ManualStep(EvaluationStep):
         with torch.no_grad():
             joint = join_losses(graphs, self.engine.output_device)
         if any([loss.requires_grad for loss in losses]):
-            run = partial(self._backward, inputs)
-            crosses = self.engine.calls.crossed
-            joint = JointBackward(self.name, self.shards, graphs, crosses, run).attach(joint)
+            run, crosses = partial(self._backward, inputs), self.engine.calls.crossed
+            devices = [*self.engine.devices, self.engine.output_device]
+            backward = JointBackward(self.name, self.shards, graphs, crosses, run, devices)
+            joint = backward.attach(joint)
         return self.once(lambda: call(joint))
 
     def _backward(
@@ -134,7 +135,8 @@ class ManualStep(EvaluationStep):
         reducer.before_backward()
         self._gradients.put_aside()
         if joint.crosses or not self.engine.on_cpu:
-            backward_at_once(joint.graphs, gradient, keep_graph, _all_of(inputs))
+            during = self.engine.meter.working([graph.replica for graph in joint.graphs])
+            backward_at_once(joint.graphs, gradient, keep_graph, _all_of(inputs), during)
         else:
             own_inputs = dict(zip(self.shards.active, inputs, strict=True))
             calls: dict[int, Callable[[], Any]] = dict.fromkeys(self.shards.active, lambda: None)

@@ -166,7 +166,8 @@ class TrainingStep(EvaluationStep):
             joint = join_losses(graphs, engine.output_device)
         if not any([graph.loss.requires_grad for graph in graphs]):
             return joint
-        backward = JointBackward(self.name, shards, graphs, engine.calls.crossed, engine.backward)
+        crosses, devices = engine.calls.crossed, [*engine.devices, engine.output_device]
+        backward = JointBackward(self.name, shards, graphs, crosses, engine.backward, devices)
         return backward.attach(joint, engine.requested_parameters())
 
     def finish(self, result: Any, gradient: Tensor | None = None) -> None:

@@ -27,7 +27,7 @@ def is_enabled() -> bool:
     return device_module.is_initialized()
 
 
-def enable(device_count: int = DEFAULT_DEVICE_COUNT) -> None:
+def enable(device_count: int = DEFAULT_DEVICE_COUNT, *, strict: bool = True) -> None:
     """Make the devices ``sim:0`` to ``sim:<device_count - 1>`` and the module ``torch.sim`` exist.
 
     The first call on a machine compiles a C++ extension (about a minute, cached afterwards).
@@ -38,6 +38,9 @@ def enable(device_count: int = DEFAULT_DEVICE_COUNT) -> None:
 
     Args:
         device_count: how many devices, 1 to 127.
+        strict: whether devices are as unforgiving as GPUs: what is read before it was waited for is
+            full of NaN, and accesses that nothing orders raise ``torch.sim.RaceError``. The first
+            call decides; ``torch.sim.set_strict`` changes it. Costs below a microsecond per op.
 
     Raises:
         ValueError: ``device_count`` is not in that range.
@@ -53,6 +56,7 @@ def enable(device_count: int = DEFAULT_DEVICE_COUNT) -> None:
     with _lock:
         if not is_enabled():
             _enable(device_count)
+            device_module.set_strict(strict)
     enabled = device_module.device_count()
     if enabled != device_count:
         raise RuntimeError(

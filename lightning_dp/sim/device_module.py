@@ -16,14 +16,19 @@ import torch
 
 DeviceLike: TypeAlias = "int | str | torch.device | None"
 
-# Ops are done when they return: one stream per device, and events are moments in time.
 Stream = torch.Stream
 Event = torch.Event
+
+_DEVICE_TYPE = 20  # of out-of-tree backends, in torch.Stream
 
 _extension: Any = None
 _initialized = False  # read by torch.utils.checkpoint
 _forked = False
 default_generators: tuple[torch.Generator, ...] = ()
+
+
+class RaceError(RuntimeError):
+    """Two accesses to memory that nothing orders, or memory that was let go too early."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +129,8 @@ class device(torch.accelerator.device_index):
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Wait for all work of ``device``: for what is left of the time that ``set_speed`` asks for."""
-    _extension.settle(_index(device))
+    """Wait for all work of ``device``, and for the time that ``set_speed`` asks for."""
+    _extension.synchronize(_index(device))
 
 
 def get_device_name(device: DeviceLike = None) -> str:
@@ -139,7 +144,47 @@ def get_device_properties(device: DeviceLike = None) -> DeviceProperties:
     return DeviceProperties(get_device_name(index), int(_extension.total_memory(index)))
 
 
-current_stream = default_stream = torch.accelerator.current_stream
+# --- streams ---
+
+current_stream = torch.accelerator.current_stream
+set_stream = torch.accelerator.set_stream
+
+
+def default_stream(device: DeviceLike = None) -> torch.Stream:
+    """Return the stream of ``device`` that is current where none was chosen."""
+    index = _index(device)
+    return torch.Stream(stream_id=0, device_index=index, device_type=_DEVICE_TYPE)
+
+
+class stream:
+    """Make ``stream``, and its device, this thread's current ones; ``None`` changes nothing."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        """Make it current."""
+        if self.stream is not None:
+            self._device = device(self.stream.device)
+            self._device.__enter__()
+            self._before = current_stream(self.stream.device)
+            set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        """Make those from before current."""
+        if self.stream is not None:
+            set_stream(self._before)
+            self._device.__exit__(*error)
+
+
+def host_waits() -> int:
+    """Return how often the host has waited for a device, a stream or an event so far."""
+    return int(_extension.host_waits())
+
+
+def set_strict(strict: bool) -> None:
+    """Let races between streams raise ``RaceError``, and unfinished copies look unfinished."""
+    _extension.set_strict(strict)
 
 
 # --- memory ---

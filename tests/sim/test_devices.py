@@ -592,6 +592,7 @@ def test_pinned_memory_says_so_and_copies() -> None:
     assert x.is_pinned() and not torch.arange(5.0).is_pinned()
     assert x.to("sim:3", non_blocking=True).tolist() == [0, 1, 2, 3, 4]
     back = torch.ones(3, device="sim:3").to("cpu", non_blocking=True)
+    torch.sim.synchronize(3)
     assert back.tolist() == [1, 1, 1]
 
 

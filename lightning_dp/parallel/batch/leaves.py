@@ -251,7 +251,7 @@ def pick(leaf: Any, samples: Sequence[int], dim: int) -> Any:
     if kind is None:
         raise CannotCut("with samples in it")
     if kind is TENSORS and leaf.layout is torch.strided and not leaf.is_nested:
-        return leaf.index_select(dim, torch.tensor(samples, device=leaf.device))
+        return leaf.index_select(dim, torch.tensor(samples).to(leaf.device, non_blocking=True))
     singles = kind.cut(leaf, (1,) * (kind.size(leaf, dim) or 0), dim)
     picked = kind.join([singles[i] for i in samples], dim)
     if isinstance(picked, list):

@@ -8,16 +8,16 @@ when memory runs out.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.links import joining_device, on_streams, side_streams
 from lightning_dp.parallel.torch_private import keeps_graph, will_run
 from lightning_dp.parallel.workers import Task
 
@@ -56,7 +56,7 @@ class StepOutput:
     """What `training_step` returned on one replica."""
 
     loss: Tensor
-    num_items: float | None  # what the loss is a mean over, where that is not samples
+    num_items: float | Tensor | None  # what the loss is a mean over, where that is not samples
     extras: dict[str, Any] | None  # other entries of a returned mapping; None for a bare loss
 
     _KEYS: ClassVar[tuple[str, ...]] = ("loss", "num_items")
@@ -86,32 +86,46 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
-def items_of(loss: Tensor) -> float | None:
+def items_of(loss: Tensor) -> float | Tensor | None:
     """What a loss is a mean over, if its attribute `num_items` tells: a number or a tensor."""
     items = getattr(loss, "num_items", None)
     return None if items is None else _count(items)
 
 
-def _count(items: Any) -> float:
-    value = items.item() if isinstance(items, Tensor) and items.numel() == 1 else items
-    if not isinstance(value, int | float):
+def _count(items: Any) -> float | Tensor:
+    if not isinstance(items, int | float) and not (
+        isinstance(items, Tensor) and items.numel() == 1
+    ):
         got = tuple(items.shape) if isinstance(items, Tensor) else type(items).__qualname__
         raise TypeError(
             f"Expected num_items to be a number or a tensor of one element, got {got}. Give the "
             "number of items that the loss is a mean over."
         )
-    return value
+    return items
 
 
-def agreed_items(counts: Sequence[float | None]) -> list[float] | None:
+def _numbers(counts: Sequence[float | Tensor]) -> list[float]:
+    """The values of counts on several devices, for which the host waits once."""
+    tensors = [count.detach().reshape(()) for count in counts if isinstance(count, Tensor)]
+    if not tensors:
+        return cast(list[float], list(counts))
+    device = joining_device(tensors, torch.device("cpu"))
+    values = iter(torch.stack([tensor.to(device) for tensor in tensors]).tolist())
+    return [next(values) if isinstance(count, Tensor) else count for count in counts]
+
+
+def agreed_items(counts: Sequence[float | Tensor | None]) -> list[float] | None:
     """The replicas' item counts, or None where the losses are means over samples."""
-    known = [count for count in counts if count is not None]
-    if not known:
+    told = [count for count in counts if count is not None]
+    if not told:
         return None
+    known = _numbers(told)
     if len(known) < len(counts) or min(known) < 0:
+        numbers = iter(known)
+        got = [None if count is None else next(numbers) for count in counts]
         raise ValueError(
-            f"Expected num_items of at least 0 from every replica, got {list(counts)}. Give it for "
-            "every shard: the number of items that the loss is a mean over."
+            f"Expected num_items of at least 0 from every replica, got {got}. Give it for every "
+            "shard: the number of items that the loss is a mean over."
         )
     return known
 
@@ -146,11 +160,12 @@ def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
         tensor(1.)
     """
     counting = [graph for graph in graphs if graph.weight != 0]
-    moved = [graph.loss.to(output_device, non_blocking=True) for graph in counting]
+    device = joining_device([graph.loss for graph in counting], output_device)
+    moved = [graph.loss.to(device) for graph in counting]
     joint = moved[0] * counting[0].weight
     for loss, graph in zip(moved[1:], counting[1:], strict=True):
         joint = joint.add(loss, alpha=graph.weight)
-    return joint
+    return joint.to(output_device)
 
 
 class JointBackward:
@@ -158,17 +173,25 @@ class JointBackward:
 
     Graphs of weight 0 are left out: such a loss is a mean over nothing, it may be NaN, and so would
     its gradient be. Where the graph of one replica goes on in that of another (`crosses`), none of
-    them has a backward of its own.
+    them has a backward of its own. All of it runs on the streams that are current on the `devices`
+    when it is made.
     """
 
     def __init__(
-        self, name: str, shards: Shards, graphs: Sequence[Graph], crosses: bool, run: Run
+        self,
+        name: str,
+        shards: Shards,
+        graphs: Sequence[Graph],
+        crosses: bool,
+        run: Run,
+        devices: Sequence[torch.device],
     ) -> None:
         self.name = name
         self.shards = shards
         self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
         self.crosses = crosses
         self._run = run
+        self._streams = side_streams(devices)
 
     def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
         """A loss of the same value whose backward is this one.
@@ -196,24 +219,13 @@ class JointBackward:
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
         """Runs it."""
         try:
-            self._run(self, gradient, keep_graph)
+            with on_streams(self._streams):  # autograd's thread has other ones
+                self._run(self, gradient, keep_graph)
         except torch.OutOfMemoryError:
             # What they hold is needed to do the step again.
             self.graphs.clear()
             self.shards.parts.clear()
             raise
-
-
-def backward_at_once(
-    graphs: Sequence[Graph],
-    gradient: Tensor,
-    keep_graph: bool,
-    inputs: Sequence[Tensor] | None = None,
-) -> None:
-    """On accelerators, which have an autograd thread each: one backward runs on all of them."""
-    gradients = [(gradient * graph.weight).to(graph.loss) for graph in graphs]
-    losses = [graph.loss for graph in graphs]
-    torch.autograd.backward(losses, gradients, retain_graph=keep_graph, inputs=inputs)
 
 
 class _JointLoss(torch.autograd.Function):
@@ -248,28 +260,3 @@ def _check_can_run(node: Any) -> None:
             "self.manual_backward(loss, inputs=...) works, or "
             'DataParallelStrategy(mode="forward").'
         )
-
-
-def wait_for_autograd(devices: Sequence[torch.device]) -> None:
-    """Waits until autograd's threads are done with a backward that has failed.
-
-    Whoever asked for it is told of the first error, while the threads of other devices may still
-    work: they hold its graph, and write gradients. A little backward of all devices goes through
-    the same threads after what they have begun. It is made in a new thread, whose work has the
-    lowest numbers: among what waits for a device, that comes last.
-
-    Not for code that itself runs in a backward: its own thread would wait for itself. The CPU has
-    no such thread.
-    """
-
-    def pass_through() -> None:
-        ends = [torch.zeros(0, device=device, requires_grad=True) for device in others]
-        ways = [end.clone() for end in ends]
-        torch.autograd.grad(ways, ends, [torch.zeros_like(end) for end in ends])
-
-    if others := [device for device in dict.fromkeys(devices) if device.type != "cpu"]:
-        # No pool's: the program's end would wait for it.
-        thread = threading.Thread(target=pass_through, name="dp-autograd", daemon=True)
-        thread.start()
-        while thread.is_alive():  # Ctrl-C ends short waits on Windows too
-            thread.join(0.5)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.links.landings import Landing
+from lightning_dp.parallel.links.lanes import Lane, lane
 from lightning_dp.parallel.torch_private import add_to_each, copy_to_each
 
 BUCKET_BYTES = 32 * 2**20
@@ -39,6 +42,10 @@ class Packing:
         packed = set().union(*(bucket.positions for bucket in self.buckets))
         self.alone = [i for i in range(len(tensors)) if i not in packed]  # cannot be packed
         self._staged: dict[torch.device, list[Packed] | None] = {}
+        self._leaving: dict[torch.device, set[Lane]] = {}  # that still read what is staged there
+        self._ways: set[Lane] = set()  # that know what is staged
+        self._landings: dict[torch.device, Landing] = {}
+        self._others: dict[torch.device, list[Packed] | None] = {}
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether these are of the kinds that this is for, every one of them."""
@@ -63,14 +70,26 @@ class Packing:
         None where there was no room for it.
         """
         if device not in self._staged:
-            size = max((bucket.size * bucket.dtype.itemsize for bucket in self.buckets), default=0)
             try:
-                memory = torch.zeros(size, dtype=torch.uint8, device=device)
+                self._staged[device] = self._memory_on(device)
             except torch.OutOfMemoryError:
                 self._staged[device] = None
-            else:
-                self._staged[device] = [bucket.in_memory(memory) for bucket in self.buckets]
         return self._staged[device]
+
+    def _other(self, device: torch.device) -> list[Packed] | None:
+        """Memory like what is staged on a device, beside it."""
+        if device not in self._others:
+            try:
+                self._others[device] = self._memory_on(device)
+            except torch.OutOfMemoryError:
+                self._others[device] = None
+        return self._others[device]
+
+    def _memory_on(self, device: torch.device) -> list[Packed]:
+        """Memory for any one of the buckets at a time."""
+        size = max((bucket.size * bucket.dtype.itemsize for bucket in self.buckets), default=0)
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        return [bucket.in_memory(memory) for bucket in self.buckets]
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
         """Copies tensors of these kinds, which are on one device, to memory for them.
@@ -83,9 +102,37 @@ class Packing:
         for j, (bucket, there) in enumerate(zip(self.buckets, targets, strict=True)):
             here = staged[j] if staged and there else None
             if here is not None:
-                copy_to_each(here.views, bucket.of(sources))
+                self._stage(here, bucket.of(sources))
             for packed in there:
-                _copy(here, bucket.of(sources), packed)
+                self._copy(here, bucket.of(sources), packed)
+
+    def _stage(self, here: Packed, sources: Sequence[Tensor]) -> None:
+        """Packs a bucket where it is to leave from, when what was there before has left."""
+        for way in self._leaving.pop(here.flat.device, ()):
+            way.leave()
+        copy_to_each(here.views, sources)
+
+    def _carry(self, here: Packed, there: Tensor, free: Sequence[torch.Event] = ()) -> Lane:
+        """Sends a staged bucket to another accelerator."""
+        way = lane(here.flat.device, there.device)
+        way.carry(here.flat, there, free)
+        self._leaving.setdefault(way.source, set()).add(way)
+        if way not in self._ways:
+            self._ways.add(way)
+            way.reads(here.flat)
+        return way
+
+    def _copy(self, here: Packed | None, sources: Sequence[Tensor], there: Packed) -> None:
+        """Copies a bucket as one, if it is packed, or its tensors one by one."""
+        if here is not None and _are_accelerators(here.flat.device, there.flat.device):
+            self._carry(here, there.flat).arrive()
+            return
+        pairs = (
+            zip(there.views, sources, strict=True) if here is None else [(there.flat, here.flat)]
+        )
+        for target, source in pairs:
+            on_device = _are_accelerators(source.device, target.device)
+            target.copy_(source, non_blocking=on_device)
 
     def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
@@ -111,9 +158,10 @@ class Packing:
         if staged is None or arrived is None:
             return [part.to(device) for part in parts]
         here, there = staged[j], arrived[j]
-        copy_to_each(here.views, parts)
-        is_device = "cpu" not in (here.flat.device.type, device.type)
-        there.flat.copy_(here.flat, non_blocking=is_device)
+        self._stage(here, parts)
+        for way in self._leaving.pop(device, ()):
+            way.leave()
+        there.flat.copy_(here.flat, non_blocking=_are_accelerators(here.flat.device, device))
         return there.views
 
     def add(self, sums: list[Tensor], terms: Sequence[list[Tensor]]) -> None:
@@ -131,26 +179,56 @@ class Packing:
             total = self._total(j, device, away)
             if total is None:
                 alone.extend(bucket.positions)
-            else:
-                add_to_each(bucket.of(sums), total.views)
+                continue
+            add_to_each(bucket.of(sums), total.views)
+            if device in self._landings:
+                self._landings[device].let_go()
         for i in alone:
             for term in away:
                 sums[i].add_(term[i].to(device))
 
     def _total(self, j: int, device: torch.device, away: Sequence[list[Tensor]]) -> Packed | None:
         """The sum of the terms of a bucket; None if a device had no room for it."""
-        staged = [self.staged(device), *(self.staged(term[0].device) for term in away)]
+        bucket, devices = self.buckets[j], [term[0].device for term in away]
+        staged = [self.staged(device), *map(self.staged, devices)]
         total, *sent = [None if packed is None else packed[j] for packed in staged]
-        bucket = self.buckets[j]
+        if total is not None and None not in sent and _are_accelerators(device, *devices):
+            others = self._other(device) if len(away) > 1 else staged[0]
+            if others is not None:
+                self._land(total, others[j], bucket, cast(list[Packed], sent), away)
+                return total
         try:
             for i, (here, term) in enumerate(zip(sent, away, strict=True)):
                 if total is None or here is None:
                     return None
-                copy_to_each(here.views, bucket.of(term))
+                self._stage(here, bucket.of(term))
                 total.flat.add_(here.flat.to(device)) if i else total.flat.copy_(here.flat)
         except torch.OutOfMemoryError:
             return None
         return total
+
+    def _land(
+        self,
+        total: Packed,
+        other: Packed,
+        bucket: Bucket,
+        sent: Sequence[Packed],
+        away: Sequence[list[Tensor]],
+    ) -> None:
+        """Writes the sum of the terms of a bucket, which arrive beside each other, to `total`."""
+        device = total.flat.device
+        if device not in self._landings:
+            self._landings[device] = Landing(device)
+        pairs = zip(sent, map(bucket.of, away), strict=True)
+        senders = [partial(self._send_term, here, term) for here, term in pairs]
+        leaving = self._leaving.pop(device, set())
+        self._landings[device].add_up(total.flat, other.flat, senders, leaving)
+
+    def _send_term(
+        self, here: Packed, term: Sequence[Tensor], there: Tensor, free: Sequence[torch.Event]
+    ) -> Lane:
+        self._stage(here, term)
+        return self._carry(here, there, free)
 
 
 class Packed(NamedTuple):
@@ -160,12 +238,8 @@ class Packed(NamedTuple):
     views: list[Tensor]
 
 
-def _copy(here: Packed | None, sources: Sequence[Tensor], there: Packed) -> None:
-    """Copies a bucket as one, if it is packed, or its tensors one by one."""
-    pairs = zip(there.views, sources, strict=True) if here is None else [(there.flat, here.flat)]
-    for target, source in pairs:
-        is_device = "cpu" not in (source.device.type, target.device.type)
-        target.copy_(source, non_blocking=is_device)
+def _are_accelerators(*devices: torch.device) -> bool:
+    return all([device.type != "cpu" for device in devices])
 
 
 class Bucket:

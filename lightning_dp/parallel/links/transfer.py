@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.devices import current_stream
 from lightning_dp.parallel.links.packing import buckets
+from lightning_dp.parallel.links.streams import host_waits_for
 
 
 def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
@@ -38,8 +38,17 @@ def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list
                 moved[i] = part
     if device.type == "cpu":
         for source in sources:
-            _wait_for_copies(source)
+            host_waits_for(source)
     return moved
+
+
+def joining_device(values: Sequence[object], output_device: torch.device) -> torch.device:
+    """Where a few small values become one: not on the host, which would wait for each device."""
+    if output_device.type == "cpu":
+        for value in values:
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                return value.device
+    return output_device
 
 
 def gradients_on(device: torch.device, gradients: list[Tensor | None]) -> list[Tensor | None]:
@@ -82,12 +91,3 @@ def _memory_order(tensor: Tensor) -> list[int]:
     """The dimensions in the order of their strides, which channels_last keeps on the way."""
     dims = range(tensor.dim())
     return list(dims) if tensor.is_contiguous() else sorted(dims, key=tensor.stride, reverse=True)
-
-
-def _wait_for_copies(source: torch.device) -> None:
-    """Lets the host wait for the copies that this thread has issued from a device to the CPU."""
-    stream = current_stream(source)
-    if stream is not None:
-        stream.synchronize()
-    elif source.type != "cpu":
-        torch.get_device_module(source).synchronize()

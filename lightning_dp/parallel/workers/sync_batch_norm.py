@@ -53,7 +53,8 @@ def _merge(calls: Calls, moments: list[Moments]) -> list[Moments]:
     linked = [(link(calls, mean), link(calls, var)) for _, mean, var in moments]
     means = torch.stack([mean.to(device) for mean, _ in linked])
     variances = torch.stack([var.to(device) for _, var in linked])
-    weights = torch.tensor([[n / total] for n, _, _ in moments], dtype=means.dtype, device=device)
+    shares = torch.tensor([[n / total] for n, _, _ in moments], dtype=means.dtype)
+    weights = shares.to(device, non_blocking=True)  # the host need not wait
     mean = (weights * means).sum(0)
     var = (weights * (variances + (means - mean).square())).sum(0)
     return [(total, mean.to(p.device), var.to(p.device)) for p in calls.participants]

@@ -16,7 +16,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_dp.parallel.contexts import Contexts, context
-from lightning_dp.parallel.devices import current_device, current_stream
+from lightning_dp.parallel.devices import current_device
+from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.torch_private import (
     Functions,
     Modes,
@@ -62,16 +63,14 @@ class ThreadState:
     autocasts: Sequence[Autocast]
     modes: Modes
     saved_tensors: Functions | None  # how to pack and unpack
-    streams: dict[torch.device, torch.Stream | None]
+    streams: Sequence[torch.Stream]  # the caller's own on the devices, for there is order on them
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> ThreadState:
         """The calling thread's state, as far as it concerns work on `devices` (root first)."""
-        kinds, autocasts, streams = {"cpu"}, [], {}
+        kinds, autocasts = {"cpu"}, []
         for device in devices:
-            if device.type != "cpu":
-                kinds.add(device.type)
-                streams[device] = current_stream(device)
+            kinds.add(device.type)
         for kind in kinds:
             if torch.is_autocast_enabled(kind):
                 keeps = torch.is_autocast_cache_enabled()
@@ -83,7 +82,7 @@ class ThreadState:
             autocasts,
             current_modes(),
             unpacking_in_turn(saved_tensors_functions()),
-            streams,
+            side_streams(devices),
         )
 
     def call(self, device: torch.device, function: Callable[[Any], None], argument: Any) -> None:
@@ -94,7 +93,8 @@ class ThreadState:
         """
         modes = Modes(self._default_device_on(device), self.modes.function, self.modes.dispatch)
         with (
-            current_device(device, self.streams.get(device)),
+            on_streams(self.streams),
+            current_device(device),
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.grad),
             self._in_modes(modes, self.autocasts),
@@ -106,7 +106,7 @@ class ThreadState:
         """Gives the thread that captured this state the current and default device of `call`."""
         default = self._default_device_on(device)
         modes = Modes(default if default != self.modes.default_device else None, (), ())
-        with current_device(device, self.streams.get(device)), self._in_modes(modes):
+        with current_device(device), self._in_modes(modes):
             yield
 
     def _in_modes(

@@ -4,6 +4,7 @@
 // In-place and out= arguments need no copy back, as the CPU tensors share their memory; only metadata (a resized out=,
 // squeeze_) is carried over. A result that shares an argument's storage is a view of that argument.
 #include "kernels.h"
+#include "order.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/CPUAllocator.h>
@@ -12,6 +13,7 @@
 
 #include <optional>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace sim {
 namespace {
@@ -49,6 +51,15 @@ bool takes_cpu_indices(const std::string& op_name) {
   return op_name == "aten::index" || op_name == "aten::_index_put_impl_" || op_name == "aten::_unsafe_index";
 }
 
+// Ops whose result is as large as the values say, so that CUDA's kernels wait, too.
+bool tells_the_host(const std::string& op_name) {
+  static const auto& names = *new std::unordered_set<std::string>{
+      "aten::nonzero",      "aten::masked_select", "aten::_unique",      "aten::_unique2",
+      "aten::unique_dim",   "aten::bincount",      "aten::unique_consecutive", "aten::repeat_interleave",
+      "aten::unique_dim_consecutive"};
+  return names.count(op_name) > 0;
+}
+
 // One call of one op.
 class Call {
  public:
@@ -56,6 +67,10 @@ class Call {
 
   void run() {
     check_devices();
+    if (is_strict()) {
+      check_strides();
+      launch_op();
+    }
     to_cpu();
     {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -135,6 +150,45 @@ class Call {
     TORCH_INTERNAL_ASSERT(device_, op_.operator_name(), " came here without a simulated device.");
   }
 
+  // A fused optimizer reads all its lists element by element in memory, so that CUDA's refuses others.
+  void check_strides() {
+    if (schema_.name().rfind("aten::_fused_", 0) != 0) {
+      return;
+    }
+    const auto& arguments = schema_.arguments();
+    const auto begin = stack_->size() - arguments.size();
+    if (!(*stack_)[begin].isTensorList()) {
+      return;
+    }
+    const auto parameters = (*stack_)[begin].toTensorVector();
+    for_each_argument([&](const c10::Argument& argument, const c10::IValue& value) {
+      if (!value.isTensorList() || argument.name() == "state_steps") {
+        return;
+      }
+      const auto tensors = value.toTensorVector();
+      for (size_t i = 0; i < tensors.size() && i < parameters.size(); ++i) {
+        TORCH_CHECK(
+            tensors[i].strides() == parameters[i].strides(), schema_.name(), ": expected ", argument.name(), "[", i,
+            "] of the strides of its parameter, ", parameters[i].strides(), ", got ", tensors[i].strides(), ".");
+      }
+    });
+  }
+
+  // Begins the op on the device's current stream: it reads its arguments and writes those that it changes. What it only
+  // makes a view of is not looked at.
+  void launch_op() {
+    std::vector<Use> uses;
+    for_each_argument([&](const c10::Argument& argument, const c10::IValue& value) {
+      const bool aliases = argument.alias_info() != nullptr;
+      const bool writes = aliases && argument.alias_info()->isWrite();
+      if (aliases && !writes) {
+        return;
+      }
+      for_each_tensor(value, [&](const at::Tensor& tensor) { add_use(uses, tensor, writes); });
+    });
+    moment_ = launch(current_stream(*device_), schema_.name().c_str(), uses);
+  }
+
   void to_cpu() {
     for_each_argument([&](const c10::Argument& argument, c10::IValue& value) {
       if (value.isTensor()) {
@@ -194,6 +248,7 @@ class Call {
       auto* impl = storage.unsafeGetStorageImpl();
       if (cpu.data() != storage.data()) {
         impl->set_data_ptr_noswap(adopt(cpu, device_->index()));
+        note_made(storage);
       }
       impl->set_nbytes(cpu.nbytes());
     }
@@ -237,6 +292,7 @@ class Call {
     auto& storage = sim_storages_[cpu.storage().unsafeGetStorageImpl()];
     if (!storage) {
       storage = adopt_storage(cpu.storage(), device_->index());
+      note_made(storage);
       computed_elements_ += cpu.numel();
     }
     return tensor_on(storage, cpu, c10::DispatchKey::PrivateUse1);
@@ -246,11 +302,20 @@ class Call {
     if (computed_elements_ > 0 || !has_tensors_) {
       charge(device_->index(), schema_.returns().empty() ? written_elements_ : computed_elements_);
     }
-    if (!has_tensors_ && !schema_.returns().empty()) {  // item(), equal(): the host reads a result
+    // item(), equal(): the host reads a result; nonzero(): it reads how large one is.
+    if ((!has_tensors_ && !schema_.returns().empty()) || tells_the_host(schema_.name())) {
       settle(device_->index());
+      host_waits_for(current_stream(*device_));
     }
   }
 
+  void note_made(const c10::Storage& storage) const {
+    if (is_strict()) {
+      made_by(*history_of(storage.data_ptr()), moment_, storage.nbytes(), schema_.name().c_str());
+    }
+  }
+
+  Moment moment_;
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
   torch::jit::Stack* stack_;
@@ -265,6 +330,22 @@ class Call {
 };
 
 }  // namespace
+
+void add_use(std::vector<Use>& uses, const at::Tensor& tensor, bool writes) {
+  if (!is_sim(tensor) || tensor.numel() == 0) {
+    return;
+  }
+  auto* history = history_of(tensor.storage().data_ptr());
+  if (history == nullptr) {
+    return;
+  }
+  int64_t last = tensor.storage_offset();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  const auto size = tensor.dtype().itemsize();
+  uses.push_back({history, static_cast<size_t>(tensor.storage_offset()) * size, static_cast<size_t>(last + 1) * size, writes});
+}
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(); }
 

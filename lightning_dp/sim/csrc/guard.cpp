@@ -1,7 +1,5 @@
 // What c10 and autograd ask of a device type: the current device, streams, events, generators.
-//
-// Ops are done when they return, so each device has one stream and an event is a moment in time.
-#include "sim.h"
+#include "order.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceGuard.h>
@@ -12,7 +10,15 @@
 namespace sim {
 namespace {
 
-using TimePoint = std::chrono::steady_clock::time_point;
+struct Event {
+  std::chrono::steady_clock::time_point time;
+  ClockPointer clock;
+};
+
+const ClockPointer& clock_of(void* event) {
+  static const auto& none = *new ClockPointer();
+  return event == nullptr ? none : static_cast<Event*>(event)->clock;
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kSim; }
@@ -32,32 +38,47 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
 
-  c10::Stream getStream(c10::Device device) const override {
+  c10::Stream getStream(c10::Device device) const override { return current_stream(device); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
     return c10::Stream(c10::Stream::DEFAULT, full_device(device));
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream& stream) const override { settle(stream.device_index()); }
-  void synchronizeDevice(c10::DeviceIndex index) const override { settle(full_device({kSim, index}).index()); }
+  c10::Stream getNewStream(c10::Device device, int) const override { return new_stream(device); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return new_stream(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
+  // Who is told that a stream is through has waited for it.
+  bool queryStream(const c10::Stream& stream) const override {
+    host_hears_of(stream);
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    settle(stream.device_index());
+    host_waits_for(stream);
+  }
+  void synchronizeDevice(c10::DeviceIndex index) const override { synchronize(full_device({kSim, index}).index()); }
+  void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
+    if (auto* history = history_of(memory)) {
+      record_use(*history, stream);
+    }
+  }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
     settle(stream.device_index());
     if (*event == nullptr) {
-      *event = new TimePoint();
+      *event = new Event();
     }
-    *static_cast<TimePoint*>(*event) = std::chrono::steady_clock::now();
+    *static_cast<Event*>(*event) = {std::chrono::steady_clock::now(), sim::record(stream)};
   }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<TimePoint*>(event); }
+  void block(void* event, const c10::Stream& stream) const override { wait(stream, clock_of(event)); }
+  bool queryEvent(void* event) const override {
+    host_hears_of(clock_of(event));
+    return true;
+  }
+  void synchronizeEvent(void* event) const override { host_waits_for(clock_of(event)); }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* start, void* end, c10::DeviceIndex) const override {
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before elapsed_time is called.");
     const std::chrono::duration<double, std::milli> elapsed =
-        *static_cast<TimePoint*>(end) - *static_cast<TimePoint*>(start);
+        static_cast<Event*>(end)->time - static_cast<Event*>(start)->time;
     return elapsed.count();
   }
 };
@@ -88,6 +109,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     c10::DeviceGuard guard(storage.device());
     auto memory = device_allocator()->allocate(bytes);
     if (const auto kept = std::min(bytes, storage.nbytes())) {
+      if (is_strict()) {
+        launch(current_stream(storage.device()), "a resize",
+               {{history_of(storage.data_ptr()), 0, kept, false}, {history_of(memory), 0, kept, true}});
+      }
       device_allocator()->copy_data(memory.get(), storage.data(), kept);
     }
     auto* impl = storage.unsafeGetStorageImpl();

@@ -1,6 +1,6 @@
 // Allocators. Device memory is CPU memory whose owner is a device: every block counts its bytes there until it is
 // freed.
-#include "sim.h"
+#include "order.h"
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -18,16 +18,21 @@ struct Block {
   int64_t bytes;
   c10::DataPtr memory;
   c10::Storage storage;
+  History history = {};
 };
 
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
+  take_back(block->history, static_cast<size_t>(block->bytes));
   give_bytes(block->index, block->bytes);
   delete block;
 }
 
 c10::DataPtr make_block(void* data, Block&& block) {
   const c10::Device device(kSim, block.index);
+  if (is_strict()) {
+    hand_out(block.history, block.index, static_cast<size_t>(block.bytes));
+  }
   return {data, new Block(std::move(block)), &free_block, device};
 }
 
@@ -49,7 +54,11 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   bool initialized() override { return device_count() > 0; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
+    if (auto* history = history_of(memory)) {
+      record_use(*history, stream);
+    }
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     const auto memory = memory_counters(index);
     c10::CachingDeviceAllocator::DeviceStats stats;
@@ -122,11 +131,21 @@ bool is_pinned(const void* data) {
   return PinnedAllocator::pointers().count(data) > 0;
 }
 
+History* history_of(const c10::DataPtr& memory) {
+  auto* block = memory.cast_context<Block>(&free_block);
+  return block == nullptr ? nullptr : &block->history;
+}
+
 c10::DataPtr adopt(c10::Storage cpu, c10::DeviceIndex index) {
   const auto bytes = static_cast<int64_t>(cpu.nbytes());
   take_bytes(index, bytes);
-  void* data = cpu.mutable_data();
-  return make_block(data, {index, bytes, {}, std::move(cpu)});
+  try {
+    void* data = cpu.mutable_data();
+    return make_block(data, {index, bytes, {}, std::move(cpu)});
+  } catch (...) {
+    give_bytes(index, bytes);
+    throw;
+  }
 }
 
 c10::Storage adopt_storage(c10::Storage cpu, c10::DeviceIndex index) {

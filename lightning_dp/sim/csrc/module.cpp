@@ -1,5 +1,5 @@
 // The extension's face towards lightning_dp/sim/device_module.py.
-#include "sim.h"
+#include "order.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -48,6 +48,13 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (torch::PyTorchError& error) {
+      PyErr_SetString(error.python_type(), error.what());
+    }
+  });
   const py::call_guard<py::gil_scoped_release> no_gil;
   m.def("initialize", &sim::initialize);
   m.def("set_data", &set_data);
@@ -55,7 +62,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", &sim::device_count);
   m.def("current_device", &sim::current_device);
   m.def("set_device", &sim::set_current_device);
-  m.def("settle", &sim::settle, no_gil);
+  m.def("synchronize", &sim::synchronize, no_gil);
+  m.def("set_strict", &sim::set_strict);
+  m.def("host_waits", &sim::host_waits);
   m.def("memory_allocated", [](c10::DeviceIndex index) { return sim::memory_counters(index).allocated; });
   m.def("max_memory_allocated", [](c10::DeviceIndex index) { return sim::memory_counters(index).peak; });
   m.def("memory_limit", [](c10::DeviceIndex index) { return sim::memory_counters(index).limit; });

@@ -81,7 +81,11 @@ Tensor& set_empty(Tensor& self) {
       {1});
 }
 
-void record_stream(Tensor&, at::Stream) {}
+void record_stream(Tensor& self, at::Stream stream) {
+  if (auto* history = history_of(self.storage().data_ptr())) {
+    record_use(*history, stream);
+  }
+}
 
 // The question by which nn.TransformerEncoder decides to go on with a nested tensor, which there is none of here.
 bool can_be_nested(const Tensor&, const Tensor&) { return false; }
@@ -91,34 +95,6 @@ Tensor efficient_zeros(
     at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
     std::optional<at::Device> device, std::optional<bool> pin_memory) {
   return empty(size, dtype, layout, device, pin_memory, std::nullopt).zero_();
-}
-
-// --- copies ---
-
-// Of any two devices; at least one of them is simulated.
-Tensor copy_from(const Tensor& source, const Tensor& target, bool) {
-  if (source.device() != target.device()) {
-    count_copy(source.device(), target.device(), static_cast<int64_t>(source.nbytes()));
-    if (source.device().type() == kSim) {
-      settle(source.device().index());
-    }
-  }
-  {
-    at::AutoDispatchBelowADInplaceOrView below_autograd;
-    c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-    cpu_alias(target).copy_(cpu_alias(source));
-  }
-  const bool on_target = target.device().type() == kSim;
-  charge((on_target ? target : source).device().index(), target.numel());
-  if (!on_target) {
-    settle(source.device().index());
-  }
-  return target;
-}
-
-Tensor copy_from_and_resize(const Tensor& source, const Tensor& target) {
-  target.resize_(source.sizes());
-  return copy_from(source, target, false);
 }
 
 // --- random ---

@@ -80,6 +80,9 @@ void charge(c10::DeviceIndex index, int64_t elements);
 // Waits for all that the device owes: at synchronize and wherever the host sees a result.
 void settle(c10::DeviceIndex index);
 
+// Lets the host wait for all work of the device (order.cpp).
+void synchronize(c10::DeviceIndex index);
+
 // --- random numbers (generator.cpp) ---
 
 const at::Generator& default_generator(c10::DeviceIndex index);

@@ -1,0 +1,54 @@
+"""Streams: what is in order on a device. The same code for all accelerators.
+
+Work on one stream is in order, and so is what the host has waited for. Every thread has current
+streams of its own, at first the default ones; so whoever goes on with a caller's work in another
+thread enters the caller's streams there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from lightning_dp.parallel.contexts import context
+
+
+def side_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """The calling thread's current streams on the devices, where they are not the default ones."""
+    streams = []
+    for device in dict.fromkeys(devices):  # one frame in every step
+        if device.type != "cpu":
+            stream = torch.accelerator.current_stream(device)
+            if stream.stream_id != 0:
+                streams.append(stream)
+    return streams
+
+
+def on_streams(streams: Sequence[torch.Stream]) -> AbstractContextManager[None]:
+    """Makes streams the calling thread's current ones on their devices; its device stays."""
+    return _on_streams(streams) if streams else nullcontext()
+
+
+@context
+def _on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
+    before = [torch.accelerator.current_stream(stream.device) for stream in streams]
+    _set(streams)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(streams: Sequence[torch.Stream]) -> None:
+    device = torch.accelerator.current_device_index()
+    for stream in streams:
+        torch.accelerator.set_stream(stream)  # and its device
+    torch.accelerator.set_device_index(device)
+
+
+def host_waits_for(device: torch.device) -> None:
+    """Lets the host wait for what this thread has issued to a device's current stream."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()

@@ -129,6 +129,21 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    """Limits a simulated device to what it has in use now, and so many bytes more."""
+    sim.enable(SIM_DEVICES)
+    monkeypatch.setattr(oracle, "ON", "sim")
+
+    def leave(device: int, extra: int) -> None:
+        gc.collect()
+        torch.sim.set_memory_limit(device, torch.sim.memory_allocated(device) + extra)
+
+    yield leave
+    for device in range(SIM_DEVICES):
+        torch.sim.set_memory_limit(device, None)
+
+
+@pytest.fixture
 def on_side_streams() -> Iterator[None]:
     """The test is on a stream of its own on every device: what only default streams order shows."""
     sim.enable(SIM_DEVICES)
@@ -151,21 +166,6 @@ def all_are_on_side_streams(request: pytest.FixtureRequest) -> None:
     """With --side-streams; but for the simulated devices' own tests, which are about streams."""
     if request.config.getoption("--side-streams") and request.path.parent.name != "sim":
         request.getfixturevalue("on_side_streams")
-
-
-@pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
-    """Limits a simulated device to what it has in use now, and so many bytes more."""
-    sim.enable(SIM_DEVICES)
-    monkeypatch.setattr(oracle, "ON", "sim")
-
-    def leave(device: int, extra: int) -> None:
-        gc.collect()
-        torch.sim.set_memory_limit(device, torch.sim.memory_allocated(device) + extra)
-
-    yield leave
-    for device in range(SIM_DEVICES):
-        torch.sim.set_memory_limit(device, None)
 
 
 @pytest.fixture

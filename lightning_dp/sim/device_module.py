@@ -6,19 +6,17 @@ Wherever a device is asked for, ``None`` is the current device; an int, ``"sim:3
 
 from __future__ import annotations
 
-import contextlib
-import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
-from lightning_dp.sim import virtual_time
-
-DeviceLike: TypeAlias = "int | str | torch.device | None"
+from lightning_dp.sim import attached, links, speed, virtual_time
+from lightning_dp.sim.attached import DeviceLike
+from lightning_dp.sim.attached import index_of as _index
 
 Stream = torch.Stream
 Event = torch.Event
@@ -57,8 +55,7 @@ class DeviceProperties:
 def attach(extension: ModuleType) -> None:
     """Connect to the compiled extension. Called once, by ``lightning_dp.sim.enable``."""
     global _extension, _initialized, default_generators
-    _extension = extension
-    virtual_time.attach(extension)
+    _extension = attached.extension = extension
     default_generators = tuple(map(extension.default_generator, range(extension.device_count())))
     _initialized = True
     if hasattr(os, "register_at_fork"):
@@ -73,23 +70,6 @@ def _mark_forked() -> None:
 def _is_in_bad_fork() -> bool:
     # DataLoader workers seed every backend; in a forked one the devices are out of reach.
     return _forked
-
-
-def _index(device: DeviceLike) -> int:
-    if device is not None and not isinstance(device, int):
-        given = torch.device(device)
-        if given.type != "sim":
-            raise ValueError(
-                f"device: expected a simulated device such as 'sim:0', got {str(given)!r}."
-            )
-        device = given.index
-    index = current_device() if device is None else device
-    if not 0 <= index < device_count():
-        raise ValueError(
-            f"device: expected one of sim:0 to sim:{device_count() - 1}, got {index}. "
-            "More devices: lightning_dp.sim.enable(device_count=...) at the start of the process."
-        )
-    return index
 
 
 # --- devices ---
@@ -161,19 +141,25 @@ def default_stream(device: DeviceLike = None) -> torch.Stream:
     return torch.Stream(stream_id=0, device_index=index, device_type=_DEVICE_TYPE)
 
 
-@contextlib.contextmanager
-def stream(stream: torch.Stream | None) -> Iterator[None]:
+class stream:
     """Make ``stream``, and its device, this thread's current ones; ``None`` changes nothing."""
-    if stream is None:
-        yield
-        return
-    with device(stream.device):
-        before = current_stream(stream.device)
-        set_stream(stream)
-        try:
-            yield
-        finally:
-            set_stream(before)
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        """Make it current."""
+        if self.stream is not None:
+            self._device = device(self.stream.device)
+            self._device.__enter__()
+            self._before = current_stream(self.stream.device)
+            set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        """Make those from before current."""
+        if self.stream is not None:
+            set_stream(self._before)
+            self._device.__exit__(*error)
 
 
 def host_waits() -> int:
@@ -251,67 +237,13 @@ def reset_copy_stats() -> None:
 
 # --- speed ---
 
-
-def set_speed(
-    device: DeviceLike,
-    *,
-    seconds_per_op: float = 0.0,
-    seconds_per_element: float = 0.0,
-    flops_per_second: float = math.inf,
-    bytes_per_second: float = math.inf,
-) -> None:
-    """Make every op on ``device`` take longer, to study imbalance.
-
-    Each takes ``seconds_per_op + seconds_per_element * (elements of its outputs)``, and the longer
-    one of ``flops / flops_per_second`` and ``bytes / bytes_per_second``: of its floating point
-    operations, and of what it reads and writes. Views cost nothing. On virtual time (``set_clock``)
-    that is computed. On the wall's it is waited, on top of the CPU's own time. The wait leaves
-    Python and the cores free, so that devices driven from several threads overlap, and a slow
-    device is slow. Short waits are collected and slept in one go of at least 200 microseconds, at
-    ``synchronize`` and wherever the host reads a result (``item``, copies to another device): sums
-    are right, single ops may look free. Without arguments: full speed again.
-
-    Args:
-        device: the device.
-        seconds_per_op: seconds for every op.
-        seconds_per_element: seconds for every element of an op's outputs.
-        flops_per_second: operations of matrix products and convolutions; all else has one for each
-            element.
-        bytes_per_second: the speed of the device's memory.
-    """
-    rates = flops_per_second, bytes_per_second
-    if min(seconds_per_op, seconds_per_element) < 0 or not min(rates) > 0:
-        raise ValueError(
-            "set_speed: expected seconds of at least 0 and rates of more than 0, "
-            f"got seconds_per_op={seconds_per_op}, seconds_per_element={seconds_per_element}, "
-            f"flops_per_second={flops_per_second}, bytes_per_second={bytes_per_second}."
-        )
-    limits = (0.0 if math.isinf(rate) else rate for rate in rates)
-    _extension.set_speed(_index(device), seconds_per_op, seconds_per_element, *limits)
-
-
-def get_speed(device: DeviceLike = None) -> tuple[float, float]:
-    """Return seconds per op and per element of ``device``, as set by ``set_speed``."""
-    seconds_per_op, seconds_per_element = _extension.speed(_index(device))
-    return seconds_per_op, seconds_per_element
-
-
-def busy_seconds(device: DeviceLike = None) -> float:
-    """Return the simulated clock of ``device``: what its ops have taken by ``set_speed`` so far.
-
-    Without a speed it stands still. Differences of it are exact, unlike the time on a wall.
-    """
-    return float(_extension.busy_seconds(_index(device)))
+set_speed, get_speed, busy_seconds = speed.set_speed, speed.get_speed, speed.busy_seconds
 
 
 # --- virtual time ---
 
 set_clock, elapsed = virtual_time.set_clock, virtual_time.elapsed
-set_link, remove_link, set_links = (
-    virtual_time.set_link,
-    virtual_time.remove_link,
-    virtual_time.set_links,
-)
+set_link, remove_link, set_links = links.set_link, links.remove_link, links.set_links
 timeline, hand_over = virtual_time.timeline, virtual_time.hand_over
 save_timeline, draw_timeline = virtual_time.save_timeline, virtual_time.draw_timeline
 

@@ -1,9 +1,17 @@
-"""Links of machines that there are: how fast copies are, and how soon their first byte arrives."""
+"""Links: how fast copies are on virtual time, and how soon their first byte arrives."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
+
+import torch
+
+from lightning_dp.sim import attached
+
+LinkEnd: TypeAlias = "int | str | torch.device"
 
 
 @dataclass(frozen=True)
@@ -48,3 +56,85 @@ PRESETS = MappingProxyType(
   Express 5.0: 371 to 377 GB/s between devices (github.com/NVIDIA/nccl/issues/1264), 52.8 GB/s from
   a device to the CPU (github.com/NVIDIA/nvbandwidth/issues/24).
 """
+
+
+def set_link(
+    source: LinkEnd,
+    target: LinkEnd,
+    *,
+    bytes_per_second: float = math.inf,
+    seconds: float = 0.0,
+) -> None:
+    """Give copies from one device to another a speed on virtual time; the way back has its own.
+
+    Each takes ``seconds + bytes / bytes_per_second``. Two devices without a link copy through the
+    CPU, over the links of both with it: in pieces, so that it takes the time of the slower one, and
+    the seconds of both. A link with the CPU that was not set costs nothing. What the copies of
+    several devices share, such as a switch or the CPU's memory, is not simulated.
+
+    Args:
+        source: a device, or ``"cpu"``.
+        target: another one.
+        bytes_per_second: more than 0.
+        seconds: at least 0.
+    """
+    if not bytes_per_second > 0:
+        raise ValueError(
+            f"set_link: expected bytes_per_second of more than 0, got {bytes_per_second}."
+        )
+    check_seconds("set_link", seconds=seconds)
+    rate = 0.0 if math.isinf(bytes_per_second) else float(bytes_per_second)
+    attached.extension.set_link(*_ends(source, target), rate, float(seconds))
+
+
+def remove_link(source: LinkEnd, target: LinkEnd) -> None:
+    """Take a link away: between two devices, copies go through the CPU again."""
+    attached.extension.remove_link(*_ends(source, target))
+
+
+def set_links(preset: str | None) -> None:
+    """Give all devices and the CPU the links of a machine that there is; None takes all away.
+
+    Args:
+        preset: ``"pcie4"`` (PCI Express 4.0 x16, copies between devices go through the CPU),
+            ``"pcie4_peer"`` (the same with peer access) or ``"nvlink4"`` (NVLink between H100s);
+            their numbers and where these come from are in ``lightning_dp.sim.links.PRESETS``.
+    """
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"set_links: expected one of {[*PRESETS, None]}, got {preset!r}.")
+    links = None if preset is None else PRESETS[preset]
+    ends = range(-1, attached.extension.device_count())
+    for source in ends:
+        for target in ends:
+            link = links and (links.host if -1 in (source, target) else links.peer)
+            if link and source != target:
+                attached.extension.set_link(source, target, link.bytes_per_second, link.seconds)
+            else:
+                attached.extension.remove_link(source, target)
+
+
+def check_seconds(function: str, **named: float) -> None:
+    """Refuses seconds, given by their names, that nothing can take."""
+    for name, seconds in named.items():
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"{function}: expected {name} of at least 0, got {seconds}.")
+
+
+def _ends(source: LinkEnd, target: LinkEnd) -> tuple[int, int]:
+    ends = _end(source), _end(target)
+    if ends[0] == ends[1]:
+        raise ValueError(f"Expected a link between two devices, got {source!r} twice.")
+    return ends
+
+
+def _end(device: LinkEnd) -> int:
+    """A device's index, or -1 for the CPU."""
+    found = torch.device("sim", device) if isinstance(device, int) else torch.device(device)
+    if found.type == "cpu":
+        return -1
+    count = attached.extension.device_count()
+    if found.type != "sim" or found.index is None or found.index >= count:
+        raise ValueError(
+            f"Expected a link's end to be 'cpu' or one of sim:0 to sim:{count - 1}, got {device!r}."
+        )
+    return found.index

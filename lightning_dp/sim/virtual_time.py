@@ -6,35 +6,24 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, TypeAlias, get_args
 
-import torch
-
-from lightning_dp.sim.links import PRESETS
+from lightning_dp.sim import attached
+from lightning_dp.sim.links import check_seconds
 from lightning_dp.sim.picture import draw
 from lightning_dp.sim.timeline import Record, Timeline
 
 Clock: TypeAlias = Literal["wall", "virtual"]
-LinkEnd: TypeAlias = "int | str | torch.device"
 
-_extension: Any = None
 _launch_nanoseconds = 0
 _has_recorded = False
 _latest: tuple[int, Timeline] | None = None  # with the recording's version
-
-
-def attach(extension: ModuleType) -> None:
-    """Connects to the compiled extension."""
-    global _extension
-    _extension = extension
 
 
 def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
@@ -48,7 +37,10 @@ def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
     - A copy between devices, or a device and the CPU, takes the time of its link (``set_link``),
       and no op's. A device has one engine for copies out and one for copies in: copies overlap ops
       and those of the other direction. One between two devices needs an engine of both.
-    - What waits for an event, a stream or a device, begins when that is through.
+    - What waits for an event, a stream or a device, begins when that is through. So does what uses
+      memory that others still write, where races are let pass (``set_strict``).
+    - Events tell the time between them on this clock, if both were recorded since this call; else
+      the wall's, which is the one that both have.
     - The host issues ops and copies in no time, or in ``seconds_per_launch`` each. It goes on when
       what it waits for is through: ``synchronize``, ``item``, copies that block. What it computes
       itself, Python included, takes no time. Whether something is through (``query``) it hears at
@@ -58,9 +50,12 @@ def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
       ``dp_custom``. An order by a lock or a queue alone is not seen. Threads do not hinder each
       other.
 
-    So the result does not depend on the machine or its load, if the program does not: take
-    ``executor="threads"`` or ``"inorder"``, as ``"auto"`` goes by the wall's time. Recording takes
-    memory, some hundred bytes for each op, until the next call of this.
+    So the result does not depend on the machine or its load, if the program does not. With
+    ``dp_custom`` take ``executor="threads"`` or ``"inorder"``, as ``"auto"`` goes by the wall's
+    time. Where gradients of several devices meet in one graph, as with ``mode="forward"``,
+    autograd's threads go by who comes first; ``torch.autograd.set_multithreading_enabled(False)``
+    leaves it one. Recording takes memory, some hundred bytes for each op, until the next call of
+    this.
 
     Args:
         clock: ``"wall"`` or ``"virtual"``.
@@ -69,13 +64,13 @@ def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
     global _launch_nanoseconds, _has_recorded
     if clock not in get_args(Clock):
         raise ValueError(f"set_clock: expected 'wall' or 'virtual', got {clock!r}.")
-    _check_seconds("set_clock", seconds_per_launch=seconds_per_launch)
+    check_seconds("set_clock", seconds_per_launch=seconds_per_launch)
     if clock == "wall":
-        _extension.stop_recording()
+        attached.extension.stop_recording()
         return
     _launch_nanoseconds = round(seconds_per_launch * 1e9)
     _has_recorded = True
-    _extension.start_recording()
+    attached.extension.start_recording()
 
 
 def elapsed() -> float:
@@ -95,11 +90,11 @@ def timeline() -> Timeline:
             "Expected a program on virtual time, got none. Call torch.sim.set_clock('virtual') "
             "before it."
         )
-    version = _extension.recording_version()
+    version = attached.extension.recording_version()
     if _latest is None or _latest[0] != version:
-        first, records, threads = _extension.recorded()
-        device_of = _extension.device_of_stream
-        records = list(map(Record._make, records))
+        first, records, threads = attached.extension.recorded()
+        device_of = attached.extension.device_of_stream
+        records = [Record(*record) for record in records]
         _latest = version, Timeline(first, records, threads, device_of, _launch_nanoseconds)
     return _latest[1]
 
@@ -122,77 +117,23 @@ def draw_timeline(path: str | PathLike[str]) -> None:
     draw(Path(path), timeline())
 
 
-def set_link(
-    source: LinkEnd,
-    target: LinkEnd,
-    *,
-    bytes_per_second: float = math.inf,
-    seconds: float = 0.0,
-) -> None:
-    """Give copies from one device to another a speed on virtual time; the way back has its own.
-
-    Each takes ``seconds + bytes / bytes_per_second``. Two devices without a link copy through the
-    CPU, over the links of both with it: in pieces, so that it takes the time of the slower one, and
-    the seconds of both. A link with the CPU that was not set costs nothing. What the copies of
-    several devices share, such as a switch or the CPU's memory, is not simulated.
-
-    Args:
-        source: a device, or ``"cpu"``.
-        target: another one.
-        bytes_per_second: more than 0.
-        seconds: at least 0.
-    """
-    if not bytes_per_second > 0:
-        raise ValueError(
-            f"set_link: expected bytes_per_second of more than 0, got {bytes_per_second}."
-        )
-    _check_seconds("set_link", seconds=seconds)
-    rate = 0.0 if math.isinf(bytes_per_second) else float(bytes_per_second)
-    _extension.set_link(*_ends(source, target), rate, float(seconds))
-
-
-def remove_link(source: LinkEnd, target: LinkEnd) -> None:
-    """Take a link away: between two devices, copies go through the CPU again."""
-    _extension.remove_link(*_ends(source, target))
-
-
-def set_links(preset: str | None) -> None:
-    """Give all devices and the CPU the links of a machine that there is; None takes all away.
-
-    Args:
-        preset: ``"pcie4"`` (PCI Express 4.0 x16, copies between devices go through the CPU),
-            ``"pcie4_peer"`` (the same with peer access) or ``"nvlink4"`` (NVLink between H100s);
-            their numbers and where these come from are in ``lightning_dp.sim.links.PRESETS``.
-    """
-    if preset is not None and preset not in PRESETS:
-        raise ValueError(f"set_links: expected one of {[*PRESETS, None]}, got {preset!r}.")
-    links = None if preset is None else PRESETS[preset]
-    ends = range(-1, _extension.device_count())
-    for source in ends:
-        for target in ends:
-            link = links and (links.host if -1 in (source, target) else links.peer)
-            if link and source != target:
-                _extension.set_link(source, target, link.bytes_per_second, link.seconds)
-            else:
-                _extension.remove_link(source, target)
-
-
 def hand_over() -> Callable[[], AbstractContextManager[None]] | None:
     """Return what other threads enter that work for this one, which waits for them.
 
     On virtual time they go on from where this thread is, and it goes on after them. None on the
     wall's, where nobody need know.
     """
-    return partial(_work_for, _extension.own_scope()) if _extension.is_recording() else None
+    extension = attached.extension
+    return partial(_work_for, extension.own_scope()) if extension.is_recording() else None
 
 
 @contextmanager
 def _work_for(scope: Any) -> Iterator[None]:
-    before = _extension.exchange_scope(scope)
+    before = attached.extension.exchange_scope(scope)
     try:
         yield
     finally:
-        _extension.exchange_scope(before)
+        attached.extension.exchange_scope(before)
 
 
 def thread_name() -> str:
@@ -207,29 +148,3 @@ def milliseconds_between(start: int, end: int) -> float:
     found = timeline()
     ends = found.schedule.ends
     return (ends[end - found.first] - ends[start - found.first]) / 1e6
-
-
-def _ends(source: LinkEnd, target: LinkEnd) -> tuple[int, int]:
-    ends = _end(source), _end(target)
-    if ends[0] == ends[1]:
-        raise ValueError(f"Expected a link between two devices, got {source!r} twice.")
-    return ends
-
-
-def _end(device: LinkEnd) -> int:
-    """A device's index, or -1 for the CPU."""
-    found = torch.device("sim", device) if isinstance(device, int) else torch.device(device)
-    if found.type == "cpu":
-        return -1
-    count = _extension.device_count()
-    if found.type != "sim" or found.index is None or found.index >= count:
-        raise ValueError(
-            f"Expected a link's end to be 'cpu' or one of sim:0 to sim:{count - 1}, got {device!r}."
-        )
-    return found.index
-
-
-def _check_seconds(function: str, **named: float) -> None:
-    for name, seconds in named.items():
-        if not 0 <= seconds < math.inf:
-            raise ValueError(f"{function}: expected {name} of at least 0, got {seconds}.")

@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from oracle import Classifier, loader, trainer
 from torch import Tensor, nn
 
-from lightning_dp import DataParallelStrategy
+from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.sim.links import PRESETS
 from lightning_dp.sim.timeline import Row
 
@@ -387,11 +387,22 @@ def test_events_tell_virtual_time(machine: Machine) -> None:
     last.record()
     last.synchronize()
     assert first.elapsed_time(last) == 0.03
+    torch.sim.set_clock("wall")
+    assert first.elapsed_time(last) == 0.03
+
+
+def test_events_of_different_clocks_tell_the_walls_time(machine: Machine) -> None:
+    first, last = (torch.Event("sim:0", enable_timing=True) for _ in range(2))
+    first.record()
+    machine.ops(0, 1000)
     torch.sim.set_clock("virtual")
-    again = torch.Event("sim:0", enable_timing=True)
-    again.record()
-    with pytest.raises(RuntimeError, match="got one from before"):
-        first.elapsed_time(again)
+    machine.ops(0, 1000)
+    last.record()
+    assert first.elapsed_time(last) > 0
+    torch.sim.set_clock("wall")
+    first.record()
+    last.record()
+    assert 0 < first.elapsed_time(last) < 10_000
 
 
 def test_busy_seconds_count_without_a_wait(machine: Machine) -> None:
@@ -441,6 +452,26 @@ def test_threads_that_work_for_another_one_go_on_from_it_and_it_after_them(
 
     in_a_thread(work)
     assert elapsed() == 50 * US
+    machine.ops(2)  # 50 to 60
+    assert elapsed() == 60 * US
+
+
+def test_work_is_handed_on_by_those_who_do_none_themselves(machine: Machine) -> None:
+    machine.ops(0, 3)
+    torch.sim.synchronize(0)
+    work_for_main = torch.sim.hand_over()
+
+    def work() -> None:
+        with work_for_main():
+            work_for_worker = torch.sim.hand_over()
+            in_a_thread(lambda: work_on(work_for_worker), "helper")
+
+    def work_on(work_for: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        with work_for():
+            machine.ops(1, 2)  # 30 to 50
+            torch.sim.synchronize(1)
+
+    in_a_thread(work)
     machine.ops(2)  # 50 to 60
     assert elapsed() == 60 * US
 
@@ -569,9 +600,75 @@ def test_a_step_takes_the_same_on_an_idle_and_on_a_busy_machine(
     assert idle > 0 and loaded == [idle] * 3
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_clocks_may_change_while_steps_are_measured(watched: bool, on_sim: None) -> None:
+    class Changing(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            torch.sim.set_clock(("virtual", "wall", "virtual")[trainer.global_step % 3])
+
+    callbacks = [Changing(), *([DataParallelMonitor()] if watched else [])]
+    strategy = DataParallelStrategy(executor="auto")
+    job = trainer(4, strategy, max_epochs=5, limit_val_batches=0, callbacks=callbacks)
+    job.fit(Classifier(), loader(), loader())
+    assert job.global_step == 15
+
+
 def test_replicas_whose_host_waits_overlap_in_threads_and_not_in_order(on_sim: None) -> None:
     times = {executor: simulate(executor, WithARead)[0] for executor in ("threads", "inorder")}
     assert times["threads"] < times["inorder"]
+
+
+def test_the_step_goes_on_when_its_replicas_have_ended(on_sim: None) -> None:
+    simulate("threads", WithARead)
+    timeline = torch.sim.timeline()
+    of_replicas = [
+        i
+        for i, record in enumerate(timeline.records)
+        if timeline.threads[record.thread].startswith("dp-replica") and record.kind == "host"
+    ]
+    later = [
+        i
+        for i, record in enumerate(timeline.records)
+        if timeline.threads[record.thread] == "MainThread" and i > max(of_replicas)
+    ]
+    assert len(of_replicas) == 4 and later
+    ended = max(timeline.schedule.ends[i] for i in of_replicas)
+    assert min(timeline.schedule.starts[i] for i in later) >= ended
+
+
+class ByHand(Classifier):
+    """Manual optimisation with an optimizer's step in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_with_the_caller_on_side_streams_too(
+    executor: str, on_sim: None, on_side_streams: None
+) -> None:
+    idle, _ = simulate(executor, WithARead)
+    with busy():
+        loaded = [simulate(executor, WithARead)[0] for _ in range(3)]
+    assert idle > 0 and loaded == [idle] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_in_manual_optimisation_too(executor: str, on_sim: None) -> None:
+    idle, _ = simulate(executor, ByHand)
+    with busy():
+        loaded = [simulate(executor, ByHand)[0] for _ in range(3)]
+    assert idle > 0 and loaded == [idle] * 3
 
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])

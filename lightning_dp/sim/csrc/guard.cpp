@@ -78,9 +78,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* start, void* end, c10::DeviceIndex) const override {
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before elapsed_time is called.");
-    const auto first = mark_of(clock_of(start)), last = mark_of(clock_of(end));
-    if (first >= 0 || last >= 0) {
-      return milliseconds_between(first, last);
+    if (const auto computed = milliseconds_between(mark_of(clock_of(start)), mark_of(clock_of(end)))) {
+      return *computed;
     }
     const std::chrono::duration<double, std::milli> elapsed =
         static_cast<Event*>(end)->time - static_cast<Event*>(start)->time;

@@ -1,10 +1,13 @@
 // The extension's face towards lightning_dp/sim/device_module.py.
 #include "order.h"
 
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <c10/util/thread_name.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Generator.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -14,6 +17,9 @@
 namespace py = pybind11;
 
 namespace {
+
+constexpr const char* kKey = "lightning_dp.sim";  // among PyTorch's thread-local objects
+constexpr const char* kVirtualTime = "lightning_dp.sim.virtual_time";
 
 // Autograd makes its threads, one per device, at the first backward of the process. If that one has been when there
 // was no device yet, they are made now; the function for it is open to engines only, hence the derived class.
@@ -45,9 +51,7 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
   }
 }
 
-}  // namespace
-
-// What was recorded for virtual time, in the form of lightning_dp/sim/virtual_time.py.
+// What was recorded for virtual time, in the form of lightning_dp/sim/timeline.py.
 py::tuple recorded() {
   const auto all = sim::recorded();
   py::list records;
@@ -59,6 +63,49 @@ py::tuple recorded() {
   }
   return py::make_tuple(all.first, records, all.threads);
 }
+
+}  // namespace
+
+namespace sim {
+
+using Objects = at::impl::ThreadLocalPythonObjects;
+
+ScopePointer found_scope() {
+  if (!Objects::contains(kKey)) {
+    return nullptr;
+  }
+  auto* capsule = Objects::get(kKey)->ptr(getPyInterpreter());
+  return *static_cast<ScopePointer*>(PyCapsule_GetPointer(capsule, kKey));
+}
+
+void put_scope(const ScopePointer& scope) {
+  py::gil_scoped_acquire gil;
+  if (scope == nullptr) {
+    if (Objects::contains(kKey)) {
+      Objects::erase(kKey);
+    }
+    return;
+  }
+  const auto free = [](PyObject* capsule) { delete static_cast<ScopePointer*>(PyCapsule_GetPointer(capsule, kKey)); };
+  auto* capsule = PyCapsule_New(new ScopePointer(scope), kKey, free);
+  Objects::set(kKey, std::make_shared<c10::SafePyObject>(capsule, getPyInterpreter()));
+}
+
+std::string thread_name() {
+  auto name = c10::getThreadName();
+  if (name.rfind("pt_", 0) == 0) {  // autograd's have none in Python
+    return name;
+  }
+  py::gil_scoped_acquire gil;
+  return py::module_::import(kVirtualTime).attr("thread_name")().cast<std::string>();
+}
+
+double computed_milliseconds(RecordId start, RecordId end) {
+  py::gil_scoped_acquire gil;
+  return py::module_::import(kVirtualTime).attr("milliseconds_between")(start, end).cast<double>();
+}
+
+}  // namespace sim
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::register_exception_translator([](std::exception_ptr pointer) {

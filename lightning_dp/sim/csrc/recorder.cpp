@@ -1,21 +1,11 @@
 #include "recorder.h"
 
-#include <Python.h>
-
-#include <ATen/ThreadLocalPythonObjects.h>
-#include <c10/util/Exception.h>
-#include <c10/util/thread_name.h>
-#include <torch/csrc/PyInterpreter.h>
-
 #include <algorithm>
 #include <atomic>
 #include <mutex>
 
 namespace sim {
-
 namespace {
-
-const std::string kKey = "lightning_dp.sim";  // among PyTorch's thread-local objects
 
 struct State {
   std::mutex mutex;
@@ -35,52 +25,9 @@ State& state() {
 std::atomic<bool> g_records{false};
 thread_local int t_thread = -1;
 
-class WithGil {
- public:
-  WithGil() : state_(PyGILState_Ensure()) {}
-  ~WithGil() { PyGILState_Release(state_); }
-  WithGil(const WithGil&) = delete;
-  WithGil& operator=(const WithGil&) = delete;
-
- private:
-  PyGILState_STATE state_;
-};
-
-[[noreturn]] void raise_python_error() {
-  PyErr_Print();
-  TORCH_CHECK(false, "Expected lightning_dp.sim.virtual_time to answer; its error is printed above.");
-}
-
-// Needs the interpreter, as all that calls Python.
-PyObject* ask(const char* function, PyObject* arguments) {
-  auto* module = PyImport_ImportModule("lightning_dp.sim.virtual_time");
-  auto* callable = module == nullptr ? nullptr : PyObject_GetAttrString(module, function);
-  auto* answer = callable == nullptr ? nullptr : PyObject_CallObject(callable, arguments);
-  Py_XDECREF(callable);
-  Py_XDECREF(module);
-  Py_XDECREF(arguments);
-  if (answer == nullptr) {
-    raise_python_error();
-  }
-  return answer;
-}
-
-// Names tell threads apart from one run to the next, which numbers do not. Autograd's have none in Python.
-std::string name_here() {
-  auto name = c10::getThreadName();
-  if (name.rfind("pt_", 0) == 0) {
-    return name;
-  }
-  WithGil gil;
-  auto* answer = ask("thread_name", nullptr);
-  name = PyUnicode_AsUTF8(answer);
-  Py_DECREF(answer);
-  return name;
-}
-
 int thread_here() {
   if (t_thread < 0) {
-    auto name = name_here();
+    auto name = thread_name();
     std::lock_guard<std::mutex> lock(state().mutex);
     t_thread = static_cast<int>(state().threads.size());
     state().threads.push_back(std::move(name));
@@ -88,43 +35,33 @@ int thread_here() {
   return t_thread;
 }
 
-ScopePointer scope_in(PyObject* capsule) {
-  return *static_cast<ScopePointer*>(PyCapsule_GetPointer(capsule, kKey.c_str()));
-}
-
-// What is found among the thread's objects; of an earlier recording, too.
-ScopePointer found_scope() {
-  using Objects = at::impl::ThreadLocalPythonObjects;
-  if (!Objects::contains(kKey)) {
-    return nullptr;
-  }
-  return scope_in(Objects::get(kKey)->ptr(getPyInterpreter()));
-}
-
-void free_scope(PyObject* capsule) {
-  delete static_cast<ScopePointer*>(PyCapsule_GetPointer(capsule, kKey.c_str()));
-}
-
-void put_scope(const ScopePointer& scope) {
-  using Objects = at::impl::ThreadLocalPythonObjects;
-  WithGil gil;
-  if (scope == nullptr) {
-    if (Objects::contains(kKey)) {
-      Objects::erase(kKey);
-    }
-    return;
-  }
-  auto* capsule = PyCapsule_New(new ScopePointer(scope), kKey.c_str(), &free_scope);
-  Objects::set(kKey, std::make_shared<c10::SafePyObject>(capsule, getPyInterpreter()));
-}
-
 // The latest records of those who have worked for a scope, and of their helpers. Called with the lock.
 void join_helpers(Scope& scope, std::vector<RecordId>& after) {
   for (const auto& [helper, latest] : scope.helpers) {
-    after.push_back(latest);
+    if (latest >= 0) {
+      after.push_back(latest);
+    }
     join_helpers(*helper, after);
   }
   scope.helpers.clear();
+}
+
+// The latest record of whom a scope works for. Called with the lock.
+void begin_after(const Scope& scope, std::vector<RecordId>& after) {
+  for (auto other = scope.parent.lock(); other != nullptr; other = other->parent.lock()) {
+    if (other->latest >= 0) {
+      after.push_back(other->latest);
+      return;
+    }
+  }
+}
+
+// Those whom a scope works for will go on after it. Called with the lock.
+void tell(ScopePointer scope) {
+  for (auto parent = scope->parent.lock(); parent != nullptr; parent = scope->parent.lock()) {
+    parent->helpers[scope] = scope->latest;
+    scope = parent;
+  }
 }
 
 RecordId append(const ScopePointer& scope, Record record) {
@@ -133,18 +70,15 @@ RecordId append(const ScopePointer& scope, Record record) {
   if (scope->recording != all.recording) {
     return -1;  // another one has begun meanwhile
   }
-  const auto parent = scope->parent.lock();
-  if (scope->latest < 0 && parent != nullptr && parent->latest >= 0) {
-    record.after.push_back(parent->latest);
+  if (scope->latest < 0) {
+    begin_after(*scope, record.after);
   }
   join_helpers(*scope, record.after);
   record.thread = scope->thread;
   all.records.push_back(std::move(record));
   ++all.version;
   scope->latest = all.first + static_cast<RecordId>(all.records.size()) - 1;
-  if (parent != nullptr) {
-    parent->helpers[scope] = scope->latest;
-  }
+  tell(scope);
   return scope->latest;
 }
 
@@ -248,19 +182,14 @@ void set_copy(RecordId id, int source, int target, int64_t bytes, int64_t nanose
   }
 }
 
-double milliseconds_between(RecordId start, RecordId end) {
+std::optional<double> milliseconds_between(RecordId start, RecordId end) {
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    TORCH_CHECK(
-        std::min(start, end) >= state().first,
-        "Expected two events that were recorded since torch.sim.set_clock(\"virtual\"), got one from before. Record both "
-        "after it.");
+    if (std::min(start, end) < state().first) {
+      return std::nullopt;
+    }
   }
-  WithGil gil;
-  auto* answer = ask("milliseconds_between", Py_BuildValue("(LL)", static_cast<long long>(start), static_cast<long long>(end)));
-  const auto milliseconds = PyFloat_AsDouble(answer);
-  Py_DECREF(answer);
-  return milliseconds;
+  return computed_milliseconds(start, end);
 }
 
 }  // namespace sim

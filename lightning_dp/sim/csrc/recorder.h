@@ -14,6 +14,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -78,11 +79,20 @@ class Recorder {
 void set_op(RecordId id, int64_t nanoseconds);
 void set_copy(RecordId id, int source, int target, int64_t bytes, int64_t nanoseconds);
 
-// Milliseconds between two events on virtual time.
-double milliseconds_between(RecordId start, RecordId end);
+// Milliseconds between two events on virtual time; none if that is not known of both any more, or was not yet.
+std::optional<double> milliseconds_between(RecordId start, RecordId end);
 
 // The calling thread's scope, for threads that work for it; and what a thread's scope is from now on. None: no scope.
 ScopePointer own_scope();
 ScopePointer exchange_scope(const ScopePointer& scope);
+
+// --- what is asked of Python (module.cpp) ---
+
+// The scope among what PyTorch hands on to autograd's threads; of an earlier recording, too.
+ScopePointer found_scope();
+void put_scope(const ScopePointer& scope);
+// Names tell threads apart from one run to the next, which numbers do not.
+std::string thread_name();
+double computed_milliseconds(RecordId start, RecordId end);
 
 }  // namespace sim

@@ -177,8 +177,16 @@ def in_a_process(wanted: Sequence[str], known: Sequence[str], options: Sequence[
         return json.loads(file.read_text())
 
 
+def build_devices() -> None:
+    """Before tests have a limit of time."""
+    code = "from lightning_dp import sim; sim.enable(8)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+
+
 def drop_all(wanted: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     """What became of each site, with the caller on default streams and on side streams."""
+    build_devices()
     table: dict[str, Any] = {}
     found: list[str] = []
     for more in ([], ["--side-streams"]):

@@ -17,7 +17,7 @@ from torch import nn
 from lightning_dp.first_step.compare import Outcome
 from lightning_dp.first_step.snapshot import Snapshot
 from lightning_dp.parallel.batch import to_device
-from lightning_dp.parallel.links import Span
+from lightning_dp.parallel.links import Packing, Span
 from lightning_dp.parallel.workers import Executor, Task
 
 
@@ -115,3 +115,19 @@ def test_a_span_of_a_busy_device_is_over_when_it_was_waited_for(waits: bool) -> 
     if waits:
         span.wait()
     assert span.is_over() is waits
+
+
+def test_memory_that_a_bucket_leaves_from_is_not_written_to_by_a_third_device() -> None:
+    root, one, two = devices_of(3)
+    shapes = [(64, 32), (32,)]
+    sums, terms, sources, copies = (
+        [torch.ones(shape, device=device) for shape in shapes] for device in (root, one, two, one)
+    )
+    bundle = Packing(sums)
+    for _ in range(2):  # at first memory is made
+        for k in range(3):
+            torch.sim.synchronize(k)
+        bundle.add(sums, [terms])
+        bundle.copy(sources, [copies])
+    assert [tensor.sum().item() for tensor in sums] == [3 * 64 * 32, 3 * 32]
+    assert all(bool((tensor == 1).all()) for tensor in copies)

@@ -1,0 +1,134 @@
+"""The proof: the laws, in the order in which they are looked at, and what becomes of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from lightning_dp.doctor.bench import Bench, Job, muted
+from lightning_dp.doctor.compilers import traced_module
+from lightning_dp.doctor.culprits import MISSING_WAIT, culprits_of, is_race
+from lightning_dp.doctor.failures import checkpoints, error_in_a_replica, memory_runs_out
+from lightning_dp.doctor.law import Finding, Law, Result, SkippedLaw
+from lightning_dp.doctor.parts import (
+    devices_compute_as_the_cpu_does,
+    gather_undoes_scatter,
+    links_carry_what_was_sent,
+    replicas_have_the_roots_weights,
+)
+from lightning_dp.doctor.steps import (
+    as_one_device,
+    drop_in,
+    idle_devices,
+    job_as_one_device,
+    on_side_streams,
+    same_metrics,
+    uneven_shards,
+)
+from lightning_dp.doctor.subjects import Contrastive, Manual, Normalized
+from lightning_dp.parallel.errors import described
+
+PRECISIONS = {
+    "float64": "64",
+    "float32": "32",
+    "bf16-mixed": "bf16-mixed",
+    "fp16-mixed, scaler": "16-mixed",
+}
+
+PARTS = [
+    Law("links carry what was sent", links_carry_what_was_sent, is_about_parts=True),
+    Law("devices compute as the CPU", devices_compute_as_the_cpu_does, is_about_parts=True),
+    Law("gather(scatter(x)) == x", gather_undoes_scatter, is_about_parts=True),
+    Law("replicas have the weights", replicas_have_the_roots_weights, is_about_parts=True),
+]
+STEPS = [
+    Law(f"{count}, {name}", partial(as_one_device, precision=precision, steps=steps))
+    for name, precision in PRECISIONS.items()
+    for count, steps in (("one step", 1), ("ten steps", 10))
+]
+JOBS = {
+    "one after another": Job(strategy={"executor": "inorder"}),
+    "loss on the host": Job(strategy={"output_device": "cpu"}),
+    "forward mode": Job(Contrastive, strategy={"mode": "forward"}),
+    "manual optimisation": Job(Manual),
+    "synced batch norm": Job(Normalized, trainer={"sync_batchnorm": True}),
+    "split='adaptive'": Job(strategy={"split": "adaptive"}),
+    "split='memory'": Job(strategy={"split": "memory"}),
+}
+LAWS = [
+    *PARTS,
+    *STEPS,
+    Law("uneven shards", uneven_shards),
+    Law("idle devices", idle_devices),
+    *(Law(name, partial(job_as_one_device, job=job)) for name, job in JOBS.items()),
+    Law("on side streams", on_side_streams),
+    Law("logs, metrics, predictions", same_metrics),
+    Law("DataParallel, the drop-in", drop_in),
+    Law("error in a replica", error_in_a_replica),
+    Law("out of memory", memory_runs_out),
+    Law("checkpoint", checkpoints),
+    Law("compile, traced", traced_module),
+]
+
+
+def prove(
+    bench: Bench, laws: Sequence[Law] = LAWS, tell: Callable[[str], None] = lambda name: None
+) -> list[Result]:
+    """Looks at the laws, one after another.
+
+    Args:
+        bench: the devices.
+        laws: which ones.
+        tell: is told the name of each before it is looked at.
+    """
+    results: list[Result] = []
+    for law in laws:
+        tell(law.name)
+        parts_hold = all(result.verdict != "fail" for result in results)
+        results.append(look_at(bench, law, asks_why=parts_hold))
+    return results
+
+
+def look_at(bench: Bench, law: Law, *, asks_why: bool = True) -> Result:
+    """Looks at one law, and where it does not hold, for the reason.
+
+    `asks_why` is False where another law has found a culprit, which this one would find again.
+    """
+    start = time.perf_counter()
+    with muted():
+        result = _look_at(bench, law, asks_why)
+    return Result(**{**vars(result), "seconds": time.perf_counter() - start})
+
+
+def _look_at(bench: Bench, law: Law, asks_why: bool) -> Result:
+    try:
+        finding = law.look(bench)
+    except SkippedLaw as reason:
+        return Result(law.name, "skip", remark=str(reason))
+    except Exception as error:
+        remark = _told(error)
+        if is_race(error):
+            return Result(law.name, "fail", culprits=(MISSING_WAIT,), remark=remark)
+        finding = Finding(float("inf"), remark=remark)
+        culprits = _why(bench, law, finding, asks_why)
+        return Result(law.name, "fail", culprits=culprits, remark=remark)
+    verdict, culprits = "pass", finding.culprits
+    if not finding.holds:
+        verdict, culprits = "fail", _why(bench, law, finding, asks_why)
+    return Result(
+        law.name, "pass" if verdict == "pass" else "fail", finding.difference, finding.allowed,
+        culprits, finding.remark,
+    )  # fmt: skip
+
+
+def _why(bench: Bench, law: Law, finding: Finding, asks_why: bool) -> tuple[str, ...]:
+    if finding.culprits or law.is_about_parts or not asks_why:
+        return finding.culprits
+    return culprits_of(bench, law)
+
+
+def _told(error: BaseException) -> str:
+    """An error's type, text and notes: the notes say which replica it comes from."""
+    notes = " ".join(map(str, getattr(error, "__notes__", ())))
+    return " ".join([f"{type(error).__qualname__}: {described(error, str)}", notes]).strip()

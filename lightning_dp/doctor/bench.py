@@ -261,7 +261,7 @@ def _dtype(precision: str) -> torch.dtype:
 
 def _mixed(precision: str, kind: str) -> MixedPrecision:
     if precision == "bf16-mixed":
-        return MixedPrecision(precision, kind)
+        return MixedPrecision("bf16-mixed", kind)
     scaler = torch.amp.GradScaler(kind, init_scale=1024.0)
     return MixedPrecision("16-mixed", kind, scaler)
 

@@ -10,7 +10,7 @@ import torch
 from lightning_dp.doctor.bench import Bench, Job
 from lightning_dp.doctor.law import Finding, SkippedLaw
 from lightning_dp.doctor.steps import after_ten_steps
-from lightning_dp.doctor.subjects import Compiled, Traced
+from lightning_dp.doctor.subjects import Compiled
 
 NO_DYNAMO = "sim"  # what torch's compiler does not know
 
@@ -45,14 +45,6 @@ def no_code_for(device: torch.device) -> str:
     if device.type == "cpu" and cxx_compiler() is None:
         return "no C++ compiler was found"
     return ""
-
-
-def traced_module(bench: Bench) -> Finding:
-    """Layers under torch.compile as far as no code is generated: seconds, where that is minutes."""
-    if bench.root.type == NO_DYNAMO:
-        raise SkippedLaw(no_code_for(bench.root))
-    job = Job(Traced, precision="32")
-    return Finding(bench.apart(job), after_ten_steps(job), remark="traced: backend='aot_eager'")
 
 
 def compiled_module(bench: Bench) -> Finding:

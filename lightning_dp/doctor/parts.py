@@ -64,7 +64,8 @@ def _copied_without_waiting(message: Tensor, target: torch.device) -> Tensor:
 
 def _packed(message: Tensor, target: torch.device) -> Tensor:
     """As gradients and weights travel: several in one copy."""
-    return torch.cat(to_device_coalesced(list(message.split(ELEMENTS // 7)), target))
+    parts = torch.split(message, ELEMENTS // 7)
+    return torch.cat(to_device_coalesced(list(parts), target))
 
 
 _SENDS: Sequence[Callable[[Tensor, torch.device], Tensor]] = (

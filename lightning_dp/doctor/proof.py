@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import torch
+
 from lightning_dp.doctor.bench import Bench, Job, muted
-from lightning_dp.doctor.compilers import traced_module
+from lightning_dp.doctor.compilers import compiled_module
 from lightning_dp.doctor.culprits import MISSING_WAIT, culprits_of, is_race
 from lightning_dp.doctor.failures import checkpoints, error_in_a_replica, memory_runs_out
 from lightning_dp.doctor.law import Finding, Law, Result, SkippedLaw
@@ -36,12 +39,12 @@ PRECISIONS = {
     "fp16-mixed, scaler": "16-mixed",
 }
 
-PARTS = [
+PARTS = (
     Law("links carry what was sent", links_carry_what_was_sent, is_about_parts=True),
     Law("devices compute as the CPU", devices_compute_as_the_cpu_does, is_about_parts=True),
     Law("gather(scatter(x)) == x", gather_undoes_scatter, is_about_parts=True),
     Law("replicas have the weights", replicas_have_the_roots_weights, is_about_parts=True),
-]
+)
 STEPS = [
     Law(f"{count}, {name}", partial(as_one_device, precision=precision, steps=steps))
     for name, precision in PRECISIONS.items()
@@ -56,7 +59,7 @@ JOBS = {
     "split='adaptive'": Job(strategy={"split": "adaptive"}),
     "split='memory'": Job(strategy={"split": "memory"}),
 }
-LAWS = [
+LAWS = (
     *PARTS,
     *STEPS,
     Law("uneven shards", uneven_shards),
@@ -68,8 +71,9 @@ LAWS = [
     Law("error in a replica", error_in_a_replica),
     Law("out of memory", memory_runs_out),
     Law("checkpoint", checkpoints),
-    Law("compile, traced", traced_module),
-]
+)
+COMPILED = Law("compiled module", compiled_module)
+"""Apart from the others: compilers may take minutes."""
 
 
 def prove(
@@ -96,9 +100,20 @@ def look_at(bench: Bench, law: Law, *, asks_why: bool = True) -> Result:
     `asks_why` is False where another law has found a culprit, which this one would find again.
     """
     start = time.perf_counter()
-    with muted():
+    with muted(), _one_thread():
         result = _look_at(bench, law, asks_why)
     return Result(**{**vars(result), "seconds": time.perf_counter() - start})
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread for each operation: these are small, and a busy machine makes teams wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _look_at(bench: Bench, law: Law, asks_why: bool) -> Result:

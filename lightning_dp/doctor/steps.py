@@ -102,12 +102,12 @@ def _trained(called: nn.Module, module: nn.Module, bench: Bench, dtype: torch.dt
     for x, y in batches_of([4 * len(bench.devices) + 1] * 3, dtype):
         optimizer.zero_grad()
         output = called(x.to(bench.root))
-        nn.functional.cross_entropy(output, y.to(bench.root)).backward()
+        nn.functional.cross_entropy(output, y.to(bench.root)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
 def on_side_streams(bench: Bench) -> Finding:
-    """The caller is on a stream of its own on every device, so that default streams order nothing."""
+    """The caller has a stream of its own on every device: default streams order nothing."""
     if bench.root.type == "cpu":
         raise SkippedLaw("the CPU has no streams")
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -91,21 +91,12 @@ class Manual(Classifier):
         return loss.detach()
 
 
-class Traced(Classifier):
-    """Its layers are compiled, but for the code that a compiler would generate."""
-
-    backend = "aot_eager"
+class Compiled(Classifier):
+    """Its layers are compiled."""
 
     def layers(self) -> nn.Module:
         """What computes the logits."""
-        layers: nn.Module = torch.compile(super().layers(), backend=self.backend)  # type: ignore[assignment]
-        return layers
-
-
-class Compiled(Traced):
-    """Its layers are compiled."""
-
-    backend = "inductor"
+        return cast(nn.Module, torch.compile(super().layers()))
 
 
 def batches_of(sizes: list[int], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

@@ -40,14 +40,14 @@ class Aside:
 
     def result(self, seconds: float) -> Result:
         """What it has found, or that it has not in so many seconds."""
-        again = f"python -m lightning_dp doctor --only {self.law.name!r}"
+        again = f"see doctor --only {self.law.name!r}"
         try:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             self.close()
-            return Result(self.law.name, "skip", remark=f"not ready in time; see {again}")
+            return Result(self.law.name, "skip", remark=f"not ready in time; {again}")
         if not self._output.is_file():
-            return Result(self.law.name, "fail", remark=f"its process failed: {again}")
+            return Result(self.law.name, "fail", remark=f"its process failed; {again}")
         (content,) = json.loads(self._output.read_text(encoding="utf-8"))["proof"]
         if content["difference"] is not None:
             content["difference"] = float(content["difference"])

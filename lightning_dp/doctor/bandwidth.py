@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp.doctor.bench import synchronize
+from lightning_dp.doctor.bench import pinned, synchronize
 from lightning_dp.parallel.devices import memory_capacity
 
 HOST = torch.device("cpu")
@@ -81,7 +81,7 @@ def _seconds(source: torch.device, target: torch.device, size: int) -> float:
 
 def _buffer(device: torch.device, size: int) -> Tensor:
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-    return buffer.pin_memory() if device.type == "cpu" else buffer
+    return pinned(buffer) if device.type == "cpu" else buffer
 
 
 def _peers(source: torch.device, target: torch.device) -> bool | None:

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 from lightning_dp import DataParallelStrategy
 from lightning_dp.doctor.law import SkippedLaw, worst
 from lightning_dp.doctor.subjects import Classifier, batches_of
-from lightning_dp.parallel.devices import current_device
 
 STEPS = 10
 ALLOWED = {"64": 1e-10, "32": 1e-5, "bf16-mixed": 6e-2, "16-mixed": 8e-3}
@@ -228,8 +227,15 @@ def synchronize(devices: Sequence[torch.device]) -> None:
     """Waits for all work of the devices."""
     for device in dict.fromkeys(devices):
         if device.type != "cpu":
-            with current_device(device):
-                torch.accelerator.synchronize(device)
+            torch.accelerator.synchronize(device)
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """The same in memory that an accelerator copies from by itself; where there is such memory."""
+    try:
+        return tensor.pin_memory()
+    except RuntimeError:  # none, or not for this accelerator
+        return tensor
 
 
 def has_float64(device: torch.device) -> bool:

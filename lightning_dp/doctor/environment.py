@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_dp import DataParallelStrategy
 from lightning_dp.doctor.bandwidth import measured_links
 from lightning_dp.doctor.bench import muted
 from lightning_dp.doctor.compilers import cxx_compiler, missing_for_sim
-from lightning_dp.doctor.machine import host_memory, machine, processor
+from lightning_dp.doctor.machine import host_memory, processor
 from lightning_dp.parallel.devices import counts_memory
 
 PACKAGES = ("lightning-dp", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core")
@@ -28,12 +28,12 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def environment(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """All of it, as it is in the report; the links are measured."""
+def environment(devices: Sequence[torch.device], host: Mapping[str, Any]) -> dict[str, Any]:
+    """All of it, as it is in the report; the links are measured. The host was looked at before."""
     distinct = list(dict.fromkeys(devices))
     return {
         "versions": _versions(),
-        "machine": machine(),
+        "machine": host,
         "gil": not _is_free_threaded(),
         "cuda": _cuda(),
         "nccl": _nccl(),

@@ -21,6 +21,7 @@ from lightning_dp.doctor.compilers import no_code_for
 from lightning_dp.doctor.ddp import DdpProcesses, why_no_ddp
 from lightning_dp.doctor.environment import environment
 from lightning_dp.doctor.law import Law, Result
+from lightning_dp.doctor.machine import machine
 from lightning_dp.doctor.proof import COMPILED, LAWS, prove
 from lightning_dp.doctor.timing import fair_threads
 from lightning_dp.doctor.watchdog import Watchdog
@@ -59,8 +60,14 @@ def examine(plan: Plan) -> report.Report:
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(STUCK, lambda what: _give_up(what, found, plan)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        host = machine()
         stack.enter_context(fair_threads())
-        _environment(found, plan, watchdog)
+        watchdog.tell("environment and links")
+        found.environment = environment(plan.devices, host)
+        watchdog.rest()
+        print("Environment")
+        report.show_environment(found.environment)
+        sys.stdout.flush()
         aside, ddp = _started(plan, stack)
         _proof(found, plan, folder, watchdog, aside, start)
         if plan.workloads and found.is_healthy:
@@ -70,14 +77,6 @@ def examine(plan: Plan) -> report.Report:
     found.write(plan.output)
     report.show_verdict(found, plan.output)
     return found
-
-
-def _environment(found: report.Report, plan: Plan, watchdog: Watchdog) -> None:
-    watchdog.tell("environment and links")
-    found.environment = environment(plan.devices)
-    watchdog.rest()
-    print("Environment")
-    report.show_environment(found.environment)
 
 
 def _started(plan: Plan, stack: contextlib.ExitStack) -> tuple[Aside | None, DdpProcesses | None]:
@@ -116,6 +115,7 @@ def _proof(
         results.append(Result(COMPILED.name, "skip", remark=no_code_for(bench.root)))
     watchdog.rest()
     report.show_proof(results)
+    sys.stdout.flush()
 
 
 def _advice(

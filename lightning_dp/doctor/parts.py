@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.doctor.bench import Bench, as_vector, has_float64, relative, synchronize
+from lightning_dp.doctor.bench import Bench, as_vector, has_float64, pinned, relative, synchronize
 from lightning_dp.doctor.law import Finding, SkippedLaw, worst
 from lightning_dp.doctor.subjects import Classifier
 from lightning_dp.parallel.links import to_device_coalesced
@@ -55,7 +55,7 @@ def _copied(message: Tensor, target: torch.device) -> Tensor:
 def _copied_without_waiting(message: Tensor, target: torch.device) -> Tensor:
     """To and from pinned memory, where there is some: the copy is under way when the call ends."""
     if message.device.type == "cpu":
-        message = message.pin_memory() if torch.accelerator.is_available() else message
+        message = pinned(message)
     arrived = message.to(target, non_blocking=True)
     # The host reads the one end, or lets go of the other.
     synchronize([message.device, target])

@@ -54,6 +54,7 @@ JOBS = {
     "one after another": Job(strategy={"executor": "inorder"}),
     "loss on the host": Job(strategy={"output_device": "cpu"}),
     "forward mode": Job(Contrastive, strategy={"mode": "forward"}),
+    "outputs on the host": Job(Contrastive, strategy={"mode": "forward", "output_device": "cpu"}),
     "manual optimisation": Job(Manual),
     "synced batch norm": Job(Normalized, trainer={"sync_batchnorm": True}),
     "split='adaptive'": Job(strategy={"split": "adaptive"}),

@@ -81,20 +81,30 @@ def timed(
     workload: Workload,
     batches: Sequence[Any],
     strategy: Strategy,
-    devices: Sequence[torch.device],
+    own: Sequence[torch.device],
     folder: Path,
     *,
     steps: int = MOST_STEPS,
     **options: Any,
 ) -> float:
-    """Seconds per step of a workload, through a Trainer. Batches are in memory already."""
-    watch = Stopwatch(devices)
+    """Seconds per step of a workload, through a Trainer. Batches are in memory already.
+
+    Args:
+        workload: what is trained.
+        batches: taken in turns.
+        strategy: the way.
+        own: the devices that this process uses.
+        folder: for files.
+        steps: at most.
+        options: of the Trainer.
+    """
+    watch = Stopwatch(own)
     steps += WARM_UP
     # Lightning takes a plain list for several loaders.
     repeated: Any = [batches[i % len(batches)] for i in range(steps)]
     options = {"max_epochs": 1, "min_steps": 0, **workload.trainer, **options}
     with muted():
-        trainer = quiet_trainer(devices[0], folder, strategy, watch, **options)
+        trainer = quiet_trainer(own[0], folder, strategy, watch, **options)
         torch.manual_seed(0)
         trainer.fit(workload.make(), DataLoader(repeated, batch_size=None))
     return watch.step

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from lightning_dp.dataloader_iter import Pulled, takes_iterator
 from lightning_dp.lightning_private import own_device
@@ -63,6 +64,15 @@ class Mode(ABC):
     def during_backward(self) -> AbstractContextManager[None]:
         """What surrounds Lightning's own backward of a step's loss."""
         return self.engine.ranges.of("backward")
+
+    def to_be_scaled(self, loss: Tensor) -> Tensor:
+        """A loss as a gradient scaler is to see it: on the root.
+
+        Its scale lies where the first loss does. One on the host would read what the devices have
+        found in gradients, and not wait for it.
+        """
+        root = self.engine.devices[0]
+        return loss.to(root) if loss.device.type == "cpu" else loss
 
     def recover_backward(
         self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]

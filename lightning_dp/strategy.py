@@ -147,6 +147,8 @@ class DataParallelMixin(OptionsMixin):
         mode = self._mode
         if mode is None:
             return super().backward(closure_loss, *args, **kwargs)
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            closure_loss = mode.to_be_scaled(closure_loss)
         with mode.during_backward():
             try:
                 return super().backward(closure_loss, *args, **kwargs)

@@ -128,12 +128,9 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
     yield kind
 
 
-@pytest.fixture(autouse=True)
-def caller_is_on_side_streams(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With --side-streams: what is ordered by default streams alone shows."""
-    if not request.config.getoption("--side-streams"):
-        yield
-        return
+@pytest.fixture
+def on_side_streams() -> Iterator[None]:
+    """The test is on a stream of its own on every device: what only default streams order shows."""
     sim.enable(SIM_DEVICES)
     pairs = [(torch.sim.default_stream(k), torch.Stream(f"sim:{k}")) for k in range(SIM_DEVICES)]
     # Of weights that were made on another stream. It is right, and torch says so at no loss.
@@ -147,6 +144,13 @@ def caller_is_on_side_streams(request: pytest.FixtureRequest) -> Iterator[None]:
         default.wait_stream(side)
         torch.accelerator.set_stream(default)
     torch.accelerator.set_device_index(0)
+
+
+@pytest.fixture(autouse=True)
+def all_are_on_side_streams(request: pytest.FixtureRequest) -> None:
+    """With --side-streams; but for the simulated devices' own tests, which are about streams."""
+    if request.config.getoption("--side-streams") and request.path.parent.name != "sim":
+        request.getfixturevalue("on_side_streams")
 
 
 @pytest.fixture

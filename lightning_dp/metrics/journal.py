@@ -20,7 +20,7 @@ from torch import nn
 
 from lightning_dp.lightning_private import batch_value, keep_batch_value, own_device
 from lightning_dp.metrics.arguments import MetricCall
-from lightning_dp.metrics.logs import LogCall, log_call, merged_log
+from lightning_dp.metrics.logs import LogCall, brought_to, log_call, merged_log
 from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import StepAttributes, names_of_metric, state_of_metric
 from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
@@ -177,7 +177,8 @@ class Journals(ReplicaRules):
         called = {c.metric: None for calls in journals for c in calls if isinstance(c, MetricCall)}
         if called:
             self._metric_states.keep(list(called))
-        logs: list[_Log] = []
+        logs: list[LogCall] = []
+        batch_values: list[Any] = []
         for row in _aligned(journals, sizes, order, shards.dims):
             present = [sizes[i] for i in row]
             calls: list[Any] = list(row.values())
@@ -188,8 +189,9 @@ class Journals(ReplicaRules):
             if len(row) < len(journals):
                 self._refuse(calls[0].name, row, shards)
             merged = merged_log(calls, present, self._output_device, shards.dims)
-            logs.append(_Log(merged, batch_value(merged.value)))
-        return logs
+            logs.append(merged)
+            batch_values.append(batch_value(merged.value))
+        return list(map(_Log, brought_to(self._output_device, logs), batch_values))
 
     def _log(self, logs: Sequence[_Log]) -> None:
         for call, value in logs:

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_dp.parallel.batch import StepDims, weighted_mean
-from lightning_dp.parallel.links import joining_device
+from lightning_dp.parallel.links import joining_device, to_device_coalesced
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.
 _OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]
@@ -49,6 +49,7 @@ def merged_log(
     | any, of a metric | the metric itself, which by then has seen the whole batch            |
 
     A `batch_size` that is the same on shards of unequal sizes is a constant; others are added up.
+    A tensor of accelerators does not go to the host yet, see `brought_to`.
     """
     first = calls[0]
     if len(calls) == 1:
@@ -65,8 +66,24 @@ def merged_log(
     if isinstance(value, Tensor | Number):
         where = joining_device([call.value for call in calls], device)
         numbers = _as_numbers(calls, where)
-        value = _merged(numbers, weights, options.get("reduce_fx", "mean")).to(device)
+        value = _merged(numbers, weights, options.get("reduce_fx", "mean"))
     return first._replace(value=value, options=options)
+
+
+def brought_to(device: torch.device, calls: Sequence[LogCall]) -> list[LogCall]:
+    """Merged calls with their tensors on the device; for the host, all in one copy."""
+    away = [
+        i
+        for i, call in enumerate(calls)
+        if isinstance(call.value, Tensor) and call.value.device != device
+    ]
+    if not away:
+        return list(calls)
+    brought = list(calls)
+    values = to_device_coalesced([calls[i].value for i in away], device)
+    for i, value in zip(away, values, strict=True):
+        brought[i] = calls[i]._replace(value=value)
+    return brought
 
 
 def _with_number(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -144,7 +144,8 @@ class Engine:
             self._executor.run(joint.name, tasks, goes_on=True)
             self.meter.add(tasks)
         else:
-            backward_at_once(joint.graphs, gradient, keep_graph)
+            during = self.meter.working([graph.replica for graph in joint.graphs])
+            backward_at_once(joint.graphs, gradient, keep_graph, during=during)
         self.meter.stop()
         self.reduce()
         self.planner.record_success(training=True)
@@ -234,6 +235,8 @@ class Engine:
         noticed = self.replicas.noticed(shards.active) if training else nullcontext()
         with context, noticed, self.replicas.compiling():
             tasks = call.tasks(modules, shards, self.devices)
+            if self.meter.is_watched:
+                self.meter.follow(tasks)
             outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
         if training:
             self.reducer.after_forward(shards)

@@ -14,8 +14,10 @@ from torch import nn
 
 from lightning_dp.parallel.batch import Scalars, Shards, to_device
 from lightning_dp.parallel.call import ReplicaCall
+from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.torch_private import is_in_backward
 
 _TELLING = ("batch_size", "split_batch", "sample_cost")
 
@@ -66,6 +68,8 @@ class ForwardParallel(RecoveringEngine):
         self._always_copies = always_copies
         self._mode = (False, False)
         self._locks: dict[int, threading.RLock] = {}
+        self._all_devices = [*self.devices, self.output_device]
+        self._streams: list[torch.Stream] = []  # the caller's own
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -107,7 +111,10 @@ class ForwardParallel(RecoveringEngine):
         arguments: dict[int | str, Any] = dict(enumerate(args))
         arguments.update(kwargs.items())
         self.num_calls += 1
-        with replaced(self, asked=self._asked(path)):
+        if not is_in_backward():
+            self._streams = side_streams(self._all_devices)
+        # A checkpoint calls again in a thread of autograd, which has other ones.
+        with on_streams(self._streams), replaced(self, asked=self._asked(path)):
             return self.run(self.spread_call(path, len(args)), arguments)
 
     @property

@@ -135,7 +135,8 @@ class ManualStep(EvaluationStep):
         reducer.before_backward()
         self._gradients.put_aside()
         if joint.crosses or not self.engine.on_cpu:
-            backward_at_once(joint.graphs, gradient, keep_graph, _all_of(inputs))
+            during = self.engine.meter.working([graph.replica for graph in joint.graphs])
+            backward_at_once(joint.graphs, gradient, keep_graph, _all_of(inputs), during)
         else:
             own_inputs = dict(zip(self.shards.active, inputs, strict=True))
             calls: dict[int, Callable[[], Any]] = dict.fromkeys(self.shards.active, lambda: None)

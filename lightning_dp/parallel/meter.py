@@ -6,8 +6,9 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from operator import sub
-from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from lightning_dp.parallel.devices import (
     peak_memory,
     reset_peak_memory,
 )
+from lightning_dp.parallel.links import Span
 from lightning_dp.parallel.split import Sizes, StepUsage
 from lightning_dp.parallel.workers import Task
 
@@ -29,12 +31,14 @@ _UNTAKEN = 1024
 
 
 class PeakMemory:
-    """The most bytes in use on each device: since the last restart, and since ever."""
+    """The most bytes in use on each device: since the last restart, and since ever.
+
+    The devices count, for the whole program: nothing is reset unless somebody asks for windows.
+    """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = list(devices)
         self._before = [0] * len(self._devices)
-        self.forget()
 
     def restart(self) -> None:
         """A new window begins."""
@@ -51,7 +55,7 @@ class PeakMemory:
         return list(map(peak_memory, self._devices))
 
     def overall(self) -> list[int]:
-        """Per replica the peak of its device since this was made."""
+        """Per replica the peak of its device since others have reset it."""
         return list(map(max, self._before, self.window()))
 
 
@@ -63,10 +67,12 @@ class Meter:
         self._devices = list(devices)
         self._memory = PeakMemory(devices)
         self._steps: StepMeter | None = None
+        self.is_watched = False  # training steps are measured
         self._counted: Sizes = ()
 
     def watch(self) -> None:
         """Measures every training step from now on."""
+        self.is_watched = True
         self._steps = self._steps or StepMeter(self._devices, self._memory)
 
     @property
@@ -99,6 +105,15 @@ class Meter:
         """What was counted stays."""
         self._counted = ()
 
+    def follow(self, tasks: Sequence[Task]) -> None:
+        """These calls are part of the step: what devices do in them counts."""
+        if self._steps is not None:
+            self._steps.follow(tasks)
+
+    def working(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
+        """While it lasts, the devices of some replicas are at work for the step."""
+        return nullcontext() if self._steps is None else self._steps.working(replicas)
+
     def add(self, tasks: Sequence[Task]) -> None:
         """The workers spent their seconds in these calls."""
         for task in tasks:
@@ -129,9 +144,11 @@ class Meter:
 class StepMeter:
     """Measures the replicas' work from `start` to `stop`, and the memory until it is read.
 
-    A device that counts its own work (simulated ones with a speed) is believed. GPUs compute
-    asynchronously: events at both ends tell when each is through with its work. Elsewhere it is
-    the time that the workers spent in the replica's calls. Every step restarts the memory's peaks.
+    A device that counts its own work (simulated ones with a speed) is believed. Accelerators
+    compute asynchronously: events at both ends of a replica's forward and of its backward tell when
+    each is through with it. In between a device waits for the others, which is no work. On the
+    CPU it is the time that the workers spent in the replica's calls. Every step restarts the
+    memory's peaks.
     """
 
     def __init__(self, devices: Sequence[torch.device], memory: PeakMemory) -> None:
@@ -149,6 +166,26 @@ class StepMeter:
         self._end_of_memory()
         self._memory.restart()
         self._running = _Step(self._devices, sizes, self._have_clocks)
+
+    def follow(self, tasks: Sequence[Task]) -> None:
+        """What devices do in these calls counts."""
+        step = self._running
+        if step is not None and step.spans:
+            for task in tasks:
+                task.spans = step.spans[task.replica]
+
+    @contextlib.contextmanager
+    def working(self, replicas: Sequence[int]) -> Iterator[None]:
+        """While it lasts, the devices of some replicas are at work for the step."""
+        step = self._running
+        own = [] if step is None or not step.spans else [step.spans[k] for k in replicas]
+        spans = [Span(self._devices[k]) for k in replicas] if own else []
+        try:
+            yield
+        finally:
+            for span, known in zip(spans, own, strict=True):
+                span.end()
+                known.append(span)
 
     def add(self, k: int, seconds: float) -> None:
         """A worker spent so many seconds in calls of replica k."""
@@ -195,41 +232,30 @@ class _Step:
         self._devices = devices if have_clocks else []
         self._clocks = list(map(busy_clock, self._devices))
         self._on_cpu = all(device.type == "cpu" for device in devices)
-        is_cuda = have_clocks and all(device.type == "cuda" for device in devices)
-        self._streams: list[Any] = (
-            list(map(torch.accelerator.current_stream, devices)) if is_cuda else []
-        )
-        self._first = self._marks()
-        self._last: list[Any] = []
+        has_spans = have_clocks and all(device.type != "cpu" for device in devices)
+        self.spans: list[list[Span]] = [[] for _ in devices] if has_spans else []
         self._began = time.perf_counter()
         self._wall = 0.0
         self._counted: list[float] = []
 
     def stop(self) -> None:
         self._wall = time.perf_counter() - self._began
-        self._last = self._marks()
         self._counted = list(map(sub, map(busy_clock, self._devices), self._clocks))
 
     def is_over(self) -> bool:
-        return all(event.query() for event in self._last)
+        return all(span.is_over() for span in chain.from_iterable(self.spans))
 
     def wait(self) -> None:
-        for event in self._last:
-            event.synchronize()
+        for span in chain.from_iterable(self.spans):
+            span.wait()
 
     def usage(self) -> StepUsage:
         busy = self.spent
-        if self._last or any(self._counted):
-            events = zip(self._first, self._last, strict=True)
-            busy = [first.elapsed_time(last) / 1e3 for first, last in events] or self._counted
+        if any(self._counted):
+            busy = self._counted
+        elif self.spans:
+            busy = [sum(span.seconds for span in own) for own in self.spans]
         # Only on the CPU do the workers see all of a step: elsewhere its backward is not theirs.
         total = max(self._wall, *busy) if self._on_cpu else max(busy)
         peaks, before = tuple(self.peak_bytes), tuple(self._start_bytes)
         return StepUsage(self._sizes, tuple(busy), total, peaks, before)
-
-    def _marks(self) -> list[Any]:
-        """Events at this point of the GPUs' streams."""
-        marks: list[Any] = [torch.Event(s.device, enable_timing=True) for s in self._streams]
-        for mark, stream in zip(marks, self._streams, strict=True):
-            mark.record(stream)
-        return marks

@@ -22,8 +22,8 @@ class DeviceUsage:
         busy_seconds: time spent in its forward and backward, as its worker saw it; in forward
             mode in its forward. Accelerators compute asynchronously: there it is the time that
             issuing the forward took.
-        peak_bytes: the most memory that was in use on the device; 0 where devices do not count
-            it, as the CPU.
+        peak_bytes: the most memory that was in use on the device since its statistics were reset
+            last, by whomever; 0 where devices do not count it, as the CPU.
     """
 
     device: torch.device

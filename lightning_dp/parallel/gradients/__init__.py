@@ -1,14 +1,16 @@
 """Gradients: one loss of the replicas' losses, its backward, and the sums that reach the root.
 
-Decided here: what each replica's loss weighs and what the joint loss's backward does (`loss`), who
-sums gradients and buffers, and when (`reduce`), and how gradients, hooks and the values of buffers
-are set aside for a while (`aside`).
+Decided here: what each replica's loss weighs and what the joint loss's backward does (`loss`), how
+it runs on accelerators (`at_once`), who sums gradients and buffers, and when (`reduce`), and how
+gradients, hooks and the values of buffers are set aside for a while (`aside`).
 """
 
 from lightning_dp.parallel.gradients.aside import GradientsAside as GradientsAside
 from lightning_dp.parallel.gradients.aside import HooksOff as HooksOff
 from lightning_dp.parallel.gradients.aside import Snapshot as Snapshot
 from lightning_dp.parallel.gradients.aside import clear_gradients as clear_gradients
+from lightning_dp.parallel.gradients.at_once import backward_at_once as backward_at_once
+from lightning_dp.parallel.gradients.at_once import wait_for_autograd as wait_for_autograd
 from lightning_dp.parallel.gradients.loss import LOSS_REDUCTIONS as LOSS_REDUCTIONS
 from lightning_dp.parallel.gradients.loss import Graph as Graph
 from lightning_dp.parallel.gradients.loss import JointBackward as JointBackward
@@ -16,12 +18,10 @@ from lightning_dp.parallel.gradients.loss import LossReduction as LossReduction
 from lightning_dp.parallel.gradients.loss import NoLossError as NoLossError
 from lightning_dp.parallel.gradients.loss import StepOutput as StepOutput
 from lightning_dp.parallel.gradients.loss import agreed_items as agreed_items
-from lightning_dp.parallel.gradients.loss import backward_at_once as backward_at_once
 from lightning_dp.parallel.gradients.loss import items_of as items_of
 from lightning_dp.parallel.gradients.loss import join_losses as join_losses
 from lightning_dp.parallel.gradients.loss import loss_of as loss_of
 from lightning_dp.parallel.gradients.loss import loss_weights as loss_weights
-from lightning_dp.parallel.gradients.loss import wait_for_autograd as wait_for_autograd
 from lightning_dp.parallel.gradients.reduce import BUFFERS as BUFFERS
 from lightning_dp.parallel.gradients.reduce import Buffers as Buffers
 from lightning_dp.parallel.gradients.reduce import Reducer as Reducer

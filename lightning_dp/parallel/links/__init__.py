@@ -1,13 +1,16 @@
 """Links: copies between devices.
 
-Decided here: who waits for a copy (`transfer`), what travels together (`packing`), and what is in
-order on a device (`streams`).
+Decided here: who waits for a copy (`transfer`, and between accelerators `lanes`), what travels
+together (`packing`) and where it is added up (`landings`), what is in order on a device
+(`streams`), and how long a device is at work (`spans`).
 """
 
 from lightning_dp.parallel.links.packing import Packed as Packed
 from lightning_dp.parallel.links.packing import Packing as Packing
 from lightning_dp.parallel.links.packing import can_be_packed as can_be_packed
 from lightning_dp.parallel.links.packing import kind as kind
+from lightning_dp.parallel.links.spans import Span as Span
+from lightning_dp.parallel.links.spans import Stretch as Stretch
 from lightning_dp.parallel.links.streams import host_waits_for as host_waits_for
 from lightning_dp.parallel.links.streams import on_streams as on_streams
 from lightning_dp.parallel.links.streams import side_streams as side_streams

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.links.landings import Landing
+from lightning_dp.parallel.links.lanes import Lane, lane
 from lightning_dp.parallel.torch_private import add_to_each, copy_to_each
 
 BUCKET_BYTES = 32 * 2**20
@@ -39,6 +42,9 @@ class Packing:
         packed = set().union(*(bucket.positions for bucket in self.buckets))
         self.alone = [i for i in range(len(tensors)) if i not in packed]  # cannot be packed
         self._staged: dict[torch.device, list[Packed] | None] = {}
+        self._leaving: dict[torch.device, set[Lane]] = {}  # that still read what is staged there
+        self._ways: set[Lane] = set()  # that know what is staged
+        self._landings: dict[torch.device, _Room | None] = {}
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether these are of the kinds that this is for, every one of them."""
@@ -63,14 +69,34 @@ class Packing:
         None where there was no room for it.
         """
         if device not in self._staged:
-            size = max((bucket.size * bucket.dtype.itemsize for bucket in self.buckets), default=0)
             try:
-                memory = torch.zeros(size, dtype=torch.uint8, device=device)
+                self._staged[device] = self._memory_on(device)
             except torch.OutOfMemoryError:
                 self._staged[device] = None
-            else:
-                self._staged[device] = [bucket.in_memory(memory) for bucket in self.buckets]
         return self._staged[device]
+
+    def landing(self, device: torch.device) -> _Room | None:
+        """Memory where they arrive on an accelerator to be added; None if there was no room."""
+        if device not in self._landings:
+            try:
+                totals, others = self._memory_on(device), self._memory_on(device)
+            except torch.OutOfMemoryError:
+                self._landings[device] = None
+            else:
+                self._landings[device] = _Room(Landing(device), totals, others)
+        return self._landings[device]
+
+    def make_room(self, root: torch.device, device: torch.device) -> None:
+        """Takes now what memory it will take to add up terms from a device on the root."""
+        self.staged(device)
+        if _are_accelerators(root, device):
+            self.landing(root)
+
+    def _memory_on(self, device: torch.device) -> list[Packed]:
+        """Memory for any one of the buckets at a time."""
+        size = max((bucket.size * bucket.dtype.itemsize for bucket in self.buckets), default=0)
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        return [bucket.in_memory(memory) for bucket in self.buckets]
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
         """Copies tensors of these kinds, which are on one device, to memory for them.
@@ -83,9 +109,37 @@ class Packing:
         for j, (bucket, there) in enumerate(zip(self.buckets, targets, strict=True)):
             here = staged[j] if staged and there else None
             if here is not None:
-                copy_to_each(here.views, bucket.of(sources))
+                self._stage(here, bucket.of(sources))
             for packed in there:
-                _copy(here, bucket.of(sources), packed)
+                self._copy(here, bucket.of(sources), packed)
+
+    def _stage(self, here: Packed, sources: Sequence[Tensor]) -> None:
+        """Packs a bucket where it is to leave from, when what was there before has left."""
+        for way in self._leaving.pop(here.flat.device, ()):
+            way.leave()
+        copy_to_each(here.views, sources)
+
+    def _carry(self, here: Packed, there: Tensor, free: torch.Event | None = None) -> Lane:
+        """Sends a staged bucket to another accelerator."""
+        way = lane(here.flat.device, there.device)
+        way.carry(here.flat, there, free)
+        self._leaving.setdefault(way.source, set()).add(way)
+        if way not in self._ways:
+            self._ways.add(way)
+            way.reads(here.flat)
+        return way
+
+    def _copy(self, here: Packed | None, sources: Sequence[Tensor], there: Packed) -> None:
+        """Copies a bucket as one, if it is packed, or its tensors one by one."""
+        if here is not None and _are_accelerators(here.flat.device, there.flat.device):
+            self._carry(here, there.flat).arrive()
+            return
+        pairs = (
+            zip(there.views, sources, strict=True) if here is None else [(there.flat, here.flat)]
+        )
+        for target, source in pairs:
+            on_device = _are_accelerators(source.device, target.device)
+            target.copy_(source, non_blocking=on_device)
 
     def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
@@ -111,9 +165,10 @@ class Packing:
         if staged is None or arrived is None:
             return [part.to(device) for part in parts]
         here, there = staged[j], arrived[j]
-        copy_to_each(here.views, parts)
-        is_device = "cpu" not in (here.flat.device.type, device.type)
-        there.flat.copy_(here.flat, non_blocking=is_device)
+        self._stage(here, parts)
+        for way in self._leaving.pop(device, ()):
+            way.leave()
+        there.flat.copy_(here.flat, non_blocking=_are_accelerators(here.flat.device, device))
         return there.views
 
     def add(self, sums: list[Tensor], terms: Sequence[list[Tensor]]) -> None:
@@ -131,26 +186,48 @@ class Packing:
             total = self._total(j, device, away)
             if total is None:
                 alone.extend(bucket.positions)
-            else:
-                add_to_each(bucket.of(sums), total.views)
+                continue
+            add_to_each(bucket.of(sums), total.views)
+            if (room := self._landings.get(device)) is not None:
+                room.landing.let_go()
         for i in alone:
             for term in away:
                 sums[i].add_(term[i].to(device))
 
     def _total(self, j: int, device: torch.device, away: Sequence[list[Tensor]]) -> Packed | None:
         """The sum of the terms of a bucket; None if a device had no room for it."""
-        staged = [self.staged(device), *(self.staged(term[0].device) for term in away)]
-        total, *sent = [None if packed is None else packed[j] for packed in staged]
-        bucket = self.buckets[j]
+        bucket, devices = self.buckets[j], [term[0].device for term in away]
+        sent = [None if (staged := self.staged(d)) is None else staged[j] for d in devices]
+        room = self.landing(device) if _are_accelerators(device, *devices) else None
+        if room is not None and None not in sent:
+            terms = zip(cast(list[Packed], sent), map(bucket.of, away), strict=True)
+            senders = [partial(self._send_term, here, term) for here, term in terms]
+            room.landing.add_up(room.totals[j].flat, room.others[j].flat, senders)
+            return room.totals[j]
+        total = None if (staged := self.staged(device)) is None else staged[j]
         try:
             for i, (here, term) in enumerate(zip(sent, away, strict=True)):
                 if total is None or here is None:
                     return None
-                copy_to_each(here.views, bucket.of(term))
+                self._stage(here, bucket.of(term))
                 total.flat.add_(here.flat.to(device)) if i else total.flat.copy_(here.flat)
         except torch.OutOfMemoryError:
             return None
         return total
+
+    def _send_term(
+        self, here: Packed, term: Sequence[Tensor], there: Tensor, free: torch.Event
+    ) -> Lane:
+        self._stage(here, term)
+        return self._carry(here, there, free)
+
+
+class _Room(NamedTuple):
+    """Memory for each bucket where its terms arrive and are added, see `Landing`."""
+
+    landing: Landing
+    totals: list[Packed]
+    others: list[Packed]
 
 
 class Packed(NamedTuple):
@@ -160,12 +237,8 @@ class Packed(NamedTuple):
     views: list[Tensor]
 
 
-def _copy(here: Packed | None, sources: Sequence[Tensor], there: Packed) -> None:
-    """Copies a bucket as one, if it is packed, or its tensors one by one."""
-    pairs = zip(there.views, sources, strict=True) if here is None else [(there.flat, here.flat)]
-    for target, source in pairs:
-        is_device = "cpu" not in (source.device.type, target.device.type)
-        target.copy_(source, non_blocking=is_device)
+def _are_accelerators(*devices: torch.device) -> bool:
+    return all([device.type != "cpu" for device in devices])
 
 
 class Bucket:

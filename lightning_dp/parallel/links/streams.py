@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 
 def side_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
     """The calling thread's current streams on the devices, where they are not the default ones."""
-    own = dict.fromkeys(device for device in devices if device.type != "cpu")
-    streams = [torch.accelerator.current_stream(device) for device in own]
-    return [stream for stream in streams if stream.stream_id != 0]
+    streams = []
+    for device in dict.fromkeys(devices):  # one frame in every step
+        if device.type != "cpu":
+            stream = torch.accelerator.current_stream(device)
+            if stream.stream_id != 0:
+                streams.append(stream)
+    return streams
+
+
+def on_streams(streams: Sequence[torch.Stream]) -> AbstractContextManager[None]:
+    """Makes streams the calling thread's current ones on their devices; its device stays."""
+    return _on_streams(streams) if streams else nullcontext()
 
 
 @contextlib.contextmanager
-def on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
-    """Makes streams the calling thread's current ones on their devices; its device stays."""
-    if not streams:
-        yield
-        return
+def _on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
     before = [torch.accelerator.current_stream(stream.device) for stream in streams]
     _set(streams)
     try:

@@ -44,9 +44,11 @@ def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list
 
 def joining_device(values: Sequence[object], output_device: torch.device) -> torch.device:
     """Where a few small values become one: not on the host, which would wait for each device."""
-    devices = (value.device for value in values if isinstance(value, Tensor))
-    own = next((device for device in devices if device.type != "cpu"), output_device)
-    return own if output_device.type == "cpu" else output_device
+    if output_device.type == "cpu":
+        for value in values:
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                return value.device
+    return output_device
 
 
 def gradients_on(device: torch.device, gradients: list[Tensor | None]) -> list[Tensor | None]:

@@ -1,7 +1,7 @@
 """Workers: where the replicas' calls run, and how they wait for each other.
 
-Decided here: threads or one after another (`apply`), how the host waits for the replicas and what
-happens when one fails (`calls`), what becomes of one that does not end (`left_behind`), of
+Decided here: threads or one after another (`apply`, `trial`), how the host waits for the replicas
+and what happens when one fails (`calls`), what becomes of one that does not end (`left_behind`), of
 workers (`worker`) when the process forks or ends (`process`), what of the caller's thread a worker
 has (`thread_state`), where replicas meet in the middle of a call
 (`rendezvous`, seen from one replica as `participant`), and what they do there together

@@ -6,10 +6,8 @@ call the caller's full thread state and brings its result or its exception back.
 
 from __future__ import annotations
 
-import statistics
 import threading
-import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -18,6 +16,7 @@ import torch
 
 from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.errors import add_note
+from lightning_dp.parallel.links import Stretch
 from lightning_dp.parallel.torch_private import saved_tensors_functions
 from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.calls import Calls
@@ -25,6 +24,7 @@ from lightning_dp.parallel.workers.left_behind import ended, leave_behind
 from lightning_dp.parallel.workers.participant import Participant, Task
 from lightning_dp.parallel.workers.process import watch
 from lightning_dp.parallel.workers.thread_state import ThreadState, is_checkpointing
+from lightning_dp.parallel.workers.trial import Trial
 from lightning_dp.parallel.workers.worker import Worker, start_workers
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
@@ -36,8 +36,8 @@ class Executor:
 
     By `"threads"`, by `"inorder"` (one after another on the calling thread: for a debugger, or to
     repeat a run bit by bit), or by `"auto"`, which measures both on the first calls of each kind of
-    work and keeps the faster. Threads win where the devices compute, the other way wins where
-    Python is the bottleneck.
+    work and keeps the faster: that with which the devices are through sooner. Threads win where the
+    devices compute, the other way wins where Python is the bottleneck.
 
     `on_left_behind` is called when a replica was left behind, which may do its work later.
     """
@@ -54,8 +54,8 @@ class Executor:
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
         self._how = how
         self._workers: list[Worker] = []
-        self._trials: defaultdict[tuple[str, int], _Trial] = defaultdict(_Trial)
-        self._latest: dict[str, _Trial] = {}
+        self._trials: defaultdict[tuple[str, int], Trial] = defaultdict(Trial)
+        self._latest: dict[str, Trial] = {}
         self._in_threads: dict[str, bool] = {}
         watch(self)
 
@@ -88,7 +88,8 @@ class Executor:
         if not goes_on:
             self.choose(kind, len(tasks))
         trial = self._latest.get(kind)
-        start = time.perf_counter()
+        measured = trial is not None and trial.is_measured
+        stretch = Stretch(self._devices) if measured else None
         try:
             calls.begin(tasks, ThreadState.capture(self._devices), self._start)
             if len(tasks) > 1 and self._in_threads[kind]:
@@ -102,8 +103,9 @@ class Executor:
             if stuck := calls.unended:
                 self._leave(stuck)
             results, failure = calls.close()
-            if trial is not None:
-                trial.add(time.perf_counter() - start)
+            if trial is not None and stretch is not None:
+                stretch.end()
+                trial.add(stretch)
         if failure is not None:
             task, error = failure
             if task is not None:
@@ -168,36 +170,3 @@ class Executor:
             self._workers = start_workers(self._devices)
         work = partial(participant.calls.work, participant)
         self._workers[participant.task.replica].inbox.put(work)
-
-
-class _Trial:
-    """Decides between threads and in-order runs by the median of their recent times.
-
-    Both take turns at first. Then the faster runs, and now and then the other once more: a machine
-    may be busy during the first steps, or become so later.
-    """
-
-    ROUNDS = 5  # of each at first, and what the medians are taken of
-    PROBE_EVERY = 64  # pieces of work; at twice the time a probe costs under 2 %
-
-    def __init__(self) -> None:
-        self.threads = True  # how the present piece of work is to run
-        self._count = -2  # the first piece of each way is not counted: it starts caches
-        self._seconds = {way: deque[float](maxlen=self.ROUNDS) for way in (True, False)}
-
-    def begin(self) -> None:
-        """Starts another piece of work."""
-        self._count += 1
-        if self._count < 2 * self.ROUNDS:
-            self.threads = self._count % 2 == 1
-        else:
-            in_threads, in_order = map(statistics.median, self._seconds.values())
-            is_probe = self._count % self.PROBE_EVERY == 0
-            self.threads = (in_threads <= in_order) != is_probe
-        if self._count > 0:
-            self._seconds[self.threads].append(0.0)
-
-    def add(self, seconds: float) -> None:
-        """Adds to the time of the present piece of work."""
-        if self._seconds[self.threads]:
-            self._seconds[self.threads][-1] += seconds

@@ -230,13 +230,18 @@ class Calls:
 
     def _do_task(self, participant: Participant) -> None:
         """Does a task on this thread, as the replica's code, and times it."""
+        task = participant.task
         token, start = PARTICIPANT.set(participant), time.perf_counter()
         try:
-            participant.result = participant.task.call()
+            if task.spans is not None:
+                task.begin()
+            participant.result = task.call()
         except BaseException as error:  # it is raised again when all have ended
             participant.error = error
         finally:
-            participant.task.seconds = time.perf_counter() - start - participant.waited
+            if task.spans is not None:
+                task.end()
+            task.seconds = time.perf_counter() - start - participant.waited
             PARTICIPANT.reset(token)
 
     def _hear(self, seconds: float = math.inf) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import gather, to_device, tree, weighted_mean
+from lightning_dp.parallel.links import on_streams
 from lightning_dp.parallel.torch_private import is_in_backward
 from lightning_dp.parallel.workers.calls import Calls
 from lightning_dp.parallel.workers.participant import Act, current_participant
@@ -121,9 +122,13 @@ def meet(what: str, x: T, act: Act) -> T:
 
 
 def _in_replicas_modes(act: Act, calls: Calls, brought: list[Any]) -> Sequence[Any]:
-    """Acts under the modes of the code that calls the collective, which may not be the host's."""
+    """Acts under the modes of the code that calls the collective, which may not be the host's.
+
+    And on the step's streams: a thread of that code may have come to act for all.
+    """
     grad, inference = brought[0][1]
-    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+    on_those_of_step = on_streams(calls.thread_state.streams)
+    with on_those_of_step, torch.inference_mode(inference), torch.set_grad_enabled(grad):
         return act(calls, [value for value, _ in brought])
 
 

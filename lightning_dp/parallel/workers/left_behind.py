@@ -19,7 +19,7 @@ from types import FrameType
 GRACE_SECONDS = 5.0
 """How long replicas that work may go on after an interrupt."""
 
-AT_EXIT_SECONDS = 1.0
+AT_EXIT_SECONDS = 2.0
 """How long the program's end waits for them."""
 
 _LIBRARIES = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_dp"}
@@ -64,6 +64,12 @@ def interrupt(thread: threading.Thread, error: type[BaseException] = KeyboardInt
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
 
 
+def threads_within(package: str) -> list[threading.Thread]:
+    """The threads that have called a function of a package, which has not returned."""
+    frames = sys._current_frames()
+    return [t for t in threading.enumerate() if _calls(package, frames.get(t.ident or 0))]
+
+
 def ended(threads: Iterable[threading.Thread], seconds: float) -> bool:
     """Waits so long at most until threads have ended, but for the calling one; whether they have.
 
@@ -75,6 +81,12 @@ def ended(threads: Iterable[threading.Thread], seconds: float) -> bool:
         while thread.is_alive() and (left := end - time.monotonic()) > 0:
             thread.join(min(left, 0.5))
     return not any([thread.is_alive() for thread in others])
+
+
+def _calls(package: str, frame: FrameType | None) -> bool:
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith(f"{package}."):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from lightning_dp.parallel.links import Span
+
 if TYPE_CHECKING:
     from lightning_dp.parallel.workers.calls import Calls
 
@@ -39,6 +41,17 @@ class Task:
     context: Callable[[], str] = str  # for errors: what goes on after "in replica 2 on cuda:1"
     cause: Callable[[BaseException], str] = lambda error: ""  # and after that
     seconds: float = field(default=0.0, init=False)  # of work, without waiting for others
+    spans: list[Span] | None = None  # of the device's work, likewise; None if nobody asks
+
+    def begin(self) -> None:
+        """The device goes to work."""
+        if self.spans is not None:
+            self.spans.append(Span(self.device))
+
+    def end(self) -> None:
+        """What the device has to do from here on is none of the replica's work."""
+        if self.spans:
+            self.spans[-1].end()
 
 
 @dataclass(frozen=True)
@@ -166,9 +179,11 @@ class Participant:
         """
         self._take_place(what)
         start = time.perf_counter()
+        self.task.end()
         try:
             return self.calls.rendezvous.arrive(self, Arrival(what, value, act))
         finally:
+            self.task.begin()
             self.waited += time.perf_counter() - start
             self.place.release()
 
@@ -190,10 +205,12 @@ class Participant:
     def run_errand(self, errand: Errand) -> Answer:
         """Makes a call that the host asked for; it does not count as waiting."""
         start = time.perf_counter()
+        self.task.begin()
         try:
             with participating(self if errand.is_part_of_step else None):
                 return Answer(errand.call())
         finally:
+            self.task.end()
             self.waited -= time.perf_counter() - start
 
     def said(self) -> str:

@@ -1,7 +1,7 @@
 """The process: what becomes of workers when it forks, and when it ends.
 
 A forked child has the thread that forked and no other: it makes its own workers. The end of the
-program waits for nobody: idle workers end at once, and those at work are interrupted.
+program waits for nobody for long: workers at work are interrupted, and so are their callers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ import os
 from typing import Protocol
 from weakref import WeakSet
 
-from lightning_dp.parallel.workers.left_behind import AT_EXIT_SECONDS, ended, interrupt
+from lightning_dp.parallel.workers.left_behind import (
+    AT_EXIT_SECONDS,
+    ended,
+    interrupt,
+    threads_within,
+)
 from lightning_dp.parallel.workers.participant import PARTICIPANT
 from lightning_dp.parallel.workers.worker import Worker
 
@@ -40,12 +45,12 @@ def _in_child() -> None:
 
 def _at_exit() -> None:
     workers = [worker for owner in list(_owners) for worker in owner.dismiss()]
-    threads = [worker.thread for worker in workers]
-    # A thread that comes back from torch while Python ends would abort the process.
+    callers = threads_within(__package__) if workers else []
     for worker in workers:
-        if not worker.idle.is_set():
+        if worker.is_at_work:
             interrupt(worker.thread, SystemExit)  # of which no thread says anything
-    ended(threads, AT_EXIT_SECONDS)
+    # A thread that comes back from torch while Python ends would abort the process.
+    ended([*[worker.thread for worker in workers], *callers], AT_EXIT_SECONDS)
 
 
 atexit.register(_at_exit)

@@ -64,7 +64,9 @@ class ThreadState:
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> ThreadState:
         """The calling thread's state, as far as it concerns work on `devices` (root first)."""
-        kinds, autocasts = {"cpu", *(device.type for device in devices)}, []
+        kinds, autocasts = {"cpu"}, []
+        for device in devices:
+            kinds.add(device.type)
         for kind in kinds:
             if torch.is_autocast_enabled(kind):
                 keeps = torch.is_autocast_cache_enabled()
@@ -87,7 +89,8 @@ class ThreadState:
         leaves the device out means "the module's".
         """
         with contextlib.ExitStack() as stack:
-            stack.enter_context(on_streams(self.streams))
+            if self.streams:
+                stack.enter_context(on_streams(self.streams))
             stack.enter_context(current_device(device))
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))

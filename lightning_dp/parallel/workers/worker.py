@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,32 +26,28 @@ class Worker:
     def __init__(self, replica: int, intra_op_threads: int) -> None:
         self.inbox: Inbox = SimpleQueue()
         self.ready = threading.Event()
-        self.idle = threading.Event()
         weakref.finalize(self, self.inbox.put, None)
-        task = partial(_live, self.inbox, self.ready, self.idle, intra_op_threads)
+        task = partial(_live, self.inbox, self.ready, intra_op_threads)
         self.thread = threading.Thread(target=task, name=f"dp-replica-{replica}", daemon=True)
         self.thread.start()
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether its thread is anywhere but at its inbox."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        return frame is not None and frame.f_code is not _live.__code__
 
-def _live(
-    inbox: Inbox, ready: threading.Event, idle: threading.Event, intra_op_threads: int
-) -> None:
+
+def _live(inbox: Inbox, ready: threading.Event, intra_op_threads: int) -> None:
     """What a worker's thread does, which must not know the worker."""
     torch.get_num_threads()  # a thread's first look replaces what was set before it
     torch.set_num_threads(intra_op_threads)
     ready.set()
     with contextlib.suppress(KeyboardInterrupt, SystemExit):  # see `left_behind`
-        _work(inbox, idle)
-
-
-def _work(inbox: Inbox, idle: threading.Event) -> None:
-    idle.set()
-    while (work := inbox.get()) is not None:
-        idle.clear()
-        work()
-        idle.set()
-        # The last one holds a batch and a graph, which must not outlive the step.
-        del work
+        while (work := inbox.get()) is not None:
+            work()
+            # The last one holds a batch and a graph, which must not outlive the step.
+            del work
 
 
 def start_workers(devices: Sequence[torch.device]) -> list[Worker]:

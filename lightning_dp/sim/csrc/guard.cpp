@@ -47,7 +47,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
   // Who is told that a stream is through has waited for it.
   bool queryStream(const c10::Stream& stream) const override {
-    host_waits_for(stream);
+    host_hears_of(stream);
     return true;
   }
   void synchronizeStream(const c10::Stream& stream) const override {
@@ -70,7 +70,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void* event, const c10::Stream& stream) const override { wait(stream, clock_of(event)); }
   bool queryEvent(void* event) const override {
-    host_waits_for(clock_of(event));
+    host_hears_of(clock_of(event));
     return true;
   }
   void synchronizeEvent(void* event) const override { host_waits_for(clock_of(event)); }

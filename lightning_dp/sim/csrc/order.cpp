@@ -97,7 +97,6 @@ StreamState& up_to_date(int number) {
 void host_joins(const Clock& clock) {
   state().host.join(clock);
   ++state().host_version;
-  ++g_host_waits;
 }
 
 std::string advice(int first, int second) {
@@ -235,6 +234,16 @@ void wait(const c10::Stream& stream, const ClockPointer& event) {
 }
 
 void host_waits_for(const c10::Stream& stream) {
+  ++g_host_waits;
+  host_hears_of(stream);
+}
+
+void host_waits_for(const ClockPointer& event) {
+  g_host_waits += event ? 1 : 0;
+  host_hears_of(event);
+}
+
+void host_hears_of(const c10::Stream& stream) {
   {
     std::lock_guard<std::mutex> lock(state().mutex);
     host_joins(up_to_date(number_of(stream)).clock);
@@ -242,7 +251,7 @@ void host_waits_for(const c10::Stream& stream) {
   deliver();
 }
 
-void host_waits_for(const ClockPointer& event) {
+void host_hears_of(const ClockPointer& event) {
   if (!event) {
     return;
   }
@@ -254,6 +263,7 @@ void host_waits_for(const ClockPointer& event) {
 }
 
 void host_waits_for_device(c10::DeviceIndex index) {
+  ++g_host_waits;
   {
     std::lock_guard<std::mutex> lock(state().mutex);
     const auto count = static_cast<int>(state().streams.size());

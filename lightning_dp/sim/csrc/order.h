@@ -67,6 +67,9 @@ void host_waits_for(const c10::Stream& stream);
 void host_waits_for(const ClockPointer& event);
 void host_waits_for_device(c10::DeviceIndex index);
 bool host_has_waited_for(Moment moment);
+// The host is told that an event, or a stream, is through: it need not wait.
+void host_hears_of(const c10::Stream& stream);
+void host_hears_of(const ClockPointer& event);
 // How often the host has waited for a device.
 int64_t host_waits();
 

@@ -1,0 +1,47 @@
+"""Landings: where buckets of several accelerators arrive on one of them, and are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.links.lanes import Lane
+
+Send: TypeAlias = Callable[[Tensor, torch.Event], Lane]
+"""Sends a bucket to memory that is free from an event on."""
+
+
+class Landing:
+    """Memory for the sum of a bucket, and for one that arrives while others are added.
+
+    What arrives waits until this memory is free again, and not for anything else that the device
+    is doing: others may send their gradients while it is still at work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        now = self._mark()  # until here others may use memory that was handed out
+        self._total_is_free, self._other_is_free = now, now
+
+    def add_up(self, total: Tensor, other: Tensor, senders: Sequence[Send]) -> None:
+        """Writes the sum of what is sent into `total`; `let_go` when that was used."""
+        first = senders[0](total, self._total_is_free)
+        for i, send in enumerate(senders[1:]):
+            way = send(other, self._other_is_free)
+            if i == 0:
+                first.arrive()
+            way.arrive()
+            total.add_(other)
+            self._other_is_free = self._mark()
+        if len(senders) == 1:
+            first.arrive()
+
+    def let_go(self) -> None:
+        """The latest sum was used."""
+        self._total_is_free = self._mark()
+
+    def _mark(self) -> torch.Event:
+        return torch.accelerator.current_stream(self._device).record_event()

@@ -1,0 +1,54 @@
+"""Lanes: copies between accelerators, on streams of their own.
+
+A copy makes the current streams of both devices wait for each other: the source for whatever the
+target is doing, and the target for whatever the source is. On a lane the copy alone waits: for the
+source to be written, and for the target to be free.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.links.streams import on_streams
+
+
+class Lane:
+    """The way from one accelerator to another: a stream at each end, to which all else is alien."""
+
+    def __init__(self, source: torch.device, target: torch.device) -> None:
+        self.source, self.target = source, target
+        self._here, self._there = torch.Stream(source), torch.Stream(target)
+
+    def carry(self, source: Tensor, target: Tensor, free: torch.Event | None = None) -> None:
+        """Copies what the source's current stream has written, to memory that stays.
+
+        The target is free from the event on, or else after all that its current stream was told.
+        """
+        self._here.wait_stream(torch.accelerator.current_stream(self.source))
+        if free is None:
+            self._there.wait_stream(torch.accelerator.current_stream(self.target))
+        else:
+            self._there.wait_event(free)
+        with on_streams((self._here, self._there)):
+            target.copy_(source, non_blocking=True)
+
+    def reads(self, source: Tensor) -> None:
+        """A source that stays: should it go, nobody gets its memory before it was sent."""
+        source.record_stream(self._here)
+
+    def arrive(self) -> None:
+        """The target's current stream goes on when all that was carried is there."""
+        torch.accelerator.current_stream(self.target).wait_stream(self._there)
+
+    def leave(self) -> None:
+        """The source's current stream goes on when all sources may be written again."""
+        torch.accelerator.current_stream(self.source).wait_stream(self._here)
+
+
+@cache
+def lane(source: torch.device, target: torch.device) -> Lane:
+    """The one lane between two accelerators: devices have few streams."""
+    return Lane(source, target)

@@ -1,0 +1,133 @@
+"""Weights and gradients travel on streams of their own: devices wait for them, not for each other.
+
+Whether a stream waits for something shows in what may be read there: strict simulated devices
+refuse what nothing orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import oracle
+import pytest
+import torch
+from oracle import devices_of
+from torch import Tensor
+
+from lightning_dp import sim
+from lightning_dp.parallel.links import Packing, packing
+from lightning_dp.parallel.links.lanes import lane
+
+SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), ()]
+
+
+@pytest.fixture(autouse=True)
+def on_sim(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    sim.enable(8)
+    monkeypatch.setattr(oracle, "ON", "sim")
+    yield
+    for device in range(8):
+        torch.sim.synchronize(device)
+
+
+@pytest.fixture(params=[2**25, 4096, 1])
+def bucket_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tensors in one bucket, in several, or each in one."""
+    monkeypatch.setattr(packing, "BUCKET_BYTES", request.param)
+
+
+def tensors_on(device: torch.device, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
+
+
+def main(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
+
+
+def has_waited(stream: torch.Stream, for_: Tensor) -> bool:
+    """Whether what a stream gets from here on comes after what has written a tensor."""
+    probe = torch.Stream(for_.device)
+    probe.wait_stream(stream)
+    with torch.sim.stream(probe):
+        try:
+            for_ + 1
+        except torch.sim.RaceError:
+            return False
+    return True
+
+
+def work(device: torch.device) -> Tensor:
+    """What a device is at."""
+    return torch.ones(1000, device=device)
+
+
+def test_who_sends_weights_does_not_wait_for_what_the_others_do() -> None:
+    root, *others = devices_of(3)
+    sources = tensors_on(root)
+    bundle = Packing(sources)
+    memory = [bundle.memory(sources, device) for device in others]
+    busy = [work(device) for device in others]
+    bundle.send(sources, list(zip(*(packed for packed, _ in memory), strict=True)))
+    assert not has_waited(main(root), busy[0])
+    assert not has_waited(main(others[0]), busy[1])
+    for _, tensors in memory:
+        for own, source in zip(tensors, sources, strict=True):
+            assert torch.equal(own.cpu(), source.cpu())
+
+
+def test_who_sends_weights_goes_on_at_once() -> None:
+    root, other = devices_of(2)
+    sources = tensors_on(root)
+    bundle = Packing(sources)
+    packed, _ = bundle.memory(sources, other)
+    bundle.send(sources, [[there] for there in packed])
+    assert not has_waited(main(root), packed[0].flat)
+    assert has_waited(main(other), packed[0].flat)
+
+
+def test_gradients_do_not_wait_for_what_the_root_does() -> None:
+    """A bucket of two devices: a third one's would wait until those are added."""
+    root, *others = devices_of(3)
+    sums, *terms = [tensors_on(device, k) for k, device in enumerate((root, *others))]
+    bundle = Packing(sums)
+    for device in others:
+        bundle.make_room(root, device)
+    expected = [sum(t.cpu() for t in row) for row in zip(sums, *terms, strict=True)]
+    busy = work(root)
+    bundle.add(sums, terms)
+    for device in others:
+        assert not has_waited(main(device), busy)
+        assert not has_waited(lane(device, root)._there, busy)
+    assert has_waited(main(root), sums[0])
+    for total, right in zip(sums, expected, strict=True):
+        torch.testing.assert_close(total.cpu(), right)
+
+
+@pytest.mark.usefixtures("bucket_bytes")
+@pytest.mark.parametrize("places", [(0, 1, 2, 3), (0, 1, 1), (0, 0, 1)])
+def test_memory_of_the_way_is_used_again_in_order(places: tuple[int, ...]) -> None:
+    """Also by others, when the bundle is gone."""
+    devices = [torch.device("sim", k) for k in places]
+    for _ in range(3):
+        sums, *terms = [tensors_on(device, k) for k, device in enumerate(devices)]
+        bundle = Packing(sums)
+        away = [device for device in devices if device != devices[0]]
+        memory = [bundle.memory(sums, device) for device in away]
+        for _ in range(3):
+            expected = [sum(t.cpu() for t in row) for row in zip(sums, *terms, strict=True)]
+            bundle.add(sums, terms)
+            bundle.send(sums, list(zip(*(packed for packed, _ in memory), strict=True)))
+            for _, tensors in memory:
+                for own, right in zip(tensors, expected, strict=True):
+                    torch.testing.assert_close(own.cpu(), right)
+        bundle.send(sums, list(zip(*(packed for packed, _ in memory), strict=True)))
+        del bundle, memory
+        for device in devices:
+            for n in (1, 100, 10_000):
+                torch.ones(n, device=device)
+
+
+@pytest.mark.usefixtures("on_side_streams", "bucket_bytes")
+def test_lanes_follow_the_callers_streams() -> None:
+    test_memory_of_the_way_is_used_again_in_order((0, 1, 2, 3))

@@ -150,6 +150,7 @@ def test_without_devices_there_are_replicas_on_the_cpu_or_all_accelerators() -> 
         (["--module", "test_doctor.TinyData"], "--module: expected a LightningModule"),
         (["--data", "test_doctor.TinyData"], "--data: expected beside --module"),
         (["word"], "expected options, or KEY=VALUE such as experiment=digits, got 'word'"),
+        (["experiment=nonsense"], "experiment=nonsense: "),
         (["--module", "test_doctor.Tiny", "experiment=gan"], "--module: expected to be alone"),
     ],
 )

@@ -6,8 +6,13 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule
+from omegaconf import DictConfig, OmegaConf
 
+from lightning_dp.app.devices import register_resolvers
 from lightning_dp.doctor import Workload
 
 BATCHES = 4  # that are loaded, and taken in turns
@@ -43,16 +48,10 @@ def _of_experiment(overrides: Sequence[str]) -> Workload:
                 f"doctor: expected options, or KEY=VALUE such as experiment=digits, got "
                 f"{override!r}."
             )
-    from hydra import compose, initialize_config_module
-    from hydra.utils import instantiate
-    from omegaconf import OmegaConf
-
-    from lightning_dp.app.devices import register_resolvers
-
-    register_resolvers()
-    with initialize_config_module("lightning_dp.conf", version_base="1.3"):
-        cfg = compose("train", overrides=list(overrides))
-    strategy: Any = OmegaConf.to_container(cfg.strategy) if OmegaConf.is_dict(cfg.strategy) else {}
+    cfg = _composed(overrides)
+    strategy: Any = {}
+    if OmegaConf.is_dict(cfg.strategy):
+        strategy = OmegaConf.to_container(cfg.strategy, resolve=True)
     is_ours = strategy.pop("_target_", None) == _STRATEGY
     options = {k: v for k, v in strategy.items() if k not in ("devices", "executor")}
     trainer = {name: cfg.trainer[name] for name in _TRAINER if cfg.trainer.get(name) is not None}
@@ -63,6 +62,15 @@ def _of_experiment(overrides: Sequence[str]) -> Workload:
         strategy=options if is_ours else {},
         trainer=trainer,
     )
+
+
+def _composed(overrides: Sequence[str]) -> DictConfig:
+    register_resolvers()
+    try:
+        with initialize_config_module("lightning_dp.conf", version_base="1.3"):
+            return compose("train", overrides=list(overrides))
+    except HydraException as error:
+        raise ValueError(f"{' '.join(overrides)}: {error}") from error
 
 
 def _loaded(make: Callable[[], Any], name: str, _: int) -> list[Any]:

@@ -168,7 +168,7 @@ class OneLinkCorrupts(TorchDispatchMode):
 
     def _spoil(self, source: Tensor, arrived: Tensor) -> None:
         if (source.device, arrived.device) == self._way and arrived.numel() > 1:
-            arrived.view(-1)[arrived.numel() // 2].zero_()
+            arrived[(-1,) * arrived.dim()].zero_()
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,17 @@ def test_a_link_that_corrupts_is_named(source: str, target: str, tmp_path: Path)
     (result,) = results
     assert result.verdict == "fail" and result.culprits == (f"{source} -> {target}",)
     assert result.difference is not None and 0 < result.difference < 1e-3
+
+
+def test_scatter_and_gather_name_the_links_too(tmp_path: Path) -> None:
+    on = bench("sim", K, tmp_path)
+    for source, target, culprits in (
+        ("sim:2", "sim:0", {"sim:2 -> sim:0"}),
+        ("cpu", "sim:1", {"sim:1", "sim:1 -> sim:0"}),
+    ):
+        with OneLinkCorrupts(source, target):
+            (result,) = prove(on, laws("gather("))
+        assert result.verdict == "fail" and set(result.culprits) == culprits
 
 
 def test_a_training_over_a_link_that_corrupts_is_wrong(tmp_path: Path) -> None:
@@ -235,11 +246,12 @@ def test_a_wait_that_is_missing_is_named(
     drop: Callable[[], contextlib.AbstractContextManager[Any]], law: str, tmp_path: Path
 ) -> None:
     on = bench("sim", 3, tmp_path)
-    (before,) = prove(on, laws(law))
-    assert before.verdict == "pass"
+    looked_at = [*laws("links"), *laws(law)]
+    assert not failed(prove(on, looked_at))
     with drop():
-        (result,) = prove(on.afresh(), laws(law))
-    assert result.verdict == "fail" and result.culprits == (MISSING_WAIT,), result
+        results = failed(prove(on.afresh(), looked_at))
+    assert law in {result.law for result in results}
+    assert {name for result in results for name in result.culprits} == {MISSING_WAIT}, results
 
 
 # --- laws that would miss their fault are none ----------------------------------------------------

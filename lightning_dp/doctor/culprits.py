@@ -14,14 +14,19 @@ from lightning_dp.doctor.law import Law, SkippedLaw
 MISSING_WAIT = "a missing wait"
 
 
-def culprits_of(bench: Bench, law: Law) -> tuple[str, ...]:
+def culprits_of(bench: Bench, law: Law, named: tuple[str, ...]) -> tuple[str, ...]:
     """Looks at a law that does not hold in other ways, in which one culprit at a time is absent.
+
+    Which devices or links are off it may have named itself, but not whether they were read too
+    early.
 
     It holds when everything is waited for: then a wait is missing. It holds for the root with some
     devices, and with others it does not: those are at fault. With none it says nothing.
     """
     if bench.root.type != "cpu" and _holds_when_all_is_waited_for(bench, law):
         return (MISSING_WAIT,)
+    if named or law.is_about_parts:
+        return named
     others = [device for device in bench.distinct if device != bench.root]
     off = [device for device in others if not _holds(bench.afresh([bench.root, device]), law)]
     return tuple(map(str, off)) if off != others else ()

@@ -122,17 +122,18 @@ def gather_undoes_scatter(bench: Bench) -> Finding:
     for n in (1, len(bench.devices), 5 * len(bench.devices) + 3):
         batch = _batch_of(n)
         shards = scatter(batch, bench.devices)
-        begin = 0
-        for k, shard in enumerate(shards):
-            size = 0 if shard is None else len(shard["x"])
-            for name in shard or ():
-                wrong = float(not torch.equal(shard[name].cpu(), batch[name][begin : begin + size]))
-                off[_who(bench, k)] = max(off.get(_who(bench, k), 0.0), wrong)
-            begin += size
         joined = gather([shard for shard in shards if shard is not None], bench.root)
-        for name, value in batch.items():
-            if not torch.equal(joined[name].cpu(), value):
-                off.setdefault(f"gather on {bench.root}", 1.0)
+        end = 0
+        for k, shard in enumerate(shards):
+            begin, end = end, end + (0 if shard is None else len(shard["x"]))
+            way = f"{bench.devices[k]} -> {bench.root}"
+            for name in shard or ():
+                expected = batch[name][begin:end]
+                for who, part in ((_who(bench, k), shard[name]), (way, joined[name][begin:end])):
+                    is_wrong = not torch.equal(part.cpu(), expected)
+                    off[who] = max(off.get(who, 0.0), float(is_wrong))
+        if end != len(joined["x"]):
+            raise RuntimeError(f"Expected {n} samples to be gathered, got {len(joined['x'])}.")
     return _of_parts(off, 0.0, "exactly; of 1 sample and of many")
 
 

@@ -139,9 +139,9 @@ def _look_at(bench: Bench, law: Law, asks_why: bool) -> Result:
 
 
 def _why(bench: Bench, law: Law, finding: Finding, asks_why: bool) -> tuple[str, ...]:
-    if finding.culprits or law.is_about_parts or not asks_why:
+    if not asks_why:
         return finding.culprits
-    return culprits_of(bench, law)
+    return culprits_of(bench, law, finding.culprits)
 
 
 def _told(error: BaseException) -> str:

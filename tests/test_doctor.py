@@ -18,6 +18,7 @@ import torch
 from conftest import SIM_DEVICES
 from lightning.pytorch import LightningDataModule, LightningModule
 from programs import ROOT, read_json
+from test_doctor_proof import OneDeviceIsWrong
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -214,6 +215,27 @@ def test_a_fault_is_the_exit_status_and_is_named(
     assert found["proof"][0]["difference"] == "nan"
     assert "NOT HEALTHY: 2 laws: 0 hold, 2 do not" in printed
     assert "Culprits: sim:5, sim:5 -> cpu." in printed
+
+
+def test_a_device_that_computes_wrongly_is_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sim.enable(SIM_DEVICES)
+    with OneDeviceIsWrong(torch.device("sim:1"), 1e-6):
+        code, found = run(tmp_path, "--devices", "sim:3", "--only", "devices", "--only", "links")
+    assert code == 1 and found["culprits"] == ["sim:1"]
+    assert "Culprits: sim:1.\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(1)])
+def test_ctrl_c_ends_the_doctor(stop: BaseException, tmp_path: Path) -> None:
+    def examine(plan: Any) -> None:
+        if isinstance(stop, SystemExit):  # as Lightning does, in the middle of a fit
+            stop.__context__ = KeyboardInterrupt()
+        raise stop
+
+    with mock.patch("lightning_dp.app.doctor.examine", examine):
+        assert doctor.main(["--devices", "cpu:2"]) == 130
 
 
 def test_nothing_is_timed_where_laws_do_not_hold(tmp_path: Path) -> None:

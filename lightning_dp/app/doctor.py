@@ -39,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.exit(2, f"error: {error}\n")
     try:
         return 0 if examine(plan).is_healthy else 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Lightning makes an exit of it.
+        if not any(isinstance(e, KeyboardInterrupt) for e in (stop, stop.__context__)):
+            raise
         print("Interrupted.", file=sys.stderr)
         return INTERRUPTED
 

@@ -9,12 +9,10 @@ how that is told (`examination`, `report`).
 from lightning_dp.doctor.ddp import answer as answer
 from lightning_dp.doctor.examination import Plan as Plan
 from lightning_dp.doctor.examination import examine as examine
-from lightning_dp.doctor.examination import replicas_on as replicas_on
 from lightning_dp.doctor.law import Law as Law
 from lightning_dp.doctor.law import Result as Result
 from lightning_dp.doctor.proof import COMPILED as COMPILED
 from lightning_dp.doctor.proof import LAWS as LAWS
-from lightning_dp.doctor.proof import look_at as look_at
 from lightning_dp.doctor.proof import prove as prove
 from lightning_dp.doctor.report import Report as Report
 from lightning_dp.doctor.workloads import OWN_TWO as OWN_TWO

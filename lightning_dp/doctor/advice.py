@@ -15,7 +15,6 @@ import torch
 from lightning_dp import DataParallelStrategy
 from lightning_dp.doctor.ddp import DdpProcesses, NoDdpError, why_no_ddp
 from lightning_dp.doctor.timing import (
-    MOST_STEPS,
     SECONDS,
     size_of_batches,
     timed,
@@ -25,6 +24,7 @@ from lightning_dp.doctor.workloads import Workload
 from lightning_dp.parallel.batch import infer_batch_size
 
 DDP = "DDP"
+STEPS_OF_DDP = 10  # that are counted: fewer than of the others, whose processes are here
 CLEAR = 0.9  # of another time: what is less is faster, and no chance
 WAYS = ("one device", "threads", "inorder", DDP)
 
@@ -101,7 +101,7 @@ def _with_ddp(
     tasks = {
         timing.workload: {
             "samples": timing.samples or 0,
-            "steps": max(5, min(MOST_STEPS, int(SECONDS / timing.seconds["one device"]))),
+            "steps": max(3, min(STEPS_OF_DDP, int(SECONDS / timing.seconds["one device"]))),
         }
         for timing in found
         if timing.seconds

@@ -13,7 +13,7 @@ from lightning_dp.doctor.bench import Bench, Job, muted
 from lightning_dp.doctor.compilers import compiled_module
 from lightning_dp.doctor.culprits import MISSING_WAIT, culprits_of, is_race
 from lightning_dp.doctor.failures import checkpoints, error_in_a_replica, memory_runs_out
-from lightning_dp.doctor.law import Finding, Law, Result, SkippedLaw
+from lightning_dp.doctor.law import Law, Result, SkippedLaw
 from lightning_dp.doctor.parts import (
     devices_compute_as_the_cpu_does,
     gather_undoes_scatter,
@@ -73,6 +73,9 @@ LAWS = (
     Law("out of memory", memory_runs_out),
     Law("checkpoint", checkpoints),
 )
+MOST_SEARCHES = 3
+"""For a culprit: each takes as long as many laws."""
+
 COMPILED = Law("compiled module", compiled_module)
 """Apart from the others: compilers may take minutes."""
 
@@ -90,8 +93,9 @@ def prove(
     results: list[Result] = []
     for law in laws:
         tell(law.name)
-        parts_hold = all(result.verdict != "fail" for result in results)
-        results.append(look_at(bench, law, asks_why=parts_hold))
+        failed = [result for result in results if result.verdict == "fail"]
+        is_known = any(result.culprits for result in failed) or len(failed) >= MOST_SEARCHES
+        results.append(look_at(bench, law, asks_why=not is_known))
     return results
 
 
@@ -123,25 +127,16 @@ def _look_at(bench: Bench, law: Law, asks_why: bool) -> Result:
     except SkippedLaw as reason:
         return Result(law.name, "skip", remark=str(reason))
     except Exception as error:
-        remark = _told(error)
         if is_race(error):
-            return Result(law.name, "fail", culprits=(MISSING_WAIT,), remark=remark)
-        finding = Finding(float("inf"), remark=remark)
-        culprits = _why(bench, law, finding, asks_why)
-        return Result(law.name, "fail", culprits=culprits, remark=remark)
-    verdict, culprits = "pass", finding.culprits
-    if not finding.holds:
-        verdict, culprits = "fail", _why(bench, law, finding, asks_why)
-    return Result(
-        law.name, "pass" if verdict == "pass" else "fail", finding.difference, finding.allowed,
-        culprits, finding.remark,
-    )  # fmt: skip
-
-
-def _why(bench: Bench, law: Law, finding: Finding, asks_why: bool) -> tuple[str, ...]:
-    if not asks_why:
-        return finding.culprits
-    return culprits_of(bench, law, finding.culprits)
+            culprits: tuple[str, ...] = (MISSING_WAIT,)
+        else:
+            culprits = culprits_of(bench, law, ()) if asks_why else ()
+        return Result(law.name, "fail", culprits=culprits, remark=_told(error))
+    measured = finding.difference, finding.allowed
+    if finding.holds:
+        return Result(law.name, "pass", *measured, remark=finding.remark)
+    culprits = culprits_of(bench, law, finding.culprits) if asks_why else finding.culprits
+    return Result(law.name, "fail", *measured, culprits, finding.remark)
 
 
 def _told(error: BaseException) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, islice
 
 import torch
 from torch import nn
 
 from lightning_dp import DataParallel
-from lightning_dp.doctor.bench import ALLOWED, STEPS, Bench, Job, as_vector, relative
+from lightning_dp.doctor.bench import ALLOWED, STEPS, Bench, Job, as_vector, has_float64, relative
 from lightning_dp.doctor.law import Finding, SkippedLaw, worst
 from lightning_dp.doctor.subjects import batches_of
 
@@ -32,21 +33,13 @@ def after_ten_steps(job: Job) -> float:
 
 def job_as_one_device(bench: Bench, *, job: Job, remark: str = "") -> Finding:
     """The same of any job."""
-    job = job if has_double(bench) else _in_single(job)
+    job = job if has_double(bench) else replace(job, precision="32")
     return Finding(bench.apart(job), after_ten_steps(job), remark=remark)
 
 
 def has_double(bench: Bench) -> bool:
     """Whether the devices compute in double precision, which tells faults from rounding."""
-    try:
-        bench.trainer(Job(), bench.strategy())
-    except SkippedLaw:
-        return False
-    return True
-
-
-def _in_single(job: Job) -> Job:
-    return Job(job.make, "32", job.sizes, job.trainer, job.strategy)
+    return all(map(has_float64, bench.distinct))
 
 
 def uneven_shards(bench: Bench) -> Finding:
@@ -79,10 +72,8 @@ def same_metrics(bench: Bench) -> Finding:
         as_vector(record.trainer.predict(record.module, bench.batches(job)))  # type: ignore[arg-type]
         for record in (mine, oracle)
     ]
-    return Finding(
-        worst([*logged, relative(*outputs)]), 1e-9 if job.precision == "64" else 1e-4,
-        remark="self.log, torchmetrics, predict",
-    )  # fmt: skip
+    difference = worst([*logged, relative(*outputs)])
+    return Finding(difference, after_ten_steps(job), remark="self.log, torchmetrics, predict")
 
 
 def drop_in(bench: Bench) -> Finding:

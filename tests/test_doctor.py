@@ -358,6 +358,7 @@ def test_advice_follows_from_the_machine(found: dict[str, Any], words: str) -> N
 
 
 def test_times_of_simulated_devices_are_no_advice() -> None:
+    sim.enable(SIM_DEVICES)
     devices = [torch.device("sim", 0), torch.device("sim", 1)]
     found = [Timing("net", 8, {"one device": 1.0, "threads": 0.1, "inorder": 0.1})]
     (line,) = advice(found, devices, environment_of())
@@ -375,6 +376,7 @@ def test_times_of_simulated_devices_are_no_advice() -> None:
     ],
 )
 def test_why_there_is_no_ddp(devices: list[str], words: str) -> None:
+    sim.enable(SIM_DEVICES)
     reason = why_no_ddp(list(map(torch.device, devices)))
     assert words in reason and bool(words) == bool(reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -11,7 +12,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import IO, Any, cast
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -63,6 +66,7 @@ class DdpProcesses:
     """
 
     def __init__(self, command: Sequence[str], devices: Sequence[torch.device]) -> None:
+        self._reader: Thread | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  (close() does)
         own = {
             "MASTER_ADDR": "127.0.0.1",
@@ -90,23 +94,33 @@ class DdpProcesses:
         Raises:
             NoDdpError: it failed, or took longer than so many seconds.
         """
-        first, *others = self._processes
         line = (json.dumps(tasks) + "\n").encode()
         try:
-            for process in others:
-                if process.stdin is not None:
-                    process.stdin.write(line)
-                    process.stdin.close()
-            printed, _ = first.communicate(line, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            raise NoDdpError(f"its processes took longer than {seconds:.0f} s") from None
+            for process in self._processes:
+                cast(IO[bytes], process.stdin).write(line)
+                cast(IO[bytes], process.stdin).close()
         except OSError as error:
             raise NoDdpError(f"its processes ended: {self._last_words() or error}") from None
-        for text in printed.decode(errors="replace").splitlines():
+        # To end, which takes seconds, they are not waited for.
+        answers: SimpleQueue[str | None] = SimpleQueue()
+        self._reader = Thread(target=self._read, args=[answers], name="doctor-ddp", daemon=True)
+        self._reader.start()
+        try:
+            text = answers.get(timeout=seconds)
+        except Empty:
+            raise NoDdpError(f"its processes took longer than {seconds:.0f} s") from None
+        if text is None:
+            raise NoDdpError(f"it failed: {self._last_words()}")
+        times: dict[str, float] = json.loads(text)
+        return times
+
+    def _read(self, answers: SimpleQueue[str | None]) -> None:
+        """Looks for the answer in what the first process prints, until it has ended."""
+        for line in cast(IO[bytes], self._processes[0].stdout):
+            text = line.decode(errors="replace")
             if text.startswith(_ANSWER):
-                times: dict[str, float] = json.loads(text.removeprefix(_ANSWER))
-                return times
-        raise NoDdpError(f"it failed: {self._last_words()}")
+                answers.put(text.removeprefix(_ANSWER))
+        answers.put(None)
 
     def _last_words(self) -> str:
         self._said.seek(0)
@@ -118,9 +132,13 @@ class DdpProcesses:
         """Ends them all, whatever they are doing."""
         for process in self._processes:
             end(process)
+        if self._reader is not None:
+            self._reader.join()  # there is no more to read
+        for process in self._processes:
             for pipe in (process.stdin, process.stdout):
-                if pipe is not None and not pipe.closed:
-                    pipe.close()
+                if pipe is not None:
+                    with contextlib.suppress(OSError):  # what was written reaches nobody
+                        pipe.close()
         self._said.close()
 
 

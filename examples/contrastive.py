@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dp import DataParallelStrategy
 from lightning_dp.app.options import check_at_least
 from lightning_dp.app.quiet import quiet
-from lightning_dp.app.scripts import ScriptParser
+from lightning_dp.app.scripts import ScriptParser, train_and_test
 
 Mode = Literal["step", "forward"]
 Views = tuple[Tensor, Tensor]
@@ -235,22 +235,16 @@ def learn(
     callback: Callback, *, accelerator: str, devices: int, epochs: int, mode: Mode = "forward"
 ) -> None:
     """Trains and tests; the same data and first weights whatever the devices."""
-    L.seed_everything(42, verbose=False)
-    trainer = L.Trainer(
+    train_and_test(
+        ContrastiveModel,
+        DigitPairs(),
+        callback,
         strategy=DataParallelStrategy(mode=mode),
         accelerator=accelerator,
         devices=devices,
         max_epochs=epochs,
-        callbacks=[callback],
         log_every_n_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
-    model, data = ContrastiveModel(), DigitPairs()
-    trainer.fit(model, data)
-    trainer.test(model, data, verbose=False)
 
 
 def compare(accelerator: str, devices: int, epochs: int) -> None:

@@ -33,8 +33,8 @@ from lightning_dp.app.scripts import (
     ScriptParser,
     loss_rows,
     print_rows,
-    script_trainer,
     short_fits,
+    train_and_test,
     whole_number,
 )
 from lightning_dp.monitor.history import Period
@@ -308,17 +308,15 @@ def main() -> None:
         if args.compare:
             compare(data, args.accelerator, args.devices)
             return
-        L.seed_everything(42, verbose=False)
-        trainer = script_trainer(
+        train_and_test(
+            Denoiser,
+            data,
             Progress(),
             strategy=DataParallelStrategy(split=args.split),
             accelerator=args.accelerator,
             devices=args.devices,
             max_epochs=args.epochs,
         )
-        model = Denoiser()
-        trainer.fit(model, data)
-        trainer.test(model, data, verbose=False)
 
 
 if __name__ == "__main__":

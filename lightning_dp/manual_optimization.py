@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dp.lightning_private import lightning_optimizers
+from lightning_dp.parallel.contexts import Contexts, Lasting
 from lightning_dp.parallel.gradients import items_of
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import standing_in
@@ -51,38 +52,39 @@ class ManualOptimization:
         optimizers = [tool for tool in self._tools if isinstance(tool, Optimizer)]
         return list({id(optimizer.param_groups): optimizer for optimizer in optimizers}.values())
 
-    @contextlib.contextmanager
-    def running(self, step: ManualStep) -> Iterator[ManualStep]:
+    def running(self, step: ManualStep) -> AbstractContextManager[None]:
         """While it lasts, what the replicas do with optimizers is a part of this step."""
+        return _Running(self, step)
+
+    def begin(self, step: ManualStep) -> None:
+        """A step begins: what it can get hold of is looked for."""
         strategy = self._module.trainer.strategy
         schedules = [config.scheduler for config in strategy.lr_scheduler_configs]
         known = [*lightning_optimizers(strategy), *strategy.optimizers, *schedules]
         self.step, self._tools = step, tools_of(self._module, known)
-        try:
-            yield step
-        finally:
-            self.step, self._tools = None, []
-            step.end()
 
-    @contextlib.contextmanager
-    def acting_together(self, step: ManualStep) -> Iterator[None]:
+    def end(self) -> None:
+        """No step runs."""
+        self.step, self._tools = None, []
+
+    def acting_together(self, step: ManualStep) -> AbstractContextManager[None]:
         """While it lasts, what replicas do with optimizers is done once."""
-        with contextlib.ExitStack() as stack:
-            for name, conduct in _OF_MODULE.items():
-                call = _together(step, name, getattr(self._module, name), conduct)
-                for module in step.engine.replicas.modules:
-                    stack.enter_context(standing_in(module, name, call))
-            for tool, label, names in self._methods():
-                conduct = _traceless if isinstance(tool, GradScaler) else _with_all
-                calls = {
-                    name: _together(step, f"{name} of {label}", getattr(tool, name), conduct)
-                    for name in names
-                }
-                leader = step.shards.active[0]
-                stack.enter_context(self._shared.standing_in(tool, calls, leader))
-            backward = _together(step, "backward", torch.autograd.backward, _joint_backward)
-            stack.enter_context(backwards_go_to(partial(_hand_over, step, backward)))
-            yield
+        return Contexts(self._stand_ins(step))
+
+    def _stand_ins(self, step: ManualStep) -> Iterator[AbstractContextManager[None]]:
+        for name, conduct in _OF_MODULE.items():
+            call = _together(step, name, getattr(self._module, name), conduct)
+            for module in step.engine.replicas.modules:
+                yield standing_in(module, name, call)
+        for tool, label, names in self._methods():
+            conduct = _traceless if isinstance(tool, GradScaler) else _with_all
+            calls = {
+                name: _together(step, f"{name} of {label}", getattr(tool, name), conduct)
+                for name in names
+            }
+            yield self._shared.standing_in(tool, calls, step.shards.active[0])
+        backward = _together(step, "backward", torch.autograd.backward, _joint_backward)
+        yield backwards_go_to(partial(_hand_over, step, backward))
 
     def _methods(self) -> Iterator[tuple[Tool, str, list[str]]]:
         """Optimizers and the like, how people call them, and their methods."""
@@ -98,6 +100,18 @@ class ManualOptimization:
                 key, names = ("scaler", id(tool)), ["unscale_", "step", "update"]
             n = numbers.setdefault(key, len([kind for kind, _ in numbers if kind == key[0]]))
             yield tool, f"{type(tool).__name__} ({key[0]} {n})", names
+
+
+class _Running(Lasting):
+    def __init__(self, manual: ManualOptimization, step: ManualStep) -> None:
+        self._manual, self._step = manual, step
+
+    def begin(self) -> None:
+        self._manual.begin(self._step)
+
+    def end(self) -> None:
+        self._manual.end()
+        self._step.end()
 
 
 def _together(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +18,8 @@ from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Journals, is_metric
 from lightning_dp.parallel.batch import Shards, to_device
 from lightning_dp.parallel.checks import check_choice, check_names
+from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.engine import Engine
-from lightning_dp.parallel.errors import context_of_errors
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.gradients import NoLossError
 from lightning_dp.parallel.manual import ManualStep
@@ -150,7 +149,8 @@ class StepMode(Mode):
         engine, training = self.engine, method == "training_step"
         if training and not self._module.automatic_optimization:
             # Not again if it does not fit: it has moved weights by then.
-            with self._manual.running(ManualStep(engine, method, args, transfer)) as step:
+            step = ManualStep(engine, method, args, transfer)
+            with self._manual.running(step):
                 return engine.step(step, batch if shards is None else shards)
         kind = TrainingStep if training else EvaluationStep
         self._batch, self._call = batch, None
@@ -214,7 +214,7 @@ class ForwardMode(Mode):
         self._check.end(method, output)
         return output
 
-    @contextlib.contextmanager
+    @context
     def during_backward(self) -> Iterator[None]:
         """Checkpoints call the module again, and must find the calls spread as they were."""
         here = _at(self._module, self.engine.output_device)
@@ -233,7 +233,7 @@ def _at(module: LightningModule, device: torch.device) -> AbstractContextManager
     return replaced(module, **own_device(module, device))
 
 
-@context_of_errors
+@context
 def _around_step(
     journals: Journals,
     manual: ManualOptimization,
@@ -259,7 +259,7 @@ def _around_step(
         yield
 
 
-@context_of_errors
+@context
 def _around_forward(
     journals: Journals,
     module: LightningModule,

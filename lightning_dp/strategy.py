@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
@@ -19,7 +18,9 @@ from lightning_dp.lightning_private import layer_sync, set_layer_sync
 from lightning_dp.modes import Mode
 from lightning_dp.options import OptionsMixin
 from lightning_dp.parallel.batch import DeviceUsage
-from lightning_dp.parallel.replaced import Surroundings, replaced
+from lightning_dp.parallel.contexts import Surroundings, context
+from lightning_dp.parallel.likely_cause import note_kept_tensors
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import CostSplit, StepUsage
 from lightning_dp.parallel.workers import Calls, current_participant
 
@@ -94,6 +95,9 @@ class DataParallelMixin(OptionsMixin):
     def on_exception(self, exception: BaseException) -> None:
         try:
             super().on_exception(exception)
+            if self._mode is not None:
+                module = cast(LightningModule, self.lightning_module)
+                note_kept_tensors(exception, module, set(self._mode.engine.devices))
         finally:
             self._close()
 
@@ -149,7 +153,7 @@ class DataParallelMixin(OptionsMixin):
             return super().backward(closure_loss, *args, **kwargs)
         if getattr(self.precision_plugin, "scaler", None) is not None:
             closure_loss = mode.to_be_scaled(closure_loss)
-        with mode.during_backward():
+        with Surroundings(), mode.during_backward():
             try:
                 return super().backward(closure_loss, *args, **kwargs)
             except torch.OutOfMemoryError as error:
@@ -176,9 +180,9 @@ class DataParallelMixin(OptionsMixin):
 
         return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
 
-    @contextlib.contextmanager
+    @context
     @override
-    def block_backward_sync(self) -> Iterator[None]:
+    def block_backward_sync(self) -> Iterator[None]:  # type: ignore[override]  # is no class
         """While it lasts, gradients accumulate on the replicas; the next backward sums them all."""
         with super().block_backward_sync():
             # Not where a replica says so: there every backward is a joint one.
@@ -215,13 +219,8 @@ class DataParallelMixin(OptionsMixin):
         if method == "training_step" and self._check_first_step and self.first_step is None:
             self._compare_first_step(self._mode, batch, tuple(rest))
         name = method.replace("training", "train").replace("validation", "val")
-        before = Surroundings()
-        try:
-            with getattr(self.precision_plugin, f"{name}_context")():
-                output = self._mode.step(method, batch, tuple(rest))
-        except BaseException:
-            before.restore()
-            raise
+        with Surroundings(), getattr(self.precision_plugin, f"{name}_context")():
+            output = self._mode.step(method, batch, tuple(rest))
         self.last_sizes = self._mode.engine.last_sizes
         return output
 
@@ -229,7 +228,7 @@ class DataParallelMixin(OptionsMixin):
         # A split that learns would learn from the check's steps.
         policy = self.split_policy
         split = policy if isinstance(policy, CostSplit) else lambda n: policy(n)
-        with mode.engine.meter.unmeasured():
+        with Surroundings(), mode.engine.meter.unmeasured():
             self.first_step = check_first_step(
                 cast(LightningModule, self.lightning_module),
                 batch,

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,21 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Itera
         sim.enable(SIM_DEVICES)
     monkeypatch.setattr(oracle, "ON", kind)
     yield kind
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
+    """Limits a simulated device to what it has in use now, and so many bytes more."""
+    sim.enable(SIM_DEVICES)
+    monkeypatch.setattr(oracle, "ON", "sim")
+
+    def leave(device: int, extra: int) -> None:
+        gc.collect()
+        torch.sim.set_memory_limit(device, torch.sim.memory_allocated(device) + extra)
+
+    yield leave
+    for device in range(SIM_DEVICES):
+        torch.sim.set_memory_limit(device, None)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ INSIDE: dict[str, tuple[type, str]] = {
 }
 """Stages of the engine itself: what fails there is put in front of, or behind, its own work."""
 
-_IN_MODES: dict[str, tuple[str, ...]] = {
+IN_MODES: dict[str, tuple[str, ...]] = {
     "step": (*IN_REPLICAS, *ON_SHARDS, *HOOKS, *ELSEWHERE, *INSIDE),
     "by hand": (
         *IN_REPLICAS,
@@ -458,7 +458,7 @@ def fault_cases(count: int, seed: int, on: tuple[str, ...] = ("cpu", "sim")) -> 
     """So many, of all kinds: errors, stages, replicas, modes, executors and devices."""
     draw = random.Random(seed)
     cases: dict[FaultCase, None] = {}
-    stages = [(mode, stage) for mode in MODES for stage in _IN_MODES[mode]]
+    stages = [(mode, stage) for mode in MODES for stage in IN_MODES[mode]]
     places = [(*place, executor, kind) for place in stages for executor in EXECUTORS for kind in on]
     decks: dict[str, list[Any]] = {"places": [], "errors": []}
 

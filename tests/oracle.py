@@ -53,6 +53,22 @@ class Classifier(LightningModule):
         return torch.optim.AdamW(self.parameters(), self.lr)
 
 
+class ByHand:
+    """Before a Classifier among the bases of a class: the same step with manual optimisation."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+
 def devices_of(k: int) -> list[torch.device]:
     """The devices of K replicas: one CPU K times, or K simulated devices."""
     return [torch.device("cpu")] * k if ON == "cpu" else [torch.device("sim", i) for i in range(k)]

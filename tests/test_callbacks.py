@@ -32,7 +32,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 from oracle import Classifier, assert_equal_trees, assert_same, loader, run
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 pytestmark = [
@@ -70,9 +69,6 @@ class Normalised(Classifier):
     def forward(self, x: Tensor) -> Tensor:
         self.norm.eval()
         return self.net(self.drop(self.norm(x)))
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
 
 
 class Scheduled(Normalised):

@@ -509,12 +509,6 @@ class GathersInForward(Classifier):
         z = self.net(x)
         return z / self.all_gather(z).std(0)
 
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
-
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
 def test_collectives_in_forward_give_the_numbers_of_one_device(mode: str) -> None:

@@ -16,7 +16,6 @@ import torch
 from oracle import assert_equal_trees, assert_same, gradients, loader, run
 from spreading import EXACT, inputs, wrapping
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.replicas import Replicas
@@ -63,12 +62,6 @@ class Base(oracle.Classifier):
 
     def compile_parts(self) -> None:
         """Compiles something on self."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
 
 
 class Module(Base):

@@ -91,6 +91,8 @@ def test_replicas_on_one_device_share_its_memory(devices: list[torch.device]) ->
 
 def test_no_device_holds_another_replicas_activations(devices: list[torch.device]) -> None:
     """In step mode memory stays balanced: the root holds one shard's activations, as all do."""
+    for device in devices:
+        torch.sim.reset_peak_memory_stats(device)
     net = Deep().to(devices[0])
     engine = StepParallel(
         net, devices, output_device=devices[0], split=split_policy("even", None, devices)

@@ -31,9 +31,6 @@ class Iterating(Classifier):
         super().__init__()
         self.indices: dict[str, list[Any]] = {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
     def take(self, stage: str, dataloader_iter: Any) -> Any:
         batch, *indices = next(dataloader_iter)
         known = (dataloader_iter.done, dataloader_iter.fetched, dataloader_iter.length)

@@ -14,13 +14,24 @@ import torch
 import torchmetrics
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from oracle import Classifier, assert_equal_trees, assert_same, gradients, loader, run, trainer
+from oracle import (
+    ByHand,
+    Classifier,
+    assert_equal_trees,
+    assert_same,
+    devices_of,
+    gradients,
+    loader,
+    run,
+    trainer,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.first_step.check import FirstStep
+from lightning_dp.parallel.devices import reset_peak_memory
 
 pytestmark = pytest.mark.usefixtures("on")
 
@@ -99,9 +110,6 @@ class Normed(Classifier):
     def forward(self, x: Tensor) -> Tensor:
         return self.net(self.norm(x))
 
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
 
 class NormedSum(Normed):
     def loss(self, batch: Any) -> Tensor:
@@ -116,9 +124,6 @@ class Dropping(Classifier):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(self.second(self.first(x)))
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
 
 
 class DroppingSum(Dropping):
@@ -306,19 +311,8 @@ def test_a_difference_without_a_cause_is_told_all_the_same() -> None:
 
 
 def test_manual_optimisation_is_not_compared() -> None:
-    class Manual(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(F.cross_entropy(self(batch[0]), batch[1]))
-            optimizer.step()
+    class Manual(ByHand, Classifier):
+        pass
 
     assert "manual optimisation" in checked(Manual, mode="forward").not_checked
 
@@ -534,6 +528,8 @@ def test_the_check_looks_once_in_every_fit() -> None:
 def test_memory_of_the_check_does_not_count() -> None:
     peaks = []
     for check in (True, False):
+        for device in devices_of(4):
+            reset_peak_memory(device)
         strategy = DataParallelStrategy(check_first_step=check)
         trainer(4, strategy, max_epochs=1).fit(
             Classifier(), loader(n=400, batch_size=100), loader()

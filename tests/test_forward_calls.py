@@ -112,6 +112,65 @@ def test_a_loss_that_is_a_sum_is_said_to_be_one() -> None:
     assert_same(run(Sums, 3, strategy=strategy), run(Sums, 1))
 
 
+class Parts(WithLoss):
+    """Returns the loss and its parts: which of them are sums, `forward` does not say."""
+
+    returned: Any = staticmethod(lambda logits, loss: {"loss": loss, "total": logits.sum()})
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        logits = self.net(x)
+        return self.returned(logits, F.cross_entropy(logits, labels))
+
+    def loss(self, batch: Any) -> Tensor:
+        output = self(*batch)
+        return output[0] if isinstance(output, tuple) else output["loss"]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self(*batch)
+        if "total" in output:
+            self.log("total", output["total"], on_step=True, on_epoch=True)
+        return self.loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(*batch)
+
+
+@pytest.mark.usefixtures("on")
+@executors
+@pytest.mark.parametrize(
+    ("returned", "names"),
+    [
+        (lambda logits, loss: {"loss": loss, "total": logits.sum()}, ["['total']"]),
+        (lambda logits, loss: {"loss": loss, "a": {"b": logits.sum().item()}}, ["['a']['b']"]),
+        (lambda logits, loss: (loss, logits.sum(), logits.max()), ["[1]", "[2]"]),
+        # A temperature, a number, and what has rows of samples.
+        (lambda logits, loss: {"loss": loss, "t": logits.new_tensor(2.0), "n": 1.5}, []),
+        (lambda logits, loss: {"loss": loss, "logits": logits, "correct": (logits > 0).sum()}, []),
+    ],
+    ids=["sum", "number", "tuple", "constants", "others"],
+)
+def test_floats_that_may_be_sums_are_named_once(
+    returned: Any, names: list[str], executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Parts, "returned", staticmethod(returned))
+    job = trainer(3, DataParallelStrategy(mode="forward", executor=executor))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job.fit(Parts(), loader())
+    texts = [str(w.message) for w in caught if "gather_overrides" in str(w.message)]
+    assert [text.partition(":")[0] for text in texts] == [f"output{name}" for name in names]
+    assert all("averaged" in text and "a sum" in text for text in texts)
+
+
+@pytest.mark.usefixtures("on")
+@executors
+def test_a_sum_beside_the_loss_is_said_to_be_one(executor: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    overrides = {"total": "sum"}
+    strategy = {"mode": "forward", "executor": executor, "gather_overrides": overrides}
+    assert_same(run(Parts, 3, strategy=strategy), run(Parts, 1))
+
+
 def test_without_lightning_scalars_stay_one_for_each_replica() -> None:
     cpu = torch.device("cpu")
     net = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))

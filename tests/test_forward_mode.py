@@ -408,9 +408,6 @@ def test_parameters_used_in_the_step_itself_count_with_those_inside() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.tensor(2.0))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
         def loss(self, batch: Any) -> Tensor:
             z = self(batch[0]) * self.scale + self.net[0](batch[0]).mean()
             return contrastive(z, batch[1]) + 0.1 * self.net[2].weight.square().sum()
@@ -421,9 +418,6 @@ def test_parameters_used_in_the_step_itself_count_with_those_inside() -> None:
 
 def test_predictions_come_in_order_on_the_output_device() -> None:
     class Predicting(Classifier):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return self(batch[0]).softmax(0)  # over the whole batch
 
@@ -441,16 +435,10 @@ def test_predictions_come_in_order_on_the_output_device() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_around_the_whole_call(reentrant: bool) -> None:
     class Recomputing(Classifier):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
         def loss(self, batch: Any) -> Tensor:
             x, y = batch
             z = checkpoint(self, x.requires_grad_(), use_reentrant=reentrant)
             return contrastive(z, y)
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self(batch[0])
 
     torch.set_default_dtype(torch.float64)
     assert_same(run(Recomputing, 3, strategy=forward_mode()), run(Recomputing, 1))

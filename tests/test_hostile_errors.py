@@ -19,7 +19,8 @@ from torch import Tensor
 from torchmetrics import MeanMetric, Metric
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.errors import add_note, described, is_a
+from lightning_dp.metrics.no_value import NoValue
+from lightning_dp.parallel.errors import add_note, chain, described, forget_frames, is_a
 from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, Task, collectives
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
@@ -251,3 +252,34 @@ def test_notes_and_descriptions_of_any_error() -> None:
         assert is_a(error, type(error)) and not is_a(error, RecursionError)
         takes_no_note = name in TAKES_NO_NOTE | UNREADABLE
         assert takes_no_note or "[a note]" in notes_of(error), name
+
+
+def raised_from(cause: BaseException, *, chained: bool) -> ValueError:
+    """An error that came from another one, whose cause may be itself."""
+    error = ValueError("too few samples")
+    try:
+        try:
+            raise cause
+        except BaseException:
+            raise error from cause
+    except ValueError:
+        if chained:
+            BaseException.__setattr__(cause, "__cause__", error)
+        return error
+
+
+@pytest.mark.parametrize("chained", [False, True], ids=["", "in a circle"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_errors_that_another_came_from_are_not_asked(kind: str, chained: bool) -> None:
+    cause = MAKERS[kind]()
+    error = raised_from(cause, chained=chained)
+    assert [each is known for each, known in zip(chain(error), (error, cause), strict=True)]
+    forget_frames(error)
+    for each in (error, cause):
+        assert BaseException.__getattribute__(each, "__traceback__") is None
+
+    error = raised_from(cause, chained=chained)
+    arrived = caught(NoValue(error, "Mean.forward").fail)
+    assert arrived is error and "over the samples of one replica" in notes_of(error)
+    assert error.__context__ is None and error.__cause__ is cause
+    assert BaseException.__getattribute__(cause, "__traceback__") is None

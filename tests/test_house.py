@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,7 @@ FLOORS = [
     ],
     ["parallel.torch_compile"],
     ["parallel.torch_private", "parallel.checks"],
+    ["parallel.contexts"],
 ]
 """Top to bottom; what is on one floor does not import each other."""
 
@@ -111,6 +113,9 @@ def test_a_wing_says_what_is_decided_there_and_names_what_it_offers(wing: str) -
     tree = ast.parse((PACKAGE / Path(*wing.split(".")) / "__init__.py").read_text())
     paragraphs = (ast.get_docstring(tree) or "").split("\n\n")
     assert any(text.startswith("Decided here:") for text in paragraphs)
+    rooms = {file.stem for file in (PACKAGE / Path(*wing.split("."))).glob("*.py")} - {"__init__"}
+    unnamed = {room for room in rooms if f"`{room}`" not in paragraphs[1]}
+    assert not unnamed, f"{wing}/__init__.py does not name {unnamed}"
     offered = [
         alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
     ]
@@ -121,6 +126,15 @@ def test_every_room_has_its_floor() -> None:
     files = {".".join(f.relative_to(PACKAGE).with_suffix("").parts) for f in PACKAGE.rglob("*.py")}
     rooms = {room_of(f"lightning_dp.{name}") for name in files if name != "parallel.__init__"}
     assert rooms - {"sim"} == set(LEVELS)
+
+
+def test_the_readme_names_every_room() -> None:
+    text = (ROOT / "README.md").read_text()
+    house = text[text.index("## How it works") : text.index("## Developing")]
+    rooms = {f for f in PACKAGE.rglob("*.py") if not {"app", "sim"} & set(f.parts)}
+    names = {file.stem for file in rooms} - {"__init__", "__main__"}
+    unnamed = {name for name in names if not re.search(rf"\b{name}(\.py)?`", house)}
+    assert not unnamed, unnamed
 
 
 def test_every_split_is_importable_by_its_name() -> None:

@@ -16,9 +16,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Classifier, devices_of, loader, run, trainer
+from oracle import ByHand, Classifier, devices_of, loader, run, trainer
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.layer_sync import ReplicaBatchNorm
@@ -435,28 +434,12 @@ class Normed(Classifier):
         self.net = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
         self.sizes: set[tuple[int, ...]] = set()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
     def on_train_batch_end(self, *args: Any) -> None:
         self.sizes.add(getattr(self.trainer.strategy, "last_sizes", ()))
 
 
-class Manual(Normed):
+class Manual(ByHand, Normed):
     """The same by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
 
 
 @pytest.mark.parametrize("n, batch_size", [(5, 5), (9, 4), (13, 10)])

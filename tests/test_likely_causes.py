@@ -136,9 +136,6 @@ def test_in_forward_mode_and_in_the_drop_in_too(executor: str) -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return self(batch[0]).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
     text = failed(Forward, mode="forward", executor=executor)
     assert "self.net.helper.parts['scale'] lies on sim:" in text
 
@@ -150,6 +147,90 @@ def test_an_error_about_devices_that_is_nobody_elses_is_left_alone() -> None:
             return super().loss(batch) + torch.zeros(2, device="sim:7").sum()
 
     assert "lies on" not in failed(Wrong)
+
+
+# Plain objects that keep tensors, which somebody uses after the step
+
+
+class Meter:
+    """Keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Tensor]] = {"values": []}
+
+    def __call__(self, x: Tensor) -> None:
+        self.seen["values"].append(x.detach())
+
+    def mean(self) -> Tensor:
+        return torch.stack(self.seen["values"]).mean()
+
+
+class Measured(oracle.Classifier):
+    """Calls a meter in a step, and asks it at the end of the epoch."""
+
+    phase, by_hand = "train", False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Meter()
+        self.automatic_optimization = not self.by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meter(x.sum())
+        return super().forward(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return self.manual_backward(loss) if self.by_hand else loss
+
+    def val_dataloader(self) -> Any:
+        return loader()
+
+    def on_train_epoch_end(self) -> None:
+        if self.phase == "train":
+            self.meter.mean()
+
+    def on_validation_epoch_end(self) -> None:
+        if self.phase == "validation":
+            self.meter.mean()
+
+
+class MeasuredByHand(Measured):
+    by_hand = True
+
+
+@on_sim
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("phase", ["train", "validation"])
+@pytest.mark.parametrize(
+    ("make", "mode"), [(Measured, "step"), (Measured, "forward"), (MeasuredByHand, "step")]
+)
+def test_a_meter_that_has_kept_tensors_of_all_replicas_is_named(
+    make: Any, mode: Any, phase: str, executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Measured, "phase", phase)
+    text = failed(make, error=RuntimeError, mode=mode, executor=executor)
+    name = r"self.meter.seen\['values'\]"
+    assert text.startswith("Expected all tensors to be on the same device")
+    assert re.search(
+        rf"likely cause: {name}\[\d+\] lies on sim:\d and {name}\[\d+\] on sim:\d", text
+    )
+    assert "on_train_batch_end" in text and text.count("likely cause") == 1
+    works_on_one_device(make)
+
+
+@on_sim
+def test_an_error_about_devices_after_a_step_that_is_nobody_elses_is_left_alone() -> None:
+    class Wrong(oracle.Classifier):
+        def on_train_epoch_end(self) -> None:
+            torch.ones(1, device="sim:0") + torch.ones(1, device="sim:1")
+
+    class Other(Measured):
+        def on_train_epoch_end(self) -> None:
+            raise LookupError("no sim:1 here")
+
+    assert "likely" not in failed(Wrong)
+    assert "likely" not in failed(Other)
 
 
 # What was made for whole batches
@@ -212,7 +293,6 @@ def padded() -> Any:
     return DataLoader(samples, 8)
 
 
-@pytest.mark.filterwarnings("ignore")  # of layers without a GPU's kernels
 def test_padding_that_is_longer_than_the_shard_is_named() -> None:
     text = failed(Padded, padded(), k=2, executor="inorder")
     assert "padded to 9" in text and "total_length=9" in text

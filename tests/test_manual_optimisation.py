@@ -616,14 +616,10 @@ def test_what_a_step_returns_is_gathered() -> None:
     assert [output.get("n") for output in seen] == [None, 25, 3]
 
 
-class ByHand(Classifier):
+class SetsGradients(Manual):
     """Sets gradients itself: those of its shard, or what it makes of the batch's."""
 
     of_batch = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer, parameters = self.optimizers(), list(self.parameters())
@@ -638,12 +634,14 @@ class ByHand(Classifier):
         optimizer.step()
 
 
-class ByHandOfBatch(ByHand):
+class SetsThoseOfTheBatch(SetsGradients):
     of_batch = True
 
 
 def test_gradients_set_by_hand_have_to_be_the_same_on_every_replica() -> None:
     with pytest.raises(RuntimeError, match=r"each is of a replica's own samples"):
-        run(ByHand, 3)
-    assert_same(run(ByHand, 3, strategy={"mode": "forward"}), run(ByHand, 1), atol=1e-6)
-    assert_same(run(ByHandOfBatch, 3), run(ByHandOfBatch, 1), atol=1e-6)
+        run(SetsGradients, 3)
+    assert_same(
+        run(SetsGradients, 3, strategy={"mode": "forward"}), run(SetsGradients, 1), atol=1e-6
+    )
+    assert_same(run(SetsThoseOfTheBatch, 3), run(SetsThoseOfTheBatch, 1), atol=1e-6)

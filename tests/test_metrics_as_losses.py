@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import (
+    ByHand,
     Classifier,
     assert_equal_trees,
     assert_same,
@@ -222,19 +223,8 @@ class Trained(Classifier):
         self.log("val/loss", self.value(self.net(batch[0]), batch[1]))
 
 
-class ByHand(Trained):
-    """The same, with manual optimisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
+class TrainedByHand(ByHand, Trained):
+    pass
 
 
 LOSSES: dict[str, Callable[[], Any]] = {
@@ -252,7 +242,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 HOW: dict[str, tuple[type[Trained], dict[str, Any]]] = {
     "threads": (Trained, {"executor": "threads"}),
     "inorder": (Trained, {"executor": "inorder"}),
-    "manual": (ByHand, {"executor": "threads"}),
+    "manual": (TrainedByHand, {"executor": "threads"}),
     "forward": (Trained, {"mode": "forward", "parallel_modules": ["net"]}),
 }
 

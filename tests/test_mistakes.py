@@ -19,10 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_dp import DataParallelStrategy
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 Step = Callable[[Any, torch.Tensor], Any]
 """What a step does with the module and its own right loss, and what it returns."""
@@ -37,12 +34,6 @@ class Net(Classifier):
         super().__init__()
         self.metric = torchmetrics.MeanMetric()
         self.lists: list[Any] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
 def in_step(step: Step, stage: str = "training", **attributes: Any) -> type[Net]:

@@ -20,20 +20,7 @@ from torch.utils.checkpoint import checkpoint
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 
 
-class Spread(Classifier):
-    """In forward mode `self(x)` is spread, in step mode the step."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def loss(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1])
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self(batch[0])
-
-
-class LooksAtParameters(Spread):
+class LooksAtParameters(Classifier):
     """`parameters()` is empty on the replicas of nn.DataParallel."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +45,7 @@ class Penalised(Classifier):
         return (losses + 0.1 * torch.stack([s.square().sum() for s in slopes])).mean()
 
 
-class CopiesItself(Spread):
+class CopiesItself(Classifier):
     """A copy that is made in forward, and used without a gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +74,7 @@ class Adapts(Classifier):
             return F.cross_entropy(torch.func.functional_call(self.net, moved, (x,)), y)
 
 
-class Checkpointed(Spread):
+class Checkpointed(Classifier):
     reentrant = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,7 +89,7 @@ class CheckpointedReentrantly(Checkpointed):
     reentrant = True
 
 
-class KeepsMethods(Spread):
+class KeepsMethods(Classifier):
     """Bound methods and partials of itself and of its layers, in attributes and containers."""
 
     def __init__(self) -> None:
@@ -118,7 +105,7 @@ class KeepsMethods(Spread):
         return self.steps["last"][0](self.steps["activation"](self.apply_net(x)))
 
 
-class KeepsReferences(Spread):
+class KeepsReferences(Classifier):
     """Registered layers again in plain lists."""
 
     def __init__(self) -> None:
@@ -130,7 +117,7 @@ class KeepsReferences(Spread):
         return rest["last"](second(first(x)))
 
 
-class KeepsFunctions(Spread):
+class KeepsFunctions(Classifier):
     """Functions and hooks that know self, a layer or a parameter from where they were made."""
 
     def __init__(self) -> None:
@@ -152,7 +139,7 @@ class KeepsFunctions(Spread):
         return logits + 0.1 * self.seen.pop().to(x).mean(1, keepdim=True)
 
 
-class TalksToRecurrentLayers(Spread):
+class TalksToRecurrentLayers(Classifier):
     """Recurrent layers keep their weights in a flat list and may warn that it is not compact."""
 
     def __init__(self) -> None:
@@ -233,7 +220,7 @@ def test_what_is_no_layer_of_its_own_may_be_in_plain_containers() -> None:
 # Compiled submodules
 
 
-class Compiled(Spread):
+class Compiled(Classifier):
     """A part of it is compiled; who compiles is written down."""
 
     def __init__(self, backend: Any) -> None:

@@ -8,7 +8,7 @@ from benchmarks.steps_in_files import plain_step
 from lightning_dp.parallel.workers import ExecutorName
 
 
-@pytest.mark.parametrize("executor, most", [("inorder", 300), ("threads", 420)])
+@pytest.mark.parametrize("executor, most", [("inorder", 315), ("threads", 420)])
 def test_a_plain_step_enters_few_functions_and_no_meeting(
     executor: ExecutorName, most: int
 ) -> None:

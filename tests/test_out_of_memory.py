@@ -4,17 +4,16 @@ import gc
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import Classifier, assert_same, loader, run, trainer
+from oracle import Classifier, assert_same, devices_of, loader, run, trainer
 from patience import soon
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.parallel.step import StepParallel
 
 WIDTH = 512
 """Wide enough for activations to be what memory goes to."""
@@ -60,23 +59,6 @@ class WideInBackward(Wide):
         return nn.functional.cross_entropy(self.net[2](h), y)
 
 
-@pytest.fixture
-def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Sets a simulated device's limit: what it has in use now and so many bytes more."""
-    from lightning_dp import sim
-
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
-
-    def set_limit(device: int, extra: int) -> None:
-        gc.collect()
-        torch.sim.set_memory_limit(device, torch.sim.memory_allocated(device) + extra)
-
-    yield set_limit
-    for device in range(8):
-        torch.sim.set_memory_limit(device, None)
-
-
 PARAMETERS = 8 * (10 * WIDTH + WIDTH + 3 * WIDTH + 3)
 PER_SAMPLE = 8 * WIDTH
 SMALL = 4 * PARAMETERS + 6 * PER_SAMPLE
@@ -93,12 +75,12 @@ SMALL = 4 * PARAMETERS + 6 * PER_SAMPLE
         (WideInBackward, "adaptive"),
     ],
 )
-def test_a_device_that_is_too_small_for_its_share(make: Any, split: str, limit: Any) -> None:
-    limit(1, SMALL)
+def test_a_device_that_is_too_small_for_its_share(make: Any, split: str, room: Any) -> None:
+    room(1, SMALL)
     options: dict[str, Any] = {"precision": "64-true", "max_epochs": 1}
     result = run(make, 2, strategy={"split": split}, **options)
     assert 0 < result.trainer.strategy.usage[1].samples < result.trainer.strategy.usage[0].samples
-    limit(1, 2**30)
+    room(1, 2**30)
     expected = run(make, 1, **options)
     assert_same(result, expected)
     for name in ("seen", "latest"):
@@ -106,8 +88,8 @@ def test_a_device_that_is_too_small_for_its_share(make: Any, split: str, limit: 
         assert kept[0] == kept[1]
 
 
-def test_the_event_is_logged_once_with_numbers(limit: Any, caplog: Any) -> None:
-    limit(1, SMALL)
+def test_the_event_is_logged_once_with_numbers(room: Any, caplog: Any) -> None:
+    room(1, SMALL)
     job = trainer(2, DataParallelStrategy(), precision="64-true", max_epochs=2)
     job.fit(Wide(), loader(), loader())
     records = [r for r in caplog.records if r.name == "lightning_dp"]
@@ -118,10 +100,10 @@ def test_the_event_is_logged_once_with_numbers(limit: Any, caplog: Any) -> None:
 
 @pytest.mark.parametrize("make", [Wide, WideInBackward])
 def test_when_no_split_fits_the_error_says_the_largest_batch_that_does(
-    make: Any, limit: Any
+    make: Any, room: Any
 ) -> None:
     for device in (0, 1):
-        limit(device, SMALL + 3 * PARAMETERS * (device == 0))  # the root holds the sums too
+        room(device, SMALL + 3 * PARAMETERS * (device == 0))  # the root holds the sums too
 
     def fits(n: int) -> str | None:
         job = trainer(2, DataParallelStrategy(), precision="64-true", max_steps=1, max_epochs=-1)
@@ -143,11 +125,11 @@ def test_when_no_split_fits_the_error_says_the_largest_batch_that_does(
 @pytest.mark.filterwarnings(
     "ignore:self.(seen|latest)"
 )  # no room for unequal shards, which would tell
-def test_garbage_is_collected_before_a_device_gets_less(limit: Any, caplog: Any) -> None:
+def test_garbage_is_collected_before_a_device_gets_less(room: Any, caplog: Any) -> None:
     class Link:
         pass
 
-    limit(1, SMALL)
+    room(1, SMALL)
     link: Any = Link()
     link.itself, link.tensor = link, torch.zeros(SMALL // 2, dtype=torch.uint8, device="sim:1")
     gc.collect()  # from here on it is old
@@ -190,9 +172,9 @@ class SlowInBackward(Wide):
         return nn.functional.cross_entropy(SlowBackward.apply(self.net(x)), y)
 
 
-def test_devices_that_are_still_at_work_are_waited_for(limit: Any) -> None:
+def test_devices_that_are_still_at_work_are_waited_for(room: Any) -> None:
     """What they hold and write is not to meet the step that runs again."""
-    limit(0, 2**30)
+    room(0, 2**30)
     options: dict[str, Any] = {"precision": "64-true", "max_epochs": 1}
     for event in (SlowBackward.begun, SlowBackward.failed, SlowBackward.again):
         event.clear()
@@ -209,8 +191,8 @@ class Careless(Wide):
         raise torch.OutOfMemoryError("the user's own")
 
 
-def test_an_error_that_no_device_has_counted_is_passed_on(limit: Any) -> None:
-    limit(1, SMALL)
+def test_an_error_that_no_device_has_counted_is_passed_on(room: Any) -> None:
+    room(1, SMALL)
     with pytest.raises(torch.OutOfMemoryError, match="the user's own"):
         trainer(2, precision="64-true").fit(Careless(), loader(), loader(2))
 
@@ -232,9 +214,9 @@ class NormedInBackward(Normed, WideInBackward):
 
 
 @pytest.mark.parametrize("broken", [Normed, NormedInBackward])
-def test_what_the_half_done_step_wrote_is_taken_back(broken: Any, limit: Any) -> None:
+def test_what_the_half_done_step_wrote_is_taken_back(broken: Any, room: Any) -> None:
     """Statistics, lists and counters are those of steps that all were done once."""
-    limit(1, SMALL)
+    room(1, SMALL)
     job = trainer(2, DataParallelStrategy(), precision="64-true", max_epochs=1)
     module = broken()
     job.fit(module, loader(50), loader(2))
@@ -247,11 +229,11 @@ def test_what_the_half_done_step_wrote_is_taken_back(broken: Any, limit: Any) ->
 
 @pytest.mark.parametrize("make", [Wide, WideInBackward])
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
-def test_gradients_that_accumulate_are_not_lost(make: Any, options: Any, limit: Any) -> None:
+def test_gradients_that_accumulate_are_not_lost(make: Any, options: Any, room: Any) -> None:
     options = {**options, "precision": "64-true"}
-    limit(1, SMALL + 2 * PARAMETERS)
+    room(1, SMALL + 2 * PARAMETERS)
     result = run(make, 2, **options)
-    limit(1, 2**30)
+    room(1, 2**30)
     assert result.trainer.strategy.usage[1].samples < 26 * 3
     assert_same(result, run(make, 1, **options))
 
@@ -275,20 +257,20 @@ class WidePairsInBackward(WidePairs, WideInBackward):
 @pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter` step flavor")
 @pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
 @pytest.mark.parametrize("make", [WidePairs, WidePairsInBackward])
-def test_a_step_that_runs_again_takes_the_same_batches(make: Any, limit: Any) -> None:
+def test_a_step_that_runs_again_takes_the_same_batches(make: Any, room: Any) -> None:
     torch.set_default_dtype(torch.float64)
     options: dict[str, Any] = {"data": lambda: loader(100, 25)}
-    limit(1, SMALL + 4 * PER_SAMPLE)
+    room(1, SMALL + 4 * PER_SAMPLE)
     result = run(make, 2, **options)
-    limit(1, 2**30)
+    room(1, 2**30)
     assert 0 < result.trainer.strategy.usage[1].samples < result.trainer.strategy.usage[0].samples
     assert_same(result, run(make, 1, **options))
 
 
-def test_forward_mode_recovers_in_the_spread_forward(limit: Any) -> None:
-    limit(1, 3 * PARAMETERS + 60 * PER_SAMPLE)
+def test_forward_mode_recovers_in_the_spread_forward(room: Any) -> None:
+    room(1, 3 * PARAMETERS + 60 * PER_SAMPLE)
     result = run(Spread, 2, strategy={"mode": "forward"}, precision="64-true")
-    limit(1, 2**30)
+    room(1, 2**30)
     assert 0 < result.trainer.strategy.usage[1].samples < result.trainer.strategy.usage[0].samples
     assert_same(result, run(Spread, 1, precision="64-true"))
 
@@ -301,11 +283,8 @@ class Spread(Wide):
         z: Tensor = self.net(x) + heavy[: len(x), :3]
         return z
 
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch[0])
+    loss = Classifier.loss
+    predict_step = Classifier.predict_step
 
 
 class Sequences(Wide):
@@ -315,18 +294,75 @@ class Sequences(Wide):
         return batch[1] + 1
 
 
-def test_a_split_by_cost_gives_the_device_a_smaller_load(limit: Any) -> None:
-    limit(1, SMALL)
+def test_a_split_by_cost_gives_the_device_a_smaller_load(room: Any) -> None:
+    room(1, SMALL)
     result = run(Sequences, 2, strategy={"split": "cost"}, precision="64-true")
-    limit(1, 2**30)
+    room(1, 2**30)
     assert 0 < result.trainer.strategy.usage[1].samples < result.trainer.strategy.usage[0].samples
     assert_same(result, run(Sequences, 1, precision="64-true"))
 
 
-def test_memory_is_free_again_when_the_job_is_done(limit: Any) -> None:
+def test_memory_is_free_again_when_the_job_is_done(room: Any) -> None:
     gc.collect()
     before = torch.sim.memory_allocated(1)
-    limit(1, SMALL)
+    room(1, SMALL)
     job = trainer(2, DataParallelStrategy(), precision="64-true")
     job.fit(WideInBackward(), loader(), loader(2))
     assert soon(lambda: torch.sim.memory_allocated(1) == before)
+
+
+class FailsWhileAnotherWorks(torch.autograd.Function):
+    """The first time sim:0 fails while sim:1 takes its time."""
+
+    begun, failed, again = threading.Event(), threading.Event(), threading.Event()
+    was_overtaken = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        own = FailsWhileAnotherWorks
+        if own.failed.is_set():
+            return gradient
+        if gradient.device.index == 1:
+            own.begun.set()
+            own.failed.wait(30)
+            own.was_overtaken = own.again.wait(0.5)
+        elif gradient.device.index == 0:
+            assert own.begun.wait(30)
+            own.failed.set()
+            raise ValueError("the user's own")
+        return gradient
+
+
+def test_a_step_after_a_backward_that_failed_waits_for_devices_still_at_work(room: Any) -> None:
+    """Somebody may catch the error, and go on with the next batch."""
+
+    class Net(nn.Linear):
+        def training_step(self, x: Tensor) -> Tensor:
+            if FailsWhileAnotherWorks.failed.is_set():
+                FailsWhileAnotherWorks.again.set()
+            loss: Tensor = FailsWhileAnotherWorks.apply(self(x)).square().mean()
+            return loss
+
+    own = FailsWhileAnotherWorks
+    for event in (own.begun, own.failed, own.again):
+        event.clear()
+    own.was_overtaken = False
+    devices = devices_of(2)
+    net, x = Net(4, 1).to(devices[0]), torch.randn(6, 4)
+    engine = StepParallel(net, devices, output_device=devices[0], split=lambda n: (3, 3))
+    with pytest.raises(ValueError, match="the user's own"):
+        engine.train("training_step", x).backward()
+    net.zero_grad()
+    engine.train("training_step", x).backward()
+    assert own.again.is_set() and not own.was_overtaken
+    got = [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+    engine.close()
+    net.zero_grad()
+    net.training_step(x.to(devices[0])).backward()
+    for a, b in zip(got, net.parameters(), strict=True):
+        assert b.grad is not None
+        torch.testing.assert_close(a, b.grad.cpu())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -26,18 +25,11 @@ def no_room(where: str, like: Tensor) -> None:
 
 
 @pytest.fixture(autouse=True)
-def limited(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from lightning_dp import sim
-
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
-    gc.collect()
+def limited(room: Any) -> Iterator[None]:
     for device in range(3):
-        torch.sim.set_memory_limit(device, torch.sim.memory_allocated(device) + 2**30)
+        room(device, 2**30)
     yield
     fails.clear()
-    for device in range(3):
-        torch.sim.set_memory_limit(device, None)
 
 
 class Total(Metric):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from oracle import Classifier, assert_same, devices_of, run
@@ -21,23 +19,6 @@ LARGEST = 8 * 64 * 32
 ALL = 8 * (64 * 32 + 32 + 8 * 3 * 16 + 256 + 1)
 
 Room = Callable[..., None]
-
-
-@pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
-    """Leaves a device so many bytes."""
-    from lightning_dp import sim
-
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
-
-    def leave(device: int, extra: int) -> None:
-        gc.collect()
-        torch.sim.set_memory_limit(device, torch.sim.memory_allocated(device) + extra)
-
-    yield leave
-    for device in range(8):
-        torch.sim.set_memory_limit(device, None)
 
 
 def tensors_on(device: torch.device, seed: int = 0) -> list[Tensor]:
@@ -122,12 +103,6 @@ class Wide(Classifier):
     def forward(self, x: Tensor) -> Tensor:
         z: Tensor = self.net(x)
         return z
-
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch[0])
 
 
 WEIGHTS = 8 * WIDTH * WIDTH

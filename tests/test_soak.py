@@ -34,9 +34,6 @@ class Busy(Classifier):
         self.mask = torch.ones_like(x[0])
         return self.net(self.norm(x) * self.mask)
 
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/loss", self.loss(batch))
         self.outputs.append(batch[0])

@@ -127,9 +127,6 @@ def test_averages_in_buffers_that_hooks_update(how: str, mode: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(x - self.mean)
 
-        def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(self(batch[0]), batch[1])
-
     torch.set_default_dtype(torch.float64)
     several, one = run(Averaging, 3, strategy={"mode": mode}), run(Averaging, 1)
     assert_same(several, one)

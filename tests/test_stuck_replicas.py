@@ -14,7 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from oracle import Classifier, assert_same, devices_of, loader
+from oracle import ByHand, Classifier, assert_same, devices_of, loader
 from patience import soon
 from spreading import EXACT, engine_of, inputs
 from torch import Tensor, nn
@@ -72,9 +72,11 @@ def busy_trap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
 
 def set_trap(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
     monkeypatch.setattr(left_behind, "GRACE_SECONDS", 0.2)
+    others = set(threading.enumerate())
     yield trap
     trap.release.set()
-    assert soon(lambda: trap.thread is None or not trap.thread.is_alive())
+    # On a busy machine the replicas beside it have been left behind, too.
+    assert soon(lambda: trap.thread is None or not set(threading.enumerate()) - others)
 
 
 def tasks_of(*calls: Callable[[], Any]) -> list[Task]:
@@ -211,12 +213,6 @@ class Stuck(Classifier):
             z.register_hook(lambda _: self.trap.hold("dp-replica-1"))
         return z
 
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(batch[0])
-
 
 class Meeting(Stuck):
     """Where replicas meet, they have workers in order too."""
@@ -227,18 +223,8 @@ class Meeting(Stuck):
         return super().loss(batch)
 
 
-class ManualStuck(Meeting):
-    automatic_optimization = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
+class ManualStuck(ByHand, Meeting):
+    pass
 
 
 def fit(make: Callable[[], Stuck], mode: str, executor: str, trap: Trap | None) -> oracle.Run:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.parallel import torch_private as private
+from lightning_dp.parallel.contexts import Contexts
 
 
 def test_a_name_that_is_gone_is_told_with_the_release() -> None:
@@ -536,8 +537,7 @@ def test_push_mode_and_pop_mode_in_other_threads() -> None:
 
     def work() -> None:
         try:
-            with contextlib.ExitStack() as stack:
-                private.enter_modes(private.Modes(meta, (counts,), (dispatches,)), stack)
+            with Contexts(private.entries_of(private.Modes(meta, (counts,), (dispatches,)))):
                 barrier.wait(10)
                 assert torch.ones(1).device == meta
                 assert private.current_modes() == (meta, (counts,), (dispatches,))

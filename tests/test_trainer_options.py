@@ -208,9 +208,6 @@ def test_deterministic_runs_repeat_bit_by_bit(mode: str) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.net(self.drop(x))
 
-        def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(self(batch[0]), batch[1])
-
     runs = [run(Random, 3, deterministic=True, strategy={"mode": mode}) for _ in range(2)]
     assert_same(*runs, atol=0)
 
@@ -225,14 +222,7 @@ def profiled(profiler: Any, mode: str = "step") -> None:
     strategy = DataParallelStrategy(mode=mode)
     job = oracle.trainer(3, strategy, profiler=profiler, max_epochs=1)
 
-    class Spread(Classifier):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x)
-
-        def loss(self, batch: Any) -> Tensor:
-            return F.cross_entropy(self(batch[0]), batch[1])
-
-    module, data = Spread(), loader()
+    module, data = Classifier(), loader()
     job.fit(module, data, data)
     job.test(module, data, verbose=False)
 

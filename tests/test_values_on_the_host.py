@@ -13,6 +13,7 @@ from oracle import Classifier, assert_equal_trees, loader, trainer
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.parallel.batch.leaves import pick
 
 EXECUTORS = ["threads", "inorder"]
 
@@ -134,6 +135,12 @@ class Normed(Classifier):
         self.net = nn.Sequential(nn.Linear(10, 16), norm, nn.Tanh(), nn.Linear(16, 3))
 
 
+class Frozen(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
 class Waits(Callback):
     """How often the host has waited when each training step was through."""
 
@@ -179,6 +186,20 @@ def test_counts_of_items_are_waited_for_once(executor: str) -> None:
     assert waits_per_step(Counted, {"executor": executor}) == {1}
 
 
+def test_frozen_weights_are_looked_at_with_one_wait() -> None:
+    """Whether somebody has written to them through `.data`, the host must know."""
+    assert waits_per_step(Frozen, {}) == {1}
+
+
 @pytest.mark.parametrize("make", [Classifier, Several, ManualAlone])
 def test_the_host_waits_once_for_the_loss_and_once_for_all_that_is_logged(make: Any) -> None:
     assert waits_per_step(make, {"output_device": "cpu"}) == {2}
+
+
+def test_picked_samples_are_picked_on_their_device() -> None:
+    """As a split by cost picks them from a batch that is there already."""
+    batch = torch.arange(6.0, device="sim:0")
+    before = torch.sim.host_waits()
+    picked = pick(batch, [4, 0, 3], 0)
+    assert torch.sim.host_waits() == before
+    assert picked.tolist() == [4.0, 0.0, 3.0]

@@ -3,7 +3,8 @@
 import logging
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+
+from lightning_dp.parallel.contexts import context
 
 # Where Lightning's rank_zero_info logs.
 _LOGGER = "lightning.pytorch.utilities.rank_zero"
@@ -30,7 +31,7 @@ _WARNINGS = (
 )
 
 
-@contextmanager
+@context
 def quiet(enabled: bool = True) -> Iterator[None]:
     """Leaves out those of Lightning's messages that say nothing about these programs."""
     if not enabled:

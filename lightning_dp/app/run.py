@@ -5,7 +5,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -18,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from lightning_dp.app.quiet import quiet
 from lightning_dp.checkpointing import nothing_to_resume
+from lightning_dp.parallel.contexts import context
 
 R = TypeVar("R")
 
@@ -57,7 +57,7 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
     return program
 
 
-@contextmanager
+@context
 def _own_process_state() -> Iterator[None]:
     """Undoes what Lightning's process launchers leave behind, so that a sweep's next job works.
 
@@ -76,7 +76,7 @@ def _own_process_state() -> Iterator[None]:
         os.environ.update(environment)
 
 
-@contextmanager
+@context
 def _own_child_processes() -> Iterator[None]:
     """Makes the child processes of strategy=ddp run this job alone, not the whole sweep.
 

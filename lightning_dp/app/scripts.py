@@ -85,6 +85,19 @@ def script_trainer(*callbacks: Callback, **options: Any) -> L.Trainer:
     )
 
 
+def train_and_test(
+    make: Callable[[], L.LightningModule],
+    data: L.LightningDataModule,
+    callback: Callback,
+    **options: Any,
+) -> None:
+    """Trains and tests; the same data and first weights whatever the devices."""
+    L.seed_everything(42, verbose=False)
+    trainer, model = script_trainer(callback, **options), make()
+    trainer.fit(model, data)
+    trainer.test(model, data, verbose=False)
+
+
 class Losses(Callback):
     """Keeps the loss of every training step."""
 

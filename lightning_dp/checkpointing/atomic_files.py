@@ -12,6 +12,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from lightning_dp.parallel.contexts import context
+
 
 def _host() -> str:
     """Where process ids mean the same processes: a machine, or a container on it."""
@@ -33,7 +35,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
     return None if "://" in name else Path(name)
 
 
-@contextlib.contextmanager
+@context
 def replacing(path: Path) -> Iterator[Path]:
     """Gives a temporary path to write to, and puts what was written there in place of a file.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from lightning_dp.first_step.snapshot import Snapshot, trained_tensors
 from lightning_dp.metrics import is_metric
 from lightning_dp.modes import ForwardMode, Mode, Transfer
 from lightning_dp.parallel.batch import to_device
+from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.errors import described
 from lightning_dp.parallel.gradients import LossReduction, StepOutput
 from lightning_dp.parallel.split import Sizes
@@ -191,7 +191,8 @@ def check_first_step(
         return FirstStep(not_checked="with manual optimisation the step itself trains.")
     if isinstance(batch, Iterator):
         return FirstStep(not_checked="the step takes an iterator, which gives a batch only once.")
-    with _unheard(module):
+    with _Unheard(module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # training will give them again
         try:
             mode = make_mode()
             mode.mute()
@@ -227,15 +228,15 @@ def _compared(runs: Runs, loss_reduction: LossReduction) -> FirstStep:
     return replace(found, causes=causes)
 
 
-@contextlib.contextmanager
-def _unheard(module: LightningModule) -> Iterator[None]:
-    """Loggers hear nothing, and nobody hears warnings, which training will give again."""
-    trainer = module.trainer
-    loggers = list(trainer.loggers)
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        trainer.loggers = loggers
+class _Unheard(Lasting):
+    """Loggers hear nothing."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self._trainer = module.trainer
+        self._loggers = list(self._trainer.loggers)
+
+    def begin(self) -> None:
+        self._trainer.loggers = [DummyLogger() for _ in self._loggers]
+
+    def end(self) -> None:
+        self._trainer.loggers = self._loggers

@@ -7,10 +7,9 @@ user's module.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias
 
@@ -27,7 +26,8 @@ from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, is_per_sample, replay
 from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards, StepDims
-from lightning_dp.parallel.errors import add_note, context_of_errors
+from lightning_dp.parallel.contexts import Contexts, context
+from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.replaced import StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
 from lightning_dp.parallel.split import Order, batch_order
@@ -106,7 +106,7 @@ class Journals(ReplicaRules):
             own["log"] = StandIn(twin, "log", self._journals[k].log)
         return own
 
-    @context_of_errors
+    @context
     def around(
         self,
         replicas: Replicas,
@@ -127,7 +127,8 @@ class Journals(ReplicaRules):
         try:
             # Replica 0 is the user's module: it records only while the step lasts.
             own = self._journals[0]
-            measuring = self._measuring(shards.active) if self._attributes else nullcontext()
+            metrics = self._measuring(shards.active)
+            measuring = Contexts(metrics) if self._attributes else nullcontext()
             with standing_in(self._module, "log", own.log), measuring:
                 yield
             if is_rerun:
@@ -157,18 +158,15 @@ class Journals(ReplicaRules):
             else:
                 journal.metrics = None
 
-    @contextlib.contextmanager
-    def _measuring(self, active: Sequence[int]) -> Iterator[None]:
-        """While it lasts, metrics record what the replicas that work do with them."""
+    def _measuring(self, active: Sequence[int]) -> Iterator[AbstractContextManager[None]]:
+        """Contexts in which metrics record what the replicas that work do with them."""
         for attributes in self._attributes.values():
             attributes.begin_step()
-        with contextlib.ExitStack() as stack:
-            for k in active:
-                metrics = self._journals[k].metrics
-                if metrics is not None:
-                    metrics.weights_move = not self._module.automatic_optimization
-                    stack.enter_context(metrics.recording())
-            yield
+        for k in active:
+            metrics = self._journals[k].metrics
+            if metrics is not None:
+                metrics.weights_move = not self._module.automatic_optimization
+                yield metrics.recording()
 
     def _replay(self, shards: Shards) -> list[_Log]:
         """Makes the calls of metrics; what is to be logged."""

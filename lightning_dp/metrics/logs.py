@@ -72,14 +72,12 @@ def merged_log(
 
 def brought_to(device: torch.device, calls: Sequence[LogCall]) -> list[LogCall]:
     """Merged calls with their tensors on the device; for the host, all in one copy."""
-    away = [
-        i
-        for i, call in enumerate(calls)
-        if isinstance(call.value, Tensor) and call.value.device != device
-    ]
+    brought, away = list(calls), []
+    for i, call in enumerate(calls):  # one frame in every step
+        if isinstance(call.value, Tensor) and call.value.device != device:
+            away.append(i)
     if not away:
-        return list(calls)
-    brought = list(calls)
+        return brought
     values = to_device_coalesced([calls[i].value for i in away], device)
     for i, value in zip(away, values, strict=True):
         brought[i] = calls[i]._replace(value=value)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+from lightning_dp.parallel.errors import add_note, chain
+
 _USES = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
     *("and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne"),
@@ -20,16 +22,15 @@ class NoValue:
     """Stands for a value that there is not; every use of it raises the metric's own error."""
 
     def __init__(self, error: Exception, metric: str) -> None:
-        if hasattr(error, "add_note"):  # as of Python 3.11
-            error.add_note(
-                f"[{metric} over the samples of one replica; to log what it is over the whole "
-                "batch, log the metric object, and do not use the value that it returns in a step]"
-            )
+        add_note(
+            error,
+            f"[{metric} over the samples of one replica; to log what it is over the whole batch, "
+            "log the metric object, and do not use the value that it returns in a step]",
+        )
         self.__dict__["error"] = error
-        cause: BaseException | None = error
-        while cause is not None:  # the frames in which it was raised would keep all that is in them
-            cause.__traceback__ = None
-            cause.__context__, cause = None, cause.__cause__
+        for cause in chain(error, "__cause__"):  # whose frames would keep all that is in them
+            BaseException.with_traceback(cause, None)
+            BaseException.__setattr__(cause, "__context__", None)
 
     def fail(self, *_: Any, **__: Any) -> NoReturn:
         """Raises the error."""
@@ -56,4 +57,3 @@ def _fail_with_first(node: Any) -> None:
 for _name in _USES:
     for _prefix in ("", "r", "i"):
         setattr(NoValue, f"__{_prefix}{_name}__", NoValue.fail)
-NoValue.__hash__ = object.__hash__  # type: ignore[method-assign]

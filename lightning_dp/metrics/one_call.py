@@ -8,8 +8,7 @@ have left; only a metric's state is never that of a shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torchmetrics import Metric
 
 from lightning_dp.lightning_private import own_device, state_defaults, unused_state
 from lightning_dp.parallel.batch import to_device
+from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.torch_private import (
     buffer_table,
     child_table,
@@ -93,7 +93,7 @@ class CalledModule:
             if values.get(name, _ABSENT) is not after:
                 continue
             if before is _ABSENT:
-                del values[name]
+                values.pop(name, None)
             else:
                 values[name] = before
         self._left = []
@@ -132,11 +132,17 @@ class CalledModule:
         attributes.update(tables_as_attributes(parameters, buffers, child_table(self._own)))
 
     def end_call(self) -> None:
-        """Puts back what it had, but for what the call has changed."""
+        """Puts back what it had, but for what the call has changed.
+
+        Nothing, if no call has begun. If an interrupt keeps it from its end, it can be told again.
+        """
+        if not self._before:
+            return
         attributes = vars(self._own)
         after, buffers = dict(attributes), buffer_table(self._own)
-        attributes.clear()
         attributes.update(self._before)
+        for name in after.keys() - self._before.keys():
+            attributes.pop(name, None)
         of_metric = names_of_metric(self._root) or _OF_EVERY_METRIC
         self._leave(attributes, {n: v for n, v in after.items() if n not in of_metric})
         if not self._refers:
@@ -153,8 +159,9 @@ class CalledModule:
             else:
                 is_new = value is not before
             if is_new:
-                values[name] = value
+                # In this order: an interrupt may come in between.
                 self._left.append((values, name, before, value))
+                values[name] = value
 
     def _here(self, tensor: Tensor | None) -> Tensor | None:
         """Where the replica is: a metric of forward mode is on the output device."""
@@ -184,8 +191,7 @@ class StepAttributes:
         """Notes what there is."""
         self._before, self._after = {**vars(self._root), **buffer_table(self._root)}, None
 
-    @contextmanager
-    def as_at(self, bound: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+    def as_at(self, bound: Mapping[str, Any], device: torch.device) -> Lasting:
         """While it lasts, the metric is as it was when a replica called it, after it bound these.
 
         To be used once the replicas' steps have ended.
@@ -196,17 +202,27 @@ class StepAttributes:
         late = {n: before[n] for n, v in after.items() if n in before and v is not before[n]}
         early = {n: to_device(v, device) for n, v in bound.items() if v is not after.get(n)}
         parameters = dict(parameter_table(self._root))
-        try:
-            self._bind({**_detached(parameters), **late, **early})
-            yield
-        finally:
-            self._bind({n: after[n] for n in [*late, *early] if n in after})
-            self._bind(parameters)
+        bound_after = {n: after[n] for n in [*late, *early] if n in after}
+        detached = _detached(parameters)
+        return _Bound(self._root, {**detached, **late, **early}, {**bound_after, **parameters})
+
+
+class _Bound(Lasting):
+    """While it lasts, a module has other attributes, buffers and parameters."""
+
+    def __init__(self, module: nn.Module, others: Attributes, afterwards: Attributes) -> None:
+        self._module, self._others, self._afterwards = module, others, afterwards
+
+    def begin(self) -> None:
+        self._bind(self._others)
+
+    def end(self) -> None:
+        self._bind(self._afterwards)
 
     def _bind(self, values: Attributes) -> None:
-        tables = parameter_table(self._root), buffer_table(self._root)
+        tables = parameter_table(self._module), buffer_table(self._module)
         for name, value in values.items():
-            table = next((table for table in tables if name in table), vars(self._root))
+            table = next((table for table in tables if name in table), vars(self._module))
             table[name] = value
 
 

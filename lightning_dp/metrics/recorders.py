@@ -7,9 +7,9 @@ and parameters that the replica's metric has then: its value may be a loss.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric
 from lightning_dp.parallel.batch import tree
+from lightning_dp.parallel.contexts import Contexts, Lasting
 from lightning_dp.parallel.errors import add_note, is_a
 from lightning_dp.parallel.replaced import StandIn, replaced
 from lightning_dp.parallel.replicas import layers_in
@@ -70,27 +71,65 @@ class ReplicaMetrics:
         """The module's own metric, if `value` is the replica's; else `value`."""
         return self._roots.get(id(value), value)
 
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """While it lasts, the metrics record instead of accumulating.
 
         A value that there was not and that somebody still has at its end is an error.
         """
-        try:
-            for module in self._modules:
-                module.begin_step()
-            for recorder in self._recorders:
-                recorder.put_on()
-            yield
-        finally:
-            for recorder in self._recorders:
-                recorder.take_off()
-            for module in self._modules:
-                module.end_step()
-            missing, self.without_value = self.without_value, []
-        for reference in missing:
+        return _Recording(self)
+
+    def begin_step(self) -> None:
+        """From here on they record."""
+        for module in self._modules:
+            module.begin_step()
+        for recorder in self._recorders:
+            recorder.put_on()
+
+    def end_step(self) -> None:
+        """They accumulate again; to be told twice does no harm."""
+        for recorder in self._recorders:
+            recorder.take_off()
+        for module in self._modules:
+            module.end_step()
+
+    def check_values(self, kind: type[BaseException] | None) -> None:
+        """Raises an error for a value that there is not, if the step ends without one."""
+        missing, self.without_value = self.without_value, []
+        for reference in missing if kind is None else ():
             if (value := reference()) is not None:
                 value.fail()
+
+
+class _Recording(Lasting):
+    def __init__(self, metrics: ReplicaMetrics) -> None:
+        self._metrics = metrics
+
+    def begin(self) -> None:
+        self._metrics.begin_step()
+
+    def end(self) -> None:
+        self._metrics.end_step()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        super().__exit__(kind, *error)
+        self._metrics.check_values(kind)
+
+
+class _Calling(Lasting):
+    """A metric and those in it run as they are, and leave their states as they were."""
+
+    def __init__(self, replica: ReplicaMetrics, modules: Sequence[CalledModule]) -> None:
+        self._replica, self._modules = replica, modules
+
+    def begin(self) -> None:
+        self._replica.is_calling = True
+        for module in self._modules:
+            module.begin_call()
+
+    def end(self) -> None:
+        for module in self._modules:
+            module.end_call()
+        self._replica.is_calling = False
 
 
 class _Recorder:
@@ -131,7 +170,7 @@ class _Recorder:
             return self._run("forward", *args, **kwargs)
         self._append("forward", args, kwargs)
         try:
-            with self._calling():
+            with _Calling(self._replica, [module for module, _ in self._inner]):
                 return self._run("forward", *args, **kwargs)
         except Exception as error:
             # Too few samples, perhaps. Errors of other types, out of memory too, are never that.
@@ -161,21 +200,6 @@ class _Recorder:
             "self.log(name, metric), or call compute() in an epoch-end hook."
         )
 
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
-        """The metric and those in it run as they are, and leave their states as they were."""
-        begun: list[CalledModule] = []
-        try:
-            self._replica.is_calling = True
-            for module, _ in self._inner:
-                begun.append(module)
-                module.begin_call()
-            yield
-        finally:
-            for module in begun:
-                module.end_call()
-            self._replica.is_calling = False
-
     def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls the method that the metric has itself."""
         own = (self._replaced or {}).get(name)
@@ -197,15 +221,11 @@ class _Recorder:
         self._replica.record(call)
 
 
-@contextlib.contextmanager
 def _as_called(
     bound: list[tuple[StepAttributes, dict[str, Any]]], device: torch.device
-) -> Iterator[None]:
+) -> Contexts:
     """While it lasts, the module's own metric has the attributes that a replica called it with."""
-    with contextlib.ExitStack() as stack:
-        for attributes, values in bound:
-            stack.enter_context(attributes.as_at(values, device))
-        yield
+    return Contexts(attributes.as_at(values, device) for attributes, values in bound)
 
 
 def all_in(metric: nn.Module) -> list[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -15,6 +16,7 @@ from torch import nn
 from lightning_dp.keys import PREFIXES, match_keys, normalize_state_dict
 from lightning_dp.parallel.batch import Override, check_overrides, to_device
 from lightning_dp.parallel.checks import check_choice, check_dim, check_module
+from lightning_dp.parallel.contexts import Surroundings
 from lightning_dp.parallel.devices import (
     DeviceLike,
     all_devices,
@@ -26,12 +28,10 @@ from lightning_dp.parallel.devices import (
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.gradients import BUFFERS, Buffers
 from lightning_dp.parallel.primitives import gather
-from lightning_dp.parallel.replaced import Surroundings, replaced
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import OwnSplit, Sizes, check_split, split_policy
 from lightning_dp.parallel.stages import Stages, replaces_stages
 from lightning_dp.parallel.workers import EXECUTORS, ExecutorName
-
-_PREFIX = "module."
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -70,6 +70,7 @@ class DataParallel(nn.Module, Generic[Module]):
         module: the module; its parameters are the ones to optimise.
         device_ids: the indices of the devices (of CPU devices, None).
         devices: the devices.
+        src_device_obj: the first of them, where the module lies.
         output_device: where outputs end up.
         dim: the dimension.
 
@@ -106,6 +107,7 @@ class DataParallel(nn.Module, Generic[Module]):
         ids = all_devices() if device_ids is None else device_ids
         self.devices = resolve_devices(ids, "device_ids")
         self.device_ids = [device.index for device in self.devices]
+        self.src_device_obj = self.devices[0]
         self.output_device = resolve_output_device(minus_one_is_cpu(output_device), self.devices)
         self.dim = dim
         self._options: dict[str, Any] = {
@@ -141,15 +143,9 @@ class DataParallel(nn.Module, Generic[Module]):
             args, options = to_device((inputs, kwargs), self.devices[0])
             return to_device(self.module(*args, **options), self.output_device)
         engine = self._spreader()
-        before = None if engine.is_spreading else Surroundings()
-        try:
-            with engine.turn(), engine.spreading():
-                return self.module(*inputs, **kwargs)
-        except BaseException:
-            if before is not None:
-                engine.stop_spreading()
-                before.restore()
-            raise
+        around = nullcontext() if engine.is_spreading else Surroundings()
+        with around, engine.turn(), engine.spreading():
+            return self.module(*inputs, **kwargs)
 
     # The stages, for subclasses
 
@@ -177,11 +173,6 @@ class DataParallel(nn.Module, Generic[Module]):
         return gather(
             outputs, output_device, self.dim, sizes=sizes, scalars="stack", overrides=overrides
         )
-
-    @property
-    def src_device_obj(self) -> torch.device:
-        """The first device, where the module lies."""
-        return self.devices[0]
 
     def _by_stages(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, named = self.scatter(inputs, kwargs, self.device_ids)
@@ -295,7 +286,7 @@ def _add_prefix(
     wrapper: DataParallel[Any], state_dict: dict[str, Any], prefix: str, *args: Any
 ) -> None:
     """Lets a bigger module load its state into the wrapper, whichever prefixes keys have."""
-    own = [_PREFIX + key for key in wrapper.module.state_dict()]
+    own = [f"module.{key}" for key in wrapper.module.state_dict()]
     keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
     names = match_keys(keys, own, PREFIXES).changes
     values = [state_dict.pop(prefix + key) for key in names]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -158,14 +158,12 @@ def empty_cache(device: torch.device) -> None:
             _module(device).empty_cache()
 
 
-@contextlib.contextmanager
-def current_device(device: torch.device) -> Iterator[None]:
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Makes `device` the calling thread's current one for a while."""
     if device.type == "cpu":
-        yield
-        return
-    with torch.get_device_module(device).device(device):
-        yield
+        return nullcontext()
+    here: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return here
 
 
 def _existing(entry: DeviceLike, key: str) -> torch.device:

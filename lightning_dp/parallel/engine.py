@@ -6,9 +6,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -40,6 +39,7 @@ from lightning_dp.parallel.gradients import (
 )
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.ranges import Ranges, stage
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import (
     BufferCopies,
     ReplicaRules,
@@ -94,7 +94,7 @@ class Engine:
         self.devices = list(devices)
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
-        self.reducer = Reducer(self.replicas, buffers)
+        self.reducer = Reducer(self.replicas, buffers, self.devices)
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.ranges = Ranges()  # the stages, as profilers see them
         self.calls = Calls()  # of the replicas, in the latest apply
@@ -214,7 +214,7 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        compiles = self.replicas.may_compile
+        compiles = self.replicas.compiled.may_come
         in_threads = self._executor.choose(call.name, len(shards.active), in_order=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
@@ -233,7 +233,7 @@ class Engine:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self._is_rerun)
         noticed = self.replicas.noticed(shards.active) if training else nullcontext()
-        with context, noticed, self.replicas.compiling():
+        with context, noticed, self.replicas.compiled.around_calls():
             tasks = call.tasks(modules, shards, self.devices)
             if self.meter.is_watched:
                 self.meter.follow(tasks)
@@ -263,14 +263,9 @@ class Engine:
 
     # Around it
 
-    @contextlib.contextmanager
-    def rerunning(self) -> Iterator[None]:
+    def rerunning(self) -> AbstractContextManager[None]:
         """While it lasts, replicas leave nothing behind but outputs, gradients and buffers."""
-        self._is_rerun = True
-        try:
-            yield
-        finally:
-            self._is_rerun = False
+        return replaced(self, _is_rerun=True)
 
     def undo(self) -> None:
         """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""

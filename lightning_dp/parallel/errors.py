@@ -6,14 +6,9 @@ Every method of such an error may fail or mislead: its `repr`, its truth value, 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from functools import wraps
-from typing import ParamSpec
-
-P = ParamSpec("P")
+import traceback
+from collections.abc import Callable, Iterator
 
 log = logging.getLogger("lightning_dp")
 
@@ -28,21 +23,20 @@ def described(error: BaseException, how: Callable[[BaseException], str] = repr) 
     try:
         # Plain text: a subclass of it may fail again where it is used.
         return str.__str__(how(error))
-    except BaseException:
+    except BaseException:  # whatever that code raises
         return f"{type(error).__qualname__} (whose {how.__name__}() fails)"
 
 
 def add_note(error: BaseException, note: str) -> None:
     """Adds a note to an error; to the log if the error takes none."""
-    own: Iterable[Callable[[BaseException, str], None]] = (
-        lambda error, note: error.add_note(note),  # type: ignore[attr-defined]
-        lambda error, note: BaseException.add_note(error, note),  # type: ignore[attr-defined]
-    )
-    for add in own if hasattr(BaseException, "add_note") else (_add_to_text,):
+    # Python 3.10 has no such method.
+    plain = getattr(BaseException, "add_note", _add_to_text)
+    for add in (lambda error, note: error.add_note(note), plain):
         try:
-            return add(error, note)
-        except BaseException:
+            add(error, note)
+        except BaseException:  # its own method is not there, or raises anything
             continue
+        return
     log.error("%s %s. The error itself takes no note.", type(error).__qualname__, note)
 
 
@@ -54,35 +48,17 @@ def _add_to_text(error: BaseException, note: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 
-def context_of_errors(
-    generator: Callable[P, Iterator[None]],
-) -> Callable[P, AbstractContextManager[None]]:
-    """As `contextlib.contextmanager`, for a generator that calls other people's code at its end.
-
-    Their StopIteration would leave a generator as a RuntimeError.
-    """
-    manager = contextlib.contextmanager(generator)
-
-    @wraps(generator)
-    def make(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[None]:
-        return _WithErrors(manager(*args, **kwargs))
-
-    return make
+def chain(error: BaseException | None, link: str = "__context__") -> Iterator[BaseException]:
+    """An error, and those that it came from, by `__context__` or by `__cause__`: none is asked."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = BaseException.__getattribute__(error, link)
 
 
-class _WithErrors(AbstractContextManager[None]):
-    def __init__(self, manager: AbstractContextManager[None]) -> None:
-        self._manager = manager
-
-    def __enter__(self) -> None:
-        self._manager.__enter__()
-
-    def __exit__(self, *error: object) -> bool | None:
-        try:
-            return self._manager.__exit__(*error)  # type: ignore[arg-type]
-        except RuntimeError as raised:
-            own, cause = type(raised) is RuntimeError, raised.__cause__
-            if not (own and str(raised) == "generator raised StopIteration" and cause is not None):
-                raise
-            original = cause
-        raise original
+def forget_frames(error: BaseException) -> None:
+    """Lets go of the half-done work that the frames of an error, and of its chain, hold."""
+    for each in chain(error):
+        traceback.clear_frames(BaseException.__getattribute__(each, "__traceback__"))
+        BaseException.with_traceback(each, None)

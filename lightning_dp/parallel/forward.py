@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,9 +14,10 @@ from torch import nn
 
 from lightning_dp.parallel.batch import Scalars, Shards, to_device
 from lightning_dp.parallel.call import ReplicaCall
+from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.replaced import StandIn, replaced
 from lightning_dp.parallel.torch_private import is_in_backward
 
 _TELLING = ("batch_size", "split_batch", "sample_cost")
@@ -71,34 +72,25 @@ class ForwardParallel(RecoveringEngine):
         self._all_devices = [*self.devices, self.output_device]
         self._streams: list[torch.Stream] = []  # the caller's own
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
+    def turn(self) -> AbstractContextManager[Any]:
         """Lets one thread spread calls at a time: checkpoints do so in the threads of devices."""
         # By process: in a forked child nobody unlocks what another thread has locked.
-        with self._locks.setdefault(os.getpid(), threading.RLock()):
-            yield
+        return self._locks.setdefault(os.getpid(), threading.RLock())
 
     @property
     def is_spreading(self) -> bool:
         """Whether the module's calls are spread now."""
         return self._own_forwards is not None
 
-    @contextlib.contextmanager
-    def spreading(self) -> Iterator[None]:
+    def spreading(self) -> AbstractContextManager[None]:
         """Spreads the module's calls while it lasts."""
-        if self.is_spreading:
-            yield
-            return
+        return nullcontext() if self.is_spreading else _Spreading(self)
+
+    def start_spreading(self) -> None:
+        """Spreads the module's calls from here on."""
         own = {path: attributes.get("forward") for path, attributes in self._attributes()}
-        try:
-            self._own_forwards = own
-            self._set_forwards({path: _SpreadForward(self, path) for path in self._paths})
-            # Compiled code may also be called with whole batches, beside the replicas' calls.
-            with self.replicas.as_often_compiled():
-                yield
-        finally:
-            if self._own_forwards is own:  # the end of a generator may come late
-                self.stop_spreading()
+        self._own_forwards = own  # first: an interrupt may come before the next line
+        self._set_forwards({path: self._spread_forward(path) for path in self._paths})
 
     def stop_spreading(self) -> None:
         """Gives the module its own forwards back; once more, if an interrupt came in between."""
@@ -156,9 +148,11 @@ class ForwardParallel(RecoveringEngine):
                 if self.is_spreading:
                     self._set_forwards(spread)
 
-    def own_forward(self, path: str) -> Any:
-        """The attribute `forward` that a spread module has itself, or None."""
-        return (self._own_forwards or {}).get(path)
+    def _spread_forward(self, path: str) -> StandIn:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.spread(path, args, kwargs)
+
+        return StandIn(self.module.get_submodule(path), "forward", call)
 
     def _attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Those of the spread modules."""
@@ -172,6 +166,23 @@ class ForwardParallel(RecoveringEngine):
                 attributes.pop("forward", None)
             else:
                 attributes["forward"] = forwards[path]
+
+
+class _Spreading(Lasting):
+    """The calls of a module are spread."""
+
+    def __init__(self, engine: ForwardParallel) -> None:
+        self._engine = engine
+        # Compiled code may also be called with whole batches, beside the replicas' calls.
+        self._compiled = engine.replicas.compiled.as_often()
+
+    def begin(self) -> None:
+        self._engine.start_spreading()
+        self._compiled.__enter__()
+
+    def end(self) -> None:
+        self._compiled.__exit__(None, None, None)
+        self._engine.stop_spreading()
 
 
 class SpreadCall(ReplicaCall):
@@ -204,30 +215,9 @@ class SpreadCall(ReplicaCall):
             return to_device(outputs[0], self._engine.output_device)
         self._engine.num_cut += 1
         sizes, order = shards.active_sizes, shards.active_order
-        return self._engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
-
-
-class _SpreadForward:
-    """The attribute `forward` of a module while its calls are spread."""
-
-    def __init__(self, engine: ForwardParallel, path: str) -> None:
-        self._engine = engine
-        self._path = path
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine.spread(self._path, args, kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module that is made meanwhile, to save or to average it, is not spread."""
-        own = self._engine.own_forward(self._path)
-        if own is not None:
-            return _itself, (own,)
-        # The copy has no attributes yet: this is its class's.
-        return getattr, (self._engine.module.get_submodule(self._path), "forward")
-
-
-def _itself(own: Any) -> Any:
-    return own
+        return self._engine.join(
+            outputs, sizes=sizes, order=order, dims=shards.dims, doubts_means=True
+        )
 
 
 def check_parallel_modules(module: nn.Module, names: Sequence[str]) -> None:

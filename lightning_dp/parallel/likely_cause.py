@@ -11,7 +11,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -19,12 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, tree
+from lightning_dp.parallel.errors import add_note
 
 _DEPTH = 4
 _MOST = 20_000  # objects that are looked at
 _NO_HELPERS = (type, FunctionType, ModuleType, nn.Module, str, bytes, int, float, torch.device)
 _FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", __name__.partition(".")[0])
 """A trainer, and what we put on a replica, are no helpers."""
+
+_LAST_STEP = re.compile(r"(\.\w+|\[[^\[\]]*\])$")
 
 
 class _Found(NamedTuple):
@@ -54,15 +57,11 @@ class LikelyCause:
         """What goes on after the samples in "in replica 2 on cuda:1, ..."."""
         if len(self.shards.active) < 2:
             return ""
-        try:
-            causes = list(islice(self._causes(error), 1))
-        except Exception as failure:  # it must not take the place of the error
-            return f"; looking for its cause failed with {type(failure).__qualname__}"
-        return "".join(f"; likely cause: {cause}" for cause in causes)
+        return _first(self._causes(error))
 
     def _causes(self, error: BaseException) -> Iterator[str]:
         held = list(_held_by(self.module))
-        text = " ".join(arg for arg in error.args if type(arg) is str)
+        text = _text(error)
         numbers = set(map(int, re.findall(r"\b\d{1,9}\b", text)))
         if "device" in text.lower():
             yield from self._elsewhere(held, text)
@@ -129,6 +128,45 @@ class LikelyCause:
             f"{n} is the size of the whole batch, and {size} that of this shard{which}: take sizes "
             "from what the step is given"
         )
+
+
+def note_kept_tensors(error: BaseException, module: nn.Module, devices: set[torch.device]) -> None:
+    """Adds a note to an error outside of steps, if an object has kept tensors of several replicas.
+
+    Such as a meter that steps call, and that is asked at the end of the epoch.
+    """
+    if cause := _first(_kept(error, module, devices)):
+        add_note(error, f"[after steps on {len(devices)} devices{cause}]")
+
+
+def _kept(error: BaseException, module: nn.Module, devices: set[torch.device]) -> Iterator[str]:
+    text = "".join([_text(error), *getattr(error, "__notes__", ())])
+    if "device" not in text.lower() or "[in replica" in text:
+        return
+    first: dict[str, _Found] = {}  # of what lies side by side
+    for found in _held_by(module):
+        if _is_tensor(found.value) and (device := found.value.device) in devices:
+            other = first.setdefault(_LAST_STEP.sub("", found.path), found)
+            if other.value.device != device and str(device) in text:
+                yield (
+                    f"{found.path} lies on {device} and {other.path} on {other.value.device}: "
+                    "replicas share objects that are no modules, and each has left its own "
+                    "tensors there. Return from the step what it keeps, and hand it over in a "
+                    "hook such as on_train_batch_end, which gets the outputs of the whole batch"
+                )
+
+
+def _first(causes: Iterator[str]) -> str:
+    """The first of them, as it goes on in a note; "" if there is none."""
+    try:
+        cause = next(causes, "")
+    except Exception as failure:  # it must not take the place of the error
+        return f"; looking for its cause failed with {type(failure).__qualname__}"
+    return cause and f"; likely cause: {cause}"
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(arg for arg in error.args if type(arg) is str)
 
 
 def _held_by(module: nn.Module) -> Iterator[_Found]:

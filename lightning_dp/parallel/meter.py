@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from operator import sub
 import torch
 
 from lightning_dp.parallel.batch import DeviceUsage
+from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.devices import (
     allocated_memory,
     busy_clock,
@@ -126,7 +126,7 @@ class Meter:
         if self._steps is not None:
             self._steps.stop()
 
-    @contextlib.contextmanager
+    @context
     def unmeasured(self) -> Iterator[None]:
         """What happens meanwhile does not count into the devices' peaks of memory."""
         self._memory.restart()
@@ -174,7 +174,7 @@ class StepMeter:
             for task in tasks:
                 task.spans = step.spans[task.replica]
 
-    @contextlib.contextmanager
+    @context
     def working(self, replicas: Sequence[int]) -> Iterator[None]:
         """While it lasts, the devices of some replicas are at work for the step."""
         step = self._running

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -22,7 +21,7 @@ from lightning_dp.parallel.devices import (
     out_of_memory_count,
 )
 from lightning_dp.parallel.engine import Engine
-from lightning_dp.parallel.errors import described
+from lightning_dp.parallel.errors import described, forget_frames
 from lightning_dp.parallel.gradients import wait_for_autograd
 from lightning_dp.parallel.split import Plan, Sizes
 
@@ -209,11 +208,7 @@ class RecoveringEngine(Engine):
         return {device: allocated_memory(device) for device in self.devices}
 
 
-def _forget(failure: BaseException) -> str:
+def _forget(error: BaseException) -> str:
     """Lets go of the half-done work that an error's frames hold; what it said."""
-    error: BaseException | None = failure
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__context__
-    return described(failure, str)
+    forget_frames(error)
+    return described(error, str)

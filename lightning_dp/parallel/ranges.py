@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
-from functools import wraps
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 from torch.profiler import record_function
 
+from lightning_dp.parallel.contexts import Contexts, Paired
 from lightning_dp.parallel.torch_private import is_profiling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,23 +27,23 @@ class Ranges:
         self.profile: Callable[[str], AbstractContextManager[None]] | None = None
         self._open: set[str] = set()
 
-    @contextlib.contextmanager
-    def of(self, stage: str) -> Iterator[None]:
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody is told."""
+        return self.profile is not None or is_profiling()
+
+    def of(self, stage: str) -> AbstractContextManager[None]:
         """The range of a stage. Inside of itself, as a stage may call its own parts, it is none."""
-        if stage in self._open:
-            yield
-            return
+        is_told = self.is_heard and stage not in self._open
+        return Contexts(self._parts(stage)) if is_told else nullcontext()
+
+    def _parts(self, stage: str) -> Iterator[AbstractContextManager[Any]]:
+        yield Paired(partial(self._open.add, stage), partial(self._open.discard, stage))
         name = f"lightning_dp.{stage}"
-        self._open.add(stage)
-        try:
-            with ExitStack() as stack:
-                if is_profiling():
-                    stack.enter_context(record_function(name))
-                if self.profile is not None:
-                    stack.enter_context(self.profile(name))
-                yield
-        finally:
-            self._open.discard(stage)
+        if is_profiling():
+            yield record_function(name)
+        if self.profile is not None:
+            yield self.profile(name)
 
 
 def stage(name: str) -> Callable[[F], F]:

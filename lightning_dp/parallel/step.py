@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, to_device
 from lightning_dp.parallel.call import ReplicaCall, Transfer
+from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.gradients import (
     GradientsAside,
     Graph,
@@ -181,7 +181,7 @@ class TrainingStep(EvaluationStep):
             wait_for_autograd(self.engine.devices)
             raise
 
-    @contextlib.contextmanager
+    @context
     def without_trace(self) -> Iterator[None]:
         """Gradients are afterwards as they were."""
         aside = GradientsAside(chain.from_iterable(self.engine.replicas.parameters))

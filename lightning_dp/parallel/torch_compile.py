@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
 from torch import nn
 
+from lightning_dp.parallel.contexts import Contexts, Paired
 from lightning_dp.parallel.torch_private import child_table, found
 
 found(nn.Module, "_compiled_call_impl")
@@ -49,21 +51,15 @@ def compiled_frames() -> int:
 _is_raised: ContextVar[bool] = ContextVar("_is_raised", default=False)
 
 
-@contextlib.contextmanager
-def more_recompilations(times: int) -> Iterator[None]:
+def more_recompilations(times: int) -> AbstractContextManager[Any]:
     """Lets code be compiled so many times as often before it is given up; inside of itself, once.
 
     It holds in this context and its copies. Gone: an error, since code would not be compiled.
     """
     if _is_raised.get():
-        yield
-        return
+        return nullcontext()
     config: Any = importlib.import_module("torch._dynamo.config")
     names = ("recompile_limit", "accumulated_recompile_limit")
     limits = {name: found(config, name) * times for name in names}
-    token = _is_raised.set(True)
-    try:
-        with config.patch(limits):
-            yield
-    finally:
-        _is_raised.reset(token)
+    raised = Paired(partial(_is_raised.set, True), partial(_is_raised.set, False))
+    return Contexts([raised, config.patch(limits)])

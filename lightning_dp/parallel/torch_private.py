@@ -6,9 +6,9 @@ tells the name and the release, unless it is said below what happens instead.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm
 from torch.utils import _device, _python_dispatch
+
+from lightning_dp.parallel.contexts import Lasting, Paired
 
 Tensors: TypeAlias = Sequence[Tensor]
 Table: TypeAlias = dict[str, Any]
@@ -204,8 +206,7 @@ def _run_or_hand_over(*args: Any, **options: Any) -> Any:
     return handler(run, *args) if handler and options.get("accumulate_grad") else run()
 
 
-@contextlib.contextmanager
-def backwards_go_to(handler: Callable[..., None]) -> Iterator[None]:
+class backwards_go_to(Lasting):
     """In this context, and in copies of it, a handler is given each backward that fills `.grad`.
 
     That is `loss.backward()` and `torch.autograd.backward`, by whatever name: both end in one
@@ -213,15 +214,20 @@ def backwards_go_to(handler: Callable[..., None]) -> Iterator[None]:
     backward, the tensors and their gradients (a sequence each; None for a tensor without a graph),
     `retain_graph`, `create_graph` and the sequence of inputs, which is empty for all leaves.
     """
-    user, before = object(), _handler.get()
-    try:  # from here on an interrupt finds its way to `finally`
-        _users.add(user)
+
+    def __init__(self, handler: Callable[..., None]) -> None:
+        self._handler, self._before = handler, _handler.get()
+
+    def begin(self) -> None:
+        """From here on."""
+        _users.add(self)
         _update()
-        _handler.set(handler)
-        yield
-    finally:
-        _handler.set(before)
-        _users.discard(user)
+        _handler.set(self._handler)
+
+    def end(self) -> None:
+        """No longer."""
+        _handler.set(self._before)
+        _users.discard(self)
         _update()
 
 
@@ -262,16 +268,15 @@ def current_modes() -> Modes:
     return Modes(default_device, tuple(others), tuple(_dispatch_modes()))
 
 
-def enter_modes(modes: Modes, stack: contextlib.ExitStack) -> None:
-    """Gives a thread these modes until the stack is closed. Entered, they would be written to."""
-    if modes.default_device is not None:
-        stack.enter_context(modes.default_device)  # which pushes, too, and writes nothing else
-    for mode in modes.function:
-        _push_function_mode(mode)
-        stack.callback(_pop_function_mode)
-    for mode in modes.dispatch:
-        _push_dispatch_mode(mode)
-        stack.callback(_pop_dispatch_mode)
+def entries_of(modes: Modes) -> list[AbstractContextManager[Any]]:
+    """Contexts in which a thread has these modes, to be entered in this order.
+
+    Entered themselves, they would be written to, and threads share them.
+    """
+    default = modes.default_device  # which pushes, too, and writes nothing else
+    function = [Paired(partial(_push_function_mode, m), _pop_function_mode) for m in modes.function]
+    dispatch = [Paired(partial(_push_dispatch_mode, m), _pop_dispatch_mode) for m in modes.dispatch]
+    return [*([] if default is None else [default]), *function, *dispatch]
 
 
 # Devices that are not torch's own

@@ -6,9 +6,8 @@ Wherever a device is asked for, ``None`` is the current device; an int, ``"sim:3
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -157,19 +156,25 @@ def default_stream(device: DeviceLike = None) -> torch.Stream:
     return torch.Stream(stream_id=0, device_index=index, device_type=_DEVICE_TYPE)
 
 
-@contextlib.contextmanager
-def stream(stream: torch.Stream | None) -> Iterator[None]:
+class stream:
     """Make ``stream``, and its device, this thread's current ones; ``None`` changes nothing."""
-    if stream is None:
-        yield
-        return
-    with device(stream.device):
-        before = current_stream(stream.device)
-        set_stream(stream)
-        try:
-            yield
-        finally:
-            set_stream(before)
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        """Make it current."""
+        if self.stream is not None:
+            self._device = device(self.stream.device)
+            self._device.__enter__()
+            self._before = current_stream(self.stream.device)
+            set_stream(self.stream)
+
+    def __exit__(self, *error: object) -> None:
+        """Make those from before current."""
+        if self.stream is not None:
+            set_stream(self._before)
+            self._device.__exit__(*error)
 
 
 def host_waits() -> int:

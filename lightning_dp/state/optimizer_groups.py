@@ -2,45 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from operator import is_not
+from collections.abc import Sequence
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.workers import current_participant
 
 Options = dict[str, Any]
 
 
-@contextlib.contextmanager
-def changed_once(
-    optimizers: Sequence[Optimizer], leader: int, *, is_rerun: bool = False
-) -> Iterator[None]:
+class changed_once(Lasting):
     """While it lasts, `group["lr"] *= 0.9` in every replica's step takes effect once.
 
     The leader's change is the optimizer's; each of the others sees what it has written itself. A
     rerun, and a step that did not fit and will run again, change nothing.
     """
-    shared = [(optimizer.param_groups, _share(optimizer, leader)) for optimizer in optimizers]
-    keeps = not is_rerun
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        keeps = False
-        raise
-    finally:
-        for groups, own in shared:
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], leader: int, *, is_rerun: bool = False
+    ) -> None:
+        self._keeps = not is_rerun
+        self._shared = []
+        for groups in map(attrgetter("param_groups"), optimizers):
+            self._shared.append((groups, [_SharedGroup(group, leader) for group in groups]))
+
+    def begin(self) -> None:
+        """Gives the optimizers groups that the replicas share."""
+        for groups, shared in self._shared:
+            groups[:] = shared
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """They get their own back, as the step has changed them."""
+        if kind is not None and issubclass(kind, torch.OutOfMemoryError):
+            self._keeps = False
+        super().__exit__(kind, *error)
+
+    def end(self) -> None:
+        """They get their own back."""
+        for groups, shared in self._shared:
             # Those that were added in the meantime come after these.
-            groups[: len(own)] = [group.release(keeps) for group in own]
-
-
-def _share(optimizer: Optimizer, leader: int) -> list[_SharedGroup]:
-    own = [_SharedGroup(group, leader) for group in optimizer.param_groups]
-    optimizer.param_groups[:] = own
-    return own
+            groups[: len(shared)] = [group.release(self._keeps) for group in shared]
 
 
 class _SharedGroup(Options):
@@ -60,14 +65,13 @@ class _SharedGroup(Options):
 
     def release(self, keeps: bool) -> Options:
         """The optimizer's own group, with the changes if they are to be kept."""
-        now = dict(self)
-        if keeps and (now.keys() != self._before.keys() or self._differs(now)):
+        now, before = dict(self), self._before
+        # No frame for each option: this is in every step.
+        values = map(now.__getitem__, before)
+        if keeps and (now.keys() != before.keys() or any(map(is_not, values, before.values()))):
             self._group.clear()
             self._group.update(now)
         return self._group
-
-    def _differs(self, now: Options) -> bool:
-        return any(map(is_not, map(now.__getitem__, self._before), self._before.values()))
 
     def _own(self) -> Options | None:
         """The calling replica's copy; None for the leader, and for code outside of replicas."""

@@ -9,10 +9,10 @@ the end, as if one device had bound it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
+from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.replaced import StandIn
 from lightning_dp.parallel.workers import current_participant
 
@@ -26,21 +26,13 @@ class SharedMethods:
         self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
         self._shared: dict[int, _Methods] = {}  # by the ids of the objects
 
-    @contextlib.contextmanager
-    def standing_in(self, owner: Any, calls: Mapping[str, Call], leader: int) -> Iterator[None]:
+    def standing_in(self, owner: Any, calls: Mapping[str, Call], leader: int) -> _Shared:
         """While it lasts, these are called in the place of methods of an object."""
         cls, methods = type(owner), _Methods(owner, calls, leader)
         key = (cls, tuple(calls))
         if key not in self._classes:
             self._classes[key] = self._class(cls, calls)
-        try:  # from here on an interrupt finds its way to `finally`
-            self._shared[id(owner)] = methods
-            owner.__class__ = self._classes[key]
-            yield
-        finally:
-            owner.__class__ = cls
-            self._shared.pop(id(owner), None)
-            methods.end(vars(owner))
+        return _Shared(owner, self._classes[key], methods, self._shared)
 
     def _class(self, cls: type, names: Mapping[str, Any]) -> type:
         def reduce(owner: Any, protocol: Any) -> Any:
@@ -57,6 +49,25 @@ class SharedMethods:
         methods = {name: _Method(name, cls, self._shared) for name in names}
         own = type(cls.__name__, (cls,), {**same, **methods, "__reduce_ex__": reduce})
         return own
+
+
+class _Shared(Lasting):
+    """While it lasts, an object has another class."""
+
+    def __init__(
+        self, owner: Any, cls: type, methods: _Methods, shared: dict[int, _Methods]
+    ) -> None:
+        self._owner, self._own, self._class = owner, type(owner), cls
+        self._methods, self._shared = methods, shared
+
+    def begin(self) -> None:
+        self._shared[id(self._owner)] = self._methods  # whose class looks for them there
+        self._owner.__class__ = self._class
+
+    def end(self) -> None:
+        self._owner.__class__ = self._own
+        self._shared.pop(id(self._owner), None)
+        self._methods.end(vars(self._owner))
 
 
 class _Methods:

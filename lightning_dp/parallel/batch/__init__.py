@@ -1,7 +1,8 @@
 """Batch: what is a batch, how many samples has it, how is it cut, how are outputs joined.
 
 Decided here: which containers there are (`tree`), which leaves can be cut and how (`leaves`), how
-many samples a batch has (`sizes`), what one shard of it is (`scatter`), which dimension of an
+many samples a batch has (`sizes`, `lists`) and what they cost (`cost`), what one shard of it is
+(`scatter`; `shards` are all of them) and how it is moved (`to_device`), which dimension of an
 output counts samples (`sample_dims`), and what the replicas' outputs are together (`gather`, whose
 table is in `join`).
 """
@@ -9,12 +10,12 @@ table is in `join`).
 from lightning_dp.parallel.batch import tree as tree
 from lightning_dp.parallel.batch.cost import sample_costs as sample_costs
 from lightning_dp.parallel.batch.gather import TreeJoin as TreeJoin
+from lightning_dp.parallel.batch.gather import check_overrides as check_overrides
 from lightning_dp.parallel.batch.gather import gather as gather
 from lightning_dp.parallel.batch.gather import own_sizes as own_sizes
 from lightning_dp.parallel.batch.join import Join as Join
 from lightning_dp.parallel.batch.join import Scalars as Scalars
 from lightning_dp.parallel.batch.join import as_rows as as_rows
-from lightning_dp.parallel.batch.join import check_overrides as check_overrides
 from lightning_dp.parallel.batch.join import weighted_mean as weighted_mean
 from lightning_dp.parallel.batch.sample_dims import Override as Override
 from lightning_dp.parallel.batch.sample_dims import SampleDims as SampleDims

@@ -14,7 +14,6 @@ from lightning_dp.parallel.batch.join import (
     GatherError,
     Join,
     Scalars,
-    check_overrides,
     join_as,
     join_leaves,
 )
@@ -22,7 +21,7 @@ from lightning_dp.parallel.batch.leaves import size_of
 from lightning_dp.parallel.batch.sample_dims import Override, StepDims
 from lightning_dp.parallel.batch.sizes import BatchSizeError, infer_batch_size
 from lightning_dp.parallel.batch.to_device import to_device_together
-from lightning_dp.parallel.checks import check_choice
+from lightning_dp.parallel.checks import check_choice, is_choice, told
 from lightning_dp.parallel.devices import DeviceLike, minus_one_is_cpu, resolve_devices
 from lightning_dp.parallel.split import Order, Sizes
 
@@ -41,6 +40,7 @@ def gather(
     dims: StepDims | None = None,
     where: tuple[Any, ...] = ("output",),
     at: tree.Path = (),
+    doubts_means: bool = False,
 ) -> Any:
     """Joins the replicas' outputs, in shard order, on the output device.
 
@@ -98,6 +98,7 @@ def gather(
             say alone.
         where: what the outputs are, for messages and for what is known.
         at: their path in it.
+        doubts_means: whether a float that is averaged, and is not plainly a loss, is warned of.
 
     Raises:
         GatherError: the outputs have different structures, bools differ, or an override is not
@@ -124,7 +125,7 @@ def gather(
             "Give the size of every shard of which there is an output."
         )
     dims = dims or StepDims(dim, overrides, is_told=True)
-    rules = Join(sizes, scalars, device, dims, where, order)
+    rules = Join(sizes, scalars, device, dims, where, order, doubts_means=doubts_means)
     return TreeJoin(rules).node(to_device_together(outputs, device), at)
 
 
@@ -216,6 +217,22 @@ class TreeJoin:
             return overrides.get("")
         keys = [k.name if isinstance(k, tree.Attribute) else str(k) for k in path]
         return overrides.get(".".join(keys)) or overrides.get(keys[-1])
+
+
+def check_overrides(overrides: Mapping[str, str] | None, option: str = "overrides") -> None:
+    """Raises a ValueError, which names the option, unless it maps keys to `Override`."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"{option}: expected a mapping such as {{'loss': 'mean'}}, got {told(overrides)}. "
+            "Map keys or dotted paths of the outputs to how they are joined."
+        )
+    for key, override in (overrides or {}).items():
+        if not isinstance(key, str) or not is_choice(override, get_args(Override)):
+            raise ValueError(
+                f"{option}[{told(key)}]: expected a key or dotted path, and one of "
+                f"{sorted(get_args(Override))}, got {told(override)}. Correct it, or leave it out "
+                "for gather's own rule."
+            )
 
 
 def own_sizes(outputs: Sequence[Any], dim: int) -> Sizes:

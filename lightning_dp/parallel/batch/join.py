@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.leaves import TENSORS, Kind, is_array, kind_of, move, pick
 from lightning_dp.parallel.batch.sample_dims import Override, StepDims, Verdict, multiple_of
-from lightning_dp.parallel.checks import is_choice, told
 from lightning_dp.parallel.split import Order, Sizes, batch_order
 
 Scalars: TypeAlias = Literal["merge", "stack"]
@@ -28,7 +27,8 @@ class Join:
     """What the rules depend on, as the arguments of `gather` give it.
 
     `sizes` and `order` are those of the replicas that have the leaf; `where` is what its path
-    belongs to, the name first; `warns` is whether a choice is said.
+    belongs to, the name first; `warns` is whether a choice is said, and `doubts_means` whether it
+    is one to average a float.
     """
 
     sizes: Sizes
@@ -38,6 +38,7 @@ class Join:
     where: tuple[Any, ...] = ("output",)
     order: Order | None = None
     warns: bool = True
+    doubts_means: bool = False
 
     @property
     def dim(self) -> int:
@@ -96,24 +97,10 @@ class Join:
         return pick(joined, places, dim)
 
 
-def check_overrides(overrides: Mapping[str, str] | None, option: str = "overrides") -> None:
-    """Raises a ValueError, which names the option, unless it maps keys to `Override`."""
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise ValueError(
-            f"{option}: expected a mapping such as {{'loss': 'mean'}}, got {told(overrides)}. "
-            "Map keys or dotted paths of the outputs to how they are joined."
-        )
-    for key, override in (overrides or {}).items():
-        if not isinstance(key, str) or not is_choice(override, get_args(Override)):
-            raise ValueError(
-                f"{option}[{told(key)}]: expected a key or dotted path, and one of "
-                f"{sorted(get_args(Override))}, got {told(override)}. Correct it, or leave it out "
-                "for gather's own rule."
-            )
-
-
 def join_leaves(leaves: list[Any], rules: Join, path: tree.Path) -> Any:
     """What gather's table says of the leaves that all replicas have at a path."""
+    if rules.doubts_means and rules.scalars == "merge":
+        _doubt_mean(leaves, rules, path)
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         return _join_tensors(leaves, rules, path)
     if len(leaves) == 1:
@@ -147,6 +134,23 @@ def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
         return tensors
     are_single = all(n == 1 for dim, n in zip(dims, sizes, strict=True) if dim == 0)
     return [t.reshape(-1) for t in tensors] if are_single else tensors
+
+
+def _doubt_mean(leaves: list[Any], rules: Join, path: tree.Path) -> None:
+    """What is averaged beside a loss may be a sum: it is said, unless it is a constant."""
+    is_loss = path in ((), (0,)) or path[-1] == "loss"
+    if is_loss or not all(map(_is_float, leaves)) or not rules.dims.looks_at((*rules.where, *path)):
+        return
+    if not all(map(partial(tree.equal, leaves[0]), leaves)):
+        rules.say(
+            path, "may be a mean or a sum over samples; it is averaged, weighted by their number"
+        )
+
+
+def _is_float(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.dim() == 0 and (leaf.is_floating_point() or leaf.is_complex())
+    return isinstance(leaf, float)
 
 
 def _join_numbers(scalars: list[Any], rules: Join, path: tree.Path) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -126,6 +127,7 @@ class StepDims:
         self.is_told = is_told
         self._dims: dict[Path, Known] = {}
         self._counts: dict[Path, bool] = {}
+        self._looks: Counter[Path] = Counter()
         self._said: set[Path] = set()
 
     def has_seen(self, sizes: Sequence[int]) -> None:
@@ -181,6 +183,11 @@ class StepDims:
         elif path not in self._counts:
             self._ask()
         return self._counts.get(path)
+
+    def looks_at(self, path: Path) -> bool:
+        """Whether values are compared, for which GPUs are waited: in the first steps only."""
+        self._looks[path] += 1
+        return self._looks[path] <= _ASK_AT_MOST
 
     def say(self, path: Path, text: str, *, quietly: bool = False) -> None:
         """Warns, or just says so in the log, once for each path."""

@@ -100,19 +100,20 @@ def kind(node: Any) -> tuple[Any, ...]:
     """
     cls = type(node)
     base = next((b for b in (list, tuple, Mapping) if isinstance(node, b)), object)
-    return base, cls.__module__, cls.__qualname__, _fields(node)
+    return base, cls.__module__, cls.__qualname__, _fields(cls)
 
 
 def kind_name(node: Any) -> str:
     """The class of a container, and its fields if it has such, for people."""
-    fields = _fields(node)
+    fields = _fields(type(node))
     return type(node).__qualname__ + ("" if fields is None else f"({', '.join(fields)})")
 
 
-def _fields(node: Any) -> tuple[str, ...] | None:
-    if hasattr(node, "__dataclass_fields__"):
-        return tuple(field.name for field in dataclasses.fields(node))
-    return getattr(node, "_fields", None) if isinstance(node, tuple) else None
+def _fields(cls: type) -> tuple[str, ...] | None:
+    """Of a dataclass or a class of named tuples; None of others."""
+    if dataclasses.is_dataclass(cls):
+        return tuple(field.name for field in dataclasses.fields(cls))
+    return getattr(cls, "_fields", None) if issubclass(cls, tuple) else None
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -121,11 +122,19 @@ def equal(a: Any, b: Any) -> bool:
     Example:
         >>> equal(torch.ones(2), torch.ones(2)), equal(torch.ones(2), torch.ones(3)), equal("a", 1)
         (True, False, False)
+
+    Classes of equal names and fields are: code that makes one in a step makes one on every replica.
+
+        >>> from collections import namedtuple
+        >>> a, b, c = (namedtuple("Output", names) for names in (["y"], ["y"], ["z"]))
+        >>> equal(a, b), equal(a, c)
+        (True, False)
     """
     if a is b:
         return True
     if isinstance(a, type) and isinstance(b, type):
-        return same_class(a, b)
+        alike = (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
+        return alike and _fields(a) is not None and _fields(a) == _fields(b)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if any(t.is_nested or t.layout is not torch.strided for t in (a, b)):
             return False
@@ -136,27 +145,6 @@ def equal(a: Any, b: Any) -> bool:
         return bool(same.all() if is_array(same) and type(a) is type(b) else same)
     except Exception:  # objects whose comparison is no yes or no
         return False
-
-
-def fields(cls: type) -> tuple[str, ...] | None:
-    """The names of the fields of a class of named tuples or of a dataclass; None for others."""
-    names = getattr(cls, "_fields", None) or getattr(cls, "__dataclass_fields__", None)
-    return None if names is None else tuple(names)
-
-
-def same_class(a: type, b: type) -> bool:
-    """Whether two classes mean the same: code that makes a class makes one on every replica.
-
-    Example:
-        >>> from collections import namedtuple
-        >>> a, b, c = (namedtuple("Output", names) for names in (["y"], ["y"], ["z"]))
-        >>> same_class(a, b), same_class(a, c)
-        (True, False)
-    """
-    if a is b:
-        return True
-    alike = (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
-    return alike and fields(a) is not None and fields(a) == fields(b)
 
 
 def name(path: Path, root: str = "batch") -> str:

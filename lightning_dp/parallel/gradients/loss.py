@@ -9,6 +9,7 @@ when memory runs out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias, cast
@@ -219,7 +220,8 @@ class JointBackward:
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
         """Runs it."""
         try:
-            with on_streams(self._streams):  # autograd's thread has other ones
+            # Autograd's thread has other ones.
+            with on_streams(self._streams) if self._streams else nullcontext():
                 self._run(self, gradient, keep_graph)
         except torch.OutOfMemoryError:
             # What they hold is needed to do the step again.

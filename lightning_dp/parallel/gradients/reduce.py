@@ -20,6 +20,7 @@ from lightning_dp.parallel.gradients.aside import (
     HooksOff,
     write_without_trace,
 )
+from lightning_dp.parallel.gradients.at_once import wait_for_autograd
 from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import add_to_each, hooked
@@ -38,7 +39,9 @@ class Reducer:
     reduced in every backward, also while gradients accumulate.
     """
 
-    def __init__(self, replicas: Replicas, buffers: Buffers) -> None:
+    def __init__(
+        self, replicas: Replicas, buffers: Buffers, devices: Sequence[torch.device]
+    ) -> None:
         self.accumulating = False  # a backward leaves gradients on replicas, for a later one
         self._replicas = replicas
         self._buffers: Buffers = buffers
@@ -47,6 +50,8 @@ class Reducer:
         self._hooked: list[tuple[list[Tensor], HooksOff, Tensor | None]] = []
         self._earlier: GradientsAside | None = None
         self._waiting = False
+        self._in_backward = False  # or one has not ended
+        self._devices = devices
 
     def after_forward(self, shards: Shards) -> None:
         """Notes what is to be settled, after the backward or before the next step.
@@ -65,6 +70,7 @@ class Reducer:
 
         They are where the backward may run out of memory, to be undone and done again.
         """
+        self._in_backward = True
         parameters = self._replicas.parameters
         for i in hooked(parameters[0]):
             own, root = [replica[i] for replica in parameters], parameters[0][i]
@@ -77,6 +83,7 @@ class Reducer:
 
     def after_backward(self) -> None:
         """Reduces the gradients, unless they accumulate."""
+        self._in_backward = False
         self._settle_forward()
         self._call_hooks()
         earlier, self._earlier = self._earlier, None
@@ -95,6 +102,9 @@ class Reducer:
 
     def settle(self) -> None:
         """Does what a step left open whose backward did not come or did not end."""
+        if self._in_backward:
+            self._in_backward = False
+            wait_for_autograd(self._devices)
         self._settle_forward()
         self._put_back()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -10,15 +10,15 @@ from torch import Tensor
 
 from lightning_dp.parallel.links.lanes import Lane
 
-Send: TypeAlias = Callable[[Tensor, torch.Event], Lane]
-"""Sends a bucket to memory that is free from an event on."""
+Send: TypeAlias = Callable[[Tensor, Sequence[torch.Event]], Lane]
+"""Sends a bucket to memory that is free from some events on."""
 
 
 class Landing:
-    """Memory for the sum of a bucket, and for one that arrives while others are added.
+    """When a device's memory for a sum, and for what arrives while others are added, is free.
 
-    What arrives waits until this memory is free again, and not for anything else that the device
-    is doing: others may send their gradients while it is still at work.
+    What arrives waits for that, and not for anything else that the device is doing: others may send
+    their gradients while it is still at work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,11 +26,16 @@ class Landing:
         now = self._mark()  # until here others may use memory that was handed out
         self._total_is_free, self._other_is_free = now, now
 
-    def add_up(self, total: Tensor, other: Tensor, senders: Sequence[Send]) -> None:
-        """Writes the sum of what is sent into `total`; `let_go` when that was used."""
-        first = senders[0](total, self._total_is_free)
+    def add_up(
+        self, total: Tensor, other: Tensor, senders: Sequence[Send], leaving: Iterable[Lane]
+    ) -> None:
+        """Writes the sum of what is sent into `total`; `let_go` when that was used.
+
+        By lanes that are `leaving` something is still being sent from there.
+        """
+        first = senders[0](total, [self._total_is_free, *[lane.left() for lane in leaving]])
         for i, send in enumerate(senders[1:]):
-            way = send(other, self._other_is_free)
+            way = send(other, [self._other_is_free])
             if i == 0:
                 first.arrive()
             way.arrive()

@@ -7,6 +7,7 @@ source to be written, and for the target to be free.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -22,16 +23,16 @@ class Lane:
         self.source, self.target = source, target
         self._here, self._there = torch.Stream(source), torch.Stream(target)
 
-    def carry(self, source: Tensor, target: Tensor, free: torch.Event | None = None) -> None:
+    def carry(self, source: Tensor, target: Tensor, free: Sequence[torch.Event] = ()) -> None:
         """Copies what the source's current stream has written, to memory that stays.
 
-        The target is free from the event on, or else after all that its current stream was told.
+        The target is free from these events on, or else after all that its current stream was told.
         """
         self._here.wait_stream(torch.accelerator.current_stream(self.source))
-        if free is None:
+        if not free:
             self._there.wait_stream(torch.accelerator.current_stream(self.target))
-        else:
-            self._there.wait_event(free)
+        for event in free:
+            self._there.wait_event(event)
         with on_streams((self._here, self._there)):
             target.copy_(source, non_blocking=True)
 
@@ -42,6 +43,10 @@ class Lane:
     def arrive(self) -> None:
         """The target's current stream goes on when all that was carried is there."""
         torch.accelerator.current_stream(self.target).wait_stream(self._there)
+
+    def left(self) -> torch.Event:
+        """When all sources so far have been sent."""
+        return self._here.record_event()
 
     def leave(self) -> None:
         """The source's current stream goes on when all sources may be written again."""

@@ -44,7 +44,8 @@ class Packing:
         self._staged: dict[torch.device, list[Packed] | None] = {}
         self._leaving: dict[torch.device, set[Lane]] = {}  # that still read what is staged there
         self._ways: set[Lane] = set()  # that know what is staged
-        self._landings: dict[torch.device, _Room | None] = {}
+        self._landings: dict[torch.device, Landing] = {}
+        self._others: dict[torch.device, list[Packed] | None] = {}
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether these are of the kinds that this is for, every one of them."""
@@ -69,33 +70,21 @@ class Packing:
         None where there was no room for it.
         """
         if device not in self._staged:
-            try:
-                self._staged[device] = self._memory_on(device)
-            except torch.OutOfMemoryError:
-                self._staged[device] = None
+            self._staged[device] = self._memory_on(device)
         return self._staged[device]
 
-    def landing(self, device: torch.device) -> _Room | None:
-        """Memory where they arrive on an accelerator to be added; None if there was no room."""
-        if device not in self._landings:
-            try:
-                totals, others = self._memory_on(device), self._memory_on(device)
-            except torch.OutOfMemoryError:
-                self._landings[device] = None
-            else:
-                self._landings[device] = _Room(Landing(device), totals, others)
-        return self._landings[device]
+    def _other(self, device: torch.device) -> list[Packed] | None:
+        """Memory like what is staged on a device, beside it."""
+        if device not in self._others:
+            self._others[device] = self._memory_on(device)
+        return self._others[device]
 
-    def make_room(self, root: torch.device, device: torch.device) -> None:
-        """Takes now what memory it will take to add up terms from a device on the root."""
-        self.staged(device)
-        if _are_accelerators(root, device):
-            self.landing(root)
-
-    def _memory_on(self, device: torch.device) -> list[Packed]:
-        """Memory for any one of the buckets at a time."""
+    def _memory_on(self, device: torch.device) -> list[Packed] | None:
         size = max((bucket.size * bucket.dtype.itemsize for bucket in self.buckets), default=0)
-        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        try:
+            memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return None
         return [bucket.in_memory(memory) for bucket in self.buckets]
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
@@ -115,11 +104,15 @@ class Packing:
 
     def _stage(self, here: Packed, sources: Sequence[Tensor]) -> None:
         """Packs a bucket where it is to leave from, when what was there before has left."""
-        for way in self._leaving.pop(here.flat.device, ()):
-            way.leave()
+        self._claim(here.flat.device)
         copy_to_each(here.views, sources)
 
-    def _carry(self, here: Packed, there: Tensor, free: torch.Event | None = None) -> Lane:
+    def _claim(self, device: torch.device) -> None:
+        """From here on, what is staged on a device may be written to."""
+        for way in self._leaving.pop(device, ()):
+            way.leave()
+
+    def _carry(self, here: Packed, there: Tensor, free: Sequence[torch.Event] = ()) -> Lane:
         """Sends a staged bucket to another accelerator."""
         way = lane(here.flat.device, there.device)
         way.carry(here.flat, there, free)
@@ -138,8 +131,7 @@ class Packing:
             zip(there.views, sources, strict=True) if here is None else [(there.flat, here.flat)]
         )
         for target, source in pairs:
-            on_device = _are_accelerators(source.device, target.device)
-            target.copy_(source, non_blocking=on_device)
+            target.copy_(source, non_blocking=_are_accelerators(source.device, target.device))
 
     def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
@@ -166,8 +158,7 @@ class Packing:
             return [part.to(device) for part in parts]
         here, there = staged[j], arrived[j]
         self._stage(here, parts)
-        for way in self._leaving.pop(device, ()):
-            way.leave()
+        self._claim(device)
         there.flat.copy_(here.flat, non_blocking=_are_accelerators(here.flat.device, device))
         return there.views
 
@@ -188,8 +179,8 @@ class Packing:
                 alone.extend(bucket.positions)
                 continue
             add_to_each(bucket.of(sums), total.views)
-            if (room := self._landings.get(device)) is not None:
-                room.landing.let_go()
+            if device in self._landings:
+                self._landings[device].let_go()
         for i in alone:
             for term in away:
                 sums[i].add_(term[i].to(device))
@@ -197,14 +188,14 @@ class Packing:
     def _total(self, j: int, device: torch.device, away: Sequence[list[Tensor]]) -> Packed | None:
         """The sum of the terms of a bucket; None if a device had no room for it."""
         bucket, devices = self.buckets[j], [term[0].device for term in away]
-        sent = [None if (staged := self.staged(d)) is None else staged[j] for d in devices]
-        room = self.landing(device) if _are_accelerators(device, *devices) else None
-        if room is not None and None not in sent:
-            terms = zip(cast(list[Packed], sent), map(bucket.of, away), strict=True)
-            senders = [partial(self._send_term, here, term) for here, term in terms]
-            room.landing.add_up(room.totals[j].flat, room.others[j].flat, senders)
-            return room.totals[j]
-        total = None if (staged := self.staged(device)) is None else staged[j]
+        staged = [self.staged(device), *map(self.staged, devices)]
+        total, *sent = [None if packed is None else packed[j] for packed in staged]
+        if total is not None and None not in sent and _are_accelerators(device, *devices):
+            others = self._other(device) if len(away) > 1 else staged[0]
+            if others is not None:
+                self._land(total, others[j], bucket, cast(list[Packed], sent), away)
+                return total
+        self._claim(device)
         try:
             for i, (here, term) in enumerate(zip(sent, away, strict=True)):
                 if total is None or here is None:
@@ -215,19 +206,28 @@ class Packing:
             return None
         return total
 
+    def _land(
+        self,
+        total: Packed,
+        other: Packed,
+        bucket: Bucket,
+        sent: Sequence[Packed],
+        away: Sequence[list[Tensor]],
+    ) -> None:
+        """Writes the sum of the terms of a bucket, which arrive beside each other, to `total`."""
+        device = total.flat.device
+        if device not in self._landings:
+            self._landings[device] = Landing(device)
+        pairs = zip(sent, map(bucket.of, away), strict=True)
+        senders = [partial(self._send_term, here, term) for here, term in pairs]
+        leaving = self._leaving.pop(device, set())
+        self._landings[device].add_up(total.flat, other.flat, senders, leaving)
+
     def _send_term(
-        self, here: Packed, term: Sequence[Tensor], there: Tensor, free: torch.Event
+        self, here: Packed, term: Sequence[Tensor], there: Tensor, free: Sequence[torch.Event]
     ) -> Lane:
         self._stage(here, term)
         return self._carry(here, there, free)
-
-
-class _Room(NamedTuple):
-    """Memory for each bucket where its terms arrive and are added, see `Landing`."""
-
-    landing: Landing
-    totals: list[Packed]
-    others: list[Packed]
 
 
 class Packed(NamedTuple):

@@ -7,11 +7,12 @@ thread enters the caller's streams there.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+from lightning_dp.parallel.contexts import context
 
 
 def side_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
@@ -30,11 +31,11 @@ def on_streams(streams: Sequence[torch.Stream]) -> AbstractContextManager[None]:
     return _on_streams(streams) if streams else nullcontext()
 
 
-@contextlib.contextmanager
+@context
 def _on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
     before = [torch.accelerator.current_stream(stream.device) for stream in streams]
-    _set(streams)
     try:
+        _set(streams)
         yield
     finally:
         _set(before)

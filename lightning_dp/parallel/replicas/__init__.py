@@ -1,10 +1,11 @@
 """Replicas: one module on every device, built once, kept, and refreshed where the root changed.
 
 Decided here: what a module is made of (`structure`), what stands for each part of it on another
-device (`replica` for tensors, `attributes` for all else), what of it has changed since the last
-step, also where a write leaves no trace (`untracked_writes`, `limited_norm`), which buffers are
-state of a batch (`buffer_state`), and which modules cannot be replicated (`structure`,
-`hidden_layers`).
+device (`replica`: `weights`, `buffers`, `attributes`, `compiled` parts) and leads back to the root
+(`broadcast`), what is copied before a step (`replicate`), what a write changes that leaves no trace
+(`untracked_writes`, by `fingerprints`; `limited_norm`) or that every replica makes
+(`shared_writes`), which buffers are state of a batch (`buffer_state`), and which modules cannot be
+replicated (`structure`, `hidden_layers`).
 """
 
 from lightning_dp.parallel.replicas.buffer_state import WAYS_OUT as WAYS_OUT

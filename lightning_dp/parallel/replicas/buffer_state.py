@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.replicas.buffers import Table, version_of
 from lightning_dp.parallel.replicas.structure import ModuleStructure
 from lightning_dp.parallel.replicas.untracked_writes import LOOKS
@@ -65,7 +66,7 @@ class BufferState:
         is_time = self._steps <= LOOKS or not self._steps % LOOKS
         return self._looked_at(active) if is_time and len(active) > 1 else nullcontext()
 
-    @contextmanager
+    @context
     def _looked_at(self, active: Sequence[int]) -> Iterator[None]:
         before = self._marks(active)
         yield
@@ -81,7 +82,7 @@ class BufferState:
             for j in self._positions
             for name, buffer in self._tables[first][j].items()
             if buffer is not None and not (self._means and buffer.is_floating_point())
-            if not all(_agree(buffer, self._tables[k][j].get(name)) for k in others)
+            if not all(alike(buffer, self._tables[k][j].get(name)) for k in others)
         ]
         if names:
             self._tell(names)
@@ -117,13 +118,9 @@ WAYS_OUT = (
 )
 
 
-def _agree(first: Tensor, other: Tensor | None) -> bool:
-    return other is not None and alike(first, other)
-
-
-def alike(a: Tensor, b: Tensor, tolerance: float = 0.0) -> bool:
+def alike(a: Tensor, b: Tensor | None, tolerance: float = 0.0) -> bool:
     """Whether two tensors are equal up to rounding or a tolerance, whatever their devices."""
-    if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
+    if b is None or (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
         return False
     if a.is_meta or a.is_nested or a.layout is not torch.strided or not a.numel():
         return True

@@ -12,14 +12,61 @@ compiled so many times as often as on one device before it is given up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from lightning_dp.parallel.torch_compile import compiled_function, compiled_inner
+from lightning_dp.parallel.torch_compile import (
+    compiled_frames,
+    compiled_function,
+    compiled_inner,
+    more_recompilations,
+)
+
+
+class _Replica(Protocol):
+    @property
+    def compiles(self) -> bool:
+        """Whether its own attributes have compiled parts."""
+
+
+class Compilations:
+    """Whether calls of a module and its replicas may compile something, and what surrounds them."""
+
+    def __init__(self, root: nn.Module, others: Sequence[_Replica]) -> None:
+        self._others = others
+        self.are_known = compiles(root)
+
+    @property
+    def may_come(self) -> bool:
+        """Whether a call may compile something."""
+        return self.are_known or any([replica.compiles for replica in self._others])
+
+    def around_calls(self) -> AbstractContextManager[None]:
+        """What surrounds calls of the replicas."""
+        return self.as_often() if self.may_come else _Noticing(self)
+
+    def as_often(self) -> AbstractContextManager[None]:
+        """While it lasts, each replica may compile as much as one device would."""
+        return more_recompilations(1 + len(self._others)) if self.may_come else nullcontext()
+
+
+class _Noticing(AbstractContextManager[None]):
+    """Functions may be compiled that are reached in ways which nobody has looked at."""
+
+    def __init__(self, compilations: Compilations) -> None:
+        self._compilations = compilations
+
+    def __enter__(self) -> None:
+        self._before = compiled_frames()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self._compilations.are_known = compiled_frames() != self._before
 
 
 def compiles(module: nn.Module) -> bool:

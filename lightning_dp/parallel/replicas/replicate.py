@@ -6,9 +6,8 @@ and owns only its gradients; elsewhere it owns a copy. Its parameters are real l
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import compress
 from operator import attrgetter, not_
@@ -20,14 +19,13 @@ from torch import Tensor, nn
 from lightning_dp.parallel.links import Packing
 from lightning_dp.parallel.replicas.buffer_state import BufferState
 from lightning_dp.parallel.replicas.buffers import CopiedBuffers, entries
-from lightning_dp.parallel.replicas.compiled import compiles
+from lightning_dp.parallel.replicas.compiled import Compilations
 from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.replicas.replica import Replica
 from lightning_dp.parallel.replicas.shared_writes import SharedWrites
 from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
 from lightning_dp.parallel.replicas.untracked_writes import SilentWrites
 from lightning_dp.parallel.replicas.weights import ParameterState, WeightCopies
-from lightning_dp.parallel.torch_compile import compiled_frames, more_recompilations
 from lightning_dp.parallel.torch_private import at_end_of_backward
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
@@ -42,9 +40,10 @@ class Replicas:
     `submodules` are all modules of every replica, at equal positions: one list until other replicas
     take their place. Before they do, `before_rebuild` is called with the parameters of all: what
     has accumulated on them must not go with them. If the root `takes_means` of floating buffers,
-    steps may leave these different.
+    steps may leave these different. What they compile is in `compiled`.
     """
 
+    compiled: Compilations
     modules: list[nn.Module]
     submodules: list[list[nn.Module]]
 
@@ -190,7 +189,7 @@ class Replicas:
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
                 # Now, and not in the midst of a backward that has little memory left.
-                self.packing.make_room(self._devices[0], device)
+                self.packing.staged(device)
             elif replica.shared != positions:
                 replica.share(positions)
 
@@ -212,26 +211,6 @@ class Replicas:
             return buffers
         limited = set() if self._limited is None else self._limited.positions
         return self._shared.noticed(active, buffers, limited)
-
-    @property
-    def may_compile(self) -> bool:
-        """Whether calls of the replicas may compile something."""
-        return self._compiles or any([replica.compiles for replica in self._others])
-
-    def compiling(self) -> AbstractContextManager[None]:
-        """What surrounds calls of the replicas."""
-        return self.as_often_compiled() if self.may_compile else self._noticing_compilations()
-
-    def as_often_compiled(self) -> AbstractContextManager[None]:
-        """While it lasts, each replica may compile as much as one device would."""
-        return more_recompilations(len(self._devices)) if self.may_compile else nullcontext()
-
-    @contextlib.contextmanager
-    def _noticing_compilations(self) -> Iterator[None]:
-        """Functions may be compiled that are reached in ways which nobody has looked at."""
-        before = compiled_frames()
-        yield
-        self._compiles = compiled_frames() != before
 
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""
@@ -292,7 +271,6 @@ class Replicas:
             self._silent: SilentWrites | None = None
             if any(device != self._devices[0] for device in self._devices):
                 self._silent = SilentWrites(structure.parameters)
-            self._compiles = compiles(self._root)
             self._weights = weights = WeightCopies(structure.parameters)
             self._buffers = buffers = CopiedBuffers(structure.buffer_tables, structure.parameters)
             self._others = [
@@ -300,6 +278,7 @@ class Replicas:
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
+            self.compiled = Compilations(self._root, self._others)
             self.modules = [self._root, *(replica.module for replica in self._others)]
             others = (replica.submodules for replica in self._others)
             self.submodules = [structure.modules, *others]

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
+from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.replicas.untracked_writes import LOOKS, fingerprints_of_frozen, shapes
 from lightning_dp.parallel.replicas.weights import Weights
 from lightning_dp.parallel.torch_private import version
@@ -43,7 +44,7 @@ class SharedWrites:
         if self._apart:
             self._keep_apart(self._apart)
 
-    @contextmanager
+    @context
     def noticed(
         self,
         active: Sequence[int],

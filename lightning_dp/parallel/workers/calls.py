@@ -106,8 +106,7 @@ class Calls:
             participant.inbox.put(Reply(error=ReplicaStopped("Its replica's call has ended.")))
 
     def _in_worker(self, participant: Participant) -> None:
-        with self.thread_state.entered(participant.device):
-            self._do_task(participant)
+        self.thread_state.call(participant.device, self._do_task, participant)
 
     # The host's side
 
@@ -176,7 +175,7 @@ class Calls:
         """
         if self.broken is None:
             self.broken = error
-        seconds = math.inf if isinstance(error, Exception) else left_behind.GRACE_SECONDS
+        seconds = math.inf if is_a(error, Exception) else left_behind.GRACE_SECONDS
         end = time.monotonic() + seconds
         for participant in self.unended:
             participant.deliver = None

@@ -5,25 +5,29 @@ Process-wide state (the default dtype, deterministic flags) is the main thread's
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_dp.parallel.contexts import Contexts, context
 from lightning_dp.parallel.devices import current_device
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.torch_private import (
     Functions,
     Modes,
     current_modes,
-    enter_modes,
+    entries_of,
     saved_tensors_functions,
 )
+
+Autocast: TypeAlias = tuple[str, torch.dtype, bool]
+"""Its kind of devices, its dtype, and whether it keeps what it has cast."""
 
 
 def is_checkpointing(functions: Functions | None) -> bool:
@@ -56,7 +60,7 @@ class ThreadState:
     root: torch.device
     grad: bool
     inference: bool
-    autocasts: Sequence[tuple[str, torch.dtype, bool]]  # kind, dtype and whether casts are kept
+    autocasts: Sequence[Autocast]
     modes: Modes
     saved_tensors: Functions | None  # how to pack and unpack
     streams: Sequence[torch.Stream]  # the caller's own on the devices, for there is order on them
@@ -81,38 +85,38 @@ class ThreadState:
             side_streams(devices),
         )
 
-    @contextlib.contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        """Gives the calling thread this state, with `device` as its current device.
+    def call(self, device: torch.device, function: Callable[[Any], None], argument: Any) -> None:
+        """Makes a call with this state, and with `device` as the thread's current device.
 
         A default device that names the root device names the replica's device here: code that
         leaves the device out means "the module's".
         """
-        with contextlib.ExitStack() as stack:
-            if self.streams:
-                stack.enter_context(on_streams(self.streams))
-            stack.enter_context(current_device(device))
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype, cache in self.autocasts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
-            default = self._default_device_on(device)
-            enter_modes(Modes(default, self.modes.function, self.modes.dispatch), stack)
-            if self.saved_tensors is not None:
-                stack.enter_context(saved_tensors_hooks(*self.saved_tensors))
+        modes = Modes(self._default_device_on(device), self.modes.function, self.modes.dispatch)
+        with (
+            on_streams(self.streams),
+            current_device(device),
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            self._in_modes(modes, self.autocasts),
+        ):
+            function(argument)
+
+    @context
+    def moved_to(self, device: torch.device) -> Iterator[None]:
+        """Gives the thread that captured this state the current and default device of `call`."""
+        default = self._default_device_on(device)
+        modes = Modes(default if default != self.modes.default_device else None, (), ())
+        with current_device(device), self._in_modes(modes):
             yield
 
-    @contextlib.contextmanager
-    def moved_to(self, device: torch.device) -> Iterator[None]:
-        """Gives the thread that captured this state the current and default device of `entered`."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(current_device(device))
-            if self.saved_tensors is not None:
-                stack.enter_context(saved_tensors_hooks(*self.saved_tensors))
-            default = self._default_device_on(device)
-            if default is not None and default != self.modes.default_device:
-                enter_modes(Modes(default, (), ()), stack)
-            yield
+    def _in_modes(
+        self, modes: Modes, autocasts: Sequence[Autocast] = ()
+    ) -> AbstractContextManager[Any]:
+        if not (autocasts or self.saved_tensors or any(modes)):
+            return nullcontext()
+        casts = [torch.autocast(kind, dtype, cache_enabled=c) for kind, dtype, c in autocasts]
+        saving = [saved_tensors_hooks(*self.saved_tensors)] if self.saved_tensors else []
+        return Contexts([*casts, *entries_of(modes), *saving])
 
     def _default_device_on(self, device: torch.device) -> torch.device | None:
         default = self.modes.default_device

@@ -1,9 +1,10 @@
 """Doctor: is all well on a machine that nobody of us has seen, and what should it be used for?
 
-Decided here: what a machine has (`environment`, `bandwidth`, `compilers`), what must hold on it
-(`law`, `proof`, whose laws are in `parts`, `steps` and `failures`), who is at fault (`parts`,
-`culprits`), what is timed (`workloads`, `timing`, `ddp`) and what follows from it (`advice`), and
-how that is told (`examination`, `report`).
+Decided here: what a machine has (`environment`, `machine`, `bandwidth`, `compilers`), what must
+hold on it (`law`, `proof`; the laws are in `parts`, `steps` and `failures`, and train `subjects` on
+the `bench`), who is at fault (`parts`, `culprits`), what is timed (`workloads`, `timing`, `ddp`) and
+what follows from it (`advice`), in which order it is looked at and how told (`examination`,
+`report`), what becomes of what hangs (`watchdog`) and of what takes long (`aside`).
 """
 
 from lightning_dp.doctor.ddp import answer as answer

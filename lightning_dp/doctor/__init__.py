@@ -2,8 +2,8 @@
 
 Decided here: what a machine has (`environment`, `machine`, `bandwidth`, `compilers`), what must
 hold on it (`law`, `proof`; the laws are in `parts`, `steps` and `failures`, and train `subjects` on
-the `bench`), who is at fault (`parts`, `culprits`), what is timed (`workloads`, `timing`, `ddp`) and
-what follows from it (`advice`), in which order it is looked at and how told (`examination`,
+the `bench`), who is at fault (`parts`, `culprits`), what is timed (`workloads`, `timing`, `ddp`)
+and what follows from it (`advice`), in which order it is looked at and how told (`examination`,
 `report`), what becomes of what hangs (`watchdog`) and of what takes long (`aside`).
 """
 

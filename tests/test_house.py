@@ -15,6 +15,7 @@ PACKAGE = ROOT / "lightning_dp"
 FLOORS = [
     ["__main__"],
     ["app"],
+    ["doctor"],
     ["__init__", "convert", "pytorch_lightning"],
     ["strategy"],
     ["first_step", "options"],

@@ -33,6 +33,8 @@ PUBLIC = {
     "_fields": "of named tuples: documented, the underscore is there for the sake of field names",
     "_replace": "of named tuples: likewise",
     "_current_frames": "of sys: documented",
+    "_is_gil_enabled": "of sys: documented",
+    "_exit": "of os: documented",
     "_target_": "of Hydra's configs: documented",
     "_convert_": "of Hydra's configs: documented",
 }

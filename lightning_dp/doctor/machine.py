@@ -1,0 +1,51 @@
+"""The host: processor, cores, memory, and how busy it is."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def machine() -> dict[str, Any]:
+    """What the report says of it."""
+    return {
+        "system": platform.platform(),
+        "processor": processor(),
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
+        "load": load(),
+        "memory_bytes": host_memory(),
+    }
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def load() -> float:
+    """How many processes have wanted to run in the last minute; 0 where nobody counts them."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def processor() -> str:
+    """Its name, which Python knows on few systems."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def host_memory() -> int | None:
+    """Bytes of the host's memory; None on Windows, where Python does not know."""
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

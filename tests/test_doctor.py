@@ -1,0 +1,504 @@
+"""`python -m lightning_dp doctor`: verbs, options, the table, the file, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import SIM_DEVICES
+from lightning.pytorch import LightningDataModule, LightningModule
+from programs import ROOT, read_json
+from test_doctor_proof import OneDeviceIsWrong
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_dp import __main__ as program
+from lightning_dp import sim
+from lightning_dp.app import doctor
+from lightning_dp.app.own_workload import own_workloads
+from lightning_dp.doctor import OWN_TWO, Law, Report, Result
+from lightning_dp.doctor.advice import Timing, advice, first_steps, timings
+from lightning_dp.doctor.bandwidth import Link, measured_links
+from lightning_dp.doctor.ddp import DdpProcesses, NoDdpError, why_no_ddp
+from lightning_dp.doctor.environment import environment
+from lightning_dp.doctor.law import Finding
+from lightning_dp.doctor.machine import machine
+from lightning_dp.doctor.timing import times_in_one_process
+from lightning_dp.doctor.watchdog import Watchdog
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+
+
+class Tiny(LightningModule):
+    """A user's module, with its data in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.arange(48.0).view(16, 3), batch_size=8)  # type: ignore[arg-type]
+
+
+class WholeBatch(Tiny):
+    """Its loss is no mean over samples."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output = self.layer(batch)
+        return (output - output.mean()).square().sum().sqrt()
+
+
+class TinyData(LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.zeros(20, 3), batch_size=10)  # type: ignore[arg-type]
+
+
+class NoData(Tiny):
+    train_dataloader = LightningModule.train_dataloader
+
+
+# --- verbs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, verb, left",
+    [
+        ([], "train", []),
+        (["trainer.max_epochs=2"], "train", ["trainer.max_epochs=2"]),
+        (["-m", "strategy=ddp,single"], "train", ["-m", "strategy=ddp,single"]),
+        (["--cfg", "job"], "train", ["--cfg", "job"]),
+        (["~callbacks", "model=x"], "train", ["~callbacks", "model=x"]),
+        (["+a=1"], "train", ["+a=1"]),
+        (["train", "model=x"], "train", ["model=x"]),
+        (["doctor", "--devices", "cpu:4"], "doctor", ["--devices", "cpu:4"]),
+        (["doctor", "experiment=gan"], "doctor", ["experiment=gan"]),
+    ],
+)
+def test_a_first_word_is_a_verb(
+    arguments: list[str], verb: str, left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-dp", *arguments])
+    called = SimpleNamespace(main=mock.Mock(side_effect=lambda: list(sys.argv[1:])))
+    imported = mock.patch("lightning_dp.__main__.importlib.import_module", return_value=called)
+    with imported as module:
+        assert program.main() == left
+    module.assert_called_once_with(f"lightning_dp.app.{verb}")
+
+
+def test_an_unknown_verb_says_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-dp", "docter"])
+    with pytest.raises(SystemExit, match=r"expected one of train, doctor, .* got 'docter'"):
+        program.main()
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("cpu", ["cpu"] * 4),
+        ("cpu:3", ["cpu"] * 3),
+        ("cpu,cpu", ["cpu"] * 2),
+        ("cpu,", ["cpu"]),
+        ("sim:2", ["sim:0", "sim:1"]),
+        ("sim", [f"sim:{k}" for k in range(SIM_DEVICES)]),
+        ("sim:3,", ["sim:3"]),
+        ("sim:0,sim:2", ["sim:0", "sim:2"]),
+    ],
+)
+def test_devices_are_named_by_kind_number_or_list(text: str, expected: list[str]) -> None:
+    sim.enable(SIM_DEVICES)
+    assert list(map(str, doctor.devices_named(text))) == expected
+
+
+def test_without_devices_there_are_replicas_on_the_cpu_or_all_accelerators() -> None:
+    for found, expected in (([CPU], [CPU] * 4), ([torch.device("cuda", 0)],) * 2):
+        with mock.patch("lightning_dp.app.doctor.all_devices", return_value=found):
+            assert doctor.devices_named(None) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--devices", "cpu:0"], "--devices: expected a number of devices after 'cpu'"),
+        (["--devices", "cpu:many"], "at least 1, got 'many'"),
+        (["--devices", "sim:99,"], "--devices[0]: expected one of sim:0"),
+        (["--devices", "gpu"], "--devices"),
+        (
+            ["--only", "nonsense"],
+            "expected words of a law's name, got 'nonsense'. There are 'links",
+        ),
+        (["--module", "test_doctor.Nothing"], "--module: expected the path of a class"),
+        (["--module", "test_doctor.TinyData"], "--module: expected a LightningModule"),
+        (["--data", "test_doctor.TinyData"], "--data: expected beside --module"),
+        (["word"], "expected options, or KEY=VALUE such as experiment=digits, got 'word'"),
+        (["experiment=nonsense"], "experiment=nonsense: "),
+        (["--module", "test_doctor.Tiny", "experiment=gan"], "--module: expected to be alone"),
+    ],
+)
+def test_unusable_options_are_one_clear_line(
+    arguments: Sequence[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sim.enable(SIM_DEVICES)
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(list(arguments))
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and words in said and said.startswith("error: ")
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    output = tmp_path / "found" / "doctor.json"
+    code = doctor.main([*arguments, "--output", str(output)])
+    return code, read_json(output)
+
+
+@pytest.mark.parametrize("devices", ["cpu:3", "sim:3", "cpu:1", "sim:1"])
+def test_a_healthy_machine(
+    devices: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sim.enable(SIM_DEVICES)
+    only = ("--only", "gather", "--only", "one step, float64", "--only", "side streams")
+    code, found = run(tmp_path, "--devices", devices, *only)
+    printed = capsys.readouterr().out
+    assert code == 0 and found["verdict"] == "pass" and found["culprits"] == []
+    laws = {law["law"]: law for law in found["proof"]}
+    assert set(laws) == {"gather(scatter(x)) == x", "one step, float64", "on side streams"}
+    step = laws["one step, float64"]
+    assert step["verdict"] == "pass" and 0 <= step["difference"] < step["allowed"] == 1e-10
+    kind, _, count = devices.partition(":")
+    assert len(found["devices"]) == int(count)
+    assert (laws["on side streams"]["verdict"] == "skip") == (kind == "cpu")
+    machine = found["environment"]
+    assert machine["versions"]["torch"] == torch.__version__
+    assert machine["dp_custom_takes"] == ["cpu"] and isinstance(machine["gil"], bool)
+    assert [entry["device"] for entry in machine["devices"]] == list(
+        dict.fromkeys(found["devices"])
+    )
+    ends = set(found["devices"]) | {"cpu"}
+    assert len(machine["links"]) == len(ends) * (len(ends) - 1)
+    assert all(link["bytes_per_second"] > 1e5 for link in machine["links"])
+    assert "Healthy: 3 laws: " in printed and "one step, float64" in printed
+    assert torch.__version__ in printed
+
+
+def test_a_fault_is_the_exit_status_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    law = Law("parts", lambda bench: Finding(float("nan"), 0.0, ("sim:5", "sim:5 -> cpu"), "odd"))
+    with mock.patch("lightning_dp.app.doctor.LAWS", (law, law)):
+        code, found = run(tmp_path, "--devices", "cpu:2", "--only", "parts")
+    printed = capsys.readouterr().out
+    assert code == 1 and found["verdict"] == "fail"
+    assert found["culprits"] == ["sim:5", "sim:5 -> cpu"]
+    assert found["proof"][0]["difference"] == "nan"
+    assert "NOT HEALTHY: 2 laws: 0 hold, 2 do not" in printed
+    assert "Culprits: sim:5, sim:5 -> cpu." in printed
+
+
+def test_a_device_that_computes_wrongly_is_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sim.enable(SIM_DEVICES)
+    with OneDeviceIsWrong(torch.device("sim:1"), 1e-6):
+        code, found = run(tmp_path, "--devices", "sim:3", "--only", "devices", "--only", "links")
+    assert code == 1 and found["culprits"] == ["sim:1"]
+    assert "Culprits: sim:1.\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(1)])
+def test_ctrl_c_ends_the_doctor(stop: BaseException, tmp_path: Path) -> None:
+    def examine(plan: Any) -> None:
+        if isinstance(stop, SystemExit):  # as Lightning does, in the middle of a fit
+            stop.__context__ = KeyboardInterrupt()
+        raise stop
+
+    with mock.patch("lightning_dp.app.doctor.examine", examine):
+        assert doctor.main(["--devices", "cpu:2"]) == 130
+
+
+def test_nothing_is_timed_where_laws_do_not_hold(tmp_path: Path) -> None:
+    law = Law("broken", lambda bench: Finding(1.0))
+    with mock.patch("lightning_dp.app.doctor.LAWS", (law,)):
+        plan = doctor._plan(doctor._parser().parse_args([]), [CPU] * 2, [])
+    assert plan.workloads == OWN_TWO
+    plan = doctor.Plan(plan.devices, plan.laws, plan.workloads, output=tmp_path / "doctor.json")
+    with mock.patch("lightning_dp.doctor.examination.timings") as timed:
+        assert not doctor.examine(plan).is_healthy
+    timed.assert_not_called()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["cpu:4", "sim:8", "cpu:1"])
+def test_the_doctor_as_a_user_calls_it(devices: str, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "lightning_dp", "doctor", "--devices", devices]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - begin < 200  # a minute, on a machine that does nothing else
+    found = read_json(tmp_path / "doctor.json")
+    assert found["verdict"] == "pass" and len(found["proof"]) > 25
+    by_name = {timing["workload"]: timing for timing in found["timings"]}
+    assert set(by_name) == {"convnet", "transformer"}
+    assert "Traceback" not in done.stderr and "Warning" not in done.stderr
+    assert "The report to attach: doctor.json" in done.stdout
+
+
+# --- environment ---------------------------------------------------------------------------------
+
+
+def test_the_environment_of_gpus_says_capability_memory_and_peers() -> None:
+    properties = SimpleNamespace(name="Fast 9", total_memory=2**34, major=9, minor=0)
+    fake = SimpleNamespace(
+        get_device_properties=lambda device: properties,
+        mem_get_info=lambda device: (2**33, 2**34),
+        max_memory_allocated=None,
+        memory_stats=None,
+    )
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with (
+        mock.patch("torch.get_device_module", return_value=fake),
+        mock.patch("lightning_dp.doctor.environment.measured_links", return_value=[]),
+    ):
+        found = environment(devices, machine())
+    assert found["devices"][1] == {
+        "device": "cuda:1",
+        "name": "Fast 9",
+        "memory_bytes": 2**34,
+        "free_bytes": 2**33,
+        "compute_capability": "9.0",
+    }
+
+
+def test_peer_access_is_asked_of_cuda_alone() -> None:
+    sim.enable(SIM_DEVICES)
+    links = measured_links([torch.device("sim", 0), torch.device("sim", 1)])
+    assert [(link.source, link.target) for link in links][:3] == [
+        ("cpu", "sim:0"),
+        ("cpu", "sim:1"),
+        ("sim:0", "cpu"),
+    ]
+    assert all(link.peer_access is None for link in links)
+    pair = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with (
+        mock.patch("lightning_dp.doctor.bandwidth._bandwidth", return_value=1e9),
+        mock.patch("torch.cuda.can_device_access_peer", lambda a, b: a.index < b.index),
+    ):
+        links = measured_links(pair)
+    known = {(link.source, link.target): link.peer_access for link in links}
+    assert known["cuda:0", "cuda:1"] is True and known["cuda:1", "cuda:0"] is False
+    assert known["cpu", "cuda:0"] is None
+
+
+# --- advice --------------------------------------------------------------------------------------
+
+
+def environment_of(*links: Link, load: float = 0.0, **device: Any) -> dict[str, Any]:
+    entry = {"device": "cuda:0", "name": "A", "memory_bytes": 2**34} | device
+    return {
+        "machine": {"cores": 4, "load": load},
+        "links": [link.as_json() for link in links],
+        "devices": [{"device": "cuda:1", "name": "A", "memory_bytes": 2**34}, entry],
+    }
+
+
+PAIR = [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        ({"threads": 0.6, "inorder": 0.9}, "takes 0.60 of one device's time (threads"),
+        ({"threads": 0.9, "inorder": 0.5}, "(inorder, as executor='auto' finds)"),
+        ({"threads": 1.2, "inorder": 1.1}, "1.10 times one device's time: no gain at this size"),
+        ({"threads": 0.6, "inorder": 0.9, "DDP": 0.4}, "strategy='ddp', which takes 0.40"),
+        ({"threads": 0.6, "inorder": 0.9, "DDP": 0.58}, "Trainer(strategy='dp_custom', devices=2)"),
+    ],
+)
+def test_advice_follows_from_the_times(seconds: dict[str, float], words: str) -> None:
+    found = [Timing("net", 8, {"one device": 1.0, **seconds})]
+    (line,) = advice(found, PAIR, environment_of())
+    assert words in line
+
+
+@pytest.mark.parametrize(
+    "found, words",
+    [
+        (environment_of(Link("cuda:0", "cuda:1", 1e9, False)), "No peer access: cuda:0 -> cuda:1"),
+        (environment_of(memory_bytes=2**33), "split='memory'"),
+        (environment_of(name="B"), "split='adaptive'"),
+        (environment_of(load=9.0), "The machine is busy (load 9 on 4 cores)"),
+    ],
+)
+def test_advice_follows_from_the_machine(found: dict[str, Any], words: str) -> None:
+    (line,) = advice([], PAIR, found)
+    assert words in line
+    assert advice([], PAIR, environment_of(Link("cuda:0", "cuda:1", 1e9, True))) == []
+
+
+def test_times_of_simulated_devices_are_no_advice() -> None:
+    sim.enable(SIM_DEVICES)
+    devices = [torch.device("sim", 0), torch.device("sim", 1)]
+    found = [Timing("net", 8, {"one device": 1.0, "threads": 0.1, "inorder": 0.1})]
+    (line,) = advice(found, devices, environment_of())
+    assert "say nothing of GPUs" in line
+
+
+@pytest.mark.parametrize(
+    "devices, words",
+    [
+        (["sim:0", "sim:1"], "in one process"),
+        (["cpu"], "one device"),
+        (["cuda:0", "cuda:0"], "once"),
+        (["cpu", "cpu"], ""),
+        (["cuda:0", "cuda:1"], ""),
+    ],
+)
+def test_why_there_is_no_ddp(devices: list[str], words: str) -> None:
+    sim.enable(SIM_DEVICES)
+    reason = why_no_ddp(list(map(torch.device, devices)))
+    assert words in reason and bool(words) == bool(reason)
+
+
+def test_step_times_end_when_time_does(tmp_path: Path) -> None:
+    (workload,) = own_workloads("test_doctor.Tiny", None, [])
+    batches = workload.batches(0)
+    everything = times_in_one_process(workload, batches, [CPU] * 2, tmp_path, lambda: 60.0)
+    assert set(everything) == {"one device", "threads", "inorder"}
+    assert all(0 < seconds < 5 for seconds in everything.values())
+    least = times_in_one_process(workload, batches, [CPU] * 2, tmp_path, lambda: 0.0)
+    assert set(least) == {"one device"}
+    (none,) = timings([workload], [CPU] * 2, tmp_path, None, lambda: -1.0)
+    assert none.seconds == {} and none.why_not == {"all": "no time was left"}
+
+
+def test_ddp_that_fails_says_why() -> None:
+    processes = DdpProcesses([sys.executable, "-c", "raise OSError('no network')"], [CPU] * 2)
+    try:
+        with pytest.raises(NoDdpError, match="no network"):
+            processes.measure({"net": {"samples": 8, "steps": 2}}, 60)
+    finally:
+        processes.close()
+
+
+def test_ddp_that_hangs_is_ended() -> None:
+    processes = DdpProcesses([sys.executable, "-c", "import time; time.sleep(99)"], [CPU] * 2)
+    try:
+        with pytest.raises(NoDdpError, match="longer than 1 s"):
+            processes.measure({"net": {"samples": 8, "steps": 2}}, 1)
+    finally:
+        processes.close()
+    assert all(process.poll() is not None for process in processes._processes)
+
+
+@pytest.mark.slow
+def test_ddp_is_timed_in_processes_of_its_own() -> None:
+    command = [sys.executable, "-m", "lightning_dp.app.doctor_process", "--devices", "cpu:2"]
+    processes = DdpProcesses(command, [CPU] * 2)
+    try:
+        tasks = {name: {"samples": 8, "steps": 2} for name in ("convnet", "transformer")}
+        times = processes.measure(tasks, 200)
+    finally:
+        processes.close()
+    assert set(times) == set(tasks) and all(0 < seconds < 60 for seconds in times.values())
+
+
+# --- the user's own ------------------------------------------------------------------------------
+
+
+def test_a_users_module_is_timed_with_its_own_batches(tmp_path: Path) -> None:
+    (workload,) = own_workloads("test_doctor.Tiny", None, [])
+    assert [len(batch) for batch in workload.batches(0)] == [8, 8]
+    (other,) = own_workloads("test_doctor.NoData", "test_doctor.TinyData", [])
+    assert [len(batch) for batch in other.batches(0)] == [10, 10]
+    (found,) = timings([workload], [CPU] * 2, tmp_path, None, lambda: 60.0)
+    assert found.samples == 8 and set(found.seconds) == {"one device", "threads", "inorder"}
+    (told,) = first_steps([workload], [CPU] * 2, tmp_path)
+    assert "give the step of the root alone" in told
+    (workload,) = own_workloads("test_doctor.WholeBatch", None, [])
+    (told,) = first_steps([workload], [CPU] * 2, tmp_path)
+    assert "do not give the step of the root alone" in told
+
+
+def test_a_users_module_without_batches_is_told_what_to_do(tmp_path: Path) -> None:
+    (workload,) = own_workloads("test_doctor.NoData", None, [])
+    (found,) = timings([workload], [CPU] * 2, tmp_path, None, lambda: 60.0)
+    assert found.seconds == {} and "--data" in found.why_not["all"]
+    assert any("--data" in line for line in advice([found], [CPU] * 2, environment_of()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits", "contrastive", "gan"])
+def test_an_experiment_is_timed(name: str, tmp_path: Path) -> None:
+    (workload,) = own_workloads(None, None, [f"experiment={name}"])
+    (found,) = timings([workload], [CPU] * 2, tmp_path, None, lambda: 60.0)
+    assert found.samples and set(found.seconds) == {"one device", "threads", "inorder"}, found
+    assert (workload.strategy["mode"] == "forward") == (name == "contrastive")
+
+
+# --- what hangs ----------------------------------------------------------------------------------
+
+
+def test_the_watchdog_knows_what_the_doctor_was_at() -> None:
+    seen: list[str] = []
+    with Watchdog(0.05, seen.append) as watchdog:
+        watchdog.tell("quick")
+        watchdog.tell("a link")
+        time.sleep(0.5)
+        watchdog.tell("another")
+    time.sleep(0.2)
+    assert seen == ["a link"]
+
+
+@pytest.mark.slow
+def test_a_device_that_hangs_ends_the_doctor_with_a_report(tmp_path: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from lightning_dp.app import doctor\n"
+        "from lightning_dp.doctor import Law, examination\n"
+        "examination.STUCK = 1.0\n"
+        "doctor.LAWS = (Law('stuck', lambda bench: time.sleep(99)),)\n"
+        "sys.exit(doctor.main(['--devices', 'cpu:2', '--only', 'stuck']))\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 1 and "no end after 1 s of: stuck" in done.stderr, done.stderr
+    found = read_json(tmp_path / "doctor.json")
+    assert found["verdict"] == "fail" and found["unfinished"] == "stuck"
+    assert found["environment"]["versions"]
+
+
+def test_the_file_is_json_whatever_was_found(tmp_path: Path) -> None:
+    results = [Result("a", "fail", float("inf"), 0.0, ("x",), "é\n\x1b"), Result("b", "skip")]
+    report = Report(["cpu"], {"path": Path("p")}, results, [Timing("t", None, {})], ["take care"])
+    report.write(tmp_path / "doctor.json")
+    found = json.loads((tmp_path / "doctor.json").read_text(), parse_constant=pytest.fail)
+    assert found["proof"][0]["difference"] == "inf" and found["advice"] == ["take care"]

@@ -1,0 +1,292 @@
+"""The doctor's laws: they hold on devices in order, and with a planted fault name the culprit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import SIM_DEVICES
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dp import sim
+from lightning_dp.doctor import LAWS, Law, Result, prove
+from lightning_dp.doctor.bench import Bench
+from lightning_dp.doctor.culprits import MISSING_WAIT
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+QUICK = ("links", "devices compute", "gather(", "replicas", "float64", "uneven", "error in")
+K = 3
+
+
+def bench(kind: str, count: int, folder: Path) -> Bench:
+    if kind == "cpu":
+        return Bench([torch.device("cpu")] * count, folder)
+    sim.enable(SIM_DEVICES)
+    return Bench([torch.device("sim", k) for k in range(count)], folder)
+
+
+def laws(*words: str) -> list[Law]:
+    return [law for law in LAWS if any(word in law.name for word in words)]
+
+
+def verdicts(results: Sequence[Result]) -> dict[str, str]:
+    return {result.law: result.verdict for result in results}
+
+
+def failed(results: Sequence[Result]) -> list[Result]:
+    return [result for result in results if result.verdict == "fail"]
+
+
+# --- devices in order ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim"])
+def test_laws_hold(kind: str, tmp_path: Path) -> None:
+    results = prove(bench(kind, 3, tmp_path), laws(*QUICK))
+    skipped = ["links carry what was sent"] if kind == "cpu" else []
+    assert [r.law for r in results if r.verdict == "skip"] == skipped
+    assert not failed(results), results
+    assert all(0 < r.difference < 1e-2 for r in results if "step" in r.law and r.difference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, count", [("cpu", 4), ("sim", 8), ("sim", 2)])
+def test_all_laws_hold(kind: str, count: int, tmp_path: Path) -> None:
+    told: list[str] = []
+    results = prove(bench(kind, count, tmp_path), LAWS, told.append)
+    assert told == [law.name for law in LAWS]
+    assert not failed(results), results
+    skipped = {r.law: r.remark for r in results if r.verdict == "skip"}
+    assert set(skipped) == (
+        {"links carry what was sent", "on side streams", "out of memory"}
+        if kind == "cpu"
+        else set()
+    )
+    assert all(skipped.values())
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim"])
+def test_laws_hold_for_two_replicas_on_one_device(kind: str, tmp_path: Path) -> None:
+    (root,) = bench(kind, 1, tmp_path).devices
+    results = prove(Bench([root] * 2, tmp_path), laws(*QUICK, "out of memory"))
+    assert not failed(results), results
+    assert verdicts(results)["out of memory"] == "skip"
+
+
+def test_a_proof_gives_the_same_numbers_again(tmp_path: Path) -> None:
+    looked_at = laws("float64", "float32", "gather(")
+    first, second = (prove(bench("cpu", 3, tmp_path), looked_at) for _ in range(2))
+    assert [r.difference for r in first] == [r.difference for r in second]
+
+
+# --- a device that computes wrongly ---------------------------------------------------------------
+
+
+class OneDeviceIsWrong(TorchDispatchMode):
+    """Matrix products on one device are off by a little; or everything is, by a bit."""
+
+    def __init__(self, device: torch.device, by: float) -> None:
+        super().__init__()
+        self._device, self._by = device, by
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            return out * (1 + self._by) if out.device == self._device else out
+        return out
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+@pytest.mark.parametrize("by", [1e-6, float("nan")])
+def test_a_device_that_computes_wrongly_is_named(wrong: int, by: float, tmp_path: Path) -> None:
+    on = bench("sim", K, tmp_path)
+    with OneDeviceIsWrong(on.devices[wrong], by):
+        results = prove(on, laws("links", "devices compute", "one step, float64"))
+    by_law = {result.law: result for result in results}
+    assert by_law["links carry what was sent"].verdict == "pass"
+    assert by_law["devices compute as the CPU"].culprits == (f"sim:{wrong}",)
+    assert by_law["one step, float64"].verdict == "fail"
+
+
+def test_a_law_about_all_devices_finds_the_wrong_one_by_itself(tmp_path: Path) -> None:
+    on = bench("sim", K, tmp_path)
+    with OneDeviceIsWrong(on.devices[2], 1e-6):
+        (result,) = prove(on, laws("ten steps, float64"))
+    assert result.verdict == "fail" and result.culprits == ("sim:2",)
+    assert result.difference is not None and result.difference > 1e-9
+
+
+def test_a_replica_on_the_cpu_that_computes_wrongly_is_named(tmp_path: Path) -> None:
+    from lightning_dp.doctor import parts
+
+    calls = []
+    whole = parts._Work.forward
+
+    def wrong_for_one(self: Any, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        calls.append(self)
+        return [tensor + (self.number == 1) for tensor in whole(self, device, dtype)]
+
+    def numbered(self: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.number = next(numbers)
+
+    numbers = iter([-1, 0, 1, 2])  # the first one is the CPU alone
+    with mock.patch.multiple(parts._Work, __init__=numbered, forward=wrong_for_one):
+        (result,) = prove(bench("cpu", 3, tmp_path), laws("devices compute"))
+    assert len(calls) == 4
+    assert result.verdict == "fail" and result.culprits == ("replica 1 on cpu",)
+
+
+# --- a link that corrupts ------------------------------------------------------------------------
+
+
+class OneLinkCorrupts(TorchDispatchMode):
+    """One element of what goes from one device to another arrives wrong."""
+
+    def __init__(self, source: str, target: str) -> None:
+        super().__init__()
+        self._way = torch.device(source), torch.device(target)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten._to_copy:
+            self._spoil(args[0], out)
+        elif func.overloadpacket is torch.ops.aten.copy_:
+            self._spoil(args[1], out)
+        return out
+
+    def _spoil(self, source: Tensor, arrived: Tensor) -> None:
+        if (source.device, arrived.device) == self._way and arrived.numel() > 1:
+            arrived[(-1,) * arrived.dim()].zero_()
+
+
+@pytest.mark.parametrize(
+    "source, target", [("sim:2", "sim:0"), ("sim:1", "sim:2"), ("cpu", "sim:1"), ("sim:2", "cpu")]
+)
+def test_a_link_that_corrupts_is_named(source: str, target: str, tmp_path: Path) -> None:
+    on = bench("sim", K, tmp_path)
+    with OneLinkCorrupts(source, target):
+        results = prove(on, laws("links"))
+    (result,) = results
+    assert result.verdict == "fail" and result.culprits == (f"{source} -> {target}",)
+    assert result.difference is not None and 0 < result.difference < 1e-3
+
+
+def test_scatter_and_gather_name_the_links_too(tmp_path: Path) -> None:
+    on = bench("sim", K, tmp_path)
+    for source, target, culprits in (
+        ("sim:2", "sim:0", {"sim:2 -> sim:0"}),
+        ("cpu", "sim:1", {"sim:1", "sim:1 -> sim:0"}),
+    ):
+        with OneLinkCorrupts(source, target):
+            (result,) = prove(on, laws("gather("))
+        assert result.verdict == "fail" and set(result.culprits) == culprits
+
+
+def test_a_training_over_a_link_that_corrupts_is_wrong(tmp_path: Path) -> None:
+    on = bench("sim", K, tmp_path)
+    with OneLinkCorrupts("sim:2", "sim:0"):
+        (result,) = prove(on, laws("ten steps, float64"))
+    assert result.verdict == "fail" and result.culprits == ("sim:2",)
+
+
+# --- a wait that is missing -----------------------------------------------------------------------
+
+
+def no_wait_for_a_copy_to_the_host() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch("lightning_dp.parallel.links.transfer.host_waits_for", lambda device: None)
+
+
+def workers_do_not_enter_the_callers_streams() -> contextlib.AbstractContextManager[Any]:
+    nothing = lambda streams: contextlib.nullcontext()  # noqa: E731
+    return mock.patch("lightning_dp.parallel.workers.thread_state.on_streams", nothing)
+
+
+@pytest.fixture
+def nothing_is_under_way() -> Iterator[None]:
+    yield
+    for device in range(torch.sim.device_count()):
+        torch.sim.synchronize(device)
+
+
+def the_loss_is_read_too_early() -> contextlib.AbstractContextManager[Any]:
+    """On its way to the host it is not waited for."""
+    from lightning_dp.parallel.gradients import loss
+
+    joined = loss.join_losses
+
+    def early(graphs: Any, output_device: torch.device) -> Tensor:
+        where = graphs[0].loss.device if output_device.type == "cpu" else output_device
+        return joined(graphs, where).to(output_device, non_blocking=True)
+
+    return mock.patch("lightning_dp.parallel.step.join_losses", early)
+
+
+WAITS: list[tuple[Callable[[], contextlib.AbstractContextManager[Any]], str]] = [
+    (the_loss_is_read_too_early, "loss on the host"),
+    (no_wait_for_a_copy_to_the_host, "outputs on the host"),
+    (workers_do_not_enter_the_callers_streams, "on side streams"),
+]
+
+
+@pytest.mark.usefixtures("nothing_is_under_way")
+@pytest.mark.parametrize("drop, law", WAITS)
+def test_a_wait_that_is_missing_is_named(
+    drop: Callable[[], contextlib.AbstractContextManager[Any]], law: str, tmp_path: Path
+) -> None:
+    on = bench("sim", 3, tmp_path)
+    looked_at = [*laws("links"), *laws(law)]
+    assert not failed(prove(on, looked_at))
+    with drop():
+        results = failed(prove(on.afresh(), looked_at))
+    assert law in {result.law for result in results}
+    assert {name for result in results for name in result.culprits} == {MISSING_WAIT}, results
+
+
+# --- laws that would miss their fault are none ----------------------------------------------------
+
+
+def test_every_law_can_fail(tmp_path: Path) -> None:
+    """Where whatever is compared is far apart, no law says that it holds."""
+    on = bench("cpu", 3, tmp_path)
+    wrong = mock.Mock(return_value=1.0)
+    names = [f"lightning_dp.doctor.{room}.relative" for room in ("bench", "parts", "steps")]
+    with contextlib.ExitStack() as stack:
+        for name in (*names, "lightning_dp.doctor.failures.relative"):
+            stack.enter_context(mock.patch(name, wrong))
+        stack.enter_context(mock.patch("torch.equal", lambda a, b: False))
+        results = prove(on, laws("devices", "gather(", "replicas", "float64", "drop-in", "metrics"))
+    assert set(verdicts(results).values()) == {"fail"}
+
+
+def test_an_error_in_a_law_is_told_with_its_notes(tmp_path: Path) -> None:
+    def look(on: Bench) -> Any:
+        error = ValueError("too much")
+        error.add_note("[in replica 2]") if hasattr(error, "add_note") else None
+        raise error
+
+    (result,) = prove(bench("cpu", 2, tmp_path), [Law("broken", look)])
+    assert result.verdict == "fail" and "ValueError: too much" in result.remark
+    assert result.difference is None
+
+
+def test_a_swallowed_error_of_a_replica_is_no_pass(tmp_path: Path) -> None:
+    from lightning_dp.doctor.failures import _Failing
+
+    def never(self: Any, batch: Any, batch_idx: int) -> None:
+        self.last = float("nan")
+
+    with mock.patch.object(_Failing, "on_train_batch_start", never):
+        (result,) = prove(bench("cpu", 2, tmp_path), laws("error in"))
+    assert result.verdict == "fail" and "got none" in result.remark

@@ -18,6 +18,7 @@ import torch
 from oracle import Classifier, assert_equal_trees, assert_same, devices_of, run
 from spreading import CHECKPOINTED, EXACT, engine_of, layers, perceptron
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import DataParallel
 from lightning_dp.parallel.step import StepParallel
@@ -145,3 +146,17 @@ def test_the_drop_in() -> None:
     net(x.to("sim:0")).square().mean().backward()
     assert_equal_trees(summed(net), summed(one), "gradients", **EXACT)
     net.close()
+
+
+def test_a_call_that_is_made_again_in_a_backward_copies_no_weights() -> None:
+    """Other threads of the backward are at work with them."""
+    net = layers().double()
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    with engine_of(net) as engine, engine.spreading():
+        loss = checkpoint(net, x, use_reentrant=False).square().sum()
+        weights = [p for own in engine.replicas.parameters[1:] for p in own]
+        with torch.no_grad():
+            for weight in weights:
+                weight.data.zero_()
+        loss.backward()
+        assert not any(weight.any() for weight in weights)

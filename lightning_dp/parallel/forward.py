@@ -122,8 +122,10 @@ class ForwardParallel(RecoveringEngine):
             self.resync()  # what training changes leaves no trace everywhere
         self._mode = mode
         call = SpreadCall(self, path, num_args, training=training)
-        # Code outside of the replicas may write weights between two calls, through `.data` too.
-        call.copied_parameters = "trained" if self._always_copies or any(mode) else "changed"
+        # Code outside of the replicas may write weights between two calls, through `.data` too. Not
+        # where a checkpoint calls again: other threads of the backward are at work with them.
+        copies_all = (self._always_copies or any(mode)) and not is_in_backward()
+        call.copied_parameters = "trained" if copies_all else "changed"
         return call
 
     def _asked(self, path: str) -> nn.Module:

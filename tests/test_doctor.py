@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -462,12 +463,19 @@ def test_an_experiment_is_timed(name: str, tmp_path: Path) -> None:
 
 def test_the_watchdog_knows_what_the_doctor_was_at() -> None:
     seen: list[str] = []
-    with Watchdog(0.05, seen.append) as watchdog:
+    called = threading.Event()
+
+    def call(what: str) -> None:
+        seen.append(what)
+        called.set()
+
+    with Watchdog(60, call) as watchdog:
         watchdog.tell("quick")
+        watchdog._seconds = 0.01
         watchdog.tell("a link")
-        time.sleep(0.5)
+        assert called.wait(30)
+        watchdog._seconds = 60
         watchdog.tell("another")
-    time.sleep(0.2)
     assert seen == ["a link"]
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from conformance_table import table
 from hypothesis import HealthCheck, settings
+from oracle import SIM_DEVICES
 
 from lightning_dp import sim
 
@@ -25,7 +26,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what ru
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MOST_PROCESSES = 8  # each takes about 1 GB
-SIM_DEVICES = 8  # their number is fixed for a process
 CONFORMS = "::test_as_one_device["
 
 SIM_IS_SLOW = {

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallelStrategy
 
+SIM_DEVICES = 8  # their number is fixed for a process
 ON = "cpu"  # "sim" while a test runs on simulated devices; the oracle is always the CPU
 EPOCHS = 2  # what an epoch leaves must reach the next one
 SAMPLES = 53  # in batches of 25: 25, 25 and a last batch of 3, smaller than K = 4

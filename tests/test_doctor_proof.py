@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import SIM_DEVICES
+from oracle import SIM_DEVICES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import SIM_DEVICES
 from programs import in_here
 
 from lightning_dp import DataParallel, sim
 from lightning_dp.examples import migrate
 
 CPU = torch.device("cpu")
-SIM_DEVICES = 8  # as in conftest.py: their number is fixed for a process
 
 
 def trained(model: torch.nn.Module, device: torch.device) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from oracle import SIM_DEVICES
 from side_streams import SIM
 
 from lightning_dp import sim
@@ -13,7 +14,7 @@ from lightning_dp import sim
 
 @pytest.fixture(scope="session", autouse=True)
 def _devices() -> None:
-    sim.enable(8)
+    sim.enable(SIM_DEVICES)
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,14 @@ refuse what nothing orders.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterator
 
 import oracle
 import pytest
 import torch
+from interrupts import Tracer
 from oracle import devices_of
 from torch import Tensor
 
@@ -136,5 +139,40 @@ def test_memory_of_the_way_is_used_again_in_order(places: tuple[int, ...]) -> No
 
 
 @pytest.mark.usefixtures("on_side_streams", "bucket_bytes")
+class Traffic:
+    """Weights that go out to two devices, and gradients that come back."""
+
+    def __init__(self) -> None:
+        self.root, *others = devices_of(3)
+        self.sources = tensors_on(self.root)
+        self.bundle = Packing(self.sources)
+        self.memory = [self.bundle.memory(self.sources, device) for device in others]
+
+    def run(self) -> list[Tensor]:
+        self.bundle.send(self.sources, list(zip(*(p for p, _ in self.memory), strict=True)))
+        sums = [torch.zeros_like(source) for source in self.sources]
+        self.bundle.add(sums, [tensors for _, tensors in self.memory])
+        return [total.cpu() for total in sums]
+
+
+@pytest.mark.usefixtures("bucket_bytes")
+@pytest.mark.parametrize("goes", [True, False])
+def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
+    """Neither where all goes and others get its memory, nor where the next step goes on with it."""
+    tracer = Tracer()
+    right = tracer.run(Traffic().run)
+    for line, visits in tracer.visits.items():
+        for nth in sorted({1, visits}):
+            traffic = Traffic()
+            with contextlib.suppress(KeyboardInterrupt):
+                Tracer(line, nth).run(traffic.run)
+            if goes:
+                del traffic
+                gc.collect()
+                traffic = Traffic()
+            for got, sum_ in zip(traffic.run(), right, strict=True):
+                assert torch.equal(got, sum_), line
+
+
 def test_lanes_follow_the_callers_streams() -> None:
     test_memory_of_the_way_is_used_again_in_order((0, 1, 2, 3))

@@ -25,6 +25,7 @@ class Landing:
         self._device = device
         now = self._mark()  # until here others may use memory that was handed out
         self._total_is_free, self._other_is_free = now, now
+        self._is_at_work = False
 
     def add_up(
         self, total: Tensor, other: Tensor, senders: Sequence[Send], leaving: Iterable[Lane]
@@ -33,6 +34,8 @@ class Landing:
 
         By lanes that are `leaving` something is still being sent from there.
         """
+        self.settle()
+        self._is_at_work = True
         first = senders[0](total, [self._total_is_free, *[lane.left() for lane in leaving]])
         for i, send in enumerate(senders[1:]):
             way = send(other, [self._other_is_free])
@@ -47,6 +50,14 @@ class Landing:
     def let_go(self) -> None:
         """The latest sum was used."""
         self._total_is_free = self._mark()
+        self._is_at_work = False
+
+    def settle(self) -> None:
+        """Waits for what may still arrive, if the latest sum was interrupted."""
+        if self._is_at_work:
+            torch.accelerator.synchronize(self._device)
+            self._total_is_free = self._other_is_free = self._mark()
+            self._is_at_work = False
 
     def _mark(self) -> torch.Event:
         return torch.accelerator.current_stream(self._device).record_event()

@@ -28,6 +28,9 @@ class Lane:
 
         The target is free from these events on, or else after all that its current stream was told.
         """
+        # First: should both go before anybody waits for the copy, nobody gets their memory yet.
+        source.record_stream(self._here)
+        target.record_stream(self._there)
         self._here.wait_stream(torch.accelerator.current_stream(self.source))
         if not free:
             self._there.wait_stream(torch.accelerator.current_stream(self.target))
@@ -35,10 +38,6 @@ class Lane:
             self._there.wait_event(event)
         with on_streams((self._here, self._there)):
             target.copy_(source, non_blocking=True)
-
-    def reads(self, source: Tensor) -> None:
-        """A source that stays: should it go, nobody gets its memory before it was sent."""
-        source.record_stream(self._here)
 
     def arrive(self) -> None:
         """The target's current stream goes on when all that was carried is there."""

@@ -43,7 +43,6 @@ class Packing:
         self.alone = [i for i in range(len(tensors)) if i not in packed]  # cannot be packed
         self._staged: dict[torch.device, list[Packed] | None] = {}
         self._leaving: dict[torch.device, set[Lane]] = {}  # that still read what is staged there
-        self._ways: set[Lane] = set()  # that know what is staged
         self._landings: dict[torch.device, Landing] = {}
         self._others: dict[torch.device, list[Packed] | None] = {}
 
@@ -109,17 +108,17 @@ class Packing:
 
     def _claim(self, device: torch.device) -> None:
         """From here on, what is staged on a device may be written to."""
-        for way in self._leaving.pop(device, ()):
+        for way in self._leaving.get(device, ()):
             way.leave()
+        self._leaving.pop(device, None)  # last: an interrupt may come in between
+        if device in self._landings:
+            self._landings[device].settle()
 
     def _carry(self, here: Packed, there: Tensor, free: Sequence[torch.Event] = ()) -> Lane:
         """Sends a staged bucket to another accelerator."""
         way = lane(here.flat.device, there.device)
+        self._leaving.setdefault(way.source, set()).add(way)  # first: an interrupt may come between
         way.carry(here.flat, there, free)
-        self._leaving.setdefault(way.source, set()).add(way)
-        if way not in self._ways:
-            self._ways.add(way)
-            way.reads(here.flat)
         return way
 
     def _copy(self, here: Packed | None, sources: Sequence[Tensor], there: Packed) -> None:
@@ -220,8 +219,9 @@ class Packing:
             self._landings[device] = Landing(device)
         pairs = zip(sent, map(bucket.of, away), strict=True)
         senders = [partial(self._send_term, here, term) for here, term in pairs]
-        leaving = self._leaving.pop(device, set())
+        leaving = self._leaving.get(device, set())
         self._landings[device].add_up(total.flat, other.flat, senders, leaving)
+        self._leaving.pop(device, None)
 
     def _send_term(
         self, here: Packed, term: Sequence[Tensor], there: Tensor, free: Sequence[torch.Event]

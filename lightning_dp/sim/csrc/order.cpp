@@ -431,7 +431,11 @@ void made_by(History& history, Moment moment, size_t bytes, const char* op) {
 
 void record_use(History& history, const c10::Stream& stream) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  history.recorded.push_back(number_of(stream));
+  auto& recorded = history.recorded;
+  const auto number = number_of(stream);
+  if (std::find(recorded.begin(), recorded.end(), number) == recorded.end()) {
+    recorded.push_back(number);
+  }
 }
 
 void hand_out(History& history, c10::DeviceIndex index, size_t bytes) {
@@ -471,13 +475,15 @@ void take_back(const History& history, size_t bytes) noexcept {
   }
   std::lock_guard<std::mutex> lock(state().mutex);
   const auto home = history.allocated.stream;
-  const auto& clock = up_to_date(home).clock;
+  // The allocator waits for the home stream and for the recorded ones, and for what these wait for.
+  Clock waited_for = up_to_date(home).clock;
+  for (const auto number : history.recorded) {
+    waited_for.join(up_to_date(number).clock);
+  }
   Freed freed{bytes, {}};
   for (const auto* accesses : {&history.writes, &history.reads}) {
     for (const auto& access : *accesses) {
-      const auto& recorded = history.recorded;
-      const bool is_recorded = std::find(recorded.begin(), recorded.end(), access.moment.stream) != recorded.end();
-      if (access.moment.stream != home && !is_recorded && !clock.covers(access.moment)) {
+      if (access.moment.stream != home && !waited_for.covers(access.moment)) {
         freed.accesses.push_back(access);
       }
     }

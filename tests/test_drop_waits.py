@@ -159,5 +159,5 @@ def test_the_script_tells_what_is_noticed_and_what_is_not() -> None:
     status, table = told("tests/test_lanes.py", "tests/test_side_streams.py")
     assert status == 0 and "NOT NOTICED" not in table
     assert "wait_stream" in table and "RaceError: Race: " in table
-    status, table = told("tests/test_waits.py")  # which do not come to lanes
+    status, table = told("tests/test_split.py")  # numbers alone
     assert status == 1 and "NOT NOTICED by 0 tests" in table and "0 of " in table

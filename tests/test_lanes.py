@@ -18,7 +18,8 @@ from oracle import devices_of
 from torch import Tensor
 
 from lightning_dp import sim
-from lightning_dp.parallel.links import Packing, packing
+from lightning_dp.parallel.contexts import Surroundings
+from lightning_dp.parallel.links import Packing, packing, side_streams
 from lightning_dp.parallel.links.lanes import lane
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), ()]
@@ -164,8 +165,9 @@ def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
     for line, visits in tracer.visits.items():
         for nth in sorted({1, visits}):
             traffic = Traffic()
-            with contextlib.suppress(KeyboardInterrupt):
+            with contextlib.suppress(KeyboardInterrupt), Surroundings():  # as in every step
                 Tracer(line, nth).run(traffic.run)
+            assert not side_streams(devices_of(3)), line
             if goes:
                 del traffic
                 gc.collect()

@@ -7,12 +7,12 @@ thread enters the caller's streams there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.contexts import Lasting
 
 
 def side_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
@@ -28,24 +28,27 @@ def side_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
 
 def on_streams(streams: Sequence[torch.Stream]) -> AbstractContextManager[None]:
     """Makes streams the calling thread's current ones on their devices; its device stays."""
-    return _on_streams(streams) if streams else nullcontext()
+    return _OnStreams(streams) if streams else nullcontext()
 
 
-@context
-def _on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
-    before = [torch.accelerator.current_stream(stream.device) for stream in streams]
-    try:
-        _set(streams)
-        yield
-    finally:
-        _set(before)
+class _OnStreams(Lasting):
+    def __init__(self, streams: Sequence[torch.Stream]) -> None:
+        self._streams = streams
+        self._device = torch.accelerator.current_device_index()
+        self._before = [torch.accelerator.current_stream(stream.device) for stream in streams]
 
+    def begin(self) -> None:
+        """These are current."""
+        self._set(self._streams)
 
-def _set(streams: Sequence[torch.Stream]) -> None:
-    device = torch.accelerator.current_device_index()
-    for stream in streams:
-        torch.accelerator.set_stream(stream)  # and its device
-    torch.accelerator.set_device_index(device)
+    def end(self) -> None:
+        """Those from before are current."""
+        self._set(self._before)
+
+    def _set(self, streams: Sequence[torch.Stream]) -> None:
+        for stream in streams:
+            torch.accelerator.set_stream(stream)  # and its device
+        torch.accelerator.set_device_index(self._device)
 
 
 def host_waits_for(device: torch.device) -> None:

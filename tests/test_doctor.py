@@ -394,20 +394,21 @@ def test_step_times_end_when_time_does(tmp_path: Path) -> None:
     assert none.seconds == {} and none.why_not == {"all": "no time was left"}
 
 
-def test_ddp_that_fails_says_why() -> None:
-    processes = DdpProcesses([sys.executable, "-c", "raise OSError('no network')"], [CPU] * 2)
+@pytest.mark.parametrize(
+    "program, seconds, why",
+    [
+        ("raise OSError('no network')", 60, "no network"),
+        ("import time; time.sleep(99)", 1, "longer"),
+    ],
+    ids=["fails", "hangs"],
+)
+def test_ddp_that_gives_no_times_says_why_and_is_ended(
+    program: str, seconds: float, why: str
+) -> None:
+    processes = DdpProcesses([sys.executable, "-c", program], [CPU] * 2)
     try:
-        with pytest.raises(NoDdpError, match="no network"):
-            processes.measure({"net": {"samples": 8, "steps": 2}}, 60)
-    finally:
-        processes.close()
-
-
-def test_ddp_that_hangs_is_ended() -> None:
-    processes = DdpProcesses([sys.executable, "-c", "import time; time.sleep(99)"], [CPU] * 2)
-    try:
-        with pytest.raises(NoDdpError, match="longer than 1 s"):
-            processes.measure({"net": {"samples": 8, "steps": 2}}, 1)
+        with pytest.raises(NoDdpError, match=why):
+            processes.measure({"net": {"samples": 8, "steps": 2}}, seconds)
     finally:
         processes.close()
     assert all(process.poll() is not None for process in processes._processes)

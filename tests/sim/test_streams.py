@@ -74,22 +74,17 @@ def waits_for_the_wrong_stream(side: torch.Stream) -> None:
         x + 1
 
 
-def freed_too_early(side: torch.Stream) -> None:
+def freed_too_early(side: torch.Stream, *, handed_out_again: int = 1000) -> None:
     x = torch.ones(1000, device=SIM)
     side.wait_stream(main())
     with torch.sim.stream(side):
         x + 1
     del x
-    torch.ones(1000, device=SIM)
+    torch.ones(handed_out_again, device=SIM)
 
 
 def freed_too_early_for_a_smaller_one(side: torch.Stream) -> None:
-    x = torch.ones(1000, device=SIM)
-    side.wait_stream(main())
-    with torch.sim.stream(side):
-        x + 1
-    del x
-    torch.ones(10, device=SIM)
+    freed_too_early(side, handed_out_again=10)
 
 
 def source_changed_too_early(side: torch.Stream) -> None:

@@ -29,7 +29,7 @@ from lightning_dp.doctor.steps import (
     same_metrics,
     uneven_shards,
 )
-from lightning_dp.doctor.subjects import Contrastive, Manual, Normalized
+from lightning_dp.doctor.subjects import Complete, Contrastive, Manual, Normalized
 from lightning_dp.parallel.errors import described
 
 PRECISIONS = {
@@ -51,6 +51,7 @@ STEPS = [
     for count, steps in (("one step", 1), ("ten steps", 10))
 ]
 JOBS = {
+    "all layers have gradients": Job(Complete),
     "one after another": Job(strategy={"executor": "inorder"}),
     "loss on the host": Job(strategy={"output_device": "cpu"}),
     "forward mode": Job(Contrastive, strategy={"mode": "forward"}),

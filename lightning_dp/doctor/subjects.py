@@ -52,6 +52,14 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class Complete(Classifier):
+    """Every parameter has a gradient: in buckets, these are added where they land."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.unused
+
+
 class Normalized(Classifier):
     """With batch norm, whose statistics are those of the whole batch if they are synced."""
 

@@ -132,6 +132,20 @@ def size_of_batches(
     return n
 
 
+def ways_in_one_process(
+    workload: Workload, devices: Sequence[torch.device]
+) -> dict[str, Callable[[], Strategy]]:
+    """What makes the strategies that are compared, by their names in the report."""
+    options = {"devices": devices, **workload.strategy}
+    ways: dict[str, Callable[[], Strategy]] = {
+        "one device": lambda: SingleDeviceStrategy(devices[0])
+    }
+    if len(devices) > 1:
+        ways["threads"] = lambda: DataParallelStrategy(executor="threads", **options)
+        ways["inorder"] = lambda: DataParallelStrategy(executor="inorder", **options)
+    return ways
+
+
 def times_in_one_process(
     workload: Workload,
     batches: Sequence[Any],
@@ -140,18 +154,10 @@ def times_in_one_process(
     seconds_left: Callable[[], float],
 ) -> dict[str, float]:
     """Seconds per step of one device and of dp_custom in its two ways, as long as there is time."""
-    options = {"devices": devices, **workload.strategy}
-    ways: dict[str, Callable[[], Strategy]] = {
-        "one device": lambda: SingleDeviceStrategy(devices[0]),
-        "threads": lambda: DataParallelStrategy(executor="threads", **options),
-        "inorder": lambda: DataParallelStrategy(executor="inorder", **options),
-    }
-    if len(devices) == 1:
-        ways = {"one device": ways["one device"]}
     best: dict[str, float] = {}
     for i in range(ROUNDS):
         before = seconds_left()
-        for name, make in ways.items():
+        for name, make in ways_in_one_process(workload, devices).items():
             if best and seconds_left() <= 0:
                 return best
             seconds = timed(workload, batches, make(), devices, folder)

@@ -57,7 +57,7 @@ class Tiny(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
     def train_dataloader(self) -> Any:
-        return DataLoader(torch.arange(48.0).view(16, 3), batch_size=8)  # type: ignore[arg-type]
+        return DataLoader(torch.arange(48.0).view(16, 3), batch_size=8)
 
 
 class WholeBatch(Tiny):
@@ -70,7 +70,7 @@ class WholeBatch(Tiny):
 
 class TinyData(LightningDataModule):
     def train_dataloader(self) -> Any:
-        return DataLoader(torch.zeros(20, 3), batch_size=10)  # type: ignore[arg-type]
+        return DataLoader(torch.zeros(20, 3), batch_size=10)
 
 
 class NoData(Tiny):

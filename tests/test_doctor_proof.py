@@ -210,7 +210,7 @@ def no_wait_for_a_copy_to_the_host() -> contextlib.AbstractContextManager[Any]:
 
 
 def workers_do_not_enter_the_callers_streams() -> contextlib.AbstractContextManager[Any]:
-    nothing = lambda streams: contextlib.nullcontext()  # noqa: E731
+    nothing = lambda streams: contextlib.nullcontext()
     return mock.patch("lightning_dp.parallel.workers.thread_state.on_streams", nothing)
 
 

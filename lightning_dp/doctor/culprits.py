@@ -43,7 +43,7 @@ def _holds(bench: Bench, law: Law) -> bool:
         return law.look(bench).holds
     except SkippedLaw:
         return True
-    except Exception:
+    except Exception:  # an error, too, is a law that does not hold
         return False
 
 

@@ -127,7 +127,7 @@ def _look_at(bench: Bench, law: Law, asks_why: bool) -> Result:
         finding = law.look(bench)
     except SkippedLaw as reason:
         return Result(law.name, "skip", remark=str(reason))
-    except Exception as error:
+    except Exception as error:  # whatever it is, it means that the law does not hold
         if is_race(error):
             culprits: tuple[str, ...] = (MISSING_WAIT,)
         else:

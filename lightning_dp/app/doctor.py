@@ -24,7 +24,8 @@ from lightning_dp.parallel.devices import all_devices, device_count, resolve_dev
 
 DESCRIPTION = """\
 Looks at this machine's devices: what they are, whether training on all of them gives the numbers
-of one, and what is the fastest way to use them. In about a minute, without any download.
+of one, and what is the fastest way to use them. In under a minute, without any download. A machine
+that is too slow or too busy for that times less, and says what.
 
   python -m lightning_dp doctor                        all GPUs, or 4 replicas on the CPU
   python -m lightning_dp doctor --devices cpu:4        so many of a kind

@@ -38,7 +38,7 @@ def load() -> float:
 def seconds_of_process() -> float:
     """How long this process has been there: most of it imports, which a busy machine makes slow.
 
-    Where nobody knows, it is the time that the process has computed, which is no more than that.
+    Where the system does not say, it is the processor's time, which is at most that.
     """
     own, up = Path("/proc/self/stat"), Path("/proc/uptime")
     if not (own.is_file() and up.is_file()):

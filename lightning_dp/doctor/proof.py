@@ -113,7 +113,7 @@ def look_at(bench: Bench, law: Law, *, asks_why: bool = True) -> Result:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread for each operation: these are small, and a busy machine makes teams wait."""
+    """One thread for each operation: they are small, and several would wait for busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -31,7 +31,10 @@ ROUNDS = 2  # in turns: a machine that is busy for a while is so for all
 
 @contextlib.contextmanager
 def fair_threads() -> Iterator[None]:
-    """One thread per operation on a machine that is busier than it has cores: teams would wait."""
+    """One thread per operation on a machine that is busy.
+
+    An operation of several threads takes as long as the last of them, which has to wait for a core.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1 if load() > cores() else before)
     try:

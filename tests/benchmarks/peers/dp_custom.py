@@ -1,0 +1,86 @@
+"""Ours: one process, several devices."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any
+
+from lightning.pytorch.profilers import Profiler
+
+import lightning_dp
+from benchmarks.job import Job
+from benchmarks.pace import Pace
+from benchmarks.peers.peer import Peer
+from benchmarks.peers.trainer import fit
+
+
+def train(job: Job, pace: Pace) -> None:
+    """By the strategy, with the job's options of it; the option `stages` is for the benchmark."""
+    options = dict(job.options)
+    profiler = Stages(pace.stages) if options.pop("stages", False) else None
+    strategy = lightning_dp.DataParallelStrategy(devices=job.torch_devices, **options)
+    fit(
+        job,
+        pace,
+        job.batches(),
+        job.torch_devices,
+        strategy=strategy,
+        profiler=profiler,
+    )
+
+
+class Stages(Profiler):
+    """The seconds of each stage of a step, less those of stages inside of it.
+
+    Our stages have their own names, `optimizer` and `backward` are what Lightning does there
+    itself, and `loader` waits for the next batch; `lightning` is all that Lightning does beside.
+
+    Args:
+        seconds: gets them, by the stages' names.
+    """
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._inside: list[tuple[str, float, dict[str, float]]] = []
+
+    def start(self, action_name: str) -> None:
+        """A stage begins."""
+        self._inside.append((action_name, time.perf_counter(), defaultdict(float)))
+
+    def stop(self, action_name: str) -> None:
+        """The stage that has begun last ends."""
+        name, start, parts = self._inside.pop()
+        if name != action_name:
+            raise RuntimeError(f"Expected {name} to end before {action_name} does.")
+        seconds = time.perf_counter() - start
+        own = stage_of(name)
+        self._seconds[own] = self._seconds.get(own, 0.0) + seconds - parts["all"]
+        if self._inside:
+            self._inside[-1][2]["all"] += seconds
+
+    def summary(self) -> str:
+        """Nothing: the pace tells."""
+        return ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("Expected a profiler to stay where it is.")
+
+
+def stage_of(action: str) -> str:
+    """The stage that an action of Lightning's or ours belongs to.
+
+    Example:
+        >>> [stage_of("lightning_dp.reduce"), stage_of("[Strategy]DataParallelStrategy.backward")]
+        ['reduce', 'backward']
+    """
+    if action.startswith("lightning_dp."):
+        return action.removeprefix("lightning_dp.")
+    for stage, sign in (("backward", ".backward"), ("loader", "dataloader_next")):
+        if action.endswith(sign):
+            return stage
+    return "optimizer" if "optimizer_step" in action else "lightning"
+
+
+PEER = Peer(train)

@@ -12,7 +12,6 @@ import sys
 import warnings
 
 import torch
-
 from benchmarks.job import Job
 from benchmarks.pace import Pace
 from benchmarks.peers import PEERS
@@ -26,6 +25,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     for name in ("lightning.pytorch", "lightning.fabric", "lightning_dp"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
     if job.device == "sim":
         _simulate(job)
     torch.manual_seed(0)

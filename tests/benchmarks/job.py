@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-
 from benchmarks.models import WORKLOADS
 
 
@@ -50,6 +49,14 @@ class Job:
     def from_json(cls, text: str) -> Job:
         """The job that a text is of."""
         return cls(**json.loads(text))
+
+    def with_devices(self, count: int) -> Job:
+        """The same for another number of devices."""
+        return dataclasses.replace(self, devices=count)
+
+    def on_virtual_time(self, links: str, flops: float) -> Job:
+        """The same on virtual time."""
+        return dataclasses.replace(self, virtual=True, links=links, flops=flops)
 
     def batches(self) -> list[Any]:
         """Those of all devices together."""

@@ -24,7 +24,6 @@ LONGEST = 256  # tokens of a text
 PIXELS, LATENT = 784, 64
 
 
-
 class Spread(Protocol):
     """Gives what a loop has made of a part of the model, and calls instead of it."""
 

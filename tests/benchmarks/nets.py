@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -151,6 +153,6 @@ class TextNet(nn.Module):
 def mlp(*widths: int) -> nn.Sequential:
     """Linear layers with GELU between them."""
     layers: list[nn.Module] = []
-    for inside, outside in zip(widths, widths[1:], strict=False):
+    for inside, outside in itertools.pairwise(widths):
         layers += [nn.Linear(inside, outside), nn.GELU()]
     return nn.Sequential(*layers[:-1])

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch import Tensor
-
 from benchmarks.job import Job
+from torch import Tensor
 
 
 class Pace:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
-from typing import Any
 
-from lightning.pytorch.profilers import Profiler
-
-import lightning_dp
 from benchmarks.job import Job
 from benchmarks.pace import Pace
 from benchmarks.peers.peer import Peer
 from benchmarks.peers.trainer import fit
+from lightning.pytorch.profilers import Profiler
+
+import lightning_dp
 
 
 def train(job: Job, pace: Pace) -> None:
@@ -47,10 +47,14 @@ class Stages(Profiler):
 
     def start(self, action_name: str) -> None:
         """A stage begins."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # replicas are in their calls, which are a stage of the main thread
         self._inside.append((action_name, time.perf_counter(), defaultdict(float)))
 
     def stop(self, action_name: str) -> None:
         """The stage that has begun last ends."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         name, start, parts = self._inside.pop()
         if name != action_name:
             raise RuntimeError(f"Expected {name} to end before {action_name} does.")
@@ -63,9 +67,6 @@ class Stages(Profiler):
     def summary(self) -> str:
         """Nothing: the pace tells."""
         return ""
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("Expected a profiler to stay where it is.")
 
 
 def stage_of(action: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
-
 from benchmarks.job import Job
 from benchmarks.pace import Pace
 from benchmarks.peers.peer import Peer, backend, why_no_processes
 from benchmarks.peers.trainer import fit
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
 
 
 def train(job: Job, pace: Pace) -> None:

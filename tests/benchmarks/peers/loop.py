@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-
 from benchmarks.job import Job
 from benchmarks.models import Spread
 from benchmarks.pace import Pace
 from benchmarks.peers.trainer import loader
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
 
 def optimizers_of(model: LightningModule) -> list[torch.optim.Optimizer]:

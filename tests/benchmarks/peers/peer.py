@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-
 from benchmarks.job import Job
 from benchmarks.pace import Pace
 

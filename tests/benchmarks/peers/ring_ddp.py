@@ -18,14 +18,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from benchmarks.job import Job, share
 from benchmarks.models import WORKLOADS
 from benchmarks.pace import Pace
 from benchmarks.peers.loop import moved, optimizers_of
 from benchmarks.peers.peer import Peer
 from benchmarks.peers.trainer import loader
+from torch import Tensor, nn
 
 FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 
@@ -60,9 +59,7 @@ class Ring:
     """Averages the gradients of models that are alike, each on its own device."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._parameters = [
-            [p for p in model.parameters() if p.requires_grad] for model in models
-        ]
+        self._parameters = [[p for p in model.parameters() if p.requires_grad] for model in models]
         self._devices = [own[0].device for own in self._parameters]
         self._buckets = buckets([p.numel() * p.element_size() for p in self._parameters[0]])
         self._filled = [[torch.Event(device) for _ in self._buckets] for device in self._devices]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from benchmarks.job import Job
 from benchmarks.models import WORKLOADS
 from benchmarks.pace import Pace
 from benchmarks.peers import comm
 from benchmarks.peers.loop import run, wrapping
 from benchmarks.peers.peer import Peer
+from torch import nn
 
 
 def train(job: Job, pace: Pace) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
-
 from benchmarks.job import Job
 from benchmarks.models import WORKLOADS
 from benchmarks.pace import Pace
 from benchmarks.peers.loop import run, wrapping
 from benchmarks.peers.peer import Peer, backend, why_no_processes
+from torch.nn.parallel import DistributedDataParallel
 
 
 def train(job: Job, pace: Pace) -> None:

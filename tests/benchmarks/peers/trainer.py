@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.utils.data import DataLoader, IterableDataset
-
 from benchmarks.job import Job
 from benchmarks.models import WORKLOADS
 from benchmarks.pace import Pace
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader, IterableDataset
 
 
 class InTurns(IterableDataset[Any]):

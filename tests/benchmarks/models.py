@@ -95,6 +95,14 @@ class Model(LightningModule):
         return loss.detach()
 
 
+class Wide(Model):
+    """About 100 MB of gradients, as a ResNet-50 has, and one kernel for all of the update."""
+
+    def configure_optimizers(self) -> Any:
+        """No state, of which each of many simulated devices would take its part of the host."""
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
 class LanguageModel(Model):
     """Predicts each next token; logits of a large vocabulary are most of its memory."""
 
@@ -239,6 +247,11 @@ def _vectors(n: int, generator: torch.Generator) -> Any:
     return x, torch.randint(CLASSES, (n,), generator=generator)
 
 
+def _wide_vectors(n: int, generator: torch.Generator) -> Any:
+    x = torch.randn(n, 1024, generator=generator)
+    return x, torch.randint(CLASSES, (n,), generator=generator)
+
+
 def _labelled_tokens(n: int, generator: torch.Generator) -> Any:
     x = torch.randint(TOKENS, (n, LENGTH), generator=generator)
     return x, torch.randint(CLASSES, (n,), generator=generator)
@@ -278,7 +291,10 @@ WORKLOADS = {
         16,
         "large outputs, large gradients",
     ),
-    "mlp": Workload(lambda: Model(nets.narrow_mlp(60, 16)), _vectors, 32, "bound by Python"),
+    "wide": Workload(
+        lambda: Wide(nets.plain_mlp(24, 1024)), _wide_vectors, 64, "large gradients, few operations"
+    ),
+    "mlp": Workload(lambda: Model(nets.plain_mlp(60, 16)), _vectors, 32, "bound by Python"),
     "resnet": Workload(
         lambda: Model(nets.TinyResNet50()),
         lambda n, generator: _images(n, generator, 8),

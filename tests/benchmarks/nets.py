@@ -68,8 +68,8 @@ def convnet() -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
 
 
-def narrow_mlp(depth: int, width: int) -> nn.Sequential:
-    """Many narrow layers, in each of which there is hardly anything to compute."""
+def plain_mlp(depth: int, width: int) -> nn.Sequential:
+    """Layers of one width: where it is small there is hardly anything to compute in each."""
     layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(*layers, nn.Linear(width, 10))
 

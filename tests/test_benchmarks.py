@@ -21,7 +21,7 @@ from benchmarks.job import Job, share
 from benchmarks.models import WORKLOADS
 from benchmarks.pace import Pace
 from benchmarks.peers import PEERS, comm
-from benchmarks.peers.dp_custom import Stages
+from benchmarks.peers.dp_custom import SimpleProfiler
 from benchmarks.peers.loop import run, wrapping
 from benchmarks.peers.ring_ddp import Ring, buckets
 from benchmarks.peers.torch_data_parallel import Known
@@ -103,13 +103,18 @@ def test_buckets_hold_all_parameters_from_the_last_to_the_first(sizes: list[int]
 
 def trained(peer: str, model: str, k: int = 1, steps: int = STEPS, **options: Any) -> list[float]:
     """The losses of a training in this process."""
+    return [turn["loss"] for turn in turns_of(peer, model, k, steps, **options)]
+
+
+def turns_of(peer: str, model: str, k: int, steps: int, **options: Any) -> list[dict[str, Any]]:
+    """What a training in this process answers."""
     job = Job(peer, model, devices=k, samples=8, **options)
     commands, answers = io.StringIO('{"steps": 1}\n' * steps), io.StringIO()
     torch.manual_seed(0)
     PEERS[peer].train(job, Pace(job, commands, answers))
     ready, *turns = map(json.loads, answers.getvalue().splitlines())
     assert ready["ready"] and ready["parameter_bytes"] > 0 and len(turns) == steps
-    return [turn["loss"] for turn in turns]
+    return turns
 
 
 def trained_in_a_loop(model: str) -> list[float]:
@@ -134,8 +139,8 @@ def test_a_model_learns_and_does_the_same_in_a_loop_of_plain_pytorch(
 
 @pytest.mark.parametrize("model", ["mlp", "gan", "texts"])
 def test_ours_trains_them_as_one_device_does(model: str, one_thread: None) -> None:
-    losses = trained("dp_custom", model, 3, options={"executor": "inorder"})
-    assert losses == pytest.approx(trained("one device", model), rel=1e-5)
+    losses = trained("dp_custom", model, 3, 6, options={"executor": "inorder"})
+    assert losses == pytest.approx(trained("one device", model, steps=6), rel=1e-5)
 
 
 @pytest.mark.parametrize("model", WORKLOADS)
@@ -235,6 +240,7 @@ def gradients_of_a_loop_step(module: Any, batch: Any, spread: Any) -> dict[str, 
 
 @pytest.mark.parametrize("model", ["mlp", "transformer", "texts", "gan"])
 @pytest.mark.usefixtures("functions")
+@pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support")
 def test_nn_data_parallel_on_simulated_devices_has_one_devices_gradients(
     model: str, devices: list[torch.device], one_thread: None
 ) -> None:
@@ -294,7 +300,7 @@ def test_a_pace_without_commands_does_not_begin() -> None:
 
 def test_stages_do_not_count_what_is_inside_of_them() -> None:
     seconds: dict[str, float] = {}
-    profiler = Stages(seconds)
+    profiler = SimpleProfiler(seconds)
     start = time.perf_counter()
     names = ("[LightningModule]X.optimizer_step", "lightning_dp.apply")
     backward = ("[Strategy]DataParallelStrategy.backward", "lightning_dp.reduce")
@@ -308,6 +314,16 @@ def test_stages_do_not_count_what_is_inside_of_them() -> None:
     assert seconds.keys() == {"optimizer", "apply", "backward", "reduce"}
     assert min(seconds["apply"], seconds["reduce"]) >= 0.02
     assert sum(seconds.values()) <= time.perf_counter() - start
+
+
+@pytest.mark.parametrize("model", ["mlp", "gan"])
+def test_a_step_of_ours_is_told_by_stage(model: str, one_thread: None) -> None:
+    options = {"executor": "inorder", "stages": True}
+    *_, turn = turns_of("dp_custom", model, 2, 4, options=options)
+    stages = {"plan", "scatter", "replicate", "apply", "gather"}
+    assert turn["stages"].keys() >= {*stages, "optimizer", "loader", "lightning"}
+    assert min(turn["stages"].values()) >= 0
+    assert 0.3 * turn["seconds"] < sum(turn["stages"].values()) <= turn["seconds"]
 
 
 def test_who_cannot_take_part_says_why() -> None:
@@ -436,15 +452,17 @@ def test_on_the_cpu_all_peers_train_the_same_in_turns(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_on_virtual_time_two_runs_have_the_same_numbers(tmp_path: Path) -> None:
     arguments = ("--device", "sim", "--virtual", "--only", "mlp", "--devices", "2")
-    (first,), (second,) = (program(tmp_path, *arguments)[0]["results"] for _ in range(2))
+    again = ["dp_custom", "nn.DataParallel"]
+    (first,) = program(tmp_path, *arguments)[0]["results"]
+    (second,) = program(tmp_path, *arguments, "--peers", *again)[0]["results"]
     names = ["one device", "one share", "dp_custom", "nn.DataParallel", "DDP's ring"]
     assert list(first["contestants"]) == names
-    for name in names:
+    losses = {name: first["contestants"][name]["loss"] for name in ("one device", *again)}
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["one device"]))
+    for name in again:
         one, two = (result["contestants"][name] for result in (first, second))
         assert one["seconds"] == two["seconds"] and one["loss"] == two["loss"]
         assert all(one["last"]["device_bytes"])
-        if name not in ("one share", "DDP's ring"):  # whose loss is a share's
-            assert one["loss"] == pytest.approx(first["contestants"]["one device"]["loss"])
 
 
 @pytest.mark.slow

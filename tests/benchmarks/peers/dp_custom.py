@@ -9,16 +9,19 @@ from collections import defaultdict
 from benchmarks.job import Job
 from benchmarks.pace import Pace
 from benchmarks.peers.peer import Peer
-from benchmarks.peers.trainer import fit
+from benchmarks.peers.trainer import Paced, fit
 from lightning.pytorch.profilers import Profiler
 
 import lightning_dp
+
+WAITS = f"{Paced.__name__}."
+"""In the names of actions in which a turn ends, and the next one is waited for."""
 
 
 def train(job: Job, pace: Pace) -> None:
     """By the strategy, with the job's options of it; the option `stages` is for the benchmark."""
     options = dict(job.options)
-    profiler = Stages(pace.stages) if options.pop("stages", False) else None
+    profiler = SimpleProfiler(pace.stages) if options.pop("stages", False) else None
     strategy = lightning_dp.DataParallelStrategy(devices=job.torch_devices, **options)
     fit(
         job,
@@ -30,11 +33,12 @@ def train(job: Job, pace: Pace) -> None:
     )
 
 
-class Stages(Profiler):
+class SimpleProfiler(Profiler):
     """The seconds of each stage of a step, less those of stages inside of it.
 
     Our stages have their own names, `optimizer` and `backward` are what Lightning does there
     itself, and `loader` waits for the next batch; `lightning` is all that Lightning does beside.
+    The strategy tells its stages to torch's profiler, and to profilers of Lightning's of this name.
 
     Args:
         seconds: gets them, by the stages' names.
@@ -59,8 +63,9 @@ class Stages(Profiler):
         if name != action_name:
             raise RuntimeError(f"Expected {name} to end before {action_name} does.")
         seconds = time.perf_counter() - start
-        own = stage_of(name)
-        self._seconds[own] = self._seconds.get(own, 0.0) + seconds - parts["all"]
+        if WAITS not in name:
+            own = stage_of(name)
+            self._seconds[own] = self._seconds.get(own, 0.0) + seconds - parts["all"]
         if self._inside:
             self._inside[-1][2]["all"] += seconds
 

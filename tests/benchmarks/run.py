@@ -123,12 +123,17 @@ def main() -> None:
             job = job.on_virtual_time(options.links, flops_for(job, options.seconds_per_byte))
         for k in options.devices:
             about["results"].append(contest(options, job.with_devices(k)))
-    about["load_after"], about["seconds"] = load(), time.monotonic() - start
+            about["load_after"], about["seconds"] = load(), time.monotonic() - start
+            write(about, options)  # each time: a long run may be interrupted
     print(f"load before {about['machine']['load']}, after {about['load_after']}")
+
+
+def write(about: dict[str, Any], options: argparse.Namespace) -> None:
+    """What there is so far, as a file and as a picture."""
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(about, indent=1), encoding="utf-8")
-    if options.figure:
+    if options.figure and figure.curves(about["results"]):
         figure.draw(about["results"], options.figure)
 
 

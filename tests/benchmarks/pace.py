@@ -63,7 +63,7 @@ class Pace:
             {
                 "seconds": seconds,
                 "steps": self._steps,
-                "loss": float(loss.detach()) if isinstance(loss, Tensor) else loss,
+                "loss": _number(loss),
                 "device_bytes": [_module(d).max_memory_allocated(d) for d in self._devices],
                 "process_bytes": _largest_size(),
                 "idle_cpu_seconds": self._idle_cpu,
@@ -113,6 +113,13 @@ class Pace:
         with contextlib.suppress(BrokenPipeError):  # who has asked is gone, and so are commands
             self._answers.write(json.dumps(answer) + "\n")
             self._answers.flush()
+
+
+def _number(loss: Any) -> float:
+    """A loss as a number; of several devices' own losses the mean."""
+    if isinstance(loss, list):
+        return sum(map(_number, loss)) / len(loss)
+    return float(loss.detach() if isinstance(loss, Tensor) else loss)
 
 
 def _module(device: torch.device) -> Any:

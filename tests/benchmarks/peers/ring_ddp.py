@@ -51,7 +51,7 @@ def train(job: Job, pace: Pace) -> None:
         ring.reduce()
         for optimizer in optimizers:
             optimizer.step()
-        if not pace.step_done(losses[0]):
+        if not pace.step_done(losses):
             return
 
 

@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from oracle import SIM_DEVICES
+from places import SIM_DEVICES
 from programs import ROOT, read_json
 from test_doctor_proof import OneDeviceIsWrong
 from torch import Tensor, nn

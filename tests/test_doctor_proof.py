@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from oracle import SIM_DEVICES
+from places import SIM_DEVICES
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import SIM_DEVICES
+from places import SIM_DEVICES
 from programs import in_here
 
 from lightning_dp import DataParallel, sim

@@ -1,0 +1,93 @@
+"""The kinds of devices that this process tests on, and what a test says about those it needs.
+
+torch has one accelerator in a process, so simulated devices and GPUs are tested in two:
+`python -m pytest` has "cpu" and "sim", and `python -m pytest --on cuda` has "cpu", "cuda" (one GPU,
+K times) and "multigpu" (K GPUs).
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+SIM_DEVICES = 8  # their number is fixed for a process
+SEPARATE = ("sim", "multigpu")
+"""The kinds where each replica has a device, with a memory, of its own."""
+ACCELERATORS = ("sim", "cuda", "multigpu")
+NO_SIM = ("cpu", "cuda", "multigpu")
+"""For what simulated devices cannot do, and real ones can."""
+
+kinds: tuple[str, ...] = ("cpu", "sim")
+"""Those of this process."""
+are_played = False
+"""Whether simulated devices stand in for GPUs, to try the tests of GPUs where there are none."""
+
+
+def gpu_count() -> int:
+    """How many GPUs there are, or are played."""
+    return SIM_DEVICES if are_played else torch.cuda.device_count()
+
+
+def accelerator_count() -> int:
+    """How many devices the accelerator of this process has."""
+    return SIM_DEVICES if "sim" in kinds else gpu_count()
+
+
+def choose(on: str | None, markers: str, played: bool) -> None:
+    """Decides on the kinds of this process, as its command line asks.
+
+    Args:
+        on: `--on`, if it was given.
+        markers: `-m`; where it asks for "multigpu", GPUs are meant.
+        played: whether simulated devices stand in for GPUs.
+
+    Raises:
+        pytest.UsageError: there is no GPU to test on.
+    """
+    global kinds, are_played
+    asks_for_gpus = re.search(r"(?<!not )\bmultigpu\b", markers)
+    are_played = played
+    if on == "sim" or (on is None and not asks_for_gpus):
+        kinds = ("cpu", "sim")
+        return
+    if gpu_count() == 0:
+        raise pytest.UsageError(
+            f"--on cuda, -m multigpu: expected a GPU, but torch {torch.__version__} finds none. "
+            "Leave the option out to test on the CPU and on simulated devices."
+        )
+    kinds = ("cpu", "cuda", "multigpu")
+
+
+def type_of(kind: str) -> str:
+    """What torch, and `Trainer(accelerator=...)`, call devices of a kind."""
+    if kind in ("cuda", "multigpu"):
+        return "sim" if are_played else "cuda"
+    return kind
+
+
+def devices(kind: str, k: int) -> list[torch.device]:
+    """The devices of K replicas; the test is skipped where there are fewer GPUs than it needs."""
+    if kind == "cpu":
+        return [torch.device("cpu")] * k
+    if kind == "multigpu" and k > gpu_count():
+        pytest.skip(f"needs {k} GPUs, found {gpu_count()}")
+    return [torch.device(type_of(kind), 0 if kind == "cuda" else i) for i in range(k)]
+
+
+def as_parameters(wanted: tuple[str, ...]) -> list[object]:
+    """Those of the wanted kinds that this process has; the others are tested by another one."""
+    return [
+        pytest.param(kind, marks=pytest.mark.multigpu) if kind == "multigpu" else kind
+        for kind in kinds
+        if kind in wanted
+    ]
+
+
+def header() -> str:
+    """What is tested, and what is not though it could be."""
+    said = f"devices: {', '.join(kinds)}"
+    if "sim" in kinds and (found := gpu_count()):
+        said += f" (GPUs found: {found}; `python -m pytest --on cuda` tests on them)"
+    return said

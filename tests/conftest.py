@@ -76,8 +76,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["sim", "cuda"],
         help="the accelerators that are tested beside the CPU: simulated ones (default) or GPUs",
     )
-    # For those who write tests of GPUs and have none: `--on cuda --played`.
-    parser.addoption("--played", action="store_true", help=argparse.SUPPRESS)
+    # For those who write tests of GPUs and have none: `--on cuda --played 1`, or `--played 8`.
+    parser.addoption("--played", type=int, default=0, help=argparse.SUPPRESS)
     parser.addoption(
         "--side-streams",
         action="store_true",
@@ -122,7 +122,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "on" not in metafunc.fixturenames or _chooses_itself(metafunc.definition):
         return
     mark = metafunc.definition.get_closest_marker("on")
-    wanted = mark.args if mark else places.kinds
+    wanted = mark.args if mark else places.ALL
     if metafunc.definition.get_closest_marker("sim_only"):
         wanted = ("sim",)
     found = places.as_parameters(wanted)
@@ -140,12 +140,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         callspec = getattr(item, "callspec", None)
         kind = callspec.params.get("on") if callspec is not None else None
-        chosen = item.get_closest_marker("on") or item.get_closest_marker("sim_only")
-        if (
-            item.path.stem in SIM_IS_SLOW
-            and kind == "sim"
-            and not (chosen or _chooses_itself(item))
-        ):
+        mark = item.get_closest_marker("on")
+        chosen = (mark and "cpu" not in mark.args) or item.get_closest_marker("sim_only")
+        on_all = kind == "sim" and not (chosen or _chooses_itself(item))
+        if on_all and item.path.stem in SIM_IS_SLOW:
             item.add_marker(pytest.mark.slow)
         of_sim = item.get_closest_marker("sim_only") or item.path.parent.name == "sim"
         if kind == ELSEWHERE or (of_sim and "sim" not in places.kinds):

@@ -20,7 +20,7 @@ LIBRARY = torch.library.Library("aten", "IMPL")
 
 def begin() -> None:
     """After this, the process has GPUs, and no simulated devices beside them."""
-    if places.are_played:
+    if places.played:
         _play()
     else:
         # Convolutions would have 10 bits of a float32.
@@ -34,7 +34,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 def _play() -> None:
     """Simulated devices without what they alone have, and with roundings of their own."""
-    sim.enable(places.SIM_DEVICES)
+    sim.enable(places.played)
     theirs = torch.sim
     torch.sim = _Hidden(theirs, lambda name: False)
     shared = _Hidden(theirs, lambda name: hasattr(torch.cuda, name))

@@ -8,26 +8,36 @@ K times) and "multigpu" (K GPUs).
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
 
 SIM_DEVICES = 8  # their number is fixed for a process
+ALL = ("cpu", "sim", "cuda", "multigpu")
 SEPARATE = ("sim", "multigpu")
 """The kinds where each replica has a device, with a memory, of its own."""
 ACCELERATORS = ("sim", "cuda", "multigpu")
 NO_SIM = ("cpu", "cuda", "multigpu")
 """For what simulated devices cannot do, and real ones can."""
 
+on_separate = pytest.mark.on(*SEPARATE)
+on_accelerators = pytest.mark.on(*ACCELERATORS)
+not_on_sim = pytest.mark.on(*NO_SIM)
+not_repeated = pytest.mark.on("cpu", *SEPARATE)
+"""For what a Trainer, or an id, cannot say of one GPU that is there K times."""
+
 kinds: tuple[str, ...] = ("cpu", "sim")
 """Those of this process."""
-are_played = False
-"""Whether simulated devices stand in for GPUs, to try the tests of GPUs where there are none."""
+played = 0
+"""How many GPUs are played by simulated devices, to try the tests of GPUs where there are none."""
 
 
 def gpu_count() -> int:
     """How many GPUs there are, or are played."""
-    return SIM_DEVICES if are_played else torch.cuda.device_count()
+    return played or torch.cuda.device_count()
 
 
 def accelerator_count() -> int:
@@ -35,20 +45,20 @@ def accelerator_count() -> int:
     return SIM_DEVICES if "sim" in kinds else gpu_count()
 
 
-def choose(on: str | None, markers: str, played: bool) -> None:
+def choose(on: str | None, markers: str, gpus_to_play: int = 0) -> None:
     """Decides on the kinds of this process, as its command line asks.
 
     Args:
         on: `--on`, if it was given.
         markers: `-m`; where it asks for "multigpu", GPUs are meant.
-        played: whether simulated devices stand in for GPUs.
+        gpus_to_play: how many simulated devices stand in for GPUs.
 
     Raises:
         pytest.UsageError: there is no GPU to test on.
     """
-    global kinds, are_played
+    global kinds, played
     asks_for_gpus = re.search(r"(?<!not )\bmultigpu\b", markers)
-    are_played = played
+    played = gpus_to_play
     if on == "sim" or (on is None and not asks_for_gpus):
         kinds = ("cpu", "sim")
         return
@@ -63,7 +73,7 @@ def choose(on: str | None, markers: str, played: bool) -> None:
 def type_of(kind: str) -> str:
     """What torch, and `Trainer(accelerator=...)`, call devices of a kind."""
     if kind in ("cuda", "multigpu"):
-        return "sim" if are_played else "cuda"
+        return "sim" if played else "cuda"
     return kind
 
 
@@ -76,13 +86,20 @@ def devices(kind: str, k: int) -> list[torch.device]:
     return [torch.device(type_of(kind), 0 if kind == "cuda" else i) for i in range(k)]
 
 
-def as_parameters(wanted: tuple[str, ...]) -> list[object]:
-    """Those of the wanted kinds that this process has; the others are tested by another one."""
-    return [
-        pytest.param(kind, marks=pytest.mark.multigpu) if kind == "multigpu" else kind
-        for kind in kinds
-        if kind in wanted
-    ]
+def as_parameters(
+    wanted: Sequence[str] = ALL, marks: Mapping[str, pytest.MarkDecorator] = MappingProxyType({})
+) -> list[Any]:
+    """Those of the wanted kinds that this process has; the others are tested by another one.
+
+    Args:
+        wanted: kinds.
+        marks: what the test is marked with on some of them.
+    """
+    if played and "sim" not in wanted:  # what these cannot do
+        wanted = [kind for kind in wanted if kind == "cpu"]
+    found = [kind for kind in kinds if kind in wanted]
+    own = {kind: [pytest.mark.multigpu] * (kind == "multigpu") for kind in found}
+    return [pytest.param(k, marks=[*own[k], *([marks[k]] if k in marks else [])]) for k in found]
 
 
 def header() -> str:

@@ -123,6 +123,7 @@ def test_without_matplotlib_one_line_says_what_to_install(
     assert (tmp_path / "run" / "metrics.json").is_file()
 
 
+@pytest.mark.sim_only("GPUs cannot be given a speed.")
 def test_devices_can_become_unequal(configure: Configure, tmp_path: Path) -> None:
     on_sim = ("trainer=sim", "trainer.devices=2", "callbacks=slow_device")
     speeds = ("callbacks.slow_device.factors=[1,3]", "callbacks.slow_device.from_step=1")

@@ -67,6 +67,8 @@ class _Hidden(ModuleType):
 
 def _mm(a: Tensor, b: Tensor) -> Tensor:
     """The products, summed up in another order than the CPU's kernel has."""
+    if a.shape[1] != b.shape[0]:
+        raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({a.shape} and {b.shape})")
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(0)).sum(1).to(a.dtype)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import places
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.strategy import DataParallelMixin
 
 ON = "cpu"  # the kind of devices that a test is on, see `places`; the oracle is always the CPU
 EPOCHS = 2  # what an epoch leaves must reach the next one
@@ -91,7 +93,10 @@ def on_devices(k: int, strategy: Any) -> dict[str, Any]:
     if ON == "cuda":  # a Trainer takes no GPU twice; the strategy does
         if isinstance(strategy, str) and strategy.startswith("dp_custom"):
             strategy = StrategyRegistry.get(strategy)
-        if isinstance(strategy, DataParallelStrategy) and not strategy.parallel_devices:
+        if isinstance(strategy, DataParallelMixin) and not strategy.parallel_devices:
+            output = strategy._output_device
+            if type(output) is int and 0 < output < k:
+                pytest.skip(f"needs a GPU of id {output} for outputs, and is on one GPU {k} times")
             strategy.parallel_devices = devices_of(k)
         return {"accelerator": accelerator(), "devices": 1, "strategy": strategy}
     devices_of(k)  # skips the test if there are fewer

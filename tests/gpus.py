@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp import sim
+from lightning_dp.sim import backend
 
 TESTS = str(Path(__file__).parent)
 LIBRARY = torch.library.Library("aten", "IMPL")
@@ -26,6 +27,7 @@ def begin() -> None:
         # Convolutions would have 10 bits of a float32.
         torch.backends.cudnn.allow_tf32 = False
     sim.enable = _refuse
+    backend._enable = _refuse  # by whatever way
 
 
 def _refuse(*_: Any, **__: Any) -> None:

@@ -44,7 +44,7 @@ def test_kinds_are_those_asked_for(
 
 @pytest.mark.parametrize(("asked", "markers"), [("cuda", ""), (None, "multigpu")])
 def test_without_a_gpu_it_is_an_error(
-    on: str | None, markers: str, gpus: pytest.MonkeyPatch
+    asked: str | None, markers: str, gpus: pytest.MonkeyPatch
 ) -> None:
     gpus.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(pytest.UsageError, match=r"expected a GPU, but torch \S+ finds none"):

@@ -21,6 +21,7 @@ from oracle import (
     samples,
     trainer,
 )
+from places import not_repeated
 from torch import Tensor
 
 import lightning_dp
@@ -75,6 +76,7 @@ def test_accelerators_that_are_not_there_are_refused(devices: list[Any]) -> None
         DataParallelStrategy(devices=devices)
 
 
+@not_repeated
 @pytest.mark.parametrize("output_device", [1, "1", None, torch.device("cpu")])
 def test_output_devices_may_be_written_in_many_ways(output_device: Any) -> None:
     strategy = trainer(3, DataParallelStrategy(output_device=output_device)).strategy

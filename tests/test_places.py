@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,7 +129,8 @@ def test_cases_on_several_gpus_are_marked_and_none_is_of_simulated_devices(tmp_p
     assert len(cases) > 2000 and all("multigpu" in case for case in cases)
     found = pytest_with_two_gpus(tmp_path, *here, "--on", "cuda").splitlines()
     assert len(found) > 8000
-    assert not [line for line in found if "tests/sim/" in line or "[sim" in line]
+    of_sim = [line for line in found if "tests/sim/" in line or re.search(r"[\[-]sim[\]-]", line)]
+    assert not [line for line in of_sim if "test_house" not in line]  # it is about folders
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from oracle import SIM_DEVICES
+from oracle import devices_of
+from places import SIM_DEVICES, on_separate
 from programs import ROOT, read_json
 from test_doctor_proof import OneDeviceIsWrong
 from torch import Tensor, nn
@@ -41,6 +42,13 @@ from lightning_dp.doctor.watchdog import Watchdog
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CPU = torch.device("cpu")
+on_sim = pytest.mark.sim_only("It is about what the doctor says of simulated devices.")
+
+
+def enable(*names: str) -> None:
+    """Simulated devices, where they are named."""
+    if any("sim" in name for name in names):
+        sim.enable(SIM_DEVICES)
 
 
 class Tiny(LightningModule):
@@ -121,14 +129,14 @@ def test_an_unknown_verb_says_which_there_are(monkeypatch: pytest.MonkeyPatch) -
         ("cpu:3", ["cpu"] * 3),
         ("cpu,cpu", ["cpu"] * 2),
         ("cpu,", ["cpu"]),
-        ("sim:2", ["sim:0", "sim:1"]),
-        ("sim", [f"sim:{k}" for k in range(SIM_DEVICES)]),
-        ("sim:3,", ["sim:3"]),
-        ("sim:0,sim:2", ["sim:0", "sim:2"]),
+        pytest.param("sim:2", ["sim:0", "sim:1"], marks=on_sim),
+        pytest.param("sim", [f"sim:{k}" for k in range(SIM_DEVICES)], marks=on_sim),
+        pytest.param("sim:3,", ["sim:3"], marks=on_sim),
+        pytest.param("sim:0,sim:2", ["sim:0", "sim:2"], marks=on_sim),
     ],
 )
 def test_devices_are_named_by_kind_number_or_list(text: str, expected: list[str]) -> None:
-    sim.enable(SIM_DEVICES)
+    enable(text)
     assert list(map(str, doctor.devices_named(text))) == expected
 
 
@@ -143,7 +151,7 @@ def test_without_devices_there_are_replicas_on_the_cpu_or_all_accelerators() -> 
     [
         (["--devices", "cpu:0"], "--devices: expected a number of devices after 'cpu'"),
         (["--devices", "cpu:many"], "at least 1, got 'many'"),
-        (["--devices", "sim:99,"], "--devices[0]: expected one of sim:0"),
+        pytest.param(["--devices", "sim:99,"], "--devices[0]: expected one of sim:0", marks=on_sim),
         (["--devices", "gpu"], "--devices"),
         (
             ["--only", "nonsense"],
@@ -160,7 +168,7 @@ def test_without_devices_there_are_replicas_on_the_cpu_or_all_accelerators() -> 
 def test_unusable_options_are_one_clear_line(
     arguments: Sequence[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sim.enable(SIM_DEVICES)
+    enable(*arguments)
     with pytest.raises(SystemExit) as stop:
         doctor.main(list(arguments))
     said = capsys.readouterr().err
@@ -176,11 +184,11 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, read_json(output)
 
 
-@pytest.mark.parametrize("devices", ["cpu:3", "sim:3", "cpu:1", "sim:1"])
+@pytest.mark.parametrize("count", [3, 1])
 def test_a_healthy_machine(
-    devices: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    on: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sim.enable(SIM_DEVICES)
+    devices = "".join(f"{device}," for device in devices_of(count))
     only = ("--only", "gather", "--only", "one step, float64", "--only", "side streams")
     code, found = run(tmp_path, "--devices", devices, *only)
     printed = capsys.readouterr().out
@@ -189,9 +197,8 @@ def test_a_healthy_machine(
     assert set(laws) == {"gather(scatter(x)) == x", "one step, float64", "on side streams"}
     step = laws["one step, float64"]
     assert step["verdict"] == "pass" and 0 <= step["difference"] < step["allowed"] == 1e-10
-    kind, _, count = devices.partition(":")
-    assert len(found["devices"]) == int(count)
-    assert (laws["on side streams"]["verdict"] == "skip") == (kind == "cpu")
+    assert found["devices"] == list(map(str, devices_of(count)))
+    assert (laws["on side streams"]["verdict"] == "skip") == (on == "cpu")
     machine = found["environment"]
     assert machine["versions"]["torch"] == torch.__version__
     assert machine["dp_custom_takes"] == ["cpu"] and isinstance(machine["gil"], bool)
@@ -219,14 +226,16 @@ def test_a_fault_is_the_exit_status_and_is_named(
     assert "Culprits: sim:5, sim:5 -> cpu." in printed
 
 
+@on_separate
 def test_a_device_that_computes_wrongly_is_in_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    on: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sim.enable(SIM_DEVICES)
-    with OneDeviceIsWrong(torch.device("sim:1"), 1e-6):
-        code, found = run(tmp_path, "--devices", "sim:3", "--only", "devices", "--only", "links")
-    assert code == 1 and found["culprits"] == ["sim:1"]
-    assert "Culprits: sim:1.\n" in capsys.readouterr().out
+    devices = devices_of(3)
+    only = ("--only", "devices", "--only", "links")
+    with OneDeviceIsWrong(devices[1], 1e-6):
+        code, found = run(tmp_path, "--devices", ",".join(map(str, devices)), *only)
+    assert code == 1 and found["culprits"] == [str(devices[1])]
+    assert f"Culprits: {devices[1]}.\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt(), SystemExit(1)])
@@ -292,8 +301,9 @@ def test_the_environment_of_gpus_says_capability_memory_and_peers() -> None:
     }
 
 
+@on_sim
 def test_peer_access_is_asked_of_cuda_alone() -> None:
-    sim.enable(SIM_DEVICES)
+    enable("sim")
     links = measured_links([torch.device("sim", 0), torch.device("sim", 1)])
     assert [(link.source, link.target) for link in links][:3] == [
         ("cpu", "sim:0"),
@@ -358,8 +368,9 @@ def test_advice_follows_from_the_machine(found: dict[str, Any], words: str) -> N
     assert advice([], PAIR, environment_of(Link("cuda:0", "cuda:1", 1e9, True))) == []
 
 
+@on_sim
 def test_times_of_simulated_devices_are_no_advice() -> None:
-    sim.enable(SIM_DEVICES)
+    enable("sim")
     devices = [torch.device("sim", 0), torch.device("sim", 1)]
     found = [Timing("net", 8, {"one device": 1.0, "threads": 0.1, "inorder": 0.1})]
     (line,) = advice(found, devices, environment_of())
@@ -369,7 +380,7 @@ def test_times_of_simulated_devices_are_no_advice() -> None:
 @pytest.mark.parametrize(
     "devices, words",
     [
-        (["sim:0", "sim:1"], "in one process"),
+        pytest.param(["sim:0", "sim:1"], "in one process", marks=on_sim),
         (["cpu"], "one device"),
         (["cuda:0", "cuda:0"], "once"),
         (["cpu", "cpu"], ""),
@@ -377,7 +388,7 @@ def test_times_of_simulated_devices_are_no_advice() -> None:
     ],
 )
 def test_why_there_is_no_ddp(devices: list[str], words: str) -> None:
-    sim.enable(SIM_DEVICES)
+    enable(*devices)
     reason = why_no_ddp(list(map(torch.device, devices)))
     assert words in reason and bool(words) == bool(reason)
 

@@ -14,6 +14,7 @@ import torch
 from hostile_errors import HOSTILE, groups
 from lightning.pytorch import Callback
 from oracle import Classifier, devices_of, loader
+from places import as_parameters
 from spreading import said
 from torch import Tensor
 from torchmetrics import MeanMetric, Metric
@@ -196,7 +197,7 @@ SOME = ("repr", "bool", "add_note, by StopIteration", "class", "setattr", "Syste
 
 
 @pytest.mark.parametrize("kinds", [SOME, pytest.param(tuple(MAKERS), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("on", ["cpu", pytest.param("sim", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("on", as_parameters(marks={"sim": pytest.mark.slow}), indirect=True)
 @pytest.mark.parametrize("how", EXECUTORS)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_fit_ends_as_on_one_device(mode: str, how: str, on: str, kinds: Sequence[str]) -> None:

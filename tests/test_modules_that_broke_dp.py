@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from oracle import Classifier, assert_same, loader, run
+from places import not_on_sim
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -235,7 +236,7 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # simulated devices cannot compile
+@not_on_sim  # which cannot compile
 @pytest.mark.parametrize(
     ("backend", "mode"),
     [
@@ -257,7 +258,7 @@ def test_compiled_submodules(backend: str, mode: str, fresh_compiler: None) -> N
     assert_same(several, one)
 
 
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+@not_on_sim
 @pytest.mark.parametrize("mode", ["step", "forward"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

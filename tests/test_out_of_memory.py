@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.step import StepParallel
 
+pytestmark = pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte.")
+
 WIDTH = 512
 """Wide enough for activations to be what memory goes to."""
 

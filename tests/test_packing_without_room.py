@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from lightning_dp import DataParallel
 from lightning_dp.parallel.links import Packing, to_device_coalesced
 
+pytestmark = pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte.")
+
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), ()]
 LARGEST = 8 * 64 * 32
 ALL = 8 * (64 * 32 + 32 + 8 * 3 * 16 + 256 + 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchmetrics
 from oracle import EPOCHS, Classifier, Run, assert_same, devices_of, loader, run
+from places import not_on_sim
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -251,7 +252,7 @@ def test_lbfgs_calls_the_step_several_times_per_batch() -> None:
     assert_same(run(Quasi, 3), run(Quasi, 1), atol=1e-8)
 
 
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # simulated devices have no sparse tensors
+@not_on_sim  # which have no sparse tensors
 def test_sparse_gradients_stay_sparse() -> None:
     layouts: set[torch.layout] = set()
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from oracle import ByHand, Classifier, assert_equal_trees, assert_same, devices_of, run
+from places import on_accelerators
 from spreading import CHECKPOINTED, EXACT, engine_of, layers, perceptron
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -24,13 +24,8 @@ from lightning_dp import DataParallel
 from lightning_dp.parallel.step import StepParallel
 from lightning_dp.parallel.workers import collectives
 
-pytestmark = pytest.mark.usefixtures("on_side_streams")
+pytestmark = [on_accelerators, pytest.mark.usefixtures("on", "on_side_streams")]
 EXECUTORS = ["threads", "inorder"]
-
-
-@pytest.fixture(autouse=True)
-def on_sim(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "ON", "sim")
 
 
 @pytest.fixture(params=EXECUTORS)
@@ -104,7 +99,7 @@ def test_a_step_whose_replicas_meet(step: Any, executor: str) -> None:
     x = torch.randn(6, 4, dtype=torch.float64)
     one = Step(step)
     one.training_step(x).backward()
-    net, devices = Step(step).to("sim:0"), devices_of(3)
+    net, devices = Step(step).to(devices_of(1)[0]), devices_of(3)
     engine = StepParallel(
         net, devices, output_device=devices[0], split=lambda n: (3, 2, 1), executor=executor
     )
@@ -130,10 +125,10 @@ def test_the_drop_in() -> None:
     torch.manual_seed(0)
     one = perceptron().double()
     torch.manual_seed(0)
-    net = DataParallel(perceptron().double().to("sim:0"), devices_of(3))
+    net = DataParallel(perceptron().double().to(devices_of(1)[0]), devices_of(3))
     x = torch.randn(6, 4, dtype=torch.float64)
     one(x).square().mean().backward()
-    net(x.to("sim:0")).square().mean().backward()
+    net(x.to(devices_of(1)[0])).square().mean().backward()
     assert_equal_trees(summed(net), summed(one), "gradients", **EXACT)
     net.close()
 

@@ -21,6 +21,7 @@ from oracle import (
     samples,
     trainer,
 )
+from places import not_repeated
 from torch import Tensor
 
 import lightning_dp
@@ -46,7 +47,7 @@ class NoData(Classifier):
         ({"devices": ["cpu", "cpu:1"]}, r"devices\[1\]: expected 'cpu' .*got 'cpu:1'.*Repeat"),
         ({"devices": []}, "devices: expected at least one device"),
         ({"devices": "cpu"}, "devices: expected a list .*Put the device into a list"),
-        ({"output_device": 8}, "output_device: expected .* (0 to 3|sim:0 to sim:7).*got .*8"),
+        ({"output_device": 8}, r"output_device: expected .* (0 to 3|\w+:0).*got .*8"),
         ({"output_device": -1}, "output_device: expected .*got .*-1"),
         ({"output_device": True}, "output_device: expected a device, its name or its id, got True"),
         ({"output_device": "nowhere"}, "output_device: expected a device name"),
@@ -75,6 +76,7 @@ def test_accelerators_that_are_not_there_are_refused(devices: list[Any]) -> None
         DataParallelStrategy(devices=devices)
 
 
+@not_repeated
 @pytest.mark.parametrize("output_device", [1, "1", None, torch.device("cpu")])
 def test_output_devices_may_be_written_in_many_ways(output_device: Any) -> None:
     strategy = trainer(3, DataParallelStrategy(output_device=output_device)).strategy

@@ -9,7 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from oracle import ByHand, Classifier, assert_equal_trees, loader, trainer
+from oracle import ByHand, Classifier, assert_equal_trees, devices_of, loader, trainer
+from places import on_accelerators
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
@@ -18,13 +19,8 @@ from lightning_dp.parallel.batch.leaves import pick
 EXECUTORS = ["threads", "inorder"]
 
 
-@pytest.fixture(autouse=True)
-def on_sim(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are strict, and count the host's waits."""
-    from lightning_dp import sim
-
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
+pytestmark = [on_accelerators, pytest.mark.usefixtures("on")]
+counts_waits = pytest.mark.sim_only("It counts how often the host waits.")
 
 
 class Manual(ByHand, Classifier):
@@ -68,11 +64,12 @@ def test_the_loss_on_the_host_is_there(make: Any, mode: str, executor: str) -> N
 
 def scaled(make: type[Classifier], devices: int, **options: Any) -> tuple[float, dict[str, Tensor]]:
     torch.manual_seed(0)
-    scaler = torch.amp.GradScaler("sim", init_scale=2.0**12, growth_interval=2)
-    plugins, strategy = [MixedPrecision("16-mixed", "sim", scaler)], DataParallelStrategy(**options)
-    module, job = make(), trainer(devices, strategy, accelerator="sim", plugins=plugins)
+    scaler = torch.amp.GradScaler(oracle.accelerator(), init_scale=2.0**12, growth_interval=2)
+    where, strategy = oracle.accelerator(), DataParallelStrategy(**options)
+    plugins = [MixedPrecision("16-mixed", where, scaler)]
+    module, job = make(), trainer(devices, strategy, accelerator=where, plugins=plugins)
     job.fit(module, loader(), loader())
-    assert scaler._scale is not None and scaler._scale.device == torch.device("sim:0")
+    assert scaler._scale is not None and scaler._scale.device == devices_of(1)[0]
     return scaler.get_scale(), dict(module.state_dict())
 
 
@@ -160,6 +157,7 @@ NO_WAITS: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@counts_waits
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("case", NO_WAITS)
 def test_a_step_does_not_wait_for_devices(case: str, executor: str) -> None:
@@ -167,25 +165,29 @@ def test_a_step_does_not_wait_for_devices(case: str, executor: str) -> None:
     assert waits_per_step(make, {"executor": executor, **options}, **fit) == {0}
 
 
+@counts_waits
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_counts_of_items_are_waited_for_once(executor: str) -> None:
     """They decide which losses count at all."""
     assert waits_per_step(Counted, {"executor": executor}) == {1}
 
 
+@counts_waits
 def test_frozen_weights_are_looked_at_with_one_wait() -> None:
     """Whether somebody has written to them through `.data`, the host must know."""
     assert waits_per_step(Frozen, {}) == {1}
 
 
+@counts_waits
 @pytest.mark.parametrize("make", [Classifier, Several, ManualAlone])
 def test_the_host_waits_once_for_the_loss_and_once_for_all_that_is_logged(make: Any) -> None:
     assert waits_per_step(make, {"output_device": "cpu"}) == {2}
 
 
+@counts_waits
 def test_picked_samples_are_picked_on_their_device() -> None:
     """As a split by cost picks them from a batch that is there already."""
-    batch = torch.arange(6.0, device="sim:0")
+    batch = torch.arange(6.0, device=devices_of(1)[0])
     before = torch.sim.host_waits()
     picked = pick(batch, [4, 0, 3], 0)
     assert torch.sim.host_waits() == before

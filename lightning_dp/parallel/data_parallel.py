@@ -195,22 +195,21 @@ class DataParallel(nn.Module, Generic[Module]):
     def _spreader(self) -> ForwardParallel:
         if self._engine is None:
             split = split_policy(*self._split)
-            self._engine = ForwardParallel(
-                self.module, self.devices, split=split, always_copies=True, **self._options
-            )
+            with Surroundings():
+                self._engine = ForwardParallel(
+                    self.module, self.devices, split=split, always_copies=True, **self._options
+                )
         return self._engine
 
     def close(self) -> None:
         """Ends the worker threads; a later call starts new ones."""
         if self._engine is not None:
-            self._engine.close()
+            with Surroundings():
+                self._engine.close()
 
     def __del__(self) -> None:
-        """As `close`. A finalizer would hold the engine, and so a module that holds this wrapper.
-
-        When Python ends, the engine may be at work; a replica of this has the root's engine.
-        """
-        own = self.__dict__
+        """As `close`. A finalizer would hold the engine, and with it what holds this wrapper."""
+        own = self.__dict__  # a replica of this has the engine of the original
         if own.get("_engine") and own["_identity"] == id(self) and not sys.is_finalizing():
             self.close()
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_dp.parallel.batch import Scalars, Shards, to_device
 from lightning_dp.parallel.call import ReplicaCall
-from lightning_dp.parallel.contexts import Lasting
+from lightning_dp.parallel.contexts import Lasting, Surroundings
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.replaced import StandIn, replaced
@@ -230,7 +230,8 @@ def _settle(engine: Callable[[], ForwardParallel | None]) -> None:
     """After a backward; of an engine that is gone there is nothing to settle."""
     living = engine()
     if living is not None:
-        living.reducer.settle()
+        with Surroundings():
+            living.reducer.settle()
 
 
 def check_parallel_modules(module: nn.Module, names: Sequence[str]) -> None:

@@ -210,7 +210,8 @@ class Victim(LightningModule):
             collectives.barrier("after")
         z = self.net(x)
         if z.requires_grad:
-            z.register_hook(lambda gradient: self.fault.at("backward hook", x))
+            fault = self.fault  # a graph that reaches what holds it is never freed
+            z.register_hook(lambda gradient: fault.at("backward hook", x))
         return z
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -543,6 +544,7 @@ def _ended(case: FaultCase, setting: Setting) -> tuple[Victim, BaseException, st
     module = victim(setting.mode, fault)
     with _inside(case, fault):
         arrived = caught(partial(train, module, setting))
+    BaseException.__setattr__(error, "__traceback__", None)  # it may have been swallowed
     how = "no error" if arrived is None else type(arrived).__name__
     return module, error, f"{how}{' itself' if arrived is error else ''}"
 

@@ -1,4 +1,4 @@
-"""Every test leaves no thread and no replicas behind, and environment and torch's globals as found.
+"""Every test leaves no thread behind, and the environment and torch's globals as found.
 
 Whole folders of tests run in a process for each core. Files and tests that are named, or chosen
 with -k, run in this process, where a debugger and prints work; `-n 4` and `-n 0` say otherwise.
@@ -9,9 +9,7 @@ import os
 import signal
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,6 @@ from hypothesis import HealthCheck, settings
 from oracle import SIM_DEVICES
 
 from lightning_dp import sim
-from lightning_dp.parallel.replicas import Replicas
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs behind them
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -184,41 +181,6 @@ def no_thread_is_left_behind() -> Iterator[None]:
     yield
     left = [t.name for t in threading.enumerate() if t not in before and t.name.startswith("dp-")]
     assert not left, f"threads left behind: {left}"
-
-
-LIVING: weakref.WeakSet[Replicas] = weakref.WeakSet()
-HAS_FAILED = pytest.StashKey[bool]()
-
-
-def _noted(make: Callable[..., None]) -> Callable[..., None]:
-    @wraps(make)
-    def noted(self: Replicas, *args: Any, **options: Any) -> None:
-        LIVING.add(self)
-        make(self, *args, **options)
-
-    return noted
-
-
-Replicas.__init__ = _noted(Replicas.__init__)  # type: ignore[method-assign]
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
-    item.stash[HAS_FAILED] = item.stash.get(HAS_FAILED, False) or call.excinfo is not None
-    return (yield)
-
-
-@pytest.fixture(autouse=True)
-def no_replicas_are_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nobody keeps them: they would go on listening to all optimizers. Slow tests are not asked."""
-    before = weakref.WeakSet(LIVING)
-    yield
-    # The frames of a test that has failed are kept, also if that was expected.
-    if request.node.stash.get(HAS_FAILED, False) or request.node.get_closest_marker("slow"):
-        return
-    if len(LIVING) > len(before):
-        gc.collect()
-        assert not [each for each in LIVING if each not in before], "replicas are left behind"
 
 
 @pytest.fixture(autouse=True)

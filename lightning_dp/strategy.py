@@ -78,7 +78,8 @@ class DataParallelMixin(OptionsMixin):
         if plugin is not None:
             set_layer_sync(self, replicas_own(plugin))
             layer_sync(self).apply(cast(LightningModule, self.lightning_module))
-        self._mode = self._new_mode()
+        with Surroundings():
+            self._mode = self._new_mode()
         profiler = cast(Any, trainer).profiler
         if type(profiler).__name__ == "SimpleProfiler":  # others see what torch.profiler sees
             self._mode.engine.ranges.profile = profiler.profile
@@ -175,7 +176,8 @@ class DataParallelMixin(OptionsMixin):
         def with_all_gradients() -> Any:
             result = closure()
             # Of a training step that returned None, no backward has come.
-            mode.engine.reducer.reduce_waiting()
+            with Surroundings():
+                mode.engine.reducer.reduce_waiting()
             return result
 
         return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
@@ -244,11 +246,13 @@ class DataParallelMixin(OptionsMixin):
 
     def _resync(self) -> None:
         if self._mode is not None:
-            self._mode.engine.resync()
+            with Surroundings():
+                self._mode.engine.resync()
 
     def _close(self) -> None:
         if self._mode is not None:
-            self._mode.engine.close()
+            with Surroundings():
+                self._mode.engine.close()
         self._mode = None
 
     def __repr__(self) -> str:

@@ -44,6 +44,7 @@ SIM_IS_SLOW = {
     "test_forward_calls",
     "test_forward_mode",
     "test_least_samples",
+    "test_let_go",
     "test_lightning_demos",
     "test_logs_and_metrics",
     "test_manual_optimisation",

@@ -7,6 +7,7 @@ import gc
 import inspect
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -270,6 +271,55 @@ def test_an_interrupt_at_any_line_of_a_context_leaves_nothing_open(
             except KeyboardInterrupt as interrupt:  # which holds the frames: nothing is collected
                 assert fixture.look() == before, (line, nth)
                 interrupt.__traceback__ = None
+
+
+class Payload(Idle):
+    """Something that contexts hold."""
+
+
+@context
+def holding(payload: Payload) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        payload.end()
+
+
+HOLDING: dict[str, Callable[[Payload], AbstractContextManager[Any]]] = {
+    "lasting": lambda payload: payload,
+    "a generator": holding,
+    "several": lambda payload: Contexts([holding(payload), Paired(payload.begin, payload.end)]),
+    "replaced": lambda payload: replaced(payload, end=len, begin=len),
+}
+
+
+def _interrupted(name: str, tracer: Tracer) -> weakref.ref[Payload]:
+    """A payload whose context was interrupted, outside of surroundings."""
+    payload = Payload()
+
+    def last() -> None:
+        with HOLDING[name](payload):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        tracer.run(last)
+    return weakref.ref(payload)
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_an_interrupt_where_nobody_looks_keeps_nothing_alive(name: str) -> None:
+    def last() -> None:
+        with HOLDING[name](Payload()):
+            pass
+
+    tracer = Tracer()
+    tracer.run(last)
+    assert len(tracer.visits) > 3
+    for line, visits in tracer.visits.items():
+        for nth in range(1, visits + 1):
+            payload = _interrupted(name, Tracer(line, nth))
+            gc.collect()
+            assert payload() is None, (line, nth)
 
 
 def test_a_generator_may_swallow_an_error_and_raise_others() -> None:

@@ -14,6 +14,7 @@ import torch
 from hostile_errors import HOSTILE, groups
 from lightning.pytorch import Callback
 from oracle import Classifier, devices_of, loader
+from patience import not_kept
 from places import as_parameters
 from spreading import said
 from torch import Tensor
@@ -134,7 +135,8 @@ class Failing(Classifier):
         self.at("forward", x)
         z = self.net(x)
         if z.requires_grad:
-            z.register_hook(lambda gradient: self.at("backward", x))
+            at = not_kept(self.at)
+            z.register_hook(lambda gradient: at("backward", x))
         return z
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -182,6 +184,7 @@ def arrives(module: Failing, devices: int, **options: Any) -> tuple[str, int]:
     assert not [t for t in threading.enumerate() if t.name.startswith("dp-")]
     told = "nothing" if not seen.errors else type(seen.errors[0]).__qualname__
     same = bool(seen.errors) and seen.errors[0] is FAULTS[0]
+    FAULTS.clear()  # its frames hold the run
     ended = "no error" if arrived is None else type(arrived).__qualname__
     return f"{ended}, the fault itself: {same}, callbacks were told of: {told}", job.global_step
 

@@ -295,6 +295,7 @@ class Faulty(MeanLoss):
     "error", [AttributeError("a name"), KeyError("a key"), ValueError("a value"), TypeError("it")]
 )
 def test_an_error_of_a_metric_is_an_error(error: Exception, executor: str) -> None:
+    error = type(error)(*error.args)  # one that is kept keeps the frames that it came through
     kind = type("Failing", (Faulty,), {"error": error})
     module = type("Trained", (Trained,), {"make": kind})()
     strategy = DataParallelStrategy(executor=executor)

@@ -13,7 +13,8 @@ from lightning_dp.parallel.workers import ExecutorName
 def test_a_plain_step_enters_few_functions_and_no_meeting(
     executor: ExecutorName, most: int
 ) -> None:
-    # In a process of its own: replicas of tests before it may listen to all optimizers still.
+    # In a process of its own: pytest keeps the frames of a test that has failed, also as expected,
+    # and so its replicas, which listen to all optimizers.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         step = process.submit(plain_step, executor=executor).result(timeout=300)
     assert step.frames <= most, step.calls.most_common(20)

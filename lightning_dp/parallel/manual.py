@@ -122,23 +122,22 @@ class ManualStep(EvaluationStep):
         with torch.no_grad():
             joint = join_losses(graphs, self.engine.output_device)
         if any([loss.requires_grad for loss in losses]):
-            run, crosses = partial(self._backward, inputs), self.engine.calls.crossed
+            run, crosses = self._backward, self.engine.calls.crossed
             devices = [*self.engine.devices, self.engine.output_device]
             backward = JointBackward(self.name, self.shards, graphs, crosses, run, devices)
+            backward.inputs = inputs
             joint = backward.attach(joint)
         return self.once(lambda: call(joint))
 
-    def _backward(
-        self, inputs: Sequence[Any], joint: JointBackward, gradient: Tensor, keep_graph: bool
-    ) -> None:
+    def _backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         reducer = self.engine.reducer
         reducer.before_backward()
         self._gradients.put_aside()
         if joint.crosses or not self.engine.on_cpu:
             during = self.engine.meter.working([graph.replica for graph in joint.graphs])
-            backward_at_once(joint.graphs, gradient, keep_graph, _all_of(inputs), during)
+            backward_at_once(joint.graphs, gradient, keep_graph, _all_of(joint.inputs), during)
         else:
-            own_inputs = dict(zip(self.shards.active, inputs, strict=True))
+            own_inputs = dict(zip(self.shards.active, joint.inputs, strict=True))
             calls: dict[int, Callable[[], Any]] = dict.fromkeys(self.shards.active, lambda: None)
             for graph in joint.graphs:
                 options = {"retain_graph": keep_graph, "inputs": own_inputs[graph.replica]}

@@ -8,6 +8,7 @@ when memory runs out.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ LossReduction: TypeAlias = Literal["mean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
 
 Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
-"""Runs the replicas' backwards and gives all parameters their gradients, given the gradient of the
-joint loss and whether graphs are kept."""
+"""A method that runs the replicas' backwards and gives all parameters their gradients, given the
+gradient of the joint loss and whether graphs are kept."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,11 @@ class JointBackward:
     Graphs of weight 0 are left out: such a loss is a mean over nothing, it may be NaN, and so would
     its gradient be. Where the graph of one replica goes on in that of another (`crosses`), none of
     them has a backward of its own. All of it runs on the streams that are current on the `devices`
-    when it is made.
+    when it is made, by the method `run`, whose owner it does not keep alive: a graph that reaches
+    what holds it is never freed.
     """
+
+    inputs: Sequence[Any] = ()  # of each replica, whose gradients alone are wanted
 
     def __init__(
         self,
@@ -191,7 +195,7 @@ class JointBackward:
         self.shards = shards
         self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
         self.crosses = crosses
-        self._run = run
+        self._run = weakref.WeakMethod(run)
         self._streams = side_streams(devices)
 
     def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
@@ -219,10 +223,16 @@ class JointBackward:
 
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
         """Runs it."""
+        run = self._run()
+        if run is None:
+            raise RuntimeError(
+                "Expected the backward of a loss whose engine still exists, got that of one that "
+                "is gone. Keep the engine until then."
+            )
         try:
             # Autograd's thread has other ones.
             with on_streams(self._streams) if self._streams else nullcontext():
-                self._run(self, gradient, keep_graph)
+                run(self, gradient, keep_graph)
         except torch.OutOfMemoryError:
             # What they hold is needed to do the step again.
             self.graphs.clear()

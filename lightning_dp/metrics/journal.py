@@ -122,7 +122,7 @@ class Journals(ReplicaRules):
             journal.calls.clear()
         self._follow(replicas.submodules)
         state = self._state
-        state.begin(replicas.submodules, shards.active)
+        state.begin(replicas, shards.active)
         logs: list[_Log] = []
         try:
             # Replica 0 is the user's module: it records only while the step lasts.

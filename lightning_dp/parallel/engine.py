@@ -209,7 +209,7 @@ class Engine:
         if call.training:
             buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"
             if self._snapshot is not None:
-                self._snapshot.take(self.replicas.buffers[0])
+                self._snapshot.take(self.replicas.root_buffers)
         stale = self._stale.intersection(shards.active)
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)

@@ -79,7 +79,7 @@ class StepParallel(RecoveringEngine):
         """
         if not self.has_own_backward:
             return []
-        parameters = self.replicas.parameters[0]
+        parameters = self.replicas.root_parameters
         with_hooks = set(hooked(parameters))
         return [p for i, p in enumerate(parameters) if p.requires_grad and i not in with_hooks]
 

@@ -7,7 +7,7 @@ tells the name and the release, unless it is said below what happens instead.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
@@ -146,13 +146,17 @@ hooks_of = _getter(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
 """Those of a parameter, of which `ParameterHooks` can be made."""
 
 
-def hooked(parameters: Iterable[Tensor]) -> list[int]:
+def hooked(parameters: Sequence[Tensor]) -> list[int]:
     """Positions of the parameters that have hooks of either kind."""
+    if not any(map(gradient_hooks, parameters)) and not any(map(_parameter_hooks, parameters)):
+        return []  # nearly always, and without a Python call for each
     return [i for i, (a, b) in enumerate(map(hooks_of, parameters)) if a or b]
 
 
 gradient_hooks: Callable[[Tensor], Mapping[int, Any] | None] = _getter(Tensor, "_backward_hooks")
 """Those that autograd calls with the gradient, and with None where there is none."""
+
+_parameter_hooks = _getter(Tensor, "_post_accumulate_grad_hooks")
 
 
 def take_hooks_off(parameter: Tensor) -> ParameterHooks:

@@ -71,8 +71,11 @@ class Reducer:
         They are where the backward may run out of memory, to be undone and done again.
         """
         self._in_backward = True
+        with_hooks = hooked(self._replicas.root_parameters)
+        if not with_hooks and not can_fail:
+            return
         parameters = self._replicas.parameters
-        for i in hooked(parameters[0]):
+        for i in with_hooks:
             own, root = [replica[i] for replica in parameters], parameters[0][i]
             hooks = HooksOff(root)
             self._hooked.append((own, hooks, root.grad))

@@ -102,6 +102,9 @@ class ModuleState:
 
     def settle(self, changes: Changes, replicas: Replicas, shards: Shards) -> None:
         """Gives the module what the replicas' steps left on them."""
+        self._is_settled = True
+        if not any(changes):
+            return
         active = shards.active
         merge = Merge(self._output_device, shards)
         for container in changes.containers:
@@ -120,7 +123,6 @@ class ModuleState:
                 shards.dims.keep_sizes()
             if differs:
                 self._warn(module, name)
-        self._is_settled = True
 
     def undo(self) -> None:
         """Gives the module what it had before the step."""

@@ -109,7 +109,8 @@ class Reducer:
             self._in_backward = False
             wait_for_autograd(self._devices)
         self._settle_forward()
-        self._put_back()
+        if self._hooked or self._earlier is not None:
+            self._put_back()
 
     def undo(self) -> None:
         """Takes back what a step has left that is to be run again."""
@@ -152,6 +153,8 @@ class Reducer:
 
     def _settle_forward(self) -> None:
         """Not before the backward, which checks that nobody wrote to what it saved."""
+        if not self._forwarded:
+            return
         forwarded, self._forwarded = self._forwarded, ()
         self._replicas.adopt_rows(forwarded)
         shards, self._unsettled = self._unsettled, None

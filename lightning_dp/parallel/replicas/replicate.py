@@ -7,7 +7,7 @@ and owns only its gradients; elsewhere it owns a copy. Its parameters are real l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import compress
 from operator import attrgetter, not_
@@ -44,8 +44,8 @@ class Replicas:
     `submodules` are all modules of every replica, at equal positions: one list until other replicas
     take their place. Before they do, `before_rebuild` is called with the parameters of all: what
     has accumulated on them must not go with them. If the root `takes_means` of floating buffers,
-    steps may leave these different. What they compile is in `compiled`. The latest refresh has
-    looked at the `attributes` of the root's submodules.
+    steps may leave these different. What they compile is in `compiled`, and in `attributes` what
+    the latest refresh has seen of the root's submodules.
     """
 
     attributes: AttributeVersions
@@ -163,16 +163,14 @@ class Replicas:
         """Has replicas follow the root, but for the buffers."""
         for replica in others:
             replica.refresh(self.attributes.versions)
-        # Whether a step writes to what replicas share is looked at, too.
         versioned = self._silent is not None or bool(self._sharing.positions)
-        state = ParameterState.of(self._structure.parameters, versions=versioned)
-        self._followed = state
+        self._followed = state = ParameterState.of(self._structure.parameters, versions=versioned)
         self._all_trained = all(state.requires_grad)
         silent = set() if self._silent is None else self._silent.look()
         if self._limited is not None:
             silent = silent | self._limited.positions
         self._weights.refresh([r.weights for r in others], state, parameters, silent)
-        if self._shared is not None:
+        if self._shared is not None and self._shared.apart:
             self._shared.refresh()
 
     def refresh_parameters(self, active: Iterable[int]) -> None:
@@ -185,7 +183,7 @@ class Replicas:
             others = [self._others[k - 1] for k in active if k > 0]
             self._weights.refresh([replica.weights for replica in others], state)
             self._buffers.copy_leaves([replica.buffers for replica in others])
-            if self._shared is not None:
+            if self._shared is not None and self._shared.apart:
                 self._shared.refresh()
 
     def share_parameters(self, share: bool) -> None:
@@ -196,9 +194,8 @@ class Replicas:
         backwards at the same time. Shared are the parameters that are trained, until a step does
         something to one: see `check_shared`.
         """
-        limited = set() if self._limited is None else self._limited.positions
-        share = share and not self._buffers.leaves
-        positions = self._sharing.choose(self._structure.parameters, self._followed, share, limited)
+        share, roots = share and not self._buffers.leaves, self._structure.parameters
+        positions = self._sharing.choose(roots, share, self._followed, self._limited)
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
                 # Now, and not in the midst of a backward that has little memory left.
@@ -212,12 +209,15 @@ class Replicas:
         To be called before every replica but the first one that runs in a step. What that one, the
         root, does to its parameters the others do to theirs: so these have to be their own.
         """
-        if self._sharing.has_to_end(self._structure.parameters):
+        before, roots = self._sharing.before, self._structure.parameters
+        if before is not None and before != ParameterState.of(roots, versions=True):
+            self._sharing.end()
             self.share_parameters(False)
 
     def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
         """What surrounds a training step: writes to buffers and shared weights are noticed."""
-        buffers = self._buffer_state.noticed(active)
+        state = self._buffer_state
+        buffers = state.noticed(active) if state.positions else nullcontext()
         if self._shared is None or self._all_trained:
             return buffers
         limited = set() if self._limited is None else self._limited.positions
@@ -232,10 +232,7 @@ class Replicas:
                 self._limited.adopt(self._others[k - 1].parameters)
 
     def keep(self, k: int, position: int, name: str) -> None:
-        """Lets replica k keep an attribute that it has bound, until the root's is bound anew.
-
-        It is an attribute of the submodule at this position in `submodules`.
-        """
+        """Lets a submodule of replica k keep what it has bound, until the root's is bound anew."""
         if k > 0:
             self._others[k - 1].keep(position, name)
 
@@ -280,9 +277,8 @@ class Replicas:
             self.attributes = structure.attributes
             limited = LimitedNorms(structure.modules, structure.parameters)
             self._limited = limited if limited.modules else None
-            self._silent: SilentWrites | None = None
-            if any(device != self._devices[0] for device in self._devices):
-                self._silent = SilentWrites(structure.parameters)
+            is_elsewhere = any(device != self._devices[0] for device in self._devices)
+            self._silent = SilentWrites(structure.parameters) if is_elsewhere else None
             self._weights = weights = WeightCopies(structure.parameters)
             self._buffers = buffers = CopiedBuffers(structure.buffer_tables, structure.parameters)
             self._others = [
@@ -292,8 +288,7 @@ class Replicas:
             ]
             self.compiled = Compilations(self._root, self._others)
             self.modules = [self._root, *(replica.module for replica in self._others)]
-            others = (replica.submodules for replica in self._others)
-            self.submodules = [structure.modules, *others]
+            self.submodules = [structure.modules, *(r.submodules for r in self._others)]
             self._parameters = [structure.parameters, *(r.parameters for r in self._others)]
             tables = (replica.buffers.tables for replica in self._others)
             self._buffer_state.follow(structure, [structure.buffer_tables, *tables])

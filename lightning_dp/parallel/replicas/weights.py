@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_dp.parallel.links import Packed, Packing, can_be_packed, kind
+from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.torch_private import version
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -130,41 +131,40 @@ class Weights:
 class Sharing:
     """Which of the root's own parameters replicas on its device compute with, by `positions`.
 
-    That is one object as long as it is equal.
+    That is one object as long as it is equal. They were in a state `before` the step.
     """
 
     def __init__(self) -> None:
         self.positions: set[int] = set()
         self._is_over = False
-        self._before: ParameterState | None = None  # the step
+        self.before: ParameterState | None = None
         self._trained: tuple[list[bool], set[int]] = ([], set())  # and the positions
 
     def choose(
         self,
         roots: Sequence[nn.Parameter],
-        state: ParameterState | None,
         share: bool,
-        limited: set[int],
+        state: ParameterState | None,
+        limited: LimitedNorms | None,
     ) -> set[int]:
         """From now on those that are trained, but for some. They are in a state, if it is known."""
-        self._before, positions = None, set()
+        positions: set[int] = set()
         if share and not self._is_over:
             if state is None or not state.versions:
                 state = ParameterState.of(roots, versions=True)
             if state.requires_grad != self._trained[0]:
                 self._trained = state.requires_grad, set(compress(count(), state.requires_grad))
-            self._before, positions = state, self._trained[1] - limited
+            positions = self._trained[1]
+            if limited is not None:
+                positions = positions - limited.positions
+        self.before = state if positions else None
         if positions != self.positions:
             self.positions = positions
         return self.positions
 
-    def has_to_end(self, roots: Sequence[nn.Parameter]) -> bool:
-        """Whether the step has written to a parameter, bound or frozen it: then for good."""
-        if not self.positions or self._before is None:
-            return False
-        has_changed = self._before != ParameterState.of(roots, versions=True)
-        self._is_over = self._is_over or has_changed
-        return has_changed
+    def end(self) -> None:
+        """There is never anything to share again."""
+        self._is_over = True
 
 
 class WeightCopies:

@@ -27,14 +27,15 @@ _KIND = attrgetter("dtype", "device")
 class GradientsAside:
     """The gradients of earlier backwards, apart while another one runs.
 
-    If that one does not end, its half-done work can be taken away from theirs.
+    If that one does not end, its half-done work can be taken away from theirs. Nearly never it
+    `has_any`: optimizers clear them.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
         self._earlier = list(map(_GRAD, self._parameters))
-        self._has_earlier = any(map(is_not, self._earlier, repeat(None)))
-        if self._has_earlier:  # nearly never: the last step has cleared them
+        self.has_any = any(map(is_not, self._earlier, repeat(None)))
+        if self.has_any:
             clear_gradients(self._parameters)
 
     def put_back(self) -> None:
@@ -44,7 +45,7 @@ class GradientsAside:
 
     def add(self) -> None:
         """Adds the new gradients to the earlier ones, in place, as accumulation does."""
-        if not self._has_earlier:
+        if not self.has_any:
             return
         sums: list[Tensor] = []
         terms: list[Tensor] = []

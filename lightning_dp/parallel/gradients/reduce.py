@@ -94,7 +94,7 @@ class Reducer:
             # By themselves first: apart from the earlier ones, they can still be undone.
             self._reduce()
             earlier.add()
-        if earlier is None or self._left_on_replicas():
+        if earlier is None or (earlier.has_any and self._left_on_replicas()):
             self._reduce()
 
     def reduce_waiting(self) -> None:

@@ -102,9 +102,11 @@ class ModuleState:
 
     def settle(self, changes: Changes, replicas: Replicas, shards: Shards) -> None:
         """Gives the module what the replicas' steps left on them."""
+        if any(changes):
+            self._settle(changes, replicas, shards)
         self._is_settled = True
-        if not any(changes):
-            return
+
+    def _settle(self, changes: Changes, replicas: Replicas, shards: Shards) -> None:
         active = shards.active
         merge = Merge(self._output_device, shards)
         for container in changes.containers:

@@ -128,6 +128,8 @@ copy_to_each: Callable[[Tensors, Tensors], None] = found(torch, "_foreach_copy_"
 norm_of_each: Callable[[Tensors], Tensors] = found(torch, "_foreach_norm")
 """The 2-norm of each tensor, without dimension: few kernels."""
 
+flattened: Callable[[Tensors], Tensor] = found(torch._utils, "_flatten_dense_tensors")
+"""Tensors in one of a single dimension, without a Python call for each; it may be a view of one."""
 
 # Hooks of parameters
 

@@ -223,6 +223,13 @@ def test_foreach_norm() -> None:
     assert [norm.tolist() for norm in norms] == [5.0, 2.0]
 
 
+def test_flatten_dense_tensors() -> None:
+    flat = private.flattened([torch.tensor([[1.0, 2.0]]), torch.tensor(3.0), torch.empty(0)])
+    assert flat.tolist() == [1, 2, 3]
+    column = torch.arange(4.0).view(2, 2).t()
+    assert private.flattened([column, torch.ones(1)]).tolist() == [0, 2, 1, 3, 1]
+
+
 # Hooks of parameters
 
 

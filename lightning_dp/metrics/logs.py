@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_dp.lightning_private import batch_value, keep_batch_value
 from lightning_dp.parallel.batch import StepDims, weighted_mean
 from lightning_dp.parallel.links import joining_device, to_device_coalesced
 
@@ -26,6 +27,30 @@ class LogCall(NamedTuple):
     name: str
     value: Any
     options: Mapping[str, Any]
+
+
+class LateLog(NamedTuple):
+    """A call of `self.log` that is still to be made, and a metric's value of the batch by then."""
+
+    call: LogCall
+    batch_value: Any
+
+
+def log_late(module: LightningModule, logs: Sequence[LateLog]) -> None:
+    """Makes the calls, when the metrics may have other values already."""
+    for call, value in logs:
+        is_later = value is not (latest := batch_value(call.value))
+        if is_later:
+            keep_batch_value(call.value, value)
+        try:
+            module.log(call.name, call.value, **call.options)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"self.log({call.name!r}): expected room for the values that a step logs, got: "
+                f"{error} Make the batch smaller."
+            ) from error
+        if is_later:
+            keep_batch_value(call.value, latest)
 
 
 def log_call(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogCall:
@@ -54,7 +79,9 @@ def merged_log(
     first = calls[0]
     if len(calls) == 1:
         return first
-    told = [_with_number(call.options) for call in calls]
+    told = [call.options for call in calls]
+    if any([isinstance(options.get("batch_size"), Tensor) for options in told]):
+        told = list(map(_with_number, told))
     if told.count(told[0]) < len(calls):
         _check_options(first.name, told)
     options, weights = dict(told[0]), sizes

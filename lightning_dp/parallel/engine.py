@@ -209,12 +209,12 @@ class Engine:
         if call.training:
             buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"
             if self._snapshot is not None:
-                self._snapshot.take(self.replicas.buffers[0])
+                self._snapshot.take(self.replicas.root_buffers)
         stale = self._stale.intersection(shards.active)
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        compiles = self.replicas.compiled.may_come
+        self._compiles = compiles = self.replicas.compiled.may_come
         in_threads = self._executor.choose(call.name, len(shards.active), in_order=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
@@ -233,7 +233,7 @@ class Engine:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self._is_rerun)
         noticed = self.replicas.noticed(shards.active) if training else nullcontext()
-        with context, noticed, self.replicas.compiled.around_calls():
+        with context, noticed, self.replicas.compiled.around_calls(self._compiles):
             tasks = call.tasks(modules, shards, self.devices)
             if self.meter.is_watched:
                 self.meter.follow(tasks)

@@ -79,7 +79,7 @@ class StepParallel(RecoveringEngine):
         """
         if not self.has_own_backward:
             return []
-        parameters = self.replicas.parameters[0]
+        parameters = self.replicas.root_parameters
         with_hooks = set(hooked(parameters))
         return [p for i, p in enumerate(parameters) if p.requires_grad and i not in with_hooks]
 
@@ -137,7 +137,7 @@ class TrainingStep(EvaluationStep):
         """The replica's own method; what the root has done to parameters must not reach others."""
         if module is not self.engine.module:
             self.engine.replicas.check_shared()
-        return super().on_replica(module, shard)
+        return getattr(module, self.name)(shard, *self.args)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """The joint loss, with its backward."""

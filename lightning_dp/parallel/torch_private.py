@@ -7,7 +7,7 @@ tells the name and the release, unless it is said below what happens instead.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
@@ -128,6 +128,8 @@ copy_to_each: Callable[[Tensors, Tensors], None] = found(torch, "_foreach_copy_"
 norm_of_each: Callable[[Tensors], Tensors] = found(torch, "_foreach_norm")
 """The 2-norm of each tensor, without dimension: few kernels."""
 
+flattened: Callable[[Tensors], Tensor] = found(torch._utils, "_flatten_dense_tensors")
+"""Tensors in one of a single dimension, without a Python call for each; it may be a view of one."""
 
 # Hooks of parameters
 
@@ -143,13 +145,17 @@ hooks_of = _getter(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
 """Those of a parameter, of which `ParameterHooks` can be made."""
 
 
-def hooked(parameters: Iterable[Tensor]) -> list[int]:
+def hooked(parameters: Sequence[Tensor]) -> list[int]:
     """Positions of the parameters that have hooks of either kind."""
+    if not any(map(gradient_hooks, parameters)) and not any(map(_parameter_hooks, parameters)):
+        return []  # nearly always, and without a Python call for each
     return [i for i, (a, b) in enumerate(map(hooks_of, parameters)) if a or b]
 
 
 gradient_hooks: Callable[[Tensor], Mapping[int, Any] | None] = _getter(Tensor, "_backward_hooks")
 """Those that autograd calls with the gradient, and with None where there is none."""
+
+_parameter_hooks = _getter(Tensor, "_post_accumulate_grad_hooks")
 
 
 def take_hooks_off(parameter: Tensor) -> ParameterHooks:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.links.lanes import Lane
+from lightning_dp.parallel.links.streams import current_stream
 
 Send: TypeAlias = Callable[[Tensor, Sequence[torch.Event]], Lane]
 """Sends a bucket to memory that is free from some events on."""
@@ -60,4 +61,4 @@ class Landing:
             self._is_at_work = False
 
     def _mark(self) -> torch.Event:
-        return torch.accelerator.current_stream(self._device).record_event()
+        return current_stream(self._device).record_event()

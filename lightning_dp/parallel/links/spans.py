@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_dp.parallel.links.streams import current_stream
+
 
 class Span:
     """What one accelerator does between two marks, on what is the thread's current stream there.
@@ -16,7 +18,7 @@ class Span:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.accelerator.current_stream(device)
+        self._stream = current_stream(device)
         self._first = self._mark()
         self._last: Any = None
 

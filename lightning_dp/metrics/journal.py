@@ -8,7 +8,7 @@ user's module.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple, NoReturn, TypeAlias
@@ -39,9 +39,13 @@ Row: TypeAlias = dict[int, Any]
 
 
 class Journal:
-    """The calls of one replica during one step."""
+    """The calls of one replica during one step.
 
-    def __init__(self) -> None:
+    What is logged leaves some devices at once, for which the host waits before it is read.
+    """
+
+    def __init__(self, leaving: Collection[torch.device] = ()) -> None:
+        self._leaving = leaving
         self.calls: list[Call] = []
         self.metrics: ReplicaMetrics | None = None
 
@@ -51,7 +55,7 @@ class Journal:
             value.fail()
         if self.metrics is not None and isinstance(value, nn.Module):
             value = self.metrics.original(value)
-        self.calls.append(log_call(name, value, args, kwargs))
+        self.calls.append(log_call(name, value, args, kwargs, self._leaving))
 
 
 class _Log(NamedTuple):
@@ -76,7 +80,8 @@ class Journals(ReplicaRules):
     ) -> None:
         self._module = module
         self._output_device = output_device
-        self._journals = [Journal() for _ in devices]
+        leaving = devices if output_device.type == "cpu" else ()
+        self._journals = [Journal(leaving) for _ in devices]
         self._devices = list(devices)
         self._submodules: list[list[nn.Module]] = []
         self._attributes: dict[int, StepAttributes] = {}

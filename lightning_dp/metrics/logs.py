@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from itertools import compress
 from numbers import Number
@@ -28,11 +28,24 @@ class LogCall(NamedTuple):
     options: Mapping[str, Any]
 
 
-def log_call(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogCall:
-    """From the arguments of `self.log`; copies tensors, to which the step may still write."""
+def log_call(
+    name: str,
+    value: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaving: Collection[torch.device] = (),
+) -> LogCall:
+    """From the arguments of `self.log`; copies tensors, to which the step may still write.
+
+    Those on devices that they are `leaving` go to the host, and are there when it has waited.
+    """
     options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
-    if isinstance(value, Tensor):
-        value = value.clone() if options.get("enable_graph") else value.detach().clone()
+    if isinstance(value, Tensor) and options.get("enable_graph"):
+        value = value.clone()
+    elif isinstance(value, Tensor):
+        value = value.detach()
+        leaves = value.device in leaving
+        value = value.to("cpu", non_blocking=True, copy=True) if leaves else value.clone()
     return LogCall(("log", name), name, value, options)
 
 

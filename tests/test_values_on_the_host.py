@@ -307,6 +307,7 @@ def test_picked_samples_are_picked_on_their_device() -> None:
     assert picked.tolist() == [4.0, 0.0, 3.0]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_tangents_go_with_outputs_to_the_host() -> None:
     x, tangent = (
         torch.ones(3, device="sim:1", requires_grad=True),
@@ -320,7 +321,13 @@ def test_tangents_go_with_outputs_to_the_host() -> None:
 
 @pytest.mark.usefixtures("on_side_streams")
 def test_gradients_of_outputs_on_the_host_are_in_order_with_the_callers_streams() -> None:
-    """Also where the backward is called by a thread that has other ones."""
+    """Also where the backward is called by a thread that has others."""
+
+    def backward() -> None:
+        for k in range(3):
+            torch.accelerator.set_stream(torch.Stream(f"sim:{k}"))
+        loss.backward()
+
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     x = torch.randn(6, 4, dtype=torch.float64)
     net(x).square().sum().backward()
@@ -328,7 +335,7 @@ def test_gradients_of_outputs_on_the_host_are_in_order_with_the_callers_streams(
     net.zero_grad()
     wrapped = DataParallel(net.to("sim:0"), [0, 1, 2], output_device="cpu")
     loss = wrapped(x).square().sum()
-    thread = threading.Thread(target=loss.backward)
+    thread = threading.Thread(target=backward)
     thread.start()
     thread.join()
     got = [p.grad.cpu() for p in net.parameters() if p.grad is not None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.links.packing import buckets
-from lightning_dp.parallel.links.streams import host_waits_for, on_streams
+from lightning_dp.parallel.links.streams import host_waits_for
 
 
 def to_device_coalesced(
@@ -89,13 +89,13 @@ class _ToHost(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.stream = torch.accelerator.current_stream(tensor.device)
+        ctx.device = tensor.device
         return tensor.to("cpu", non_blocking=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        with on_streams([ctx.stream]):  # which is the one that the backward goes on with
-            return gradient.to(ctx.stream.device, non_blocking=True)
+        # Autograd lets the stream that goes on with it wait for the current one.
+        return gradient.to(ctx.device, non_blocking=True)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Tensor:

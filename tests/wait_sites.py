@@ -136,7 +136,7 @@ def _is_wait(name: str, function: Any) -> bool:
     kinds = WAITING if name in METHODS | {"record", "query"} else (*WAITING, *THREADS)
     if name == "record_stream":
         return isinstance(owner, Tensor)
-    return isinstance(owner, kinds) or (name == "synchronize" and not isinstance(owner, type(None)))
+    return isinstance(owner, kinds) or name == "synchronize"  # of a device
 
 
 def _target(source: Any, name: str, args: Any, options: dict[str, Any]) -> torch.device | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -341,3 +342,53 @@ def test_gradients_of_outputs_on_the_host_are_in_order_with_the_callers_streams(
     got = [p.grad.cpu() for p in net.parameters() if p.grad is not None]
     assert_equal_trees(got, expected, "gradients", atol=1e-12, rtol=0)
     wrapped.close()
+
+
+# --- what is logged does not delay the backward ---------------------------------------------------
+
+
+class Silent(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+class Talkative(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log_dict({f"train/{i}": i * loss for i in range(8)})
+        return loss
+
+
+class UntilTheBackward(Callback):
+    """How long the second step takes until its backward begins, on virtual time."""
+
+    seconds = 0.0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        torch.sim.set_clock("virtual")
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        self.seconds = torch.sim.elapsed()
+        torch.sim.set_clock("wall")
+
+
+def until_the_backward(make: type[Classifier], executor: str) -> float:
+    until, strategy = UntilTheBackward(), DataParallelStrategy(executor=executor)
+    job = trainer(3, strategy, callbacks=[until], max_steps=2, log_every_n_steps=50)
+    job.fit(make(), loader(96, 48), loader(3))
+    return until.seconds
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_values_that_are_logged_cross_in_one_copy_from_each_device(executor: str) -> None:
+    """The loss's own copies are waited for as long; those of values come on top."""
+    millisecond = 1e-3
+    for source, target in itertools.permutations(range(3), 2):
+        torch.sim.set_link(source, target, bytes_per_second=1e12, seconds=millisecond)
+    try:
+        silent, talkative = (until_the_backward(make, executor) for make in (Silent, Talkative))
+    finally:
+        for source, target in itertools.permutations(range(3), 2):
+            torch.sim.remove_link(source, target)
+    assert silent >= 2 * millisecond
+    assert talkative - silent < 2.1 * millisecond, "into one device, one copy after another"

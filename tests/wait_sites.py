@@ -32,6 +32,7 @@ AMBIGUOUS = {"record", "wait", "query", "join"}  # of events and threads, and of
 COPIES = {"to", "cpu", "copy_"}
 WAITING = (torch.Stream, torch.Event)
 THREADS = (threading.Event, threading.Condition, threading.Barrier, threading.Thread)
+OTHERS = {"wait_for_autograd": "none"}  # functions that do nothing else either
 HELPER = "__wait_site__"
 EVENT = torch.Event  # tests put others in its place
 
@@ -63,7 +64,7 @@ class Sites:
         self.others: set[Site] = set()  # calls of that name that are no waits
         self.dropped: Site | None = None
         self._root, self._package, self._leave_out = root, package, tuple(leave_out)
-        self._room = what_is_in(root / room)
+        self._room = what_is_in(root / room) | OTHERS
         self._room_module = room.rstrip("/").replace("/", ".")
 
     def install(self) -> None:
@@ -91,7 +92,8 @@ class Sites:
         site = self.all[number]
         if kind == "copy":
             return self._copied(site, function, args, options)
-        in_room = (getattr(function, "__module__", None) or "").startswith(self._room_module)
+        module = getattr(function, "__module__", None) or ""
+        in_room = module.startswith(self._room_module) or function.__name__ in OTHERS
         if (kind in METHODS | AMBIGUOUS and not _is_wait(kind, function)) or not (
             kind in METHODS | AMBIGUOUS or in_room
         ):

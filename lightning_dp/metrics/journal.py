@@ -80,6 +80,7 @@ class Journals(ReplicaRules):
     ) -> None:
         self._module = module
         self._output_device = output_device
+        self._crosses = any(device != output_device for device in devices)
         leaving = devices if output_device.type == "cpu" else ()
         self._journals = [Journal(leaving) for _ in devices]
         self._devices = list(devices)
@@ -176,12 +177,13 @@ class Journals(ReplicaRules):
     def _replay(self, shards: Shards) -> list[_Log]:
         """Makes the calls of metrics; what is to be logged."""
         sizes, order = shards.active_sizes, shards.active_order
-        journals = [self._journals[k].calls for k in shards.active]
+        journals: Sequence[list[Call]] = [self._journals[k].calls for k in shards.active]
+        if self._crosses:
+            journals = brought_to(self._output_device, journals)
         called = {c.metric: None for calls in journals for c in calls if isinstance(c, MetricCall)}
         if called:
             self._metric_states.keep(list(called))
-        logs: list[LogCall] = []
-        batch_values: list[Any] = []
+        logs: list[_Log] = []
         for row in _aligned(journals, sizes, order, shards.dims):
             present = [sizes[i] for i in row]
             calls: list[Any] = list(row.values())
@@ -192,9 +194,8 @@ class Journals(ReplicaRules):
             if len(row) < len(journals):
                 self._refuse(calls[0].name, row, shards)
             merged = merged_log(calls, present, self._output_device, shards.dims)
-            logs.append(merged)
-            batch_values.append(batch_value(merged.value))
-        return list(map(_Log, brought_to(self._output_device, logs), batch_values))
+            logs.append(_Log(merged, batch_value(merged.value)))
+        return logs
 
     def _log(self, logs: Sequence[_Log]) -> None:
         for call, value in logs:

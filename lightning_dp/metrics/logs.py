@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_dp.parallel.batch import StepDims, weighted_mean
-from lightning_dp.parallel.links import joining_device, to_device_coalesced
+from lightning_dp.parallel.links import to_device_coalesced
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.
 _OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]
@@ -62,7 +62,7 @@ def merged_log(
     | any, of a metric | the metric itself, which by then has seen the whole batch            |
 
     A `batch_size` that is the same on shards of unequal sizes is a constant; others are added up.
-    A tensor of accelerators does not go to the host yet, see `brought_to`.
+    Tensors are on the device, see `brought_to`.
     """
     first = calls[0]
     if len(calls) == 1:
@@ -77,23 +77,28 @@ def merged_log(
             weights, options["batch_size"] = own, sum(own)
     value = first.value
     if isinstance(value, Tensor | Number):
-        where = joining_device([call.value for call in calls], device)
-        numbers = _as_numbers(calls, where)
+        numbers = _as_numbers(calls, device)
         value = _merged(numbers, weights, options.get("reduce_fx", "mean"))
     return first._replace(value=value, options=options)
 
 
-def brought_to(device: torch.device, calls: Sequence[LogCall]) -> list[LogCall]:
-    """Merged calls with their tensors on the device; for the host, all in one copy."""
-    brought, away = list(calls), []
-    for i, call in enumerate(calls):  # one frame in every step
-        if isinstance(call.value, Tensor) and call.value.device != device:
-            away.append(i)
-    if not away:
-        return brought
-    values = to_device_coalesced([calls[i].value for i in away], device)
-    for i, value in zip(away, values, strict=True):
-        brought[i] = calls[i]._replace(value=value)
+def brought_to(device: torch.device, journals: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The replicas' calls with logged tensors on the device; from each other one in one copy.
+
+    Nothing waits for these copies that does not wait for the loss: all replicas' are summed, and
+    every backward begins with a gradient from where the sum is.
+    """
+    brought = list(map(list, journals))
+    away = []
+    for own in brought:  # one frame in every step
+        for i, call in enumerate(own):
+            value = call.value if isinstance(call, LogCall) else None
+            if isinstance(value, Tensor) and value.device != device:
+                away.append((own, i))
+    if away:
+        values = to_device_coalesced([own[i].value for own, i in away], device)
+        for (own, i), value in zip(away, values, strict=True):
+            own[i] = own[i]._replace(value=value)
     return brought
 
 

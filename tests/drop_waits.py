@@ -43,7 +43,7 @@ TESTS = (
     "tests/test_monitor.py",
     "tests/test_out_of_memory.py",
 )
-CHOICE = "sim or waits or streams or values or spans or lanes or still"  # with -k: tests on simulated devices
+CHOICE = "sim or waits or streams or values or spans or lanes or still"  # on simulated devices
 SHARE = 0.95
 HANGS_AFTER = 60  # seconds
 KEPT = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import warnings
 from typing import Any
 
 import oracle
@@ -299,6 +300,23 @@ def test_second_derivatives_go_through_outputs_on_the_host() -> None:
     assert_equal_trees(several, read(OwnOutputs, 1), "values", atol=1e-5, rtol=0)
 
 
+class Keeping(Classifier):
+    """Keeps something of every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept.extend(self(batch[0]).detach().unbind())
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_a_step_keeps_is_waited_for_once_more() -> None:
+    """However many samples it is of."""
+    assert waits_per_step(Keeping, {"output_device": "cpu"}) == {2}
+
+
 def test_picked_samples_are_picked_on_their_device() -> None:
     """As a split by cost picks them from a batch that is there already."""
     batch = torch.arange(6.0, device="sim:0")
@@ -308,13 +326,13 @@ def test_picked_samples_are_picked_on_their_device() -> None:
     assert picked.tolist() == [4.0, 0.0, 3.0]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_tangents_go_with_outputs_to_the_host() -> None:
     x, tangent = (
         torch.ones(3, device="sim:1", requires_grad=True),
         torch.arange(3.0, device="sim:1"),
     )
-    with forward_ad.dual_level():
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")  # torch's own
         dual = forward_ad.make_dual(x, tangent)
         there = forward_ad.unpack_dual(gather([dual, dual.detach()], "cpu"))
     assert there.primal.tolist() == [1.0] * 6 and there.tangent.tolist()[:3] == [0.0, 1.0, 2.0]

@@ -93,7 +93,8 @@ class Sites:
         if kind == "copy":
             return self._copied(site, function, args, options)
         module = getattr(function, "__module__", None) or ""
-        in_room = module.startswith(self._room_module) or function.__name__ in OTHERS
+        is_other = getattr(function, "__name__", None) in OTHERS
+        in_room = module.startswith(self._room_module) or is_other
         if (kind in METHODS | AMBIGUOUS and not _is_wait(kind, function)) or not (
             kind in METHODS | AMBIGUOUS or in_room
         ):

@@ -309,7 +309,7 @@ def train(module: Victim, setting: Setting) -> None:
     strategy: Any = "auto"
     if setting.devices > 1:
         mode: Any = "forward" if setting.mode == "forward" else "step"
-        strategy = DataParallelStrategy(mode=mode, executor=setting.executor)  # type: ignore[arg-type]
+        strategy = DataParallelStrategy(mode=mode, executor=setting.executor)
     options = {"max_epochs": 1, "num_sanity_val_steps": 0, "precision": "64-true"}
     job = oracle.trainer(setting.devices, strategy, **options)
     job.fit(module, loader(SAMPLES, BATCH), loader(BATCH, BATCH))
@@ -321,7 +321,7 @@ def train_plainly(module: Victim, setting: Setting) -> None:
     net: Any = module
     if devices:
         module.to(devices[0])
-        net = DataParallel(module, devices, executor=setting.executor)  # type: ignore[arg-type]
+        net = DataParallel(module, devices, executor=setting.executor)
     optimizer = descent(module)
     try:
         for module.fault.batch, (x, y) in enumerate(loader(SAMPLES, BATCH)):

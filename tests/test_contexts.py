@@ -110,7 +110,7 @@ class Fixture:
             "is calling": self.metrics.is_calling,
             "ranges": set(self.ranges._open),
             "modes": current_modes(),
-            "backward": torch.autograd._engine_run_backward,  # type: ignore[attr-defined]
+            "backward": torch.autograd._engine_run_backward,
             "limit": config.recompile_limit,
             "hooks": len(_global_optimizer_pre_hooks),
             "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
@@ -398,4 +398,4 @@ def _names(node: ast.AST) -> set[str]:
     if isinstance(node, ast.ImportFrom) and node.module == "contextlib":
         return {alias.name for alias in node.names}
     is_member = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    return {node.attr} if is_member and node.value.id == "contextlib" else set()  # type: ignore[attr-defined]
+    return {node.attr} if is_member and node.value.id == "contextlib" else set()

@@ -18,6 +18,7 @@ from lightning_dp import sim
 from lightning_dp.doctor import LAWS, Law, Result, prove
 from lightning_dp.doctor.bench import Bench
 from lightning_dp.doctor.culprits import MISSING_WAIT
+from lightning_dp.parallel.links.lanes import Lane
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -209,7 +210,7 @@ def no_wait_for_copies_to_the_host() -> contextlib.AbstractContextManager[Any]:
 
 
 def workers_do_not_enter_the_callers_streams() -> contextlib.AbstractContextManager[Any]:
-    nothing = lambda streams: contextlib.nullcontext()  # noqa: E731
+    nothing = lambda streams: contextlib.nullcontext()
     return mock.patch("lightning_dp.parallel.workers.thread_state.on_streams", nothing)
 
 
@@ -220,10 +221,22 @@ def nothing_is_under_way() -> Iterator[None]:
         torch.sim.synchronize(device)
 
 
+def gradients_land_too_early() -> contextlib.AbstractContextManager[Any]:
+    """In memory from which those before them have not been added yet."""
+    carry = Lane.carry
+
+    def early(lane: Lane, source: Tensor, target: Tensor, free: Sequence[Any] = ()) -> None:
+        never_recorded = torch.Event(lane.target)
+        carry(lane, source, target, [never_recorded] if free else ())
+
+    return mock.patch.object(Lane, "carry", early)
+
+
 WAITS: list[tuple[Callable[[], contextlib.AbstractContextManager[Any]], str]] = [
     (no_wait_for_copies_to_the_host, "loss on the host"),
     (no_wait_for_copies_to_the_host, "outputs on the host"),
     (workers_do_not_enter_the_callers_streams, "on side streams"),
+    (gradients_land_too_early, "all layers have gradients"),
 ]
 
 

@@ -325,7 +325,7 @@ def test_batches_that_cannot_be_cut_are_not_compared() -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             return None
 
-    seeds = DataLoader([{"seed": 1}, {"seed": 2}], batch_size=None)  # type: ignore[arg-type]
+    seeds = DataLoader([{"seed": 1}, {"seed": 2}], batch_size=None)
     with pytest.warns(UserWarning, match="no tensor and no list that could be cut"):
         report = checked(Alone, data=lambda: seeds)
     assert "ran on one device" in report.not_checked
@@ -436,7 +436,7 @@ def test_training_afterwards_is_training_without_the_check(
     strategy: dict[str, Any], options: dict[str, Any], on: str
 ) -> None:
     torch.set_default_dtype(torch.float64)
-    data = lambda: loader(n=50)  # noqa: E731
+    data = lambda: loader(n=50)
     left = []
     for check in (True, False):
         random.seed(0)

@@ -141,7 +141,7 @@ def test_losses_over_the_whole_batch_are_exact(devices: int, options: dict[str, 
 @pytest.mark.parametrize("n", [51, 1])
 def test_a_last_batch_of_one_sample(n: int) -> None:
     torch.set_default_dtype(torch.float64)
-    data = lambda: loader(n)  # noqa: E731
+    data = lambda: loader(n)
     actual = run(WholeBatch, 3, strategy=forward_mode(), data=data, max_epochs=2)
     assert_same(actual, oracle_of(WholeBatch, n))
 

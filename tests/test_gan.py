@@ -10,7 +10,7 @@ EPOCHS = 2
 
 def losses(accelerator: str, devices: int, mode: str = "step") -> Recorder:
     run = Recorder()
-    learn(run, accelerator=accelerator, devices=devices, epochs=EPOCHS, mode=mode)  # type: ignore[arg-type]
+    learn(run, accelerator=accelerator, devices=devices, epochs=EPOCHS, mode=mode)
     return run
 
 

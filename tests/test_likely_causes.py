@@ -257,7 +257,7 @@ class Sizes(oracle.Classifier):
 
 
 def test_what_is_made_for_whole_batches_is_named() -> None:
-    data = lambda: loader(50)  # noqa: E731
+    data = lambda: loader(50)
     text = failed(State, data())
     assert "25 is the size of the whole batch, and 9 that of this shard" in text
     assert "self.state has the shape (25, 10)" in text
@@ -362,7 +362,7 @@ def test_hostile_objects_on_self_do_not_replace_the_error() -> None:
         def __eq__(self, other: object) -> bool:
             raise SystemError("hands off")
 
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None
 
     class Holder(oracle.Classifier):
         def __init__(self) -> None:

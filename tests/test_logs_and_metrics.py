@@ -526,7 +526,7 @@ def test_metrics_are_the_users_own_again_after_the_run() -> None:
     assert int(metric.compute().sum()) == 2
 
 
-class Words(Dataset):  # type: ignore[type-arg]
+class Words(Dataset):
     def __len__(self) -> int:
         return 11
 

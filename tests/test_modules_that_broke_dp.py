@@ -251,7 +251,7 @@ def fresh_compiler() -> Iterator[None]:
 )  # and looks
 def test_compiled_submodules(backend: str, mode: str, fresh_compiler: None) -> None:
     torch.set_default_dtype(torch.float64)
-    make = lambda: Compiled(backend)  # noqa: E731
+    make = lambda: Compiled(backend)
     one = run(make, 1)
     several = run(make, 3, strategy={"mode": mode, "executor": "threads"})
     assert_same(several, one)

@@ -406,7 +406,7 @@ def test_scatter(k: int, place: str) -> None:
     expected[: len(shards[0])] = 2
     assert_equal_trees(x.grad.cpu(), expected, "gradient", **EXACT)
     if x.device == CPU:
-        together = lambda y: tuple(s.cpu() for s in scatter(y, devices_of(k)))  # noqa: E731
+        together = lambda y: tuple(s.cpu() for s in scatter(y, devices_of(k)))
         assert k > 2 or (gradcheck(together, (x,)) and gradgradcheck(together, (x,)))
 
 

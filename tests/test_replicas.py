@@ -295,7 +295,7 @@ def test_replicas_built_in_inference_mode_can_be_trained() -> None:
 
 def test_own_attributes_of_parameters_are_kept() -> None:
     net = nn.Linear(2, 2)
-    net.weight.no_decay = True  # type: ignore[attr-defined]
+    net.weight.no_decay = True
     assert replicas_of(net).modules[1].weight.no_decay
 
 

@@ -287,7 +287,7 @@ def test_batch_norm_uses_each_shards_statistics_and_keeps_the_first_replicas() -
             x, y = batch
             return F.cross_entropy(self.net(self.norm(x)), y)
 
-    data = lambda: loader(n=20, batch_size=20)  # noqa: E731
+    data = lambda: loader(n=20, batch_size=20)
     x = data().dataset.tensors[0]
     first = run(Norm, 2, data=data, max_epochs=1)
     torch.testing.assert_close(first.module.norm.running_mean, x[:11].mean(0))

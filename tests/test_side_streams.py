@@ -15,7 +15,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from oracle import Classifier, assert_equal_trees, assert_same, devices_of, run
+from oracle import ByHand, Classifier, assert_equal_trees, assert_same, devices_of, run
 from spreading import CHECKPOINTED, EXACT, engine_of, layers, perceptron
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -38,18 +38,8 @@ def executor(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class Manual(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("train/loss", loss)
+class Manual(ByHand, Classifier):
+    pass
 
 
 class Normed(Classifier):

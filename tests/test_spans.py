@@ -51,7 +51,7 @@ class SlowDevices:
     @classmethod
     def work(cls, device: torch.device, seconds: float) -> None:
         """Tells a device to do something that takes so long."""
-        cls.clocks[device] += seconds  # type: ignore[assignment]
+        cls.clocks[device] += seconds
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def chosen(executor: Executor, work: Callable[[torch.device], None], pieces: int
     for _ in range(pieces):
         where.clear()
         devices = devices_of(3)
-        tasks = [Task(k, device, lambda d=device: call(d)) for k, device in enumerate(devices)]  # type: ignore[misc]
+        tasks = [Task(k, device, lambda d=device: call(d)) for k, device in enumerate(devices)]
         executor.run("work", tasks)
     return where.pop()
 

@@ -47,7 +47,7 @@ def samples() -> list[bytes]:
 
 
 def data() -> DataLoader[Any]:
-    return DataLoader(samples(), batch_size=oracle.BATCH, collate_fn=collate)  # type: ignore[arg-type]
+    return DataLoader(samples(), batch_size=oracle.BATCH, collate_fn=collate)
 
 
 @pytest.fixture(scope="module")

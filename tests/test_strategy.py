@@ -350,7 +350,7 @@ def test_memory_threads_and_replicas_do_not_grow() -> None:
 
 
 def test_data_loader_workers_and_threads_live_together() -> None:
-    data = lambda: loader(num_workers=2, multiprocessing_context="fork")  # noqa: E731
+    data = lambda: loader(num_workers=2, multiprocessing_context="fork")
     assert_same(
         run(Classifier, 3, data=data, strategy={"executor": "threads"}),
         run(Classifier, 1),

@@ -223,13 +223,6 @@ def test_foreach_norm() -> None:
     assert [norm.tolist() for norm in norms] == [5.0, 2.0]
 
 
-def test_flatten_dense_tensors() -> None:
-    flat = private.flattened([torch.tensor([[1.0, 2.0]]), torch.tensor(3.0), torch.empty(0)])
-    assert flat.tolist() == [1, 2, 3]
-    column = torch.arange(4.0).view(2, 2).t()
-    assert private.flattened([column, torch.ones(1)]).tolist() == [0, 2, 1, 3, 1]
-
-
 # Hooks of parameters
 
 
@@ -354,7 +347,7 @@ def test_current_graph_task_id_in_a_recomputed_part() -> None:
 def test_execution_engine_calls_back_at_the_end() -> None:
     x, seen = torch.ones(1, requires_grad=True), []
     x.register_post_accumulate_grad_hook(lambda _: seen.append("leaf"))
-    ask = lambda _: private.at_end_of_backward(lambda: seen.append("end"))  # noqa: E731
+    ask = lambda _: private.at_end_of_backward(lambda: seen.append("end"))
     loss = _with_node(x, ask)
     loss.backward()
     assert seen == ["leaf", "end"]

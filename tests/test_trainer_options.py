@@ -155,7 +155,7 @@ class Resettable(Classifier):
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_options_of_the_trainer(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
-    data = lambda: loader(shuffle=False)  # noqa: E731
+    data = lambda: loader(shuffle=False)
     results = [run(Resettable, devices, data=data, **options) for devices in (3, 1)]
     assert_same(*results)
     assert results[0].trainer.global_step == results[1].trainer.global_step

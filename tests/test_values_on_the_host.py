@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from oracle import Classifier, assert_equal_trees, loader, trainer
+from oracle import ByHand, Classifier, assert_equal_trees, loader, trainer
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -32,21 +32,8 @@ def on_sim(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "ON", "sim")
 
 
-class Manual(Classifier):
-    """Calls its backward and its optimizer itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("train/loss", loss)
-        return loss.detach()
+class Manual(ByHand, Classifier):
+    pass
 
 
 class Seen(Callback):

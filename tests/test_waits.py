@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import oracle
 import pytest
 import torch
 from oracle import devices_of
+from side_streams import devices_at_work
 from torch import nn
 
 from lightning_dp.first_step.compare import Outcome
@@ -98,14 +98,7 @@ def test_the_check_of_the_first_step_sees_the_buffers_that_are_there() -> None:
     assert outcome.left["state"].tolist() == [1, 2, 3, 4]
 
 
-@pytest.fixture
-def busy_devices() -> Iterator[None]:
-    torch.sim.set_prompt(False)
-    yield
-    torch.sim.set_prompt(True)
-
-
-@pytest.mark.usefixtures("busy_devices")
+@devices_at_work()
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_span_of_a_busy_device_is_over_when_it_was_waited_for(waits: bool) -> None:
     device = torch.device("sim:0")

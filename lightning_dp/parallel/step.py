@@ -187,7 +187,7 @@ class TrainingStep(EvaluationStep):
         if loss is None or not loss.requires_grad:
             return
         try:
-            loss.backward(gradient)  # type: ignore[no-untyped-call]
+            loss.backward(gradient)
         except torch.OutOfMemoryError:
             wait_for_autograd(self.engine.devices)
             raise

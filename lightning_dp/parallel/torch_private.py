@@ -93,7 +93,7 @@ BatchNorm = batchnorm._BatchNorm
 
 def check_batch_norm_input(layer: BatchNorm, x: Tensor) -> None:
     """Raises the layer's own error if it does not take inputs of so many dimensions."""
-    layer._check_input_dim(x)  # type: ignore[no-untyped-call]
+    layer._check_input_dim(x)
 
 
 # State dicts
@@ -106,7 +106,7 @@ def format_versions(state_dict: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def set_format_versions(state_dict: OrderedDict[str, Any], versions: Mapping[str, Any]) -> None:
     """Notes such versions in a state dict. Gone: nobody reads them."""
-    state_dict._metadata = versions  # type: ignore[attr-defined]
+    state_dict._metadata = versions  # type: ignore[attr-defined]  # which torch gives it
 
 
 def is_extra_state(key: str) -> bool:
@@ -127,9 +127,6 @@ copy_to_each: Callable[[Tensors, Tensors], None] = found(torch, "_foreach_copy_"
 
 norm_of_each: Callable[[Tensors], Tensors] = found(torch, "_foreach_norm")
 """The 2-norm of each tensor, without dimension: few kernels."""
-
-flattened: Callable[[Tensors], Tensor] = found(torch._utils, "_flatten_dense_tensors")
-"""Tensors in one of a single dimension, without a Python call for each; it may be a view of one."""
 
 
 # Hooks of parameters
@@ -235,7 +232,7 @@ def _update() -> None:
     """Without a lock, which an interrupt could leave locked: the last one to write looks again."""
     function = None
     while function is not (wanted := _run_or_hand_over if _users else _run_backward):
-        torch.autograd._engine_run_backward = function = wanted  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = function = wanted  # type: ignore[attr-defined]  # private
 
 
 # Modes
@@ -293,4 +290,4 @@ can_take_data: Callable[[Tensor, Tensor], bool] = found(torch, "_has_compatible_
 
 def set_can_take_data(test: Callable[[Tensor, Tensor], bool]) -> None:
     """Puts another test in the place of `can_take_data`, for the whole process."""
-    torch._has_compatible_shallow_copy_type = test  # type: ignore[assignment]
+    torch._has_compatible_shallow_copy_type = test  # type: ignore[assignment]  # a function of ours

@@ -108,7 +108,7 @@ class Merge:
         if _counts(before):
             self._count(path, before, after, root)
             return
-        self._look_for_labels(path, before, after)
+        self._look_for_labels(path, after)
         yield from self._entries(path, before, after, root, iter(before))
         for key in dict.fromkeys(k for other in after for k in other if k not in before):
             present = [i for i, other in enumerate(after) if key in other]
@@ -137,9 +137,7 @@ class Merge:
         for key in keys:
             root[key] = before.get(key, 0) + sum(counts.get(key, 0) for counts in counted)
 
-    def _look_for_labels(
-        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]]
-    ) -> None:
+    def _look_for_labels(self, path: Path, after: list[dict[Any, Any]]) -> None:
         """Lists under integers, to which replicas append differently often, are of samples."""
         keys = {key for other in after for key in other}
         lists = [other.get(key, []) for key in keys for other in after]

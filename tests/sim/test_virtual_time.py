@@ -490,7 +490,7 @@ def test_a_backward_begins_after_its_call_and_its_caller_goes_on_after_it(
             return gradient
 
     x = machine.x[0].requires_grad_()
-    y = Waiting.apply(x)  # type: ignore[no-untyped-call]
+    y = Waiting.apply(x)
     gradient = torch.ones_like(machine.x[0].detach())  # 0 to 10
     machine.ops(1, 6)
     torch.sim.synchronize(1)  # the host is at 60

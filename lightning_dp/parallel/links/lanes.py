@@ -17,7 +17,7 @@ from lightning_dp.parallel.links.streams import on_streams
 
 
 class Lane:
-    """The way from one accelerator to another: a stream at each end, to which all else is alien."""
+    """The way from one accelerator to another: a stream at each end that nothing else uses."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self.source, self.target = source, target

@@ -71,7 +71,7 @@ class Mode(ABC):
         found in gradients, and not wait for it.
         """
         root = self.engine.devices[0]
-        return loss.to(root) if loss.device.type == "cpu" else loss
+        return loss.to(root, non_blocking=True) if loss.device.type == "cpu" else loss
 
     def recover_backward(
         self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]

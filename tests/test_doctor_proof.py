@@ -212,8 +212,8 @@ def test_a_training_over_a_link_that_corrupts_is_wrong(on: str, tmp_path: Path) 
 # --- a wait that is missing -----------------------------------------------------------------------
 
 
-def no_wait_for_a_copy_to_the_host() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch("lightning_dp.parallel.links.transfer.host_waits_for", lambda device: None)
+def no_wait_for_copies_to_the_host() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch("lightning_dp.parallel.engine.host_waits_for", lambda *devices: None)
 
 
 def workers_do_not_enter_the_callers_streams() -> contextlib.AbstractContextManager[Any]:
@@ -228,19 +228,6 @@ def nothing_is_under_way() -> Iterator[None]:
         torch.sim.synchronize(device)
 
 
-def the_loss_is_read_too_early() -> contextlib.AbstractContextManager[Any]:
-    """On its way to the host it is not waited for."""
-    from lightning_dp.parallel.gradients import loss
-
-    joined = loss.join_losses
-
-    def early(graphs: Any, output_device: torch.device) -> Tensor:
-        where = graphs[0].loss.device if output_device.type == "cpu" else output_device
-        return joined(graphs, where).to(output_device, non_blocking=True)
-
-    return mock.patch("lightning_dp.parallel.step.join_losses", early)
-
-
 def gradients_land_too_early() -> contextlib.AbstractContextManager[Any]:
     """In memory from which those before them have not been added yet."""
     carry = Lane.carry
@@ -253,8 +240,8 @@ def gradients_land_too_early() -> contextlib.AbstractContextManager[Any]:
 
 
 WAITS: list[tuple[Callable[[], contextlib.AbstractContextManager[Any]], str]] = [
-    (the_loss_is_read_too_early, "loss on the host"),
-    (no_wait_for_a_copy_to_the_host, "outputs on the host"),
+    (no_wait_for_copies_to_the_host, "loss on the host"),
+    (no_wait_for_copies_to_the_host, "outputs on the host"),
     (workers_do_not_enter_the_callers_streams, "on side streams"),
     (gradients_land_too_early, "all layers have gradients"),
 ]

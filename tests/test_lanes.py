@@ -143,7 +143,6 @@ def test_memory_of_the_way_is_used_again_in_order(places: tuple[int, ...]) -> No
                 torch.ones(n, device=device)
 
 
-@pytest.mark.usefixtures("on_side_streams", "bucket_bytes")
 class Traffic:
     """Weights that go out to two devices, and gradients that come back."""
 
@@ -164,6 +163,7 @@ class Traffic:
 @pytest.mark.parametrize("goes", [True, False])
 def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
     """Neither where all goes and others get its memory, nor where the next step goes on with it."""
+    own = side_streams(devices_of(3))
     tracer = Tracer()
     right = tracer.run(Traffic().run)
     for line, visits in tracer.visits.items():
@@ -171,7 +171,7 @@ def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
             traffic = Traffic()
             with contextlib.suppress(KeyboardInterrupt), Surroundings():  # as in every step
                 Tracer(line, nth).run(traffic.run)
-            assert not side_streams(devices_of(3)), line
+            assert side_streams(devices_of(3)) == own, line
             if goes:
                 del traffic
                 gc.collect()
@@ -180,5 +180,6 @@ def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
                 assert torch.equal(got, sum_), line
 
 
+@pytest.mark.usefixtures("on_side_streams", "bucket_bytes")
 def test_lanes_follow_the_callers_streams() -> None:
     test_memory_of_the_way_is_used_again_in_order((0, 1, 2, 3))

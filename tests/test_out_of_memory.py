@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,50 @@ def test_devices_that_are_still_at_work_are_waited_for(room: Any) -> None:
     result = run(SlowInBackward, 2, **options)
     assert FailsWhileAnotherWorks.again.is_set() and not FailsWhileAnotherWorks.was_overtaken
     assert_same(result, run(SlowInBackward, 1, **options))
+
+
+class FailsWhileAnotherAccumulates(Wide):
+    """A few times sim:0 runs out of memory while sim:1 is about to write a gradient."""
+
+    begun, failed = threading.Event(), threading.Event()
+    failures = 0  # to come
+
+    def loss(self, batch: Any) -> Tensor:
+        own, x = FailsWhileAnotherAccumulates, batch[0]
+        h = self.net(x)
+        if own.failures and torch.is_grad_enabled():
+            if x.device.index == 0:
+                h.register_hook(own.fail)
+            elif x.device.index == 1:
+                self.net[2].weight.register_hook(own.take_time)
+        return nn.functional.cross_entropy(h, batch[1])
+
+    @classmethod
+    def fail(cls, gradient: Tensor) -> None:
+        if cls.failures:
+            assert cls.begun.wait(30)
+            cls.begun.clear()
+            cls.failures -= 1
+            cls.failed.set()
+            gradient.new_empty(10**12)
+
+    @classmethod
+    def take_time(cls, gradient: Tensor) -> None:
+        if cls.failures:
+            cls.begun.set()
+            assert cls.failed.wait(30)
+            cls.failed.clear()
+            time.sleep(0.5)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_another_device_still_accumulates_is_taken_back_too(times: int, room: Any) -> None:
+    room(0, 2**30)
+    options: dict[str, Any] = {"precision": "64-true", "max_epochs": 1}
+    FailsWhileAnotherAccumulates.failures = times
+    result = run(FailsWhileAnotherAccumulates, 2, **options)
+    assert not FailsWhileAnotherAccumulates.failures
+    assert_same(result, run(FailsWhileAnotherAccumulates, 1, **options))
 
 
 class Careless(Wide):

@@ -83,6 +83,15 @@ def test_a_stretch_ends_with_the_last_device(slow: type[SlowDevices]) -> None:
     assert not stretch.is_over()
 
 
+def test_a_stretch_of_accelerators_is_not_the_hosts(slow: type[SlowDevices]) -> None:
+    """Where they have other work before, the host may take longer and nobody waits for it."""
+    stretch = Stretch(devices_of(2))
+    slow.work(devices_of(1)[0], 1e-3)
+    time.sleep(0.01)
+    stretch.end()
+    assert stretch.seconds == 1e-3
+
+
 def test_a_stretch_of_the_cpu_is_the_hosts() -> None:
     stretch = Stretch([torch.device("cpu")])
     time.sleep(0.01)

@@ -8,7 +8,7 @@ user's module.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NoReturn, TypeAlias
@@ -39,9 +39,13 @@ Row: TypeAlias = dict[int, Any]
 
 
 class Journal:
-    """The calls of one replica during one step."""
+    """The calls of one replica during one step.
 
-    def __init__(self) -> None:
+    What is logged leaves some devices at once, for which the host waits before it is read.
+    """
+
+    def __init__(self, leaving: Collection[torch.device] = ()) -> None:
+        self._leaving = leaving
         self.calls: list[Call] = []
         self.metrics: ReplicaMetrics | None = None
 
@@ -51,7 +55,7 @@ class Journal:
             value.fail()
         if self.metrics is not None and isinstance(value, nn.Module):
             value = self.metrics.original(value)
-        self.calls.append(log_call(name, value, args, kwargs))
+        self.calls.append(log_call(name, value, args, kwargs, self._leaving))
 
 
 class Journals(ReplicaRules):
@@ -69,7 +73,9 @@ class Journals(ReplicaRules):
     ) -> None:
         self._module = module
         self._output_device = output_device
-        self._journals = [Journal() for _ in devices]
+        self._crosses = any(device != output_device for device in devices)
+        leaving = devices if output_device.type == "cpu" else ()
+        self._journals = [Journal(leaving) for _ in devices]
         self._devices = list(devices)
         self._submodules: list[list[nn.Module]] = []
         self._attributes: dict[int, StepAttributes] = {}
@@ -161,12 +167,13 @@ class Journals(ReplicaRules):
     def _replay(self, shards: Shards) -> list[LateLog]:
         """Makes the calls of metrics; what is to be logged."""
         sizes, order = shards.active_sizes, shards.active_order
-        journals = [self._journals[k].calls for k in shards.active]
+        journals: Sequence[list[Call]] = [self._journals[k].calls for k in shards.active]
+        if self._crosses:
+            journals = brought_to(self._output_device, journals)
         called = {c.metric: None for calls in journals for c in calls if isinstance(c, MetricCall)}
         if called:
             self._metric_states.keep(list(called))
-        logs: list[LogCall] = []
-        batch_values: list[Any] = []
+        logs: list[LateLog] = []
         for row in _aligned(journals, sizes, order, shards.dims):
             present = [sizes[i] for i in row]
             calls: list[Any] = list(row.values())
@@ -177,9 +184,8 @@ class Journals(ReplicaRules):
             if len(row) < len(journals):
                 self._refuse(calls[0].name, row, shards)
             merged = merged_log(calls, present, self._output_device, shards.dims)
-            logs.append(merged)
-            batch_values.append(batch_value(merged.value))
-        return list(map(LateLog, brought_to(self._output_device, logs), batch_values))
+            logs.append(LateLog(merged, batch_value(merged.value)))
+        return logs
 
     def log(self, logs: Sequence[LateLog]) -> None:
         """Logs them, last of all: that cannot be undone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from itertools import compress
 from numbers import Number
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dp.lightning_private import batch_value, keep_batch_value
 from lightning_dp.parallel.batch import StepDims, weighted_mean
-from lightning_dp.parallel.links import joining_device, to_device_coalesced
+from lightning_dp.parallel.links import to_device_coalesced
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.
 _OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]
@@ -53,11 +53,24 @@ def log_late(module: LightningModule, logs: Sequence[LateLog]) -> None:
             keep_batch_value(call.value, latest)
 
 
-def log_call(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogCall:
-    """From the arguments of `self.log`; copies tensors, to which the step may still write."""
+def log_call(
+    name: str,
+    value: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaving: Collection[torch.device] = (),
+) -> LogCall:
+    """From the arguments of `self.log`; copies tensors, to which the step may still write.
+
+    Those on devices that they are `leaving` go to the host, and are there when it has waited.
+    """
     options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
-    if isinstance(value, Tensor):
-        value = value.clone() if options.get("enable_graph") else value.detach().clone()
+    if isinstance(value, Tensor) and options.get("enable_graph"):
+        value = value.clone()
+    elif isinstance(value, Tensor):
+        value = value.detach()
+        leaves = value.device in leaving
+        value = value.to("cpu", non_blocking=True, copy=True) if leaves else value.clone()
     return LogCall(("log", name), name, value, options)
 
 
@@ -74,7 +87,7 @@ def merged_log(
     | any, of a metric | the metric itself, which by then has seen the whole batch            |
 
     A `batch_size` that is the same on shards of unequal sizes is a constant; others are added up.
-    A tensor of accelerators does not go to the host yet, see `brought_to`.
+    Tensors are on the device, see `brought_to`.
     """
     first = calls[0]
     if len(calls) == 1:
@@ -91,23 +104,28 @@ def merged_log(
             weights, options["batch_size"] = own, sum(own)
     value = first.value
     if isinstance(value, Tensor | Number):
-        where = joining_device([call.value for call in calls], device)
-        numbers = _as_numbers(calls, where)
+        numbers = _as_numbers(calls, device)
         value = _merged(numbers, weights, options.get("reduce_fx", "mean"))
     return first._replace(value=value, options=options)
 
 
-def brought_to(device: torch.device, calls: Sequence[LogCall]) -> list[LogCall]:
-    """Merged calls with their tensors on the device; for the host, all in one copy."""
-    brought, away = list(calls), []
-    for i, call in enumerate(calls):  # one frame in every step
-        if isinstance(call.value, Tensor) and call.value.device != device:
-            away.append(i)
-    if not away:
-        return brought
-    values = to_device_coalesced([calls[i].value for i in away], device)
-    for i, value in zip(away, values, strict=True):
-        brought[i] = calls[i]._replace(value=value)
+def brought_to(device: torch.device, journals: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The replicas' calls with logged tensors on the device; from each other one in one copy.
+
+    Nothing waits for these copies that does not wait for the loss: all replicas' are summed, and
+    every backward begins with a gradient from where the sum is.
+    """
+    brought = list(map(list, journals))
+    away = []
+    for own in brought:  # one frame in every step
+        for i, call in enumerate(own):
+            value = call.value if isinstance(call, LogCall) else None
+            if isinstance(value, Tensor) and value.device != device:
+                away.append((own, i))
+    if away:
+        values = to_device_coalesced([own[i].value for own, i in away], device)
+        for (own, i), value in zip(away, values, strict=True):
+            own[i] = own[i]._replace(value=value)
     return brought
 
 

@@ -37,6 +37,7 @@ from lightning_dp.parallel.gradients import (
     backward_at_once,
     reduce_gradients,
 )
+from lightning_dp.parallel.links import host_waits_for
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.ranges import Ranges, stage
 from lightning_dp.parallel.replaced import replaced
@@ -96,6 +97,7 @@ class Engine:
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
         self.reducer = Reducer(self.replicas, buffers, self.devices)
         self.on_cpu = all(device.type == "cpu" for device in devices)
+        self._sends_home = output_device.type == "cpu" and not self.on_cpu
         self.ranges = Ranges()  # the stages, as profilers see them
         self.calls = Calls()  # of the replicas, in the latest apply
         self.meter = Meter(devices)
@@ -238,6 +240,9 @@ class Engine:
             if self.meter.is_watched:
                 self.meter.follow(tasks)
             outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
+            if self._sends_home and call.gathers:  # what replicas have logged has left already
+                outputs = call.leave(outputs, self.devices)
+                host_waits_for(*self.devices)
         if training:
             self.reducer.after_forward(shards)
             self.meter.count(shards.sizes)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dp.parallel.batch import Scalars, Shards, to_device
+from lightning_dp.parallel.batch import Scalars, Shards, to_device_together
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.contexts import Lasting, Surroundings
 from lightning_dp.parallel.links import on_streams, side_streams
@@ -218,7 +218,7 @@ class SpreadCall(ReplicaCall):
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """Joined; what the root has returned alone stays as it is."""
         if shards.whole:
-            return to_device(outputs[0], self._engine.output_device)
+            return to_device_together(outputs, self._engine.output_device)[0]
         self._engine.num_cut += 1
         sizes, order = shards.active_sizes, shards.active_order
         return self._engine.join(

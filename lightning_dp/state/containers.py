@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.batch import Shards, gather, to_device, tree
+from lightning_dp.parallel.batch import Shards, gather, to_device, to_device_together, tree
 from lightning_dp.parallel.split import batch_order
 
 Path: TypeAlias = tuple[Any, ...]
@@ -181,7 +181,8 @@ class Merge:
         are_labels = all(isinstance(item, int | str) for tail in tails for item in tail)
         may_be = max(self._sizes) > 1 or are_labels
         if in_turn or (any(counts) and self._are_of_samples(path, counts, may_be)):
-            appended = [to_device(item, self._output_device) for tail in tails for item in tail]
+            items = [item for tail in tails for item in tail]
+            appended = to_device_together(items, self._output_device)
             is_in_order = self._order is None or counts != self._sizes
             places = None if is_in_order else batch_order(self._order or ())
             return appended if places is None else [appended[i] for i in places]

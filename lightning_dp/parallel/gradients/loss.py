@@ -33,11 +33,15 @@ gradient of the joint loss and whether graphs are kept."""
 
 @dataclass(frozen=True)
 class Graph:
-    """The graph of one replica: its loss, of one element, and what that weighs in the joint one."""
+    """The graph of one replica: its loss, of one element, and what that weighs in the joint one.
+
+    The loss's value may be somewhere else already.
+    """
 
     replica: int
     loss: Tensor
     weight: float
+    value: Tensor | None = None
 
 
 class NoLossError(TypeError):
@@ -60,12 +64,16 @@ class StepOutput:
     loss: Tensor
     num_items: float | Tensor | None  # what the loss is a mean over, where that is not samples
     extras: dict[str, Any] | None  # other entries of a returned mapping; None for a bare loss
+    tells_items: bool  # by an entry
+    value: Tensor | None = None  # of the loss, where that has gone somewhere else
 
     _KEYS: ClassVar[tuple[str, ...]] = ("loss", "num_items")
 
     @classmethod
     def parse(cls, output: Any) -> StepOutput:
         """Takes a step's output apart, or says what is wrong with it."""
+        if isinstance(output, StepOutput):
+            return output
         is_mapping = isinstance(output, Mapping)
         loss = output.get("loss") if is_mapping else output
         if not isinstance(loss, Tensor):
@@ -79,7 +87,7 @@ class StepOutput:
         told = getattr(loss, "num_items", None) if told is None else told
         items = None if told is None else _count(told)
         extras = {k: v for k, v in output.items() if k not in cls._KEYS} if is_mapping else None
-        return cls(loss, items, extras)
+        return cls(loss, items, extras, is_mapping and "num_items" in output)
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -162,8 +170,9 @@ def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
         tensor(1.)
     """
     counting = [graph for graph in graphs if graph.weight != 0]
-    device = joining_device([graph.loss for graph in counting], output_device)
-    moved = [graph.loss.to(device) for graph in counting]
+    values = [graph.loss if graph.value is None else graph.value for graph in counting]
+    device = joining_device(values, output_device)
+    moved = [value.to(device) for value in values]
     joint = moved[0] * counting[0].weight
     for loss, graph in zip(moved[1:], counting[1:], strict=True):
         joint = joint.add(loss, alpha=graph.weight)

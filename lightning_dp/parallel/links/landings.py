@@ -57,7 +57,6 @@ class Landing:
         """Waits for what may still arrive, if the latest sum was interrupted."""
         if self._is_at_work:
             torch.accelerator.synchronize(self._device)
-            self._total_is_free = self._other_is_free = self._mark()
             self._is_at_work = False
 
     def _mark(self) -> torch.Event:

@@ -64,7 +64,11 @@ class _OnStreams(Lasting):
         torch.accelerator.set_device_index(self._device)
 
 
-def host_waits_for(device: torch.device) -> None:
-    """Lets the host wait for what this thread has issued to a device's current stream."""
-    if device.type != "cpu":
-        current_stream(device).synchronize()
+def host_waits_for(*devices: torch.device) -> None:
+    """Lets the host wait, once, for what this thread has issued to devices' current streams."""
+    own = dict.fromkeys(devices)
+    streams = [current_stream(d) for d in own if d.type != "cpu"]
+    for stream in streams[1:]:
+        streams[0].wait_stream(stream)
+    for stream in streams[:1]:
+        stream.synchronize()

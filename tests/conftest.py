@@ -5,6 +5,7 @@ with -k, run in this process, where a debugger and prints work; `-n 4` and `-n 0
 """
 
 import argparse
+import functools
 import gc
 import os
 import signal
@@ -194,13 +195,19 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]
         torch.sim.set_memory_limit(device, None)
 
 
+@functools.cache
+def side_stream(device: torch.device) -> torch.Stream:
+    """One for all tests of the process: every stream that was ever made costs each clock a place."""
+    return torch.Stream(device)
+
+
 @pytest.fixture
 def on_side_streams() -> Iterator[None]:
     """The test is on a stream of its own on every device: what only default streams order shows."""
     if "sim" in places.kinds:
         sim.enable(SIM_DEVICES)
     devices = places.devices(places.kinds[-1], places.accelerator_count())
-    pairs = [(torch.accelerator.current_stream(device), torch.Stream(device)) for device in devices]
+    pairs = [(torch.accelerator.current_stream(device), side_stream(device)) for device in devices]
     # Of weights that were made on another stream. It is right, and torch says so at no loss.
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
     for default, side in pairs:

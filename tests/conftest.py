@@ -197,7 +197,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.Stream:
-    """One for all tests of the process: every stream that was ever made costs each clock a place."""
+    """One for all tests of the process: each that was ever made costs every clock a place."""
     return torch.Stream(device)
 
 

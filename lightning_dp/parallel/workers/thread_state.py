@@ -63,7 +63,7 @@ class ThreadState:
     autocasts: Sequence[Autocast]
     modes: Modes
     saved_tensors: Functions | None  # how to pack and unpack
-    streams: Sequence[torch.Stream]  # the caller's own on the devices, for there is order on them
+    streams: Sequence[torch.Stream]  # the caller's own, for there is order on them
     work_for: Callable[[], AbstractContextManager[None]] | None  # see `hand_over`
 
     @classmethod
@@ -76,6 +76,10 @@ class ThreadState:
             if torch.is_autocast_enabled(kind):
                 keeps = torch.is_autocast_cache_enabled()
                 autocasts.append((kind, torch.get_autocast_dtype(kind), keeps))
+        places = devices
+        if len(kinds) > 1:  # the user's code may compute on devices that no replica is on
+            (kind,) = kinds - {"cpu"}
+            places = [torch.device(kind, k) for k in range(torch.accelerator.device_count())]
         return cls(
             devices[0],
             torch.is_grad_enabled(),
@@ -83,7 +87,7 @@ class ThreadState:
             autocasts,
             current_modes(),
             unpacking_in_turn(saved_tensors_functions()),
-            side_streams(devices),
+            side_streams(places),
             None if devices[0].type == "cpu" else hand_over(devices[0]),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -87,5 +88,5 @@ def test_sixteen_devices_and_a_large_batch_take_no_time() -> None:
 def test_overheads_between_those_that_are_known_never_fall(known: dict[int, float]) -> None:
     overhead = between(known, 6)
     assert len(overhead) == 7
-    assert all(a <= b + 1e-9 for a, b in zip(overhead, overhead[1:], strict=False))
+    assert all(a <= b + 1e-9 for a, b in pairwise(overhead))
     assert all(overhead[i] <= value + 1e-9 for i, value in known.items())

@@ -5,12 +5,12 @@ No tensor and no device in here: sizes and seconds in, sizes out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lightning_dp.parallel.split.active import best_active, best_with, between
+from lightning_dp.parallel.split.active import best_active, best_with, between, step_seconds
 from lightning_dp.parallel.split.adaptive import Adaptive
 from lightning_dp.parallel.split.arithmetic import Sizes, minimax
 from lightning_dp.parallel.split.choice import Choice, Way
@@ -64,7 +64,6 @@ class Auto:
         self._k = k
         self._adaptive = Adaptive(k)
         self._choices: dict[str, dict[int, Choice]] = {}
-        self._sizes: dict[tuple[int, Way], Sizes] = {}
         self._is_fixed = False
         self.way: Way = k - 1
 
@@ -109,7 +108,10 @@ class Auto:
         if choice is None:
             self.way = guess if can(guess) else self._k - 1
             return Piece(self.way, n)
+        before = self.way
         self.way, counts = choice.begin(can, lambda way: way == 0 or is_settled())
+        # What others have not done for long they begin anew, whatever it was.
+        counts = counts and not (before == 0 < self.way)
         return Piece(self.way, n, counts, choice, training)
 
     def keep_even(self) -> None:
@@ -125,12 +127,10 @@ class Auto:
         choice = piece.choice
         if choice is None or not piece.counts:
             return
-        key = (id(choice), piece.way)
-        if sum(sizes) == piece.n:
-            before = self._sizes.get(key, sizes)
-            self._sizes[key] = sizes
-            if sum(before) == sum(sizes) and _moved(before, sizes) > max(1, piece.n // OTHER):
-                choice.has_changed(piece.way)
+        before = choice.sizes.get(piece.way, sizes)
+        choice.sizes[piece.way] = sizes
+        if sum(before) == sum(sizes) and _moved(before, sizes) > max(1, piece.n // OTHER):
+            choice.has_changed(piece.way)
         was_examining = choice.is_examining
         choice.add(piece.way, seconds)
         if was_examining and not choice.is_examining and piece.may_propose:
@@ -166,15 +166,15 @@ class Auto:
         Fewer samples never need more devices.
         """
         own = self._choices.setdefault(kind, {})
-        for size, choice in own.items():
-            if size <= NEAR * n and n <= NEAR * size:
-                return choice, 0
-        larger, smaller = _nearest(own, n)
-        if larger is not None and own[larger].best == 0:
+        choice = next((c for size, c in own.items() if size <= NEAR * n <= NEAR**2 * size), None)
+        if choice is not None and choice.best is not None:
+            return choice, 0
+        if any(size > n and other.best == 0 for size, other in own.items()):
             return None, 0
-        if smaller is not None and own[smaller].best == self._k - 1:
+        if any(size < n and other.best == self._k - 1 for size, other in own.items()):
             return None, self._k - 1
-        own[n] = choice = self._new_choice()
+        if choice is None:
+            own[n] = choice = self._new_choice()
         return choice, 0
 
     def _new_choice(self) -> Choice:
@@ -186,25 +186,18 @@ class Auto:
         if lines is None or not {0, self._k - 1} <= set(known):
             return
         fixed, per_sample = zip(*lines, strict=True)
-        sizes = {way: self._sizes.get((id(choice), way)) for way in known}
+        nothing = [0.0] * self._k
         ends = {
-            way: max(a + b * m for a, b, m in zip(fixed, per_sample, own, strict=True) if m)
-            for way, own in sizes.items()
-            if own is not None
+            way: step_seconds(choice.sizes[way], fixed, per_sample, nothing)
+            for way in known
+            if way in choice.sizes
         }
         if not {0, self._k - 1} <= set(ends):
             return
         overhead = between({way: known[way] - end for way, end in ends.items()}, self._k - 1)
         best = best_active(n, fixed, per_sample, overhead)
-        way = sum(map(bool, best[1:]))
-        ends_best = max(a + b * m for a, b, m in zip(fixed, per_sample, best, strict=True) if m)
-        if ends_best + overhead[way] < WORTH * min(known.values()):
-            choice.consider(way)
-
-
-def _nearest(sizes: Iterable[int], n: int) -> tuple[int | None, int | None]:
-    larger = min((size for size in sizes if size > n), default=None)
-    return larger, max((size for size in sizes if size < n), default=None)
+        if step_seconds(best, fixed, per_sample, overhead) < WORTH * min(known.values()):
+            choice.consider(sum(map(bool, best[1:])))
 
 
 def _moved(before: Sizes, after: Sizes) -> int:

@@ -61,6 +61,7 @@ class Choice:
 
     def __init__(self, ways: Sequence[Way]) -> None:
         self.best: Way | None = None  # None while the first examination lasts
+        self.sizes: dict[Way, tuple[int, ...]] = {}  # of the latest measured piece
         self._most = max(ways)
         self._times: dict[Way, deque[float]] = {}  # of the latest examination, and since
         self._turns: list[Way] = list(ways)  # those to come; the first one runs

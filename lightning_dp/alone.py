@@ -1,0 +1,290 @@
+"""Steps that the root does alone, as Lightning itself does them, where that is fastest.
+
+`split="auto"` decides before a batch is moved. What it decides by are the times of all steps, which
+are taken here: from a step's begin to the end of its backward, with the gradients' sums.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_dp.modes import ForwardMode, Mode, StepMode
+from lightning_dp.parallel.batch import BatchSizeError, infer_for
+from lightning_dp.parallel.devices import memory_capacity, peak_memory
+from lightning_dp.parallel.links import Stretch
+from lightning_dp.parallel.split import Auto, Piece
+
+_STEPS = {
+    "train": "training_step",
+    "sanity_check": "validation_step",
+    "validate": "validation_step",
+    "test": "test_step",
+    "predict": "predict_step",
+}
+"""The steps of Lightning's stages."""
+
+_UNREAD = 16
+"""Pieces of work that may wait for devices to be through with them; older ones are dropped."""
+
+SAFE = 0.7
+"""Share of a device's memory up to which a batch may go to it without the way back."""
+
+TRIED = 0.9
+"""Share up to which a batch may go to it at all, by the peaks of smaller ones."""
+
+
+class RootMemory:
+    """Whether the root has room for a whole batch.
+
+    A batch that does not fit one device never goes to it: its peak is predicted from that of the
+    root's shard. A step that the engine runs can be undone if that was wrong; one without the
+    engine cannot, and is for batches whose peak has been seen, far below the limit.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        self._engine = mode.engine
+        root, *others = self._engine.devices
+        self._root = root
+        # Replicas on the root's own device take as much of it all together.
+        self._is_free = all(device == root for device in others) or root.type == "cpu"
+        self._safe = {True: 0, False: 0}
+
+    def is_safe(self, n: int, *, training: bool) -> bool:
+        """Whether n samples take no engine that could undo them."""
+        return self._is_free or n <= self._safe[training]
+
+    def may_take(self, n: int, *, training: bool) -> bool:
+        """Whether n samples should fit."""
+        cap = self._engine.planner.cap(0, training=training)
+        if cap is not None and cap < n:
+            return False
+        if self.is_safe(n, training=training):
+            return True
+        predicted, capacity = self._predicted(n, training), memory_capacity(self._root)
+        return 0 < predicted <= TRIED * capacity
+
+    def note_alone(self, n: int, *, training: bool) -> None:
+        """The engine has run a step of n samples on the root alone."""
+        if not self._is_free and peak_memory(self._root) <= SAFE * memory_capacity(self._root):
+            self._safe[training] = max(n, self._safe[training])
+
+    def _predicted(self, n: int, training: bool) -> float:
+        """The peak of n samples; 0 where nothing is known.
+
+        By all that the latest training step has added to what was there: that is too much for
+        samples alone, and evaluation takes less.
+        """
+        step = self._engine.meter.latest
+        if step is None or not any(step.peak_bytes) or not step.sizes[0]:
+            sizes = self._engine.last_sizes
+            return 0.0 if training or not any(sizes) else self._without_training(n, sizes[0])
+        added = step.peak_bytes[0] - step.start_bytes[0]
+        return step.start_bytes[0] + added * max(1.0, n / step.sizes[0])
+
+    def _without_training(self, n: int, samples: int) -> float:
+        return peak_memory(self._root) * n / samples if samples else 0.0
+
+
+class AloneSteps:
+    """The steps of a Trainer whose strategy may let the root work alone."""
+
+    def __init__(self, mode: Mode, split: Auto, trainer: Trainer) -> None:
+        self.is_alone = False  # the latest step
+        self.is_watched = False  # somebody wants to know what devices do in every step
+        self._mode, self._split, self._trainer = mode, split, trainer
+        self._engine = mode.engine
+        self._memory = RootMemory(mode)
+        root, output = self._engine.devices[0], self._engine.output_device
+        stays = isinstance(mode, ForwardMode) and not mode.moves_batch
+        # What Lightning does without us is on the root.
+        self._can_skip_engine = root == output and not stays
+        self._root, self._places = [root], [*self._engine.devices, output]
+        self._decided: dict[int, tuple[Piece, bool]] = {}  # by the batches that the loop has
+        self._piece: Piece | None = None
+        self._is_open = False  # micro-batches of one step of the optimizer are one piece
+        self._steps = 0
+        self._stretches: list[Stretch] = []
+        self._running: Stretch | None = None
+        self._inside = False
+        self._began = 0.0
+        self._replicas_worked = True
+        self._ended: deque[tuple[Piece, list[Stretch], int, tuple[int, ...]]] = deque(
+            maxlen=_UNREAD
+        )
+
+    # What the strategy's hooks call
+
+    def batch(self, batch: Any, dataloader_idx: int, move: Callable[..., Any]) -> Any:
+        """What the loop gets for a batch: on the root if it will work alone."""
+        piece = self._begin_piece(batch)
+        if piece is None or not self._goes_past_engine(piece):
+            result = self._mode.batch(batch, dataloader_idx)
+        else:
+            stretch = Stretch(self._root) if piece.counts else None
+            result = move(batch, None, dataloader_idx)
+            if stretch is not None:
+                stretch.end()
+                self._stretches.append(stretch)
+        if piece is not None:
+            self._decided[id(result)] = piece, self._goes_past_engine(piece)
+        return result
+
+    def step(
+        self, method: str, batch: Any, alone: Callable[[], Any], several: Callable[[], Any]
+    ) -> Any:
+        """Runs a step: `alone` is Lightning's own, `several` the engine's."""
+        piece, self.is_alone = self._taken(batch)
+        training = method == "training_step"
+        if self.is_alone and self._replicas_worked:
+            self._end_of_replicas()
+        if piece is not None and piece.counts:
+            self._running = Stretch(self._root if self.is_alone else self._places)
+        self._began, self._inside = time.perf_counter(), True
+        if self.is_alone and piece is not None:
+            self._engine.last_sizes = (piece.n, *[0] * (len(self._engine.devices) - 1))
+            if training and self.is_watched:
+                self._engine.meter.start(self._engine.last_sizes)
+            with self._engine.meter.working([0]) if training and self.is_watched else nullcontext():
+                output = alone()
+        else:
+            self._replicas_worked = True
+            output = several()
+        self._inside = False
+        # The backward of an automatic step comes next, and ends it.
+        if not training or not self._trainer.lightning_module.automatic_optimization:
+            self._end_step(training=training)
+        return output
+
+    def backward(self, call: Callable[[], Any]) -> Any:
+        """Runs the backward of a step; one that the step has called itself is a part of it."""
+        if self._inside:
+            return call()
+        with (
+            self._engine.meter.working([0]) if self.is_alone and self.is_watched else nullcontext()
+        ):
+            loss = call()
+        self._end_step(training=True)
+        return loss
+
+    # Pieces of work
+
+    def _begin_piece(self, batch: Any) -> Piece | None:
+        """Decides how a batch is worked on; None where there is no choice."""
+        self._read()
+        kind = _STEPS.get(self._stage())
+        n = None if kind is None or isinstance(batch, Iterator) else self._samples(batch)
+        if kind is None or not n:
+            self._split.use_all()
+            self._drop()
+            return None
+        if self._must_stay_even(kind):
+            self._split.keep_even()
+            self._drop()
+            return None
+        if self._is_open and self._piece is not None:
+            way = self._piece.way
+            if way > 0 or self._memory.may_take(n, training=True):
+                self._piece = Piece(way, n, self._piece.counts, self._piece.choice)
+                return self._piece
+        self._drop()
+        training = kind == "training_step"
+        self._piece = self._split.begin(
+            kind,
+            n,
+            training=training,
+            can_be_alone=lambda: self._memory.may_take(n, training=training),
+            is_settled=lambda: self._is_settled(str(kind)),
+        )
+        return self._piece
+
+    def _taken(self, batch: Any) -> tuple[Piece | None, bool]:
+        """What was decided for the batch of a step, which an optimizer's closure may repeat."""
+        decided = self._decided.get(id(batch))
+        if decided is None or isinstance(batch, Iterator):
+            # Somebody else's batch, or an iterator, of whose batches nothing is known yet.
+            self._drop()
+            self._split.use_all()
+            return None, False
+        self._decided = {id(batch): decided}
+        return decided
+
+    def _end_step(self, *, training: bool) -> None:
+        """A step is done, and its backward."""
+        engine, piece = self._engine, self._piece
+        if self.is_alone and training:
+            seconds = time.perf_counter() - self._began
+            engine.meter.add_alone(engine.last_sizes[0], seconds)
+            if self.is_watched:
+                engine.meter.stop()
+        if piece is None:
+            return
+        if piece.way == 0 and not self.is_alone:
+            self._memory.note_alone(piece.n, training=training)
+        self._is_open = training and engine.reducer.accumulating
+        if not piece.counts or self._running is None:
+            return
+        self._running.end()
+        self._stretches.append(self._running)
+        self._running = None
+        self._steps += 1
+        if not self._is_open:
+            ended = (piece, self._stretches, self._steps, engine.last_sizes)
+            self._ended.append(ended)
+            self._stretches, self._steps = [], 0
+
+    def _drop(self) -> None:
+        """What was not ended is not counted."""
+        self._piece, self._is_open, self._running = None, False, None
+        self._stretches, self._steps = [], 0
+
+    def _read(self) -> None:
+        """Tells the split the times of those pieces that the devices are through with."""
+        while self._ended and all([stretch.is_over() for stretch in self._ended[0][1]]):
+            piece, stretches, steps, sizes = self._ended.popleft()
+            seconds = sum([stretch.device_seconds for stretch in stretches])
+            self._split.end(piece, seconds / steps, sizes)
+
+    def _end_of_replicas(self) -> None:
+        """What replicas have left goes to the root, and what they hold is let go."""
+        self._replicas_worked = False
+        self._engine.resync()
+        if isinstance(self._mode, StepMode):
+            self._mode.batch(None, 0)  # nobody asks for the latest shards any more
+        if self._piece is None or self._piece.choice is None or not self._piece.choice.is_examining:
+            # Threads that wait keep memory, and the cores' attention.
+            self._engine.executor.close()
+
+    # What decides whether there is a choice
+
+    def _goes_past_engine(self, piece: Piece) -> bool:
+        training = self._stage() == "train"
+        can = piece.way == 0 and self._can_skip_engine
+        return can and self._memory.is_safe(piece.n, training=training)
+
+    def _stage(self) -> str:
+        stage = self._trainer.state.stage
+        return "" if stage is None else str(stage.value)
+
+    def _samples(self, batch: Any) -> int | None:
+        engine = self._engine
+        try:
+            return infer_for(engine.asked, batch, engine.dims.of("", training=True).dim).size
+        except BatchSizeError:
+            return None  # the step says so, where it can be told what is wrong
+
+    def _is_settled(self, kind: str) -> bool:
+        executor = self._engine.executor
+        return executor.is_settled(kind if isinstance(self._mode, StepMode) else None)
+
+    def _must_stay_even(self, kind: str) -> bool:
+        """Whether each replica has to have the samples that it always has."""
+        if torch.are_deterministic_algorithms_enabled():
+            return True
+        return self._engine.dims.of(kind, training=kind == "training_step").keeps_sizes

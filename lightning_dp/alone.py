@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +105,7 @@ class AloneSteps:
         root, output = self._engine.devices[0], self._engine.output_device
         stays = isinstance(mode, ForwardMode) and not mode.moves_batch
         # What Lightning does without us is on the root.
-        self._can_skip_engine = root == output and not stays
+        self._is_at_home = root == output and not stays
         self._root, self._places = [root], [*self._engine.devices, output]
         self._decided: dict[int, tuple[Piece, bool]] = {}  # by the batches that the loop has
         self._piece: Piece | None = None
@@ -124,16 +125,17 @@ class AloneSteps:
     def batch(self, batch: Any, dataloader_idx: int, move: Callable[..., Any]) -> Any:
         """What the loop gets for a batch: on the root if it will work alone."""
         piece = self._begin_piece(batch)
-        if piece is None or not self._goes_past_engine(piece):
-            result = self._mode.batch(batch, dataloader_idx)
-        else:
-            stretch = Stretch(self._root) if piece.counts else None
+        is_alone = piece is not None and piece.way == 0 and self._can_skip_engine(piece.n)
+        if is_alone:
+            stretch = Stretch(self._root) if piece is not None and piece.counts else None
             result = move(batch, None, dataloader_idx)
             if stretch is not None:
                 stretch.end()
                 self._stretches.append(stretch)
+        else:
+            result = self._mode.batch(batch, dataloader_idx)
         if piece is not None:
-            self._decided[id(result)] = piece, self._goes_past_engine(piece)
+            self._decided[id(result)] = piece, is_alone
         return result
 
     def step(
@@ -144,17 +146,18 @@ class AloneSteps:
         training = method == "training_step"
         if self.is_alone and self._replicas_worked:
             self._end_of_replicas()
+        self._replicas_worked |= not self.is_alone
         if piece is not None and piece.counts:
             self._running = Stretch(self._root if self.is_alone else self._places)
         self._began, self._inside = time.perf_counter(), True
         if self.is_alone and piece is not None:
-            self._engine.last_sizes = (piece.n, *[0] * (len(self._engine.devices) - 1))
+            engine = self._engine
+            engine.last_sizes = (piece.n, *[0] * (len(engine.devices) - 1))
             if training and self.is_watched:
-                self._engine.meter.start(self._engine.last_sizes)
-            with self._engine.meter.working([0]) if training and self.is_watched else nullcontext():
-                output = alone()
+                engine.meter.start(engine.last_sizes)
+                alone = partial(self._watched, alone)
+            output = alone()
         else:
-            self._replicas_worked = True
             output = several()
         self._inside = False
         # The backward of an automatic step comes next, and ends it.
@@ -166,12 +169,13 @@ class AloneSteps:
         """Runs the backward of a step; one that the step has called itself is a part of it."""
         if self._inside:
             return call()
-        with (
-            self._engine.meter.working([0]) if self.is_alone and self.is_watched else nullcontext()
-        ):
-            loss = call()
+        loss = self._watched(call) if self.is_alone and self.is_watched else call()
         self._end_step(training=True)
         return loss
+
+    def _watched(self, call: Callable[[], Any]) -> Any:
+        with self._engine.meter.working([0]):
+            return call()
 
     # Pieces of work
 
@@ -188,13 +192,12 @@ class AloneSteps:
             self._split.keep_even()
             self._drop()
             return None
-        if self._is_open and self._piece is not None:
-            way = self._piece.way
-            if way > 0 or self._memory.may_take(n, training=True):
-                self._piece = Piece(way, n, self._piece.counts, self._piece.choice)
-                return self._piece
-        self._drop()
         training = kind == "training_step"
+        open_piece = self._piece if self._is_open and training else None
+        if open_piece and (open_piece.way > 0 or self._memory.may_take(n, training=True)):
+            self._piece = replace(open_piece, n=n)
+            return self._piece
+        self._drop()
         self._piece = self._split.begin(
             kind,
             n,
@@ -225,7 +228,7 @@ class AloneSteps:
                 engine.meter.stop()
         if piece is None:
             return
-        if piece.way == 0 and not self.is_alone:
+        if not self.is_alone and engine.last_sizes[0] == piece.n:
             self._memory.note_alone(piece.n, training=training)
         self._is_open = training and engine.reducer.accumulating
         if not piece.counts or self._running is None:
@@ -263,10 +266,8 @@ class AloneSteps:
 
     # What decides whether there is a choice
 
-    def _goes_past_engine(self, piece: Piece) -> bool:
-        training = self._stage() == "train"
-        can = piece.way == 0 and self._can_skip_engine
-        return can and self._memory.is_safe(piece.n, training=training)
+    def _can_skip_engine(self, n: int) -> bool:
+        return self._is_at_home and self._memory.is_safe(n, training=self._stage() == "train")
 
     def _stage(self) -> str:
         stage = self._trainer.state.stage

@@ -103,7 +103,7 @@ class AloneSteps:
         self._engine = mode.engine
         self._memory = RootMemory(mode)
         root, output = self._engine.devices[0], self._engine.output_device
-        stays = isinstance(mode, ForwardMode) and not mode.moves_batch
+        stays = isinstance(mode, ForwardMode) and not mode.moves_batch and root.type != "cpu"
         # What Lightning does without us is on the root.
         self._is_at_home = root == output and not stays
         self._root, self._places = [root], [*self._engine.devices, output]

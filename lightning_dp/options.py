@@ -48,10 +48,10 @@ class OptionsMixin(CheckpointMixin):
             name (`"cuda:1"`, `"cpu"`), a `torch.device`, or an integer: a device's id (on the
             CPU, a replica's index).
         split: how samples are shared out. `"even"`: sizes differ by at most one, larger ones
-            first, and with fewer samples than devices some are idle. `"auto"`: as `"adaptive"`, on as
-            many devices as make a step shortest; where the root alone is fastest, it does the step
-            as Lightning itself would. It goes by times: two runs may differ by rounding, but with
-            `Trainer(deterministic=True)` it is `"even"`. `"chunk"`: the sizes of
+            first, and with fewer samples than devices some are idle. `"auto"`: as `"adaptive"`, on
+            as many devices as make a step shortest; where the root alone is fastest, it does the
+            step as Lightning itself would. It goes by times: two runs may differ by rounding, but
+            with `Trainer(deterministic=True)` it is `"even"`. `"chunk"`: the sizes of
             `torch.chunk`, as in `torch.nn.DataParallel`. `"memory"`: learns from the peaks of the
             first steps, and leaves equally much memory free on every device. `"adaptive"`: begins
             even, learns from the times of the steps how fast every device is, and lets all end at
@@ -130,6 +130,7 @@ class OptionsMixin(CheckpointMixin):
         self._make_split = partial(split_policy, split, weights)
         self._output_device = output_device
         self._loss_reduction = loss_reduction
+        self._is_even = split == "even" and weights is None
         self._check_first_step = check_first_step
         super().__init__(
             accelerator=accelerator,

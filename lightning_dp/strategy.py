@@ -13,10 +13,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_dp.alone import AloneSteps
+from lightning_dp.fewer_devices import FewerDevicesHint
 from lightning_dp.first_step import FirstStep, check_first_step
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import layer_sync, set_layer_sync
-from lightning_dp.modes import Mode
+from lightning_dp.modes import Mode, StepMode
 from lightning_dp.options import OptionsMixin
 from lightning_dp.parallel.batch import DeviceUsage
 from lightning_dp.parallel.contexts import Surroundings, context
@@ -40,7 +41,7 @@ class DataParallelMixin(OptionsMixin):
     usage: Sequence[DeviceUsage] = ()
     """What every device did in the training steps of the latest fit."""
     _mode: Mode | None = None
-    _alone: AloneSteps | None = None  # where the root may be all that works
+    _alone: AloneSteps | FewerDevicesHint | None = None  # who looks whether all need work
 
     def watch(self) -> None:
         """Measures every training step of this fit from now on, for `measured_steps`."""
@@ -85,6 +86,8 @@ class DataParallelMixin(OptionsMixin):
         self._mode = self._new_mode()
         if isinstance(self.split_policy, Auto):
             self._alone = AloneSteps(self._mode, self.split_policy, trainer)
+        elif self._is_even and self._mode.engine.on_cpu and isinstance(self._mode, StepMode):
+            self._alone = FewerDevicesHint(self._mode, trainer)
         profiler = cast(Any, trainer).profiler
         if type(profiler).__name__ == "SimpleProfiler":  # others see what torch.profiler sees
             self._mode.engine.ranges.profile = profiler.profile
@@ -130,7 +133,8 @@ class DataParallelMixin(OptionsMixin):
             return participant.meet("batch_to_device", own, self._batches_to_devices)
         if self._mode is None or device is not None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        if self._alone is not None and not self._is_to_be_checked:
+        is_to_check = self._check_first_step and self.first_step is None
+        if isinstance(self._alone, AloneSteps) and not is_to_check:
             return self._alone.batch(batch, dataloader_idx, super().batch_to_device)
         return self._mode.batch(batch, dataloader_idx)
 
@@ -238,15 +242,11 @@ class DataParallelMixin(OptionsMixin):
     def _step_of_all(self, mode: Mode, method: str, batch: Any, rest: tuple[Any, ...]) -> Any:
         if method != "training_step" and rest[:1] in ((), (0,)):
             mode.engine.resync()
-        if method == "training_step" and self._is_to_be_checked:
+        if method == "training_step" and self._check_first_step and self.first_step is None:
             self._compare_first_step(mode, batch, rest)
         name = method.replace("training", "train").replace("validation", "val")
         with Surroundings(), getattr(self.precision_plugin, f"{name}_context")():
             return mode.step(method, batch, rest)
-
-    @property
-    def _is_to_be_checked(self) -> bool:
-        return self._check_first_step and self.first_step is None
 
     def _compare_first_step(self, mode: Mode, batch: Any, args: tuple[Any, ...]) -> None:
         # A split that learns would learn from the check's steps.

@@ -18,7 +18,7 @@ FLOORS = [
     ["doctor"],
     ["__init__", "convert", "pytorch_lightning"],
     ["strategy"],
-    ["first_step", "options", "alone"],
+    ["first_step", "options", "alone", "fewer_devices"],
     ["modes"],
     ["manual_optimization", "dataloader_iter", "layer_sync", "metrics", "spread_check"],
     ["state", "checkpointing", "monitor"],

@@ -2,9 +2,9 @@
 
 Decided here: the sizes of a batch's shards by every policy (`policies` names them; `arithmetic` has
 the fixed ones, `adaptive` and `memory` learn from `usage`), and how many devices work at all
-(`auto`, by the times of a `choice`; the best set is searched in `active`). `planner` asks them once
-per batch, and keeps to what fits and to what a replica needs (`least`). No tensor, no device and no
-batch comes in here.
+(`auto`, by the times of a `choice`; the best set is searched in `active`; what of it shows without
+a trial, `fewer`). `planner` asks them once per batch, and keeps to what fits and to what a replica
+needs (`least`). No tensor, no device and no batch comes in here.
 """
 
 from lightning_dp.parallel.split.arithmetic import CostSplit as CostSplit
@@ -19,6 +19,7 @@ from lightning_dp.parallel.split.arithmetic import minimax as minimax
 from lightning_dp.parallel.split.arithmetic import weighted as weighted
 from lightning_dp.parallel.split.auto import Auto as Auto
 from lightning_dp.parallel.split.auto import Piece as Piece
+from lightning_dp.parallel.split.fewer import FewerDevices as FewerDevices
 from lightning_dp.parallel.split.planner import Plan as Plan
 from lightning_dp.parallel.split.planner import Planner as Planner
 from lightning_dp.parallel.split.policies import OwnSplit as OwnSplit

@@ -107,7 +107,7 @@ class AloneSteps:
         # What Lightning does without us is on the root.
         self._is_at_home = root == output and not stays
         self._root, self._places = [root], [*self._engine.devices, output]
-        self._decided: dict[int, tuple[Piece, bool]] = {}  # by the batches that the loop has
+        self._decided: dict[int, tuple[Piece | None, bool]] = {}  # by the batches that the loop has
         self._piece: Piece | None = None
         self._is_open = False  # micro-batches of one step of the optimizer are one piece
         self._steps = 0
@@ -115,7 +115,7 @@ class AloneSteps:
         self._running: Stretch | None = None
         self._inside = False
         self._began = 0.0
-        self._replicas_worked = True
+        self._replicas_worked = self._has_workers = True
         self._ended: deque[tuple[Piece, list[Stretch], int, tuple[int, ...]]] = deque(
             maxlen=_UNREAD
         )
@@ -134,8 +134,7 @@ class AloneSteps:
                 self._stretches.append(stretch)
         else:
             result = self._mode.batch(batch, dataloader_idx)
-        if piece is not None:
-            self._decided[id(result)] = piece, is_alone
+        self._decided[id(result)] = piece, is_alone
         return result
 
     def step(
@@ -146,7 +145,12 @@ class AloneSteps:
         training = method == "training_step"
         if self.is_alone and self._replicas_worked:
             self._end_of_replicas()
-        self._replicas_worked |= not self.is_alone
+        if not self.is_alone:
+            self._replicas_worked = self._has_workers = True
+        elif self._has_workers and self._is_at_rest(piece):
+            # Threads that wait keep memory, and the cores' attention.
+            self._engine.executor.close()
+            self._has_workers = False
         if piece is not None and piece.counts:
             self._running = Stretch(self._root if self.is_alone else self._places)
         self._began, self._inside = time.perf_counter(), True
@@ -260,14 +264,14 @@ class AloneSteps:
         self._engine.resync()
         if isinstance(self._mode, StepMode):
             self._mode.batch(None, 0)  # nobody asks for the latest shards any more
-        if self._piece is None or self._piece.choice is None or not self._piece.choice.is_examining:
-            # Threads that wait keep memory, and the cores' attention.
-            self._engine.executor.close()
 
     # What decides whether there is a choice
 
     def _can_skip_engine(self, n: int) -> bool:
         return self._is_at_home and self._memory.is_safe(n, training=self._stage() == "train")
+
+    def _is_at_rest(self, piece: Piece | None) -> bool:
+        return piece is None or piece.choice is None or not piece.choice.is_examining
 
     def _stage(self) -> str:
         stage = self._trainer.state.stage

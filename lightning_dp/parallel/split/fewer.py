@@ -19,7 +19,7 @@ SURE = 0.75
 ENOUGH = 5
 """Steps of one batch size before anything is said."""
 
-SMALLER = 3
+SMALLER = 5
 """Steps with a smaller batch, the shortest of which tells what of a step is fixed."""
 
 
@@ -39,7 +39,7 @@ class FewerDevices:
 
     Example:
         >>> devices = FewerDevices()
-        >>> for n in [8] * 5 + [4] * 3:
+        >>> for n in [8] * 5 + [4] * 5:
         ...     devices.add((n // 2, n // 2), 2 * 1.0 + 0.01 * n, 2.5)
         >>> round(devices.verdict().alone, 2)
         1.08
@@ -70,7 +70,7 @@ class FewerDevices:
         return Verdict(statistics.median(self._steps[key]), alone)
 
     def _bounds(self, n: int, active: int) -> Sequence[float]:
-        work = statistics.median(self._work[n, active])
+        work = min(self._work[n, active])  # noise only adds
         bounds = [work]
         for (smaller, same), times in self._work.items():
             if same == active and smaller <= SURE * n and len(times) >= SMALLER:

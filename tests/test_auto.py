@@ -399,8 +399,8 @@ def test_the_check_of_the_first_step_is_made(ways: Ways) -> None:
 
 class Pulls(Classifier):
     def training_step(self, dataloader_iter: Any) -> Any:
-        batch, batch_idx, _ = next(dataloader_iter)
-        return super().training_step(batch, batch_idx)
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
 
 
 @pytest.mark.usefixtures("switching")

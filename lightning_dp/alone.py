@@ -18,8 +18,8 @@ from lightning.pytorch import Trainer
 
 from lightning_dp.modes import ForwardMode, Mode, StepMode
 from lightning_dp.parallel.batch import BatchSizeError, infer_for
-from lightning_dp.parallel.devices import memory_capacity, peak_memory
 from lightning_dp.parallel.links import Stretch
+from lightning_dp.parallel.root_memory import RootMemory
 from lightning_dp.parallel.split import Auto, Piece
 
 _STEPS = {
@@ -34,63 +34,8 @@ _STEPS = {
 _UNREAD = 16
 """Pieces of work that may wait for devices to be through with them; older ones are dropped."""
 
-SAFE = 0.7
-"""Share of a device's memory up to which a batch may go to it without the way back."""
-
-TRIED = 0.9
-"""Share up to which a batch may go to it at all, by the peaks of smaller ones."""
-
-
-class RootMemory:
-    """Whether the root has room for a whole batch.
-
-    A batch that does not fit one device never goes to it: its peak is predicted from that of the
-    root's shard. A step that the engine runs can be undone if that was wrong; one without the
-    engine cannot, and is for batches whose peak has been seen, far below the limit.
-    """
-
-    def __init__(self, mode: Mode) -> None:
-        self._engine = mode.engine
-        root, *others = self._engine.devices
-        self._root = root
-        # Replicas on the root's own device take as much of it all together.
-        self._is_free = all(device == root for device in others) or root.type == "cpu"
-        self._safe = {True: 0, False: 0}
-
-    def is_safe(self, n: int, *, training: bool) -> bool:
-        """Whether n samples take no engine that could undo them."""
-        return self._is_free or n <= self._safe[training]
-
-    def may_take(self, n: int, *, training: bool) -> bool:
-        """Whether n samples should fit."""
-        cap = self._engine.planner.cap(0, training=training)
-        if cap is not None and cap < n:
-            return False
-        if self.is_safe(n, training=training):
-            return True
-        predicted, capacity = self._predicted(n, training), memory_capacity(self._root)
-        return 0 < predicted <= TRIED * capacity
-
-    def note_alone(self, n: int, *, training: bool) -> None:
-        """The engine has run a step of n samples on the root alone."""
-        if not self._is_free and peak_memory(self._root) <= SAFE * memory_capacity(self._root):
-            self._safe[training] = max(n, self._safe[training])
-
-    def _predicted(self, n: int, training: bool) -> float:
-        """The peak of n samples; 0 where nothing is known.
-
-        By all that the latest training step has added to what was there: that is too much for
-        samples alone, and evaluation takes less.
-        """
-        step = self._engine.meter.latest
-        if step is None or not any(step.peak_bytes) or not step.sizes[0]:
-            sizes = self._engine.last_sizes
-            return 0.0 if training or not any(sizes) else self._without_training(n, sizes[0])
-        added = step.peak_bytes[0] - step.start_bytes[0]
-        return step.start_bytes[0] + added * max(1.0, n / step.sizes[0])
-
-    def _without_training(self, n: int, samples: int) -> float:
-        return peak_memory(self._root) * n / samples if samples else 0.0
+_KEPT = 8
+"""Batches of which is known what was decided: a callback may have moved one in between."""
 
 
 class AloneSteps:
@@ -101,11 +46,12 @@ class AloneSteps:
         self.is_watched = False  # somebody wants to know what devices do in every step
         self._mode, self._split, self._trainer = mode, split, trainer
         self._engine = mode.engine
-        self._memory = RootMemory(mode)
+        self._memory = RootMemory(mode.engine)
         root, output = self._engine.devices[0], self._engine.output_device
         stays = isinstance(mode, ForwardMode) and not mode.moves_batch and root.type != "cpu"
         # What Lightning does without us is on the root.
         self._is_at_home = root == output and not stays
+        self._dim = self._engine.dims.of("", training=True).dim
         self._root, self._places = [root], [*self._engine.devices, output]
         self._decided: dict[int, tuple[Piece | None, bool]] = {}  # by the batches that the loop has
         self._piece: Piece | None = None
@@ -134,6 +80,8 @@ class AloneSteps:
                 self._stretches.append(stretch)
         else:
             result = self._mode.batch(batch, dataloader_idx)
+        if len(self._decided) > _KEPT:
+            self._decided.clear()
         self._decided[id(result)] = piece, is_alone
         return result
 
@@ -141,7 +89,10 @@ class AloneSteps:
         self, method: str, batch: Any, alone: Callable[[], Any], several: Callable[[], Any]
     ) -> Any:
         """Runs a step: `alone` is Lightning's own, `several` the engine's."""
-        piece, self.is_alone = self._taken(batch)
+        decided = self._decided.get(id(batch))
+        if decided is None or isinstance(batch, Iterator):
+            decided = self._not_decided()
+        piece, self.is_alone = decided
         training = method == "training_step"
         if self.is_alone and self._replicas_worked:
             self._end_of_replicas()
@@ -201,7 +152,8 @@ class AloneSteps:
         if open_piece and (open_piece.way > 0 or self._memory.may_take(n, training=True)):
             self._piece = replace(open_piece, n=n)
             return self._piece
-        self._drop()
+        if self._piece is not None:
+            self._drop()
         self._piece = self._split.begin(
             kind,
             n,
@@ -211,16 +163,11 @@ class AloneSteps:
         )
         return self._piece
 
-    def _taken(self, batch: Any) -> tuple[Piece | None, bool]:
-        """What was decided for the batch of a step, which an optimizer's closure may repeat."""
-        decided = self._decided.get(id(batch))
-        if decided is None or isinstance(batch, Iterator):
-            # Somebody else's batch, or an iterator, of whose batches nothing is known yet.
-            self._drop()
-            self._split.use_all()
-            return None, False
-        self._decided = {id(batch): decided}
-        return decided
+    def _not_decided(self) -> tuple[Piece | None, bool]:
+        """Somebody else's batch, or an iterator, of whose batches nothing is known yet."""
+        self._drop()
+        self._split.use_all()
+        return None, False
 
     def _end_step(self, *, training: bool) -> None:
         """A step is done, and its backward."""
@@ -268,7 +215,9 @@ class AloneSteps:
     # What decides whether there is a choice
 
     def _can_skip_engine(self, n: int) -> bool:
-        return self._is_at_home and self._memory.is_safe(n, training=self._stage() == "train")
+        if not self._is_at_home or self._memory.is_free:
+            return self._is_at_home
+        return self._memory.is_safe(n, training=self._stage() == "train")
 
     def _is_at_rest(self, piece: Piece | None) -> bool:
         return piece is None or piece.choice is None or not piece.choice.is_examining
@@ -280,7 +229,7 @@ class AloneSteps:
     def _samples(self, batch: Any) -> int | None:
         engine = self._engine
         try:
-            return infer_for(engine.asked, batch, engine.dims.of("", training=True).dim).size
+            return infer_for(engine.asked, batch, self._dim).size
         except BatchSizeError:
             return None  # the step says so, where it can be told what is wrong
 

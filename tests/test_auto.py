@@ -498,7 +498,7 @@ def test_a_step_of_the_root_alone_enters_few_functions() -> None:
         options = {"split": "auto", "executor": "inorder"}
         entered = process.submit(plain_step, **options).result(timeout=300)
         one = process.submit(plain_step, devices=1).result(timeout=300)
-    assert entered.frames <= 50, entered.calls.most_common(60)
+    assert entered.frames <= 40, entered.calls.most_common(60)
     assert one.frames <= 12, one.calls.most_common(20)
     assert not [file for file, _ in entered.calls if "engine" in file or "journal" in file]
 

@@ -26,7 +26,7 @@ FLOORS = [
     ["parallel.data_parallel", "parallel.manual"],
     ["parallel.stages"],
     ["parallel.step", "parallel.forward", "parallel.primitives"],
-    ["parallel.out_of_memory"],
+    ["parallel.out_of_memory", "parallel.root_memory"],
     ["parallel.engine"],
     ["parallel.call", "parallel.gradients", "parallel.meter"],
     ["parallel.replicas", "parallel.workers", "parallel.likely_cause"],

@@ -166,7 +166,10 @@ class Auto:
         Fewer samples never need more devices.
         """
         own = self._choices.setdefault(kind, {})
-        choice = next((c for size, c in own.items() if size <= NEAR * n <= NEAR**2 * size), None)
+        choice = own.get(n)
+        if choice is None:
+            near = (c for size, c in own.items() if size <= NEAR * n <= NEAR**2 * size)
+            choice = next(near, None)
         if choice is not None and choice.best is not None:
             return choice, 0
         if any(size > n and other.best == 0 for size, other in own.items()):

@@ -41,6 +41,8 @@ _KEPT = 8
 class AloneSteps:
     """The steps of a Trainer whose strategy may let the root work alone."""
 
+    is_done = False
+
     def __init__(self, mode: Mode, split: Auto, trainer: Trainer) -> None:
         self.is_alone = False  # the latest step
         self.is_watched = False  # somebody wants to know what devices do in every step

@@ -35,6 +35,7 @@ class FewerDevicesHint:
     def __init__(self, mode: Mode, trainer: Trainer) -> None:
         self._mode, self._trainer = mode, trainer
         self._seen = FewerDevices()
+        self.is_done = False  # there is nothing more to look at
         self._looks = 0
         self._began = self._busy = 0.0
         self._looking = False
@@ -45,7 +46,7 @@ class FewerDevicesHint:
         """Runs a step of all devices."""
         is_late = self._looks >= _FIRST and not self._trainer.is_last_batch
         self._looking = False
-        if method != "training_step" or is_late or self._looks >= _FIRST + _LAST:
+        if method != "training_step" or is_late:
             return several()
         self._busy, self._began = self._work(), time.perf_counter()
         output = several()
@@ -74,8 +75,10 @@ class FewerDevicesHint:
             self._seen.add(engine.last_sizes, busy, seconds)
         is_time = self._looks % 16 == 0 or self._looks > _FIRST
         verdict = self._seen.verdict() if is_time else None
+        # Where an epoch is longer than the look, its last batch is waited for in vain.
+        is_long = self._looks >= _FIRST and self._trainer.current_epoch == 0
+        self.is_done = is_long or self._looks >= _FIRST + _LAST or verdict is not None
         if verdict is not None:
-            self._looks = _FIRST + _LAST
             log.warning(
                 "%d devices take %.1f ms per step, one device at most about %.1f ms: "
                 'DataParallelStrategy(split="auto") uses as many as are fastest.',

@@ -162,9 +162,8 @@ class DataParallelMixin(OptionsMixin):
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._mode is None:
             return super().backward(closure_loss, *args, **kwargs)
-        if self._alone is None:
+        if self._alone is None or self._alone.is_done:
             return self._backward(self._mode, closure_loss, *args, **kwargs)
-        # One device's own, or that of all.
         own = super().backward if self._alone.is_alone else partial(self._backward, self._mode)
         return self._alone.backward(partial(own, closure_loss, *args, **kwargs))
 
@@ -235,7 +234,9 @@ class DataParallelMixin(OptionsMixin):
         batch, *rest = (*args, *kwargs.values())
         several = partial(self._step_of_all, self._mode, method, batch, tuple(rest))
         alone = self._alone
-        output = several() if alone is None else alone.step(method, batch, own, several)
+        output = (
+            several() if alone is None or alone.is_done else alone.step(method, batch, own, several)
+        )
         self.last_sizes = self._mode.engine.last_sizes
         return output
 

@@ -197,7 +197,7 @@ class Drawings(Callback):
             f"train/generator {generator:.4f}"
         )
 
-    def on_test_end(self, trainer: L.Trainer, module: GAN) -> None:  # type: ignore[override]
+    def on_test_end(self, trainer: L.Trainer, module: GAN) -> None:  # type: ignore[override]  # its own
         images = module.drawn[:7].view(-1, 8, 8)
         for row in range(8):
             print("   ".join(_line(image[row]) for image in images))

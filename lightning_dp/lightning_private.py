@@ -38,11 +38,6 @@ def own_device(module: nn.Module, device: torch.device) -> dict[str, torch.devic
     return {"_device": device} if "_device" in vars(module) else {}
 
 
-def is_device(name: str) -> bool:
-    """Whether an attribute is what `own_device` gives a module."""
-    return name == "_device"
-
-
 def state_defaults(metric: nn.Module) -> dict[str, Any]:
     """What the states of a metric are before its first update, by their names."""
     defaults: dict[str, Any] = found(metric, "_defaults")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +18,7 @@ from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Journals, is_metric
 from lightning_dp.parallel.batch import Shards, to_device
 from lightning_dp.parallel.checks import check_choice, check_names
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.contexts import Contexts, context
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.gradients import NoLossError
@@ -71,7 +71,7 @@ class Mode(ABC):
         found in gradients, and not wait for it.
         """
         root = self.engine.devices[0]
-        return loss.to(root) if loss.device.type == "cpu" else loss
+        return loss.to(root, non_blocking=True) if loss.device.type == "cpu" else loss
 
     def recover_backward(
         self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
@@ -233,7 +233,6 @@ def _at(module: LightningModule, device: torch.device) -> AbstractContextManager
     return replaced(module, **own_device(module, device))
 
 
-@context
 def _around_step(
     journals: Journals,
     manual: ManualOptimization,
@@ -242,24 +241,18 @@ def _around_step(
     hook: str,
     shards: Shards,
     is_rerun: bool,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
+    said = journals.around(replicas, shards, is_rerun)
     if hook != "training_step":
-        with journals.around(replicas, shards, is_rerun):
-            yield
-        return
+        return said
     optimizers = manual.optimizers if manual.step else module.trainer.strategy.optimizers
-    with (
-        # Outside: its changes go, too, if a replay runs out of memory.
-        changed_once(optimizers, shards.active[0], is_rerun=is_rerun),
-        journals.around(replicas, shards, is_rerun),
-        no_step_of_one_replica(replicas),
-        manual.acting_together(manual.step) if manual.step else nullcontext(),
-    ):
-        yield
+    # Outside: its changes go, too, if a replay runs out of memory.
+    options = changed_once(optimizers, shards.active[0], is_rerun=is_rerun)
+    together = [manual.acting_together(manual.step)] if manual.step else []
+    return Contexts([options, said, no_step_of_one_replica(replicas), *together])
 
 
-@context
 def _around_forward(
     journals: Journals,
     module: LightningModule,
@@ -268,10 +261,9 @@ def _around_forward(
     hook: str,
     shards: Shards,
     is_rerun: bool,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """What replicas log and measure inside of a spread call is joined as in a step."""
-    with journals.around(replicas, shards, is_rerun), _at(module, device):
-        yield
+    return Contexts([journals.around(replicas, shards, is_rerun), _at(module, device)])
 
 
 def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:

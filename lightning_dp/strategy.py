@@ -13,17 +13,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_dp.alone import AloneSteps
-from lightning_dp.fewer_devices import FewerDevicesHint
 from lightning_dp.first_step import FirstStep, check_first_step
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import layer_sync, set_layer_sync
-from lightning_dp.modes import Mode, StepMode
-from lightning_dp.options import OptionsMixin
+from lightning_dp.modes import Mode
+from lightning_dp.options import Look, OptionsMixin
 from lightning_dp.parallel.batch import DeviceUsage
 from lightning_dp.parallel.contexts import Surroundings, context
 from lightning_dp.parallel.likely_cause import note_kept_tensors
 from lightning_dp.parallel.replaced import replaced
-from lightning_dp.parallel.split import Auto, CostSplit, StepUsage
+from lightning_dp.parallel.split import CostSplit, StepUsage
 from lightning_dp.parallel.workers import Calls, current_participant
 
 
@@ -41,7 +40,7 @@ class DataParallelMixin(OptionsMixin):
     usage: Sequence[DeviceUsage] = ()
     """What every device did in the training steps of the latest fit."""
     _mode: Mode | None = None
-    _alone: AloneSteps | FewerDevicesHint | None = None  # who looks whether all need work
+    _alone: Look | None = None  # whether all devices need work
 
     def watch(self) -> None:
         """Measures every training step of this fit from now on, for `measured_steps`."""
@@ -83,11 +82,9 @@ class DataParallelMixin(OptionsMixin):
         if plugin is not None:
             set_layer_sync(self, replicas_own(plugin))
             layer_sync(self).apply(cast(LightningModule, self.lightning_module))
-        self._mode = self._new_mode()
-        if isinstance(self.split_policy, Auto):
-            self._alone = AloneSteps(self._mode, self.split_policy, trainer)
-        elif self._is_even and self._mode.engine.on_cpu and isinstance(self._mode, StepMode):
-            self._alone = FewerDevicesHint(self._mode, trainer)
+        with Surroundings():
+            self._mode = self._new_mode()
+        self._alone = self._new_look(self._mode, trainer)
         profiler = cast(Any, trainer).profiler
         if type(profiler).__name__ == "SimpleProfiler":  # others see what torch.profiler sees
             self._mode.engine.ranges.profile = profiler.profile
@@ -192,7 +189,8 @@ class DataParallelMixin(OptionsMixin):
         def with_all_gradients() -> Any:
             result = closure()
             # Of a training step that returned None, no backward has come.
-            mode.engine.reducer.reduce_waiting()
+            with Surroundings():
+                mode.engine.reducer.reduce_waiting()
             return result
 
         return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
@@ -269,11 +267,13 @@ class DataParallelMixin(OptionsMixin):
 
     def _resync(self) -> None:
         if self._mode is not None:
-            self._mode.engine.resync()
+            with Surroundings():
+                self._mode.engine.resync()
 
     def _close(self) -> None:
         if self._mode is not None:
-            self._mode.engine.close()
+            with Surroundings():
+                self._mode.engine.close()
         self._mode = self._alone = None
 
     def __repr__(self) -> str:

@@ -10,7 +10,8 @@ from typing import TypeAlias
 
 Case: TypeAlias = tuple[str, str]
 """The option and the family."""
-SIGNS = {frozenset({"cpu", "sim"}): "=", frozenset({"cpu"}): "c", frozenset({"sim"}): "s"}
+SIGNS = {frozenset({True, False}): "=", frozenset({True}): "c", frozenset({False}): "e"}
+"""By whether it was on the CPU."""
 
 
 def table(passed: Iterable[str], failed: Iterable[str]) -> Iterator[str]:
@@ -24,24 +25,24 @@ def table(passed: Iterable[str], failed: Iterable[str]) -> Iterator[str]:
         >>> passed = ["t[frozen-weights-cpu]", "t[frozen-weights-sim]"]
         >>> print(*table(passed, failed=["t[graph-x-cpu]"]), sep="\\n")
         a frozen, b graph
-        As on one device: = on the CPU and on simulated devices, c on the CPU, s on simulated
-        devices; X is not, and . was not run.
+        As on one device: = on the CPU and elsewhere, c on the CPU, e elsewhere; X is not, and .
+        was not run.
                  a b
         weights  = .
         x        . X
     """
-    kinds: dict[Case, set[str]] = defaultdict(set)
+    kinds: dict[Case, set[bool]] = defaultdict(set)
     for name in passed:
         case, on = _case(name)
-        kinds[case].add(on)
+        kinds[case].add(on == "cpu")
     wrong = {_case(name)[0] for name in failed}
     options = list(dict.fromkeys(option for option, _ in (*kinds, *wrong)))
     families = list(dict.fromkeys(family for _, family in (*kinds, *wrong)))
     letters = ascii_lowercase[: len(families)]
     legend = ", ".join(f"{x} {family}" for x, family in zip(letters, families, strict=True))
     yield from wrap(legend, 90)
-    yield "As on one device: = on the CPU and on simulated devices, c on the CPU, s on simulated"
-    yield "devices; X is not, and . was not run."
+    yield "As on one device: = on the CPU and elsewhere, c on the CPU, e elsewhere; X is not, and ."
+    yield "was not run."
     width = max(map(len, options)) + 1
     yield f"{'':{width}} {' '.join(letters)}"
     for option in options:

@@ -4,6 +4,7 @@ Whole folders of tests run in a process for each core. Files and tests that are 
 with -k, run in this process, where a debugger and prints work; `-n 4` and `-n 0` say otherwise.
 """
 
+import argparse
 import gc
 import os
 import signal
@@ -13,18 +14,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gpus
 import oracle
+import places
 import pytest
 import torch
 from conformance_table import table
 from hypothesis import HealthCheck, settings
-from oracle import SIM_DEVICES
+from places import SIM_DEVICES
 
 from lightning_dp import sim
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs behind them
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+ELSEWHERE = "elsewhere"  # in place of a kind: this process has none that the test is for
 MOST_PROCESSES = 8  # each takes about 1 GB
 CONFORMS = "::test_as_one_device["
 
@@ -40,6 +44,7 @@ SIM_IS_SLOW = {
     "test_forward_calls",
     "test_forward_mode",
     "test_least_samples",
+    "test_let_go",
     "test_lightning_demos",
     "test_logs_and_metrics",
     "test_manual_optimisation",
@@ -68,9 +73,16 @@ settings.load_profile("any machine")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--on",
+        choices=["sim", "cuda"],
+        help="the accelerators that are tested beside the CPU: simulated ones (default) or GPUs",
+    )
+    # For those who write tests of GPUs and have none: `--on cuda --played 1`, or `--played 8`.
+    parser.addoption("--played", type=int, default=0, help=argparse.SUPPRESS)
+    parser.addoption(
         "--side-streams",
         action="store_true",
-        help="each test is on a stream of its own on every simulated device",
+        help="each test is on a stream of its own on every accelerator",
     )
 
 
@@ -96,14 +108,51 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    places.choose(config.option.on, config.option.markexpr, config.option.played)
+    if "cuda" in places.kinds:
+        gpus.begin()
+
+
+def pytest_report_header() -> str:
+    return places.header()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`on` is each kind of this process that the test is for."""
+    if "on" not in metafunc.fixturenames or _chooses_itself(metafunc.definition):
+        return
+    mark = metafunc.definition.get_closest_marker("on")
+    wanted = mark.args if mark else places.ALL
+    if metafunc.definition.get_closest_marker("sim_only"):
+        wanted = ("sim",)
+    found = places.as_parameters(wanted)
+    metafunc.parametrize("on", found or [ELSEWHERE], indirect=True)
+
+
+def _chooses_itself(item: pytest.Item) -> bool:
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    return any("on" in (n.split(",") if isinstance(n, str) else n) for n in names)
+
+
 @pytest.hookimpl(tryfirst=True)  # before slow tests are deselected
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    elsewhere = []
     for item in items:
         callspec = getattr(item, "callspec", None)
-        on_sim = callspec is not None and callspec.params.get("on") == "sim"
-        chosen = any("on" in mark.args[:1] for mark in item.iter_markers("parametrize"))
-        if item.path.stem in SIM_IS_SLOW and on_sim and not chosen:
+        kind = callspec.params.get("on") if callspec is not None else None
+        mark = item.get_closest_marker("on")
+        chosen = (mark and "cpu" not in mark.args) or item.get_closest_marker("sim_only")
+        on_all = kind == "sim" and not (chosen or _chooses_itself(item))
+        if on_all and item.path.stem in SIM_IS_SLOW:
             item.add_marker(pytest.mark.slow)
+        of_sim = item.get_closest_marker("sim_only") or item.path.parent.name == "sim"
+        if kind == ELSEWHERE or (of_sim and "sim" not in places.kinds):
+            elsewhere.append(item)
+    if elsewhere:
+        config.hook.pytest_deselected(items=elsewhere)
+        left_out = set(elsewhere)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
@@ -118,14 +167,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(line)
 
 
-@pytest.fixture(params=["cpu", "sim"])
-def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Runs a test on replicas on the CPU, and again on as many simulated devices."""
+@pytest.fixture
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test on replicas on the CPU, and again on every other kind of devices there is."""
     kind: str = request.param
     if kind == "sim":
         sim.enable(SIM_DEVICES)
+    if kind == "multigpu":
+        places.devices(kind, 2)  # else skipped before it has done anything
     monkeypatch.setattr(oracle, "ON", kind)
-    yield kind
+    return kind
 
 
 @pytest.fixture
@@ -146,8 +197,10 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]
 @pytest.fixture
 def on_side_streams() -> Iterator[None]:
     """The test is on a stream of its own on every device: what only default streams order shows."""
-    sim.enable(SIM_DEVICES)
-    pairs = [(torch.sim.default_stream(k), torch.Stream(f"sim:{k}")) for k in range(SIM_DEVICES)]
+    if "sim" in places.kinds:
+        sim.enable(SIM_DEVICES)
+    devices = places.devices(places.kinds[-1], places.accelerator_count())
+    pairs = [(torch.accelerator.current_stream(device), torch.Stream(device)) for device in devices]
     # Of weights that were made on another stream. It is right, and torch says so at no loss.
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
     for default, side in pairs:

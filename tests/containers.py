@@ -127,7 +127,7 @@ class Table(MutableMapping[str, Any]):
         return Table({k: v.to(device) for k, v in self.entries.items()}, self.batch_size)
 
 
-class Encoding(UserDict):  # type: ignore[type-arg]
+class Encoding(UserDict):
     """As Hugging Face's `BatchEncoding`: items as attributes, and lists beside the items."""
 
     def __init__(self, data: Any, encodings: Any = None) -> None:
@@ -148,7 +148,7 @@ class Encoding(UserDict):  # type: ignore[type-arg]
         return self
 
 
-class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+class ModelOutput(OrderedDict):
     """As that of Hugging Face: items are attributes too, and `update` is refused."""
 
     def __setitem__(self, key: str, value: Any) -> None:

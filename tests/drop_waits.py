@@ -41,10 +41,9 @@ TESTS = (
     "tests/test_sync_batch_norm.py",
     "tests/test_first_step.py",
     "tests/test_monitor.py",
+    "tests/test_out_of_memory.py",
 )
-CHOICE = (
-    "sim or waits or streams or values or spans or lanes"  # with -k: tests on simulated devices
-)
+CHOICE = "sim or waits or streams or values or spans or lanes or still"  # on simulated devices
 SHARE = 0.95
 HANGS_AFTER = 60  # seconds
 KEPT = {

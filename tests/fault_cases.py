@@ -210,7 +210,8 @@ class Victim(LightningModule):
             collectives.barrier("after")
         z = self.net(x)
         if z.requires_grad:
-            z.register_hook(lambda gradient: self.fault.at("backward hook", x))
+            fault = self.fault  # a graph that reaches what holds it is never freed
+            z.register_hook(lambda gradient: fault.at("backward hook", x))
         return z
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -309,7 +310,7 @@ def train(module: Victim, setting: Setting) -> None:
     strategy: Any = "auto"
     if setting.devices > 1:
         mode: Any = "forward" if setting.mode == "forward" else "step"
-        strategy = DataParallelStrategy(mode=mode, executor=setting.executor)  # type: ignore[arg-type]
+        strategy = DataParallelStrategy(mode=mode, executor=setting.executor)
     options = {"max_epochs": 1, "num_sanity_val_steps": 0, "precision": "64-true"}
     job = oracle.trainer(setting.devices, strategy, **options)
     job.fit(module, loader(SAMPLES, BATCH), loader(BATCH, BATCH))
@@ -321,7 +322,7 @@ def train_plainly(module: Victim, setting: Setting) -> None:
     net: Any = module
     if devices:
         module.to(devices[0])
-        net = DataParallel(module, devices, executor=setting.executor)  # type: ignore[arg-type]
+        net = DataParallel(module, devices, executor=setting.executor)
     optimizer = descent(module)
     try:
         for module.fault.batch, (x, y) in enumerate(loader(SAMPLES, BATCH)):
@@ -397,13 +398,53 @@ def _attributes(mode: str) -> dict[str, set[str]]:
     return {name: set(vars(each)) for name, each in module.named_modules()}
 
 
-def what_is_broken(module: Victim, setting: Setting) -> str:
-    """What is wrong with a module whose training has ended early; "" if nothing is."""
+def thread_state(setting: Setting) -> dict[str, Any]:
+    """What PyTorch keeps for the calling thread, and for threads to come."""
+    state = {
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "default device": torch.get_default_device(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "intra-op threads": torch.get_num_threads(),
+        "intra-op threads of new threads": _in_new_thread(torch.get_num_threads),
+        "replica": current_participant(),
+    }
+    if setting.on == "sim":
+        sim.enable(8)
+        accelerator = torch.accelerator
+        state["device"] = accelerator.current_device_index()
+        state["streams"] = list(map(accelerator.current_stream, range(accelerator.device_count())))
+    return state
+
+
+def _in_new_thread(call: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(call()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def _put_back(state: dict[str, Any]) -> None:
+    """Of a case that leaves a mess, the next one shall not be accused."""
+    torch.set_num_threads(state["intra-op threads"])
+    torch.set_grad_enabled(state["gradients"])
+    for stream in state.get("streams", ()):
+        torch.accelerator.set_stream(stream)
+    if "device" in state:
+        torch.accelerator.set_device_index(state["device"])
+
+
+def what_is_broken(module: Victim, setting: Setting, before: dict[str, Any]) -> str:
+    """What is wrong with a module whose training has ended early; "" if nothing is.
+
+    And with the thread, whose state was something `before`.
+    """
     module.fault.error = None
-    if current_participant() is not None:
-        return "the main thread is a replica"
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        return "gradients are off"
+    for what, now in thread_state(setting).items():
+        if now != before[what]:
+            _put_back(before)
+            return f"{what}: expected {before[what]}, got {now}"
     known = _attributes(setting.mode)
     for name, each in module.named_modules():
         extra = {key for key in set(vars(each)) - known[name] if key != "_forward_hooks"}
@@ -477,13 +518,15 @@ def fault_cases(count: int, seed: int, on: tuple[str, ...] = ("cpu", "sim")) -> 
 
 def run_fault(case: FaultCase) -> Left:
     """Raises the error, and looks at what is left."""
+    _expected(case)  # a training of its own, which is remembered
+    before = thread_state(case.setting)
     module, error, how = _ended(case, case.setting)
     left = Left(threads=", ".join(threads_left()))
     if how != (expected := _expected(case)):
         left.wrong_error = f"expected {expected}, got {how}"
     elif not _is_named(case, error):
         left.wrong_error = "the error does not name the replica"
-    left.broken = what_is_broken(module, case.setting)
+    left.broken = what_is_broken(module, case.setting, before)
     left.threads = left.threads or ", ".join(threads_left())
     return left
 
@@ -501,6 +544,7 @@ def _ended(case: FaultCase, setting: Setting) -> tuple[Victim, BaseException, st
     module = victim(setting.mode, fault)
     with _inside(case, fault):
         arrived = caught(partial(train, module, setting))
+    BaseException.__setattr__(error, "__traceback__", None)  # it may have been swallowed
     how = "no error" if arrived is None else type(arrived).__name__
     return module, error, f"{how}{' itself' if arrived is error else ''}"
 

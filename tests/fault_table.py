@@ -49,7 +49,7 @@ def quiet() -> None:
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning_dp"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    torch.set_num_threads(1)
+    torch.set_num_threads(2)  # not 1, which is what workers have
     gc.freeze()  # collections, of which there are many, need not look at imported code
 
 

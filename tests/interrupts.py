@@ -18,6 +18,7 @@ from fault_cases import (
     Left,
     Setting,
     caught,
+    thread_state,
     threads_left,
     train,
     victim,
@@ -119,12 +120,12 @@ def interrupts(
 def run_interrupt(case: Interrupt) -> Left:
     """Interrupts a training, and looks at what is left."""
     module = victim(case.setting.mode, Fault())
-    tracer = Tracer(case.line, case.nth)
+    before, tracer = thread_state(case.setting), Tracer(case.line, case.nth)
     error = caught(partial(tracer.run, partial(train, module, case.setting)))
     left = Left(threads=", ".join(threads_left()))
     # Python itself swallows one in a callback of its garbage collector, say.
     if not isinstance(error, KeyboardInterrupt | SystemExit | None):
         left.wrong_error = f"expected an interrupt, got {type(error).__name__}: {error}"
-    left.broken = what_is_broken(module, case.setting)
+    left.broken = what_is_broken(module, case.setting, before)
     left.threads = left.threads or ", ".join(threads_left())
     return left

@@ -6,16 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import places
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.strategy import DataParallelMixin
 
-SIM_DEVICES = 8  # their number is fixed for a process
-ON = "cpu"  # "sim" while a test runs on simulated devices; the oracle is always the CPU
+ON = "cpu"  # the kind of devices that a test is on, see `places`; the oracle is always the CPU
 EPOCHS = 2  # what an epoch leaves must reach the next one
 SAMPLES = 53  # in batches of 25: 25, 25 and a last batch of 3, smaller than K = 4
 BATCH = 25
@@ -71,8 +74,33 @@ class ByHand:
 
 
 def devices_of(k: int) -> list[torch.device]:
-    """The devices of K replicas: one CPU K times, or K simulated devices."""
-    return [torch.device("cpu")] * k if ON == "cpu" else [torch.device("sim", i) for i in range(k)]
+    """The devices of K replicas, of the kind that the test is on."""
+    return places.devices(ON, k)
+
+
+def accelerator() -> str:
+    """What torch, and a Trainer, call the devices that the test is on: their type."""
+    return places.type_of(ON)
+
+
+def are_separate() -> bool:
+    """Whether each replica has a device of its own, and with it parameters of its own."""
+    return ON in places.SEPARATE
+
+
+def on_devices(k: int, strategy: Any) -> dict[str, Any]:
+    """What a Trainer is told, to be on K devices of the kind that the test is on."""
+    if ON == "cuda":  # a Trainer takes no GPU twice; the strategy does
+        if isinstance(strategy, str) and strategy.startswith("dp_custom"):
+            strategy = StrategyRegistry.get(strategy)
+        if isinstance(strategy, DataParallelMixin) and not strategy.parallel_devices:
+            output = strategy._output_device
+            if type(output) is int and 0 < output < k:
+                pytest.skip(f"needs a GPU of id {output} for outputs, and is on one GPU {k} times")
+            strategy.parallel_devices = devices_of(k)
+        return {"accelerator": accelerator(), "devices": 1, "strategy": strategy}
+    devices_of(k)  # skips the test if there are fewer
+    return {"accelerator": accelerator(), "devices": k, "strategy": strategy}
 
 
 def samples(n: int = SAMPLES, seed: int = 0) -> TensorDataset:
@@ -95,9 +123,9 @@ def loader(n: int = SAMPLES, batch_size: int = BATCH, **kwargs: Any) -> DataLoad
 
 def trainer(devices: int = 1, strategy: Any = "dp_custom", **kwargs: Any) -> Trainer:
     own = {"log_every_n_steps": 1, "max_epochs": EPOCHS}
-    accelerator = "cpu" if devices == 1 else ON
-    options = {**QUIET, **own, "accelerator": accelerator, **kwargs}
-    return Trainer(strategy=strategy, devices=devices, **options)
+    on_one = {"accelerator": "cpu", "devices": 1, "strategy": strategy}
+    here = on_one if devices == 1 else on_devices(devices, strategy)
+    return Trainer(**{**QUIET, **own, **here, **kwargs})
 
 
 @dataclass
@@ -148,6 +176,31 @@ def assert_same(run: Run, oracle: Run, *, atol: float = 1e-10, rtol: float = 0.0
         assert_equal_trees(actual, expected, name, **close)
 
 
+GPU_ROUNDING = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 1e-1,
+}
+"""How far numbers of a GPU may at least be from the CPU's, absolutely and relative to them.
+
+A GPU adds up in an order of its own; these are some hundred roundings of numbers of about 1.
+"""
+
+
+def closeness(dtype: torch.dtype, atol: float = 0.0, rtol: float = 0.0) -> dict[str, float]:
+    """How close is close enough on the devices that the test is on, for one that asks for this."""
+    least = GPU_ROUNDING.get(dtype, 0.0) if ON in ("cuda", "multigpu") else 0.0
+    return {"atol": max(atol, least), "rtol": max(rtol, least)}
+
+
+def assert_close(actual: Tensor, expected: Tensor, atol: float = 0.0, rtol: float = 0.0) -> None:
+    """Asserts that numbers are equal, wherever they are, or as close as a GPU comes to them."""
+    assert actual.dtype == expected.dtype
+    close = closeness(expected.dtype, atol, rtol)
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), **close, equal_nan=True)
+
+
 def assert_equal_trees(actual: Any, expected: Any, name: str, **close: float) -> None:
     if isinstance(expected, Mapping):
         assert set(actual) == set(expected), name
@@ -162,11 +215,12 @@ def assert_equal_trees(actual: Any, expected: Any, name: str, **close: float) ->
         torch.testing.assert_close(
             actual.cpu(),
             expected.cpu(),
-            **close,
+            **closeness(expected.dtype, **close),
             equal_nan=True,
             msg=lambda text: f"{name}: {text}",
         )
     elif isinstance(expected, float):
+        close = closeness(torch.get_default_dtype(), **close)
         near = close["atol"] + close["rtol"] * abs(expected)
         assert actual == expected or abs(actual - expected) <= near, name
     elif type(expected).__module__ == "numpy":

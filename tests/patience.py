@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
@@ -25,6 +27,12 @@ def soon(condition: Callable[[], bool], seconds: float = 30) -> bool:
     while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.01)
     return holds
+
+
+def not_kept(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method, for a hook of a graph: one that reaches what holds it is never freed."""
+    known = weakref.WeakMethod(method)
+    return lambda *args: known()(*args)  # type: ignore[misc]
 
 
 def tensors() -> int:

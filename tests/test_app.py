@@ -123,6 +123,7 @@ def test_without_matplotlib_one_line_says_what_to_install(
     assert (tmp_path / "run" / "metrics.json").is_file()
 
 
+@pytest.mark.sim_only("GPUs cannot be given a speed.")
 def test_devices_can_become_unequal(configure: Configure, tmp_path: Path) -> None:
     on_sim = ("trainer=sim", "trainer.devices=2", "callbacks=slow_device")
     speeds = ("callbacks.slow_device.factors=[1,3]", "callbacks.slow_device.from_step=1")
@@ -134,7 +135,10 @@ def test_devices_can_become_unequal(configure: Configure, tmp_path: Path) -> Non
     assert [torch.sim.get_speed(device) for device in range(2)] == [(0, 0)] * 2
 
 
-@pytest.mark.parametrize("devices", [*ON_CPU, "trainer=sim"])
+ON_SIM = pytest.param("trainer=sim", marks=pytest.mark.sim_only("It asks for their speeds."))
+
+
+@pytest.mark.parametrize("devices", [*ON_CPU, ON_SIM])
 def test_speeds_are_for_as_many_simulated_devices(devices: str, configure: Configure) -> None:
     cfg = configure(*FEW, devices, "callbacks=slow_device", "callbacks.slow_device.factors=[1,4]")
     with pytest.raises(ValueError, match=r"factors: expected .*, got \[1, 4\] for .*\. Use "):

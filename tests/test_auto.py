@@ -23,6 +23,7 @@ from benchmarks.steps_in_files import plain_step
 from families import FAMILIES
 from lightning.pytorch import Callback
 from oracle import ByHand, Classifier, assert_same, devices_of, loader, run, trainer
+from places import SIM_DEVICES
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel, DataParallelMonitor, DataParallelStrategy, sim
@@ -83,7 +84,7 @@ def families() -> list[Any]:
         if "split" in own.strategy() or "weights" in own.strategy():
             continue
         if own.manual or family != "adversarial":
-            on = conformance.KINDS[(i + j) % 2]
+            on = ("cpu", "sim")[(i + j) % 2]
             marks = [] if i == 0 and j % 4 == 0 else [pytest.mark.slow]
             found.append(pytest.param(family, option, on, marks=marks))
     return found
@@ -248,7 +249,7 @@ class Quiet(Classifier):
 @pytest.fixture
 def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tuple[int, ...]]]]:
     """Trains on devices of given speeds on virtual time; the sizes of all batches."""
-    sim.enable(oracle.SIM_DEVICES)
+    sim.enable(SIM_DEVICES)
     monkeypatch.setattr(oracle, "ON", "sim")
 
     def fit(flops: list[float], bytes_per_second: float, steps: int) -> list[tuple[int, ...]]:
@@ -268,7 +269,7 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
     yield fit
     torch.sim.set_clock("wall")
     torch.sim.set_links(None)
-    for k in range(oracle.SIM_DEVICES):
+    for k in range(SIM_DEVICES):
         torch.sim.set_speed(k)
 
 

@@ -243,7 +243,7 @@ def test_a_batch_size_is_a_number_of_samples(n: Any) -> None:
 
 def test_an_attribute_that_is_a_number_is_no_method() -> None:
     module = nn.Identity()
-    module.batch_size = 32  # type: ignore[assignment]  # as Lightning's scaler of batch sizes has it
+    module.batch_size = 32  # as Lightning's scaler of batch sizes has it
     assert infer_for(module, zeros(4)).size == 4
 
 
@@ -270,7 +270,7 @@ class Collated(Molecules):
 
 def test_the_length_of_an_object_counts_where_the_module_cuts_it() -> None:
     module = nn.Identity()
-    module.split_batch = lambda batch, sizes: [batch] * len(sizes)  # type: ignore[assignment]
+    module.split_batch = lambda batch, sizes: [batch] * len(sizes)
     for make in (Molecules, Collated):
         assert infer_for(module, make([4, 30, 2])).size == 3
     with pytest.raises(BatchSizeError, match=r"'atoms'\] has 36 .*define batch_size\(batch\)"):

@@ -182,7 +182,7 @@ SIZES = [(3, 2, 1), *(pytest.param(s, marks=pytest.mark.slow) for s in [(0, 4, 2
 
 def step_engine(net: nn.Module, sizes: tuple[int, ...], **options: Any) -> StepParallel:
     devices = devices_of(len(sizes))
-    split: Any = lambda n: sizes  # noqa: E731
+    split: Any = lambda n: sizes
     return StepParallel(net.to(devices[0]), devices, output_device=CPU, split=split, **options)
 
 

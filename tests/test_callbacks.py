@@ -83,7 +83,7 @@ def counts(mode: str) -> list[tuple[int, dict[str, Any]]]:
 
     With one device, too, random numbers drawn on it and Lightning's pruning differ between kinds.
     """
-    options = {"accelerator": oracle.ON}
+    options = {"accelerator": oracle.accelerator()}
     return [(3, {"strategy": {"mode": mode}, **options}), (1, options)]
 
 
@@ -158,7 +158,7 @@ def test_device_stats_are_logged_for_the_same_times(on: str) -> None:
     keys = []
     for devices in (3, 1):
         logger = Memory()
-        options = {"accelerator": on, "logger": logger, "max_epochs": 1}
+        options = {"accelerator": oracle.accelerator(), "logger": logger, "max_epochs": 1}
         job = oracle.trainer(devices, callbacks=[DeviceStatsMonitor()], **options)
         job.fit(Normalised(), loader(), loader())
         keys.append([(step, sorted(metrics)) for step, metrics in logger.logged])

@@ -355,7 +355,7 @@ class Parallel(nn.Module):
 
 
 def _compiled(module: nn.Module) -> nn.Module:
-    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+    return torch.compile(module, backend="eager")
 
 
 WRAPPERS = {"bare": lambda module: module, "parallel": Parallel, "compiled": _compiled}
@@ -399,7 +399,7 @@ def test_a_callback_gets_its_weights_under_the_names_it_gave_them(
     saving.save_checkpoint(tmp_path / "last.ckpt")
     loading = job()
     loading.fit(HoldsNet(inner), loader(), loader(), ckpt_path=tmp_path / "last.ckpt")
-    before, after = (run.callbacks[0].copy.state_dict() for run in (saving, loading))  # type: ignore[attr-defined]
+    before, after = (run.callbacks[0].copy.state_dict() for run in (saving, loading))
     assert_equal_trees(after, before, "the copy", **EXACT)
 
 
@@ -548,10 +548,10 @@ def test_for_the_package_pytorch_lightning(tmp_path: Path) -> None:
     package = pytest.importorskip("pytorch_lightning")
     plugins = pytest.importorskip("lightning_fabric.plugins")
 
-    class ForThat(ModulePrefixMixin, plugins.CheckpointIO):  # type: ignore[misc, name-defined]
+    class ForThat(ModulePrefixMixin, plugins.CheckpointIO):
         pass
 
-    class Net(package.LightningModule):  # type: ignore[misc, name-defined]
+    class Net(package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = nn.Linear(10, 3)

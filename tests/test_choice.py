@@ -70,7 +70,7 @@ def test_times_before_a_way_is_settled_do_not_count() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_two_ways_that_are_close_take_turns_and_noise_decides_little(seed: int) -> None:
     draw = random.Random(seed)
-    noise = lambda: 1 + draw.expovariate(20)  # noqa: E731
+    noise = lambda: 1 + draw.expovariate(20)
     machine = Machine(Choice([ALL, ALONE]), {ALL: 1.0, ALONE: 1.3}, noise=noise)
     machine.run(60)
     assert machine.choice.best == ALL

@@ -58,7 +58,7 @@ class Net(nn.Module):
 def engine_of(step: Step, sizes: tuple[int, ...], **options: Any) -> Iterator[StepParallel]:
     devices = devices_of(len(sizes))
     module = Net(step).to(devices[0])
-    split = lambda n: sizes  # noqa: E731
+    split = lambda n: sizes
     engine = StepParallel(module, devices, output_device=CPU, split=split, **options)
     try:
         yield engine
@@ -190,7 +190,7 @@ def test_a_tensor_may_be_changed_in_place_after_it_was_gathered() -> None:
 
 
 def test_decisions(executor: str) -> None:
-    step = lambda net, x: (  # noqa: E731
+    step = lambda net, x: (
         collectives.decide(len(x) > 1),
         collectives.decide(len(x) > 1, everybody=False),
     )
@@ -216,7 +216,7 @@ def test_samples_in_another_order_are_gathered_in_the_batchs() -> None:
 
     devices = devices_of(2)
     module = Net(step).to(devices[0])
-    module.sample_cost = lambda batch: batch[:, 0]  # type: ignore[assignment]
+    module.sample_cost = lambda batch: batch[:, 0]
     policy = split_policy("cost", None, devices)
     engine = StepParallel(module, devices, output_device=CPU, split=policy)
     engine.evaluate("training_step", engine.scatter(batch))
@@ -560,7 +560,7 @@ def test_two_collectives_of_a_replica_at_once_are_an_error(executor: str) -> Non
         assert participant is not None
         results: list[Any] = []
         if participant.replica == crowded:
-            gather = lambda: collectives.all_gather(x)  # noqa: E731
+            gather = lambda: collectives.all_gather(x)
             threads = [in_thread(gather, results) for _ in range(3)]
             assert soon(lambda: len(results) == 2)
             errors.extend(results)
@@ -585,7 +585,7 @@ def test_a_collective_after_the_call_is_an_error(executor: str) -> None:
 
     def step(net: nn.Module, x: Tensor) -> None:
         collectives.barrier()
-        late = lambda: over.wait(60) and collectives.all_gather(x)  # noqa: E731
+        late = lambda: over.wait(60) and collectives.all_gather(x)
         threads.append(in_thread(late, results))
 
     evaluated(step, (3, 2), executor)

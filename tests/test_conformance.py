@@ -25,6 +25,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.plugins.precision import MixedPrecision
 from oracle import assert_equal_trees, devices_of
+from places import as_parameters
 from torch import Tensor
 
 from lightning_dp import DataParallelStrategy
@@ -32,7 +33,7 @@ from lightning_dp import DataParallelStrategy
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EVERY = 6
-KINDS = ("cpu", "sim")
+KINDS = as_parameters()
 
 
 # What an option changes in a module
@@ -287,7 +288,7 @@ def expected(name: str, key: str) -> Record:
     same = (option.trainer, option.mixin, option.precision)
     first = next(k for k, o in OPTIONS.items() if (o.trainer, o.mixin, o.precision) == same)
     # What autocast casts depends on the device; in full precision the CPU speaks for all.
-    return one_device(name, first, oracle.ON if "mixed" in option.precision else "cpu")
+    return one_device(name, first, oracle.accelerator() if "mixed" in option.precision else "cpu")
 
 
 def several_devices(name: str, key: str) -> Record:
@@ -298,7 +299,9 @@ def several_devices_with(name: str, option: Option) -> Record:
     module = kind_of(name, option)()
     mode = {"mode": module.mode} if module.mode == "forward" else {}
     strategy = DataParallelStrategy(**{**option.strategy(), **mode})
-    return record(trainer_of(option.devices, oracle.ON, option, strategy=strategy), module)
+    return record(
+        trainer_of(option.devices, oracle.accelerator(), option, strategy=strategy), module
+    )
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor], names: list[str]) -> float:
@@ -310,9 +313,9 @@ def cases() -> list[Any]:
     found = []
     for (i, option), (j, family), on in product(enumerate(OPTIONS), enumerate(FAMILIES), KINDS):
         if OPTIONS[option].manual or family != "adversarial":
-            quick = i == 0 or ((j - i) % EVERY == 0 and on == KINDS[j % 2])
-            marks = [] if quick else [pytest.mark.slow]
-            found.append(pytest.param(family, option, on, marks=marks))
+            quick = i == 0 or ((j - i) % EVERY == 0 and on is KINDS[j % len(KINDS)])
+            marks = [*on.marks, *([] if quick else [pytest.mark.slow])]
+            found.append(pytest.param(family, option, *on.values, marks=marks))
     return found
 
 

@@ -7,10 +7,12 @@ import gc
 import inspect
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,19 +20,24 @@ import torch
 from fault_cases import IN_MODES, INSIDE, FaultCase, Setting, run_fault
 from hostile_errors import HOSTILE, groups
 from interrupts import Tracer
+from lightning.pytorch import LightningModule
 from programs import ROOT
 from torch import Tensor, nn
 from torch._dynamo import config
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torchmetrics import MeanMetric
 
+from lightning_dp.metrics import Journals
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.recorders import ReplicaMetrics
+from lightning_dp.modes import _around_step
+from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import Contexts, Lasting, Paired, Surroundings, context
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.ranges import Ranges
 from lightning_dp.parallel.replaced import replaced, standing_in
+from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.replicas.compiled import Compilations
 from lightning_dp.parallel.torch_compile import more_recompilations
 from lightning_dp.parallel.torch_private import Modes, backwards_go_to, current_modes, entries_of
@@ -73,6 +80,15 @@ class Idle(Lasting):
         pass
 
 
+class Measured(LightningModule):
+    """A module with a metric and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.metric = nn.Linear(3, 1), MeanMetric()
+        self.seen: list[int] = []
+
+
 class Fixture:
     """Something of everything that contexts of ours act on, and how it looks."""
 
@@ -93,6 +109,10 @@ class Fixture:
         self.ranges = Ranges()
         self.ranges.profile = lambda name: nullcontext()
         self.state = ThreadState.capture([CPU])
+        self.measured = Measured()
+        self.journals = Journals(self.measured, [CPU, CPU], CPU)
+        self.replicas = Replicas(self.measured, [CPU, CPU], self.journals)
+        self.shards = Shards((1, 1), [torch.ones(1, 3)] * 2)
 
     def look(self) -> dict[str, Any]:
         """What would be different if a context had not ended."""
@@ -102,6 +122,8 @@ class Fixture:
             "spreads": self.engine.is_spreading,
             "is rerun": self.engine._is_rerun,
             "attributes": [sorted(vars(m)) for m in (self.net, self.metric, self.twin)],
+            "logs": [vars(m).get("log") for m in (*self.replicas.modules, self.measured.metric)],
+            "methods": [sorted(vars(m.metric)) for m in self.replicas.modules],
             "classes": list(map(type, tools)),
             "shared": dict(self.shared._shared),
             "groups": [list(map(id, tool.param_groups)) for tool in tools],
@@ -110,7 +132,7 @@ class Fixture:
             "is calling": self.metrics.is_calling,
             "ranges": set(self.ranges._open),
             "modes": current_modes(),
-            "backward": torch.autograd._engine_run_backward,  # type: ignore[attr-defined]
+            "backward": torch.autograd._engine_run_backward,
             "limit": config.recompile_limit,
             "hooks": len(_global_optimizer_pre_hooks),
             "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
@@ -175,6 +197,15 @@ def _with_step(fixture: Fixture) -> AbstractContextManager[Any]:
     return fixture.shared.standing_in(fixture.optimizer, {"step": len}, 0)
 
 
+def _step_of_all(fixture: Fixture) -> AbstractContextManager[Any]:
+    """What surrounds a training step of the Trainer."""
+    strategy = SimpleNamespace(optimizers=[fixture.optimizer, fixture.other])
+    module: Any = SimpleNamespace(trainer=SimpleNamespace(strategy=strategy))
+    manual: Any = SimpleNamespace(step=None)
+    step = fixture.replicas, "training_step", fixture.shards, False
+    return _around_step(fixture.journals, manual, module, *step)
+
+
 CONTEXTS: dict[str, Callable[[Fixture], AbstractContextManager[Any]]] = {
     "nothing": lambda f: nullcontext(),
     "a generator": lambda f: generated(),
@@ -186,7 +217,7 @@ CONTEXTS: dict[str, Callable[[Fixture], AbstractContextManager[Any]]] = {
     "spreading": lambda f: f.engine.spreading(),
     "a turn": lambda f: f.engine.turn(),
     "rerunning": lambda f: f.engine.rerunning(),
-    "noticing": lambda f: Compilations(f.net, []).around_calls(),
+    "noticing": lambda f: Compilations(f.net, []).around_calls(False),
     "recompilations": lambda f: more_recompilations(3),
     "backwards": lambda f: backwards_go_to(len),
     "a range": lambda f: f.ranges.of("step"),
@@ -198,6 +229,8 @@ CONTEXTS: dict[str, Callable[[Fixture], AbstractContextManager[Any]]] = {
     "recording": lambda f: f.metrics.recording(),
     "a metric's call": _call,
     "a metric as it was": _bind,
+    "what replicas say": lambda f: f.journals.around(f.replicas, f.shards),
+    "a step of all": _step_of_all,
 }
 
 
@@ -255,7 +288,12 @@ def lasts(fixture: Fixture, make: Callable[[Fixture], AbstractContextManager[Any
         pass
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
+LONG = ("what replicas say", "a step of all")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CONTEXTS]
+)
 def test_an_interrupt_at_any_line_of_a_context_leaves_nothing_open(
     name: str, fixture: Fixture
 ) -> None:
@@ -270,6 +308,55 @@ def test_an_interrupt_at_any_line_of_a_context_leaves_nothing_open(
             except KeyboardInterrupt as interrupt:  # which holds the frames: nothing is collected
                 assert fixture.look() == before, (line, nth)
                 interrupt.__traceback__ = None
+
+
+class Payload(Idle):
+    """Something that contexts hold."""
+
+
+@context
+def holding(payload: Payload) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        payload.end()
+
+
+HOLDING: dict[str, Callable[[Payload], AbstractContextManager[Any]]] = {
+    "lasting": lambda payload: payload,
+    "a generator": holding,
+    "several": lambda payload: Contexts([holding(payload), Paired(payload.begin, payload.end)]),
+    "replaced": lambda payload: replaced(payload, end=len, begin=len),
+}
+
+
+def _interrupted(name: str, tracer: Tracer) -> weakref.ref[Payload]:
+    """A payload whose context was interrupted, outside of surroundings."""
+    payload = Payload()
+
+    def last() -> None:
+        with HOLDING[name](payload):
+            pass
+
+    with pytest.raises(KeyboardInterrupt):
+        tracer.run(last)
+    return weakref.ref(payload)
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_an_interrupt_where_nobody_looks_keeps_nothing_alive(name: str) -> None:
+    def last() -> None:
+        with HOLDING[name](Payload()):
+            pass
+
+    tracer = Tracer()
+    tracer.run(last)
+    assert len(tracer.visits) > 3
+    for line, visits in tracer.visits.items():
+        for nth in range(1, visits + 1):
+            payload = _interrupted(name, Tracer(line, nth))
+            gc.collect()
+            assert payload() is None, (line, nth)
 
 
 def test_a_generator_may_swallow_an_error_and_raise_others() -> None:
@@ -398,4 +485,4 @@ def _names(node: ast.AST) -> set[str]:
     if isinstance(node, ast.ImportFrom) and node.module == "contextlib":
         return {alias.name for alias in node.names}
     is_member = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    return {node.attr} if is_member and node.value.id == "contextlib" else set()  # type: ignore[attr-defined]
+    return {node.attr} if is_member and node.value.id == "contextlib" else set()

@@ -1,29 +1,27 @@
 """Between separate devices only what changed is copied, in few copies; memory stays balanced."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import oracle
 import pytest
 import torch
+from places import on_accelerators, on_separate
 from torch import Tensor, nn
 
+from lightning_dp.parallel.devices import allocated_memory, reset_peak_memory
 from lightning_dp.parallel.links import gradients_on
 from lightning_dp.parallel.replicas.replicate import Replicas
 from lightning_dp.parallel.split.policies import split_policy
 from lightning_dp.parallel.step import StepParallel
 
 LAYERS = 20
+pytestmark = on_separate
+counts_copies = pytest.mark.sim_only("It counts the copies between devices.")
 
 
 @pytest.fixture(autouse=True)
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
-    from lightning_dp import sim
-
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
-    yield oracle.devices_of(3)
-    torch.sim.reset_copy_stats()
+def devices(on: str) -> list[torch.device]:
+    return oracle.devices_of(3)
 
 
 class Deep(nn.Module):
@@ -44,6 +42,7 @@ def copied(source: str, target: str) -> tuple[int, int]:
     return (0, 0) if stats is None else (stats.count, stats.bytes)
 
 
+@counts_copies
 def test_a_refresh_copies_only_what_changed_and_in_few_copies(devices: list[torch.device]) -> None:
     net = Deep().to(devices[0])
     replicas = Replicas(net, devices)
@@ -65,6 +64,7 @@ def test_a_refresh_copies_only_what_changed_and_in_few_copies(devices: list[torc
             assert torch.equal(own.cpu(), root.cpu()) and own.device != root.device
 
 
+@counts_copies
 def test_gradients_cross_in_few_copies(devices: list[torch.device]) -> None:
     net = Deep().to(devices[0])
     engine = StepParallel(
@@ -80,11 +80,12 @@ def test_gradients_cross_in_few_copies(devices: list[torch.device]) -> None:
     assert count <= 3
 
 
+@on_accelerators
 def test_replicas_on_one_device_share_its_memory(devices: list[torch.device]) -> None:
     net = Deep().to(devices[0])
-    before = torch.sim.memory_allocated(0)
+    before = allocated_memory(devices[0])
     replicas = Replicas(net, [devices[0]] * 4)
-    added = torch.sim.memory_allocated(0) - before
+    added = allocated_memory(devices[0]) - before
     assert added < 4096, "buffers only"
     assert replicas.modules[3].layers[0].weight.data_ptr() == net.layers[0].weight.data_ptr()
 
@@ -92,7 +93,7 @@ def test_replicas_on_one_device_share_its_memory(devices: list[torch.device]) ->
 def test_no_device_holds_another_replicas_activations(devices: list[torch.device]) -> None:
     """In step mode memory stays balanced: the root holds one shard's activations, as all do."""
     for device in devices:
-        torch.sim.reset_peak_memory_stats(device)
+        reset_peak_memory(device)
     net = Deep().to(devices[0])
     engine = StepParallel(
         net, devices, output_device=devices[0], split=split_policy("even", None, devices)

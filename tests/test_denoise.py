@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from oracle import assert_same, run
+from places import not_repeated, on_separate
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import sim
 from lightning_dp.app.scripts import short_fits
 from lightning_dp.examples import denoise
 from lightning_dp.examples.denoise import Denoiser, DigitPages, by_sizes, picture, sizes
@@ -41,9 +42,10 @@ def test_everything_is_as_on_one_device(on: str, k: int) -> None:
     assert [len(images) for images in several.predictions] == [25, 25, 3]
 
 
-def test_memory_is_balanced() -> None:
-    sim.enable(8)
-    options: Any = {"accelerator": "sim", "devices": 4, "steps": 5}
+@on_separate
+def test_memory_is_balanced(on: str) -> None:
+    oracle.devices_of(4)
+    options: Any = {"accelerator": oracle.accelerator(), "devices": 4, "steps": 5}
     fits = short_fits(Denoiser, DigitPages(pages=160), ["memory"], **options)
     first, began, *_, ended = by_sizes(fits["memory"].steps)
     assert sizes(first) == (9, 8, 8, 7), "which shows what counts samples"
@@ -99,15 +101,17 @@ def test_a_picture_shows_dark_and_light() -> None:
     assert first.count("@@") == 3 and len(rest) == 7 and not "".join(rest).strip()
 
 
+@not_repeated
 def test_compare_shows_one_device_and_both_splits(
     on: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(denoise, "COMPARED_STEPS", 3)
     monkeypatch.setattr(denoise, "Denoiser", make)
-    denoise.compare(DigitPages(pages=96, side=2), on, 3)
+    oracle.devices_of(3)
+    denoise.compare(DigitPages(pages=96, side=2), oracle.accelerator(), 3)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["loss", "in", "step", "1", "device", "even", "memory"]
     furthest = next(line.split() for line in lines if "furthest off" in line)
     assert all(float(figure) < 1e-5 for figure in furthest[2:])
     table = [line.split()[:1] for line in lines[-2:]]
-    assert (table == [["even"], ["memory"]]) == (on == "sim")
+    assert (table == [["even"], ["memory"]]) == (on != "cpu")

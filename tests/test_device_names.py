@@ -57,7 +57,7 @@ class TestIdsThatDoNotExist:
 @pytest.mark.parametrize("given", [[], "cuda:0", 3, [True], ["cuda:-1"], [-1], ["gpu"], ["cpu:1"]])
 def test_what_is_no_list_of_devices_says_so(given: object) -> None:
     with pytest.raises(ValueError, match=r"devices.*: expected .*, got "):
-        resolve_devices(given)  # type: ignore[arg-type]
+        resolve_devices(given)
 
 
 def test_a_machine_without_accelerator_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

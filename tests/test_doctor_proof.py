@@ -10,14 +10,15 @@ from unittest import mock
 
 import pytest
 import torch
-from oracle import SIM_DEVICES
+from oracle import devices_of
+from places import not_repeated, on_separate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dp import sim
 from lightning_dp.doctor import LAWS, Law, Result, prove
 from lightning_dp.doctor.bench import Bench
 from lightning_dp.doctor.culprits import MISSING_WAIT
+from lightning_dp.parallel.links.lanes import Lane
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,11 +26,11 @@ QUICK = ("links", "devices compute", "gather(", "replicas", "float64", "uneven",
 K = 3
 
 
-def bench(kind: str, count: int, folder: Path) -> Bench:
-    if kind == "cpu":
-        return Bench([torch.device("cpu")] * count, folder)
-    sim.enable(SIM_DEVICES)
-    return Bench([torch.device("sim", k) for k in range(count)], folder)
+CPU = torch.device("cpu")
+
+
+def bench(count: int, folder: Path) -> Bench:
+    return Bench(devices_of(count), folder)
 
 
 def laws(*words: str) -> list[Law]:
@@ -47,34 +48,31 @@ def failed(results: Sequence[Result]) -> list[Result]:
 # --- devices in order ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["cpu", "sim"])
-def test_laws_hold(kind: str, tmp_path: Path) -> None:
-    results = prove(bench(kind, 3, tmp_path), laws(*QUICK))
-    skipped = ["links carry what was sent"] if kind == "cpu" else []
+def test_laws_hold(on: str, tmp_path: Path) -> None:
+    results = prove(bench(3, tmp_path), laws(*QUICK))
+    skipped = ["links carry what was sent"] if on == "cpu" else []
     assert [r.law for r in results if r.verdict == "skip"] == skipped
     assert not failed(results), results
     assert all(0 < r.difference < 1e-2 for r in results if "step" in r.law and r.difference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, count", [("cpu", 4), ("sim", 8), ("sim", 2)])
-def test_all_laws_hold(kind: str, count: int, tmp_path: Path) -> None:
+@not_repeated
+@pytest.mark.parametrize("count", [2, 8])
+def test_all_laws_hold(on: str, count: int, tmp_path: Path) -> None:
     told: list[str] = []
-    results = prove(bench(kind, count, tmp_path), LAWS, told.append)
+    results = prove(bench(count, tmp_path), LAWS, told.append)
     assert told == [law.name for law in LAWS]
     assert not failed(results), results
     skipped = {r.law: r.remark for r in results if r.verdict == "skip"}
     assert set(skipped) == (
-        {"links carry what was sent", "on side streams", "out of memory"}
-        if kind == "cpu"
-        else set()
+        {"links carry what was sent", "on side streams", "out of memory"} if on == "cpu" else set()
     )
     assert all(skipped.values())
 
 
-@pytest.mark.parametrize("kind", ["cpu", "sim"])
-def test_laws_hold_for_two_replicas_on_one_device(kind: str, tmp_path: Path) -> None:
-    (root,) = bench(kind, 1, tmp_path).devices
+def test_laws_hold_for_two_replicas_on_one_device(on: str, tmp_path: Path) -> None:
+    (root,) = bench(1, tmp_path).devices
     results = prove(Bench([root] * 2, tmp_path), laws(*QUICK, "out of memory"))
     assert not failed(results), results
     assert verdicts(results)["out of memory"] == "skip"
@@ -82,7 +80,7 @@ def test_laws_hold_for_two_replicas_on_one_device(kind: str, tmp_path: Path) -> 
 
 def test_a_proof_gives_the_same_numbers_again(tmp_path: Path) -> None:
     looked_at = laws("float64", "float32", "gather(")
-    first, second = (prove(bench("cpu", 3, tmp_path), looked_at) for _ in range(2))
+    first, second = (prove(Bench([CPU] * 3, tmp_path), looked_at) for _ in range(2))
     assert [r.difference for r in first] == [r.difference for r in second]
 
 
@@ -105,23 +103,27 @@ class OneDeviceIsWrong(TorchDispatchMode):
         return out
 
 
+@on_separate
 @pytest.mark.parametrize("wrong", [0, 2])
 @pytest.mark.parametrize("by", [1e-6, float("nan")])
-def test_a_device_that_computes_wrongly_is_named(wrong: int, by: float, tmp_path: Path) -> None:
-    on = bench("sim", K, tmp_path)
-    with OneDeviceIsWrong(on.devices[wrong], by):
-        results = prove(on, laws("links", "devices compute", "one step, float64"))
+def test_a_device_that_computes_wrongly_is_named(
+    on: str, wrong: int, by: float, tmp_path: Path
+) -> None:
+    machine = bench(K, tmp_path)
+    with OneDeviceIsWrong(machine.devices[wrong], by):
+        results = prove(machine, laws("links", "devices compute", "one step, float64"))
     by_law = {result.law: result for result in results}
     assert by_law["links carry what was sent"].verdict == "pass"
-    assert by_law["devices compute as the CPU"].culprits == (f"sim:{wrong}",)
+    assert by_law["devices compute as the CPU"].culprits == (str(machine.devices[wrong]),)
     assert by_law["one step, float64"].verdict == "fail"
 
 
-def test_a_law_about_all_devices_finds_the_wrong_one_by_itself(tmp_path: Path) -> None:
-    on = bench("sim", K, tmp_path)
-    with OneDeviceIsWrong(on.devices[2], 1e-6):
-        (result,) = prove(on, laws("ten steps, float64"))
-    assert result.verdict == "fail" and result.culprits == ("sim:2",)
+@on_separate
+def test_a_law_about_all_devices_finds_the_wrong_one_by_itself(on: str, tmp_path: Path) -> None:
+    machine = bench(K, tmp_path)
+    with OneDeviceIsWrong(machine.devices[2], 1e-6):
+        (result,) = prove(machine, laws("ten steps, float64"))
+    assert result.verdict == "fail" and result.culprits == (str(machine.devices[2]),)
     assert result.difference is not None and result.difference > 1e-9
 
 
@@ -141,7 +143,7 @@ def test_a_replica_on_the_cpu_that_computes_wrongly_is_named(tmp_path: Path) -> 
 
     numbers = iter([-1, 0, 1, 2])  # the first one is the CPU alone
     with mock.patch.multiple(parts._Work, __init__=numbered, forward=wrong_for_one):
-        (result,) = prove(bench("cpu", 3, tmp_path), laws("devices compute"))
+        (result,) = prove(Bench([CPU] * 3, tmp_path), laws("devices compute"))
     assert len(calls) == 4
     assert result.verdict == "fail" and result.culprits == ("replica 1 on cpu",)
 
@@ -171,45 +173,51 @@ class OneLinkCorrupts(TorchDispatchMode):
             arrived[(-1,) * arrived.dim()].zero_()
 
 
-@pytest.mark.parametrize(
-    "source, target", [("sim:2", "sim:0"), ("sim:1", "sim:2"), ("cpu", "sim:1"), ("sim:2", "cpu")]
-)
-def test_a_link_that_corrupts_is_named(source: str, target: str, tmp_path: Path) -> None:
-    on = bench("sim", K, tmp_path)
-    with OneLinkCorrupts(source, target):
-        results = prove(on, laws("links"))
+@on_separate
+@pytest.mark.parametrize("source, target", [(2, 0), (1, 2), ("cpu", 1), (2, "cpu")])
+def test_a_link_that_corrupts_is_named(
+    on: str, source: int | str, target: int | str, tmp_path: Path
+) -> None:
+    machine = bench(K, tmp_path)
+    ends = [end if end == "cpu" else str(machine.devices[end]) for end in (source, target)]  # type: ignore[index]
+    with OneLinkCorrupts(*ends):
+        results = prove(machine, laws("links"))
     (result,) = results
-    assert result.verdict == "fail" and result.culprits == (f"{source} -> {target}",)
+    assert result.verdict == "fail" and result.culprits == (f"{ends[0]} -> {ends[1]}",)
     assert result.difference is not None and 0 < result.difference < 1e-3
 
 
-def test_scatter_and_gather_name_the_links_too(tmp_path: Path) -> None:
-    on = bench("sim", K, tmp_path)
+@on_separate
+def test_scatter_and_gather_name_the_links_too(on: str, tmp_path: Path) -> None:
+    machine = bench(K, tmp_path)
+    root, one, other = map(str, machine.devices)
     for source, target, culprits in (
-        ("sim:2", "sim:0", {"sim:2 -> sim:0"}),
-        ("cpu", "sim:1", {"sim:1", "sim:1 -> sim:0"}),
+        (other, root, {f"{other} -> {root}"}),
+        ("cpu", one, {one, f"{one} -> {root}"}),
     ):
         with OneLinkCorrupts(source, target):
-            (result,) = prove(on, laws("gather("))
+            (result,) = prove(machine, laws("gather("))
         assert result.verdict == "fail" and set(result.culprits) == culprits
 
 
-def test_a_training_over_a_link_that_corrupts_is_wrong(tmp_path: Path) -> None:
-    on = bench("sim", K, tmp_path)
-    with OneLinkCorrupts("sim:2", "sim:0"):
-        (result,) = prove(on, laws("ten steps, float64"))
-    assert result.verdict == "fail" and result.culprits == ("sim:2",)
+@on_separate
+def test_a_training_over_a_link_that_corrupts_is_wrong(on: str, tmp_path: Path) -> None:
+    machine = bench(K, tmp_path)
+    root, _, other = map(str, machine.devices)
+    with OneLinkCorrupts(other, root):
+        (result,) = prove(machine, laws("ten steps, float64"))
+    assert result.verdict == "fail" and result.culprits == (str(machine.devices[2]),)
 
 
 # --- a wait that is missing -----------------------------------------------------------------------
 
 
-def no_wait_for_a_copy_to_the_host() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch("lightning_dp.parallel.links.transfer.host_waits_for", lambda device: None)
+def no_wait_for_copies_to_the_host() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch("lightning_dp.parallel.engine.host_waits_for", lambda *devices: None)
 
 
 def workers_do_not_enter_the_callers_streams() -> contextlib.AbstractContextManager[Any]:
-    nothing = lambda streams: contextlib.nullcontext()  # noqa: E731
+    nothing = lambda streams: contextlib.nullcontext()
     return mock.patch("lightning_dp.parallel.workers.thread_state.on_streams", nothing)
 
 
@@ -220,36 +228,36 @@ def nothing_is_under_way() -> Iterator[None]:
         torch.sim.synchronize(device)
 
 
-def the_loss_is_read_too_early() -> contextlib.AbstractContextManager[Any]:
-    """On its way to the host it is not waited for."""
-    from lightning_dp.parallel.gradients import loss
+def gradients_land_too_early() -> contextlib.AbstractContextManager[Any]:
+    """In memory from which those before them have not been added yet."""
+    carry = Lane.carry
 
-    joined = loss.join_losses
+    def early(lane: Lane, source: Tensor, target: Tensor, free: Sequence[Any] = ()) -> None:
+        never_recorded = torch.Event(lane.target)
+        carry(lane, source, target, [never_recorded] if free else ())
 
-    def early(graphs: Any, output_device: torch.device) -> Tensor:
-        where = graphs[0].loss.device if output_device.type == "cpu" else output_device
-        return joined(graphs, where).to(output_device, non_blocking=True)
-
-    return mock.patch("lightning_dp.parallel.step.join_losses", early)
+    return mock.patch.object(Lane, "carry", early)
 
 
 WAITS: list[tuple[Callable[[], contextlib.AbstractContextManager[Any]], str]] = [
-    (the_loss_is_read_too_early, "loss on the host"),
-    (no_wait_for_a_copy_to_the_host, "outputs on the host"),
+    (no_wait_for_copies_to_the_host, "loss on the host"),
+    (no_wait_for_copies_to_the_host, "outputs on the host"),
     (workers_do_not_enter_the_callers_streams, "on side streams"),
+    (gradients_land_too_early, "all layers have gradients"),
 ]
 
 
-@pytest.mark.usefixtures("nothing_is_under_way")
+@pytest.mark.sim_only("A GPU may be quick enough for a wait that is missing.")
+@pytest.mark.usefixtures("nothing_is_under_way", "on")
 @pytest.mark.parametrize("drop, law", WAITS)
 def test_a_wait_that_is_missing_is_named(
     drop: Callable[[], contextlib.AbstractContextManager[Any]], law: str, tmp_path: Path
 ) -> None:
-    on = bench("sim", 3, tmp_path)
+    machine = bench(3, tmp_path)
     looked_at = [*laws("links"), *laws(law)]
-    assert not failed(prove(on, looked_at))
+    assert not failed(prove(machine, looked_at))
     with drop():
-        results = failed(prove(on.afresh(), looked_at))
+        results = failed(prove(machine.afresh(), looked_at))
     assert law in {result.law for result in results}
     assert {name for result in results for name in result.culprits} == {MISSING_WAIT}, results
 
@@ -259,14 +267,16 @@ def test_a_wait_that_is_missing_is_named(
 
 def test_every_law_can_fail(tmp_path: Path) -> None:
     """Where whatever is compared is far apart, no law says that it holds."""
-    on = bench("cpu", 3, tmp_path)
+    machine = Bench([CPU] * 3, tmp_path)
     wrong = mock.Mock(return_value=1.0)
     names = [f"lightning_dp.doctor.{room}.relative" for room in ("bench", "parts", "steps")]
     with contextlib.ExitStack() as stack:
         for name in (*names, "lightning_dp.doctor.failures.relative"):
             stack.enter_context(mock.patch(name, wrong))
         stack.enter_context(mock.patch("torch.equal", lambda a, b: False))
-        results = prove(on, laws("devices", "gather(", "replicas", "float64", "drop-in", "metrics"))
+        results = prove(
+            machine, laws("devices", "gather(", "replicas", "float64", "drop-in", "metrics")
+        )
     assert set(verdicts(results).values()) == {"fail"}
 
 
@@ -276,7 +286,7 @@ def test_an_error_in_a_law_is_told_with_its_notes(tmp_path: Path) -> None:
         error.add_note("[in replica 2]") if hasattr(error, "add_note") else None
         raise error
 
-    (result,) = prove(bench("cpu", 2, tmp_path), [Law("broken", look)])
+    (result,) = prove(Bench([CPU] * 2, tmp_path), [Law("broken", look)])
     assert result.verdict == "fail" and "ValueError: too much" in result.remark
     assert result.difference is None
 
@@ -288,5 +298,5 @@ def test_a_swallowed_error_of_a_replica_is_no_pass(tmp_path: Path) -> None:
         self.last = float("nan")
 
     with mock.patch.object(_Failing, "on_train_batch_start", never):
-        (result,) = prove(bench("cpu", 2, tmp_path), laws("error in"))
+        (result,) = prove(Bench([CPU] * 2, tmp_path), laws("error in"))
     assert result.verdict == "fail" and "got none" in result.remark

@@ -12,8 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of, gradients
+from oracle import (
+    accelerator,
+    are_separate,
+    assert_close,
+    assert_equal_trees,
+    devices_of,
+    gradients,
+)
 from patience import soon, tensors
+from places import accelerator_count, on_accelerators, on_separate
 from spreading import CHECKPOINTED, EXACT, inputs, layers, perceptron, said, wrapping
 from torch import Tensor, nn
 
@@ -95,7 +103,7 @@ def test_outputs_are_equal_bit_by_bit_for_equal_rows(wrap: Any) -> None:
     one, net = pair()
     wrapper = wrap(net, k=2)
     expected = torch.cat([one(inputs()[:3]), one(inputs()[3:])])
-    assert torch.equal(wrapper(inputs()), expected)
+    assert_close(wrapper(inputs()), expected)
 
 
 def test_old_style_updates_through_data_reach_the_replicas(wrap: Any) -> None:
@@ -148,33 +156,38 @@ def test_a_wrapper_inside_of_a_wrapped_module_computes_the_same(wrap: Any) -> No
 def test_devices_may_be_written_in_many_ways(on: str) -> None:
     net = perceptron().to(devices_of(1)[0])
     names = [str(device) for device in devices_of(2)]
-    written: list[Any] = [names, devices_of(2)] + ([[0, 1], ["0", "1"]] if on == "sim" else [])
+    written: list[Any] = [names, devices_of(2)] + ([[0, 1], ["0", "1"]] if are_separate() else [])
     for devices in written:
         wrapper = DataParallel(net, devices)
         assert wrapper.devices == devices_of(2)
-        assert wrapper.device_ids == ([None, None] if on == "cpu" else [0, 1])
+        assert wrapper.device_ids == [device.index for device in devices_of(2)]
         assert wrapper(inputs().float()).device == wrapper.output_device == devices_of(1)[0]
         wrapper.close()
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_separate
 def test_without_device_ids_all_devices_of_the_machine_work(on: str) -> None:
-    wrapper = DataParallel(perceptron().to("sim:0"))
-    assert wrapper.devices == devices_of(8)
-    wrapper(inputs(9).float())
-    assert wrapper.last_sizes == (2, 1, 1, 1, 1, 1, 1, 1)
+    count = accelerator_count()
+    wrapper = DataParallel(perceptron().to(devices_of(1)[0]))
+    assert wrapper.devices == devices_of(count)
+    wrapper(inputs(count + 1).float())
+    assert wrapper.last_sizes == (2, *[1] * (count - 1))
     wrapper.close()
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
-@pytest.mark.parametrize("output_device", ["cpu", 1, "sim:6", torch.device("cpu"), None])
-@pytest.mark.parametrize("place", ["cpu", "sim:0", "sim:5"])
+@on_separate
+@pytest.mark.parametrize("output_device", ["cpu", 1, "other", torch.device("cpu"), None])
+@pytest.mark.parametrize("place", ["cpu", "root", "other"])
 def test_inputs_and_outputs_may_be_anywhere(wrap: Any, output_device: Any, place: str) -> None:
     one, net = pair()
+    root, second, _, other = map(str, devices_of(4))
+    names = {"root": root, "other": other, None: root, 1: second}
+    output_device = other if output_device == "other" else output_device
+    place = names.get(place, place)
     wrapper = wrap(net, output_device=output_device)
     x = inputs().to(place).requires_grad_()
     y = wrapper(x)
-    expected = {None: "sim:0", 1: "sim:1"}.get(output_device, str(output_device))
+    expected = names.get(output_device, str(output_device))
     assert str(y.device) == expected and str(x.grad) == "None"
     y.square().sum().backward()
     assert str(x.grad.device) == place
@@ -182,13 +195,13 @@ def test_inputs_and_outputs_may_be_anywhere(wrap: Any, output_device: Any, place
     assert_same_module(wrapper, one)
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_accelerators
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_module_elsewhere_is_moved_with_a_warning_and_keeps_its_parameters(k: int) -> None:
     one, net = pair()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     wrapper = DataParallel(net, devices_of(k), output_device="cpu")
-    with pytest.warns(UserWarning, match="expected the module on sim:0.*on cpu: moved to sim:0"):
+    with pytest.warns(UserWarning, match=r"expected the module on (\w+:0).*on cpu: moved to \1"):
         wrapper(inputs()).square().sum().backward()
     one(inputs()).square().sum().backward()
     assert_same_module(wrapper, one)
@@ -230,7 +243,7 @@ def test_autocast_keeps_its_dtype(wrap: Any, on: str, executor: str) -> None:
     net = Watching(4, 3)
     one = copy.deepcopy(net)
     wrapper = wrap(net, executor=executor)
-    with torch.autocast(on, dtype=torch.bfloat16):
+    with torch.autocast(accelerator(), dtype=torch.bfloat16):
         y = wrapper(inputs().float())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = one(inputs().float())
@@ -305,7 +318,7 @@ class OnlyModule(nn.Module):
 
 def old_state(module: nn.Module) -> Any:
     """What nn.DataParallel saves."""
-    return nn.DataParallel(module).state_dict()
+    return nn.DataParallel(copy.deepcopy(module)).state_dict()  # it moves it to a single GPU
 
 
 MODULES = [perceptron, lambda: nn.Sequential(nn.BatchNorm1d(3)), Versioned, Confusing, OnlyModule]

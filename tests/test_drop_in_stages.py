@@ -15,6 +15,7 @@ import pytest
 import torch
 from oracle import assert_equal_trees, devices_of, gradients
 from patience import soon, tensors
+from places import on_accelerators
 from spreading import CPU, EXACT, inputs, perceptron, said
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -335,7 +336,7 @@ class Turned(nn.Module):
         return x * 2
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_accelerators
 def test_data_parallel_takes_all_devices_of_the_machine(on: str) -> None:
     _, net = pair()
     y = data_parallel(net.to(devices_of(1)[0]), inputs())
@@ -407,7 +408,7 @@ def test_detached_replicas_compute_the_same_and_lead_nowhere() -> None:
 def test_parallel_apply_is_told_the_devices() -> None:
     class Where(nn.Module):
         def forward(self, x: Tensor) -> Any:
-            return x.device, (torch.zeros((), device="sim") if x.device.type == "sim" else x).device
+            return x.device, torch.zeros((), device=x.device.type).device
 
     xs = [inputs().to(device) for device in devices_of(2)]
     found = parallel_apply([Where(), Where()], xs, None, devices_of(2))

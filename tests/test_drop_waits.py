@@ -15,6 +15,7 @@ from wait_sites import HELPER, Site, Sites, what_is_in
 
 from lightning_dp import sim
 
+pytestmark = pytest.mark.sim_only("It is about waits whose lack strict devices show.")
 SCRIPT = Path(__file__).parent / "drop_waits.py"
 
 ROOM = '''

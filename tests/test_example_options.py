@@ -39,7 +39,11 @@ def error_of(main: Any, capsys: pytest.CaptureFixture[str]) -> str:
         ("--devices=0", "argument --devices: expected a whole number from 1 on, got '0'"),
         ("--epochs=two", "argument --epochs: expected a whole number from 1 on, got 'two'"),
         ("--accelerator=tpu", "argument --accelerator: invalid choice: 'tpu'"),
-        ("--accelerator=sim --devices=200", "device_count: expected 1 to 127 devices, got 200"),
+        pytest.param(
+            "--accelerator=sim --devices=200",
+            "device_count: expected 1 to 127 devices, got 200",
+            marks=pytest.mark.sim_only("It asks for simulated devices."),
+        ),
     ],
 )
 def test_a_script_says_in_one_line_what_it_expects(

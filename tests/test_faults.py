@@ -18,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from oracle import Classifier, loader
+from patience import not_kept
 from spreading import said
 from torch import Tensor
 from torch.nn import functional as F
@@ -63,7 +64,8 @@ class Faulty(Classifier):
         self.stage = stage
         self.row = torch.tensor(0.0)
         # Gradients of parameters are complete when they are reduced.
-        self.net[2].bias.register_hook(lambda gradient: self.at("reduce"))
+        at = not_kept(self.at)
+        self.net[2].bias.register_hook(lambda gradient: at("reduce"))
 
     def at(self, stage: str, x: Tensor | None = None) -> None:
         """Raises here, if this is where and when."""
@@ -96,7 +98,8 @@ class Faulty(Classifier):
         self.at("forward", x)
         z = self.net(x)
         if z.requires_grad:
-            z.register_hook(lambda gradient: self.at("backward", x))
+            at = not_kept(self.at)
+            z.register_hook(lambda gradient: at("backward", x))
         return z
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

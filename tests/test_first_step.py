@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from oracle import (
     ByHand,
     Classifier,
+    accelerator,
     assert_equal_trees,
     assert_same,
     devices_of,
@@ -25,6 +26,7 @@ from oracle import (
     run,
     trainer,
 )
+from places import on_accelerators, on_separate
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -244,9 +246,9 @@ def test_forward_that_looks_at_the_whole_batch_is_told_in_forward_mode() -> None
     assert list(report.causes) == ["forward"]
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)  # float16 is for accelerators
+@on_accelerators  # float16 is for them
 def test_half_precision_with_a_scaler_is_compared_by_its_own_measure() -> None:
-    plugin = MixedPrecision("16-mixed", "sim")
+    plugin = MixedPrecision("16-mixed", accelerator())
     report = checked(Classifier, precision=None, plugins=[plugin])
     assert report.is_same and report.tolerance > 1e-2
     with pytest.warns(UserWarning, match="loss_reduction"):
@@ -325,13 +327,13 @@ def test_batches_that_cannot_be_cut_are_not_compared() -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             return None
 
-    seeds = DataLoader([{"seed": 1}, {"seed": 2}], batch_size=None)  # type: ignore[arg-type]
+    seeds = DataLoader([{"seed": 1}, {"seed": 2}], batch_size=None)
     with pytest.warns(UserWarning, match="no tensor and no list that could be cut"):
         report = checked(Alone, data=lambda: seeds)
     assert "ran on one device" in report.not_checked
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)  # the CPU's memory has no limit
+@pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte.")
 def test_a_batch_that_does_not_fit_on_the_root_alone_is_not_compared() -> None:
 
     class Wide(Classifier):
@@ -436,7 +438,7 @@ def test_training_afterwards_is_training_without_the_check(
     strategy: dict[str, Any], options: dict[str, Any], on: str
 ) -> None:
     torch.set_default_dtype(torch.float64)
-    data = lambda: loader(n=50)  # noqa: E731
+    data = lambda: loader(n=50)
     left = []
     for check in (True, False):
         random.seed(0)
@@ -451,7 +453,7 @@ def test_training_afterwards_is_training_without_the_check(
     (with_check, left_with_check), (without, left_without) = left
     assert with_check.trainer.strategy.first_step.difference is not None
     # Several autograd threads add to one gradient there, in an order of their own.
-    rounding = 1e-12 if on == "sim" and strategy["mode"] == "forward" else 0.0
+    rounding = 1e-12 if on != "cpu" and strategy["mode"] == "forward" else 0.0
     assert_same(with_check, without, atol=rounding)
     assert_equal_trees(left_with_check, left_without, "left", atol=rounding, rtol=0.0)
 
@@ -524,7 +526,7 @@ def test_the_check_looks_once_in_every_fit() -> None:
     assert strategy.first_step is reports[1]
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)  # the CPU does not count its memory
+@on_separate  # the CPU does not count its memory
 def test_memory_of_the_check_does_not_count() -> None:
     peaks = []
     for check in (True, False):

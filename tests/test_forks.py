@@ -168,7 +168,7 @@ def run(tmp_path: Path, program: str, *args: str) -> str:
 def test_an_executor_has_workers_in_a_child_too() -> None:
     devices = [torch.device("cpu")] * 3
     executor = Executor(devices, "threads")
-    tasks = lambda: [Task(k, device, os.getpid) for k, device in enumerate(devices)]  # noqa: E731
+    tasks = lambda: [Task(k, device, os.getpid) for k, device in enumerate(devices)]
     assert executor.run("work", tasks()) == [os.getpid()] * 3
     child = os.fork()
     if child == 0:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from oracle import assert_equal_trees, devices_of, gradients
 from patience import soon, tensors
+from places import as_parameters, not_on_sim, on_separate
 from spreading import (
     CHECKPOINTED,
     EXACT,
@@ -26,6 +27,8 @@ from spreading import (
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from lightning_dp.parallel.devices import allocated_memory
 
 pytestmark = pytest.mark.usefixtures("on")
 
@@ -266,7 +269,7 @@ def test_recurrent_layers_and_their_states() -> None:
     compare(Recurrent, use)
 
 
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # simulated devices have no sparse tensors
+@not_on_sim  # which have no sparse tensors
 def test_sparse_gradients() -> None:
     def use(net: nn.Module) -> Any:
         net(torch.tensor([1, 1, 2, 3, 9, 1])).square().sum().backward()
@@ -304,7 +307,9 @@ def test_checkpoints_inside_of_forward(reentrant: bool, between: str) -> None:
 
 # Without reentrance, torch lets the backward threads of several devices repeat the call at once.
 @pytest.mark.parametrize(
-    ("on", "reentrant"), [("cpu", True), ("cpu", False), ("sim", True)], indirect=["on"]
+    ("on", "reentrant"),
+    [pytest.param(*p.values, True, marks=p.marks) for p in as_parameters()] + [("cpu", False)],
+    indirect=["on"],
 )
 def test_checkpoints_around_a_spread_call(reentrant: bool) -> None:
     """Equal shards: tensors saved in another order would fit, and be wrong."""
@@ -437,14 +442,14 @@ def test_two_engines_that_share_layers_do_not_disturb_each_other() -> None:
     assert_equal_trees(actual, use(*one), "outputs", **EXACT)
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_separate
 def test_memory_does_not_grow(on: str) -> None:
     """Every device counts its own; a step leaves nothing behind for the next."""
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
     found: list[tuple[int, list[int]]] = []
 
     def alive() -> tuple[int, list[int]]:
-        return tensors(), [torch.sim.memory_allocated(d) for d in devices_of(3)]
+        return tensors(), [allocated_memory(d) for d in devices_of(3)]
 
     def as_at_first() -> bool:
         objects, used = alive()

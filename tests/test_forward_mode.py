@@ -18,6 +18,7 @@ from oracle import (
     run,
     trainer,
 )
+from places import on_separate
 from spreading import said
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -141,7 +142,7 @@ def test_losses_over_the_whole_batch_are_exact(devices: int, options: dict[str, 
 @pytest.mark.parametrize("n", [51, 1])
 def test_a_last_batch_of_one_sample(n: int) -> None:
     torch.set_default_dtype(torch.float64)
-    data = lambda: loader(n)  # noqa: E731
+    data = lambda: loader(n)
     actual = run(WholeBatch, 3, strategy=forward_mode(), data=data, max_epochs=2)
     assert_same(actual, oracle_of(WholeBatch, n))
 
@@ -295,14 +296,15 @@ class Places(Classifier):
         return loss
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
-@pytest.mark.parametrize("output_device", [None, "cpu", 1, "sim:7"])
+@on_separate
+@pytest.mark.parametrize("output_device", [None, "cpu", 1, "other"])
 @pytest.mark.parametrize("move_batch", [True, False])
 def test_everything_outside_of_forward_is_on_the_output_device(
     output_device: Any, move_batch: bool
 ) -> None:
-    here = torch.device("sim", 0) if output_device is None else output_device
-    here = torch.device("sim", here) if isinstance(here, int) else torch.device(here)
+    root, second, _, other = devices_of(4)
+    here = {None: root, "cpu": torch.device("cpu"), 1: second, "other": other}[output_device]
+    output_device = other if output_device == "other" else output_device
     options = forward_mode(output_device=output_device, move_batch=move_batch, executor="inorder")
     seen: dict[str, set[Any]] = {}
     module = Places(lambda name, place: seen.setdefault(name, set()).add(place))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_equal_trees, devices_of, gradients
+from places import as_parameters, on_separate
 from spreading import CPU, EXACT, compare, engine_of, inputs, perceptron, update
 from torch import Tensor, nn
 
@@ -217,19 +218,10 @@ def test_writing_to_an_input_does_not_change_the_numbers() -> None:
     compare(lambda: Writing(4, 2), use, executor="inorder")
 
 
-@pytest.mark.parametrize(
-    "on",
-    [
-        pytest.param(
-            "cpu",
-            marks=pytest.mark.xfail(
-                reason="shards of one tensor on one device share its version counter"
-            ),
-        ),
-        "sim",
-    ],
-    indirect=True,
-)
+one_counter = pytest.mark.xfail(reason="shards of one tensor on the CPU share its version counter")
+
+
+@pytest.mark.parametrize("on", as_parameters(marks={"cpu": one_counter}), indirect=True)
 def test_writing_to_an_input_that_has_a_graph_does_not_change_the_numbers() -> None:
     def use(net: nn.Module) -> Any:
         x = inputs().requires_grad_()
@@ -397,19 +389,20 @@ def test_unknown_submodules_are_refused_with_a_suggestion() -> None:
 # Devices
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
-@pytest.mark.parametrize("place", ["cpu", "sim:1", "sim:5"])
+@on_separate
+@pytest.mark.parametrize("place", ["cpu", "one", "other"])
 def test_inputs_may_be_anywhere_and_get_their_gradients_there(place: str) -> None:
     net = perceptron().double()
     one = copy.deepcopy(net)
-    output_device = torch.device("sim", 6)
+    _, one_of_them, _, output_device, other = devices_of(5)
+    places = {"one": one_of_them, "other": other}
     with engine_of(net, output_device=output_device) as engine, engine.spreading():
-        x = inputs().to(place).requires_grad_()
+        x = inputs().to(places.get(place, place)).requires_grad_()
         y = net(x)
         y.square().sum().backward()
     expected = inputs().requires_grad_()
     one(expected).square().sum().backward()
-    assert y.device == output_device and x.grad.device == torch.device(place)
+    assert y.device == output_device and x.grad.device == torch.device(places.get(place, place))
     assert_equal_trees(x.grad, expected.grad, "gradient", **EXACT)
     assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
     assert {p.grad.device for p in net.parameters()} == {devices_of(1)[0]}

@@ -1,7 +1,9 @@
 """examples/gan.py: manual optimisation with two optimizers has the loss curves of one device."""
 
+import oracle
 import pytest
 import torch
+from places import not_repeated
 
 from lightning_dp.examples.gan import GAN, DigitsAndNoise, Recorder, frechet_distance, learn
 
@@ -10,7 +12,7 @@ EPOCHS = 2
 
 def losses(accelerator: str, devices: int, mode: str = "step") -> Recorder:
     run = Recorder()
-    learn(run, accelerator=accelerator, devices=devices, epochs=EPOCHS, mode=mode)  # type: ignore[arg-type]
+    learn(run, accelerator=accelerator, devices=devices, epochs=EPOCHS, mode=mode)
     return run
 
 
@@ -19,11 +21,13 @@ def one_device() -> Recorder:
     return losses("cpu", 1)
 
 
+@not_repeated
 @pytest.mark.parametrize("mode", ["step", "forward"])
 def test_both_modes_have_the_loss_curves_of_one_device(
     on: str, mode: str, one_device: Recorder
 ) -> None:
-    several = losses(on, 4, mode)
+    oracle.devices_of(4)
+    several = losses(oracle.accelerator(), 4, mode)
     assert len(several.losses) == EPOCHS * 15
     for a, b in zip(several.losses, one_device.losses, strict=True):
         assert a == pytest.approx(b, abs=1e-4, rel=0)

@@ -293,20 +293,17 @@ def test_options_are_checked(options: Any, message: str) -> None:
 
 
 def test_outputs_end_up_on_any_device() -> None:
-    devices = devices_of(3)
+    *devices, other = devices_of(4)
     outputs = [{"y": torch.ones(2, device=d), "m": torch.tensor(1.0, device=d)} for d in devices]
-    everywhere = [*devices, torch.device("cpu")]
-    if devices[0].type == "sim":
-        everywhere.append(torch.device("sim", 7))
+    everywhere = [*devices, other, torch.device("cpu")]
     for device in everywhere:
         for target in (device, str(device)):
             assert devices_in(gather(outputs, target)) == {device}
 
 
+@pytest.mark.sim_only("It counts the copies between devices.")
 def test_many_outputs_cross_in_few_copies() -> None:
-    devices = devices_of(3)
-    if devices[0].type == "cpu":
-        return
+    *devices, other = devices_of(4)
     outputs = [
         {
             (name, i): torch.full((4,) * (i % 3), i, dtype=dtype, device=device)
@@ -315,7 +312,7 @@ def test_many_outputs_cross_in_few_copies() -> None:
         }
         for device in devices
     ]
-    for target in (devices[0], torch.device("cpu"), torch.device("sim", 7)):
+    for target in (devices[0], torch.device("cpu"), other):
         torch.sim.reset_copy_stats()
         result = gather(outputs, target)
         copies = {pair: stats.count for pair, stats in torch.sim.copy_stats().items()}
@@ -324,14 +321,14 @@ def test_many_outputs_cross_in_few_copies() -> None:
         assert result["float", 4].tolist() == [4.0] * 12
 
 
-def test_copies_to_the_cpu_are_finished_once_per_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_the_cpu_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """After all were issued: the copies of several devices overlap."""
-    waited: list[torch.device] = []
-    monkeypatch.setattr(transfer, "host_waits_for", waited.append)
+    waited: list[tuple[torch.device, ...]] = []
+    monkeypatch.setattr(transfer, "host_waits_for", lambda *sources: waited.append(sources))
     devices = devices_of(3)
     outputs = [{"a": torch.ones(2, device=d), "b": torch.ones(2, device=d).long()} for d in devices]
     gather(outputs, "cpu")
-    assert sorted(map(str, waited)) == ([] if devices[0].type == "cpu" else list(map(str, devices)))
+    assert waited == ([] if devices[0].type == "cpu" else [tuple(devices)])
     waited.clear()
     gather(outputs, devices[0])
     assert not waited, "work on a device waits for the copies by itself"

@@ -10,14 +10,13 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-import oracle
 import pytest
 import torch
 from interrupts import Tracer
 from oracle import devices_of
+from places import on_separate
 from torch import Tensor
 
-from lightning_dp import sim
 from lightning_dp.parallel.contexts import Surroundings
 from lightning_dp.parallel.links import Packing, packing, side_streams
 from lightning_dp.parallel.links.lanes import lane
@@ -25,13 +24,15 @@ from lightning_dp.parallel.links.lanes import lane
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), ()]
 
 
+pytestmark = on_separate
+sees_races = pytest.mark.sim_only("A GPU does not say that nothing orders two accesses.")
+
+
 @pytest.fixture(autouse=True)
-def on_sim(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
+def nothing_is_under_way(on: str) -> Iterator[None]:
     yield
-    for device in range(8):
-        torch.sim.synchronize(device)
+    for device in devices_of(4):
+        torch.accelerator.synchronize(device)
 
 
 @pytest.fixture(params=[2**25, 4096, 1])
@@ -66,6 +67,7 @@ def work(device: torch.device) -> Tensor:
     return torch.ones(1000, device=device)
 
 
+@sees_races
 def test_who_sends_weights_does_not_wait_for_what_the_others_do() -> None:
     root, *others = devices_of(3)
     sources = tensors_on(root)
@@ -80,6 +82,7 @@ def test_who_sends_weights_does_not_wait_for_what_the_others_do() -> None:
             assert torch.equal(own.cpu(), source.cpu())
 
 
+@sees_races
 def test_who_sends_weights_goes_on_at_once() -> None:
     root, other = devices_of(2)
     sources = tensors_on(root)
@@ -90,6 +93,7 @@ def test_who_sends_weights_goes_on_at_once() -> None:
     assert has_waited(main(other), packed[0].flat)
 
 
+@sees_races
 def test_gradients_do_not_wait_for_what_the_root_does() -> None:
     """A bucket of two devices: a third one's would wait until those are added."""
     root, *others = devices_of(3)
@@ -119,7 +123,7 @@ def test_memory_of_the_way_is_used_in_order_where_there_is_little(
 @pytest.mark.parametrize("places", [(0, 1, 2, 3), (0, 1, 1), (0, 0, 1)])
 def test_memory_of_the_way_is_used_again_in_order(places: tuple[int, ...]) -> None:
     """Also by others, when the bundle is gone."""
-    devices = [torch.device("sim", k) for k in places]
+    devices = [devices_of(4)[k] for k in places]
     for _ in range(3):
         sums, *terms = [tensors_on(device, k) for k, device in enumerate(devices)]
         bundle = Packing(sums)
@@ -139,7 +143,6 @@ def test_memory_of_the_way_is_used_again_in_order(places: tuple[int, ...]) -> No
                 torch.ones(n, device=device)
 
 
-@pytest.mark.usefixtures("on_side_streams", "bucket_bytes")
 class Traffic:
     """Weights that go out to two devices, and gradients that come back."""
 
@@ -160,6 +163,7 @@ class Traffic:
 @pytest.mark.parametrize("goes", [True, False])
 def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
     """Neither where all goes and others get its memory, nor where the next step goes on with it."""
+    own = side_streams(devices_of(3))
     tracer = Tracer()
     right = tracer.run(Traffic().run)
     for line, visits in tracer.visits.items():
@@ -167,7 +171,7 @@ def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
             traffic = Traffic()
             with contextlib.suppress(KeyboardInterrupt), Surroundings():  # as in every step
                 Tracer(line, nth).run(traffic.run)
-            assert not side_streams(devices_of(3)), line
+            assert side_streams(devices_of(3)) == own, line
             if goes:
                 del traffic
                 gc.collect()
@@ -176,5 +180,6 @@ def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
                 assert torch.equal(got, sum_), line
 
 
+@pytest.mark.usefixtures("on_side_streams", "bucket_bytes")
 def test_lanes_follow_the_callers_streams() -> None:
     test_memory_of_the_way_is_used_again_in_order((0, 1, 2, 3))

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -13,17 +12,14 @@ from oracle import Classifier, assert_same, loader, run, trainer
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.split.arithmetic import Sizes, minimax
 
+pytestmark = pytest.mark.sim_only("GPUs cannot be given a speed.")
 SECONDS = 2e-7
 """Per element of an op's output, on a fast device."""
 
 
 @pytest.fixture
-def speeds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def speeds(on: str) -> Iterator[Any]:
     """Sets the seconds per element of simulated devices."""
-    from lightning_dp import sim
-
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
 
     def set_all(*factors: float) -> None:
         for i, factor in enumerate(factors):

@@ -448,7 +448,7 @@ def test_fits_that_one_device_completes_are_completed(
     on: str, make: Any, mode: Any, n: int, batch_size: int
 ) -> None:
     """A last batch of one sample is an error on one device, too: there is none here."""
-    data = lambda: loader(n, batch_size, drop_last=n % batch_size == 1)  # noqa: E731
+    data = lambda: loader(n, batch_size, drop_last=n % batch_size == 1)
     result = run(make, 4, data=data, strategy={"mode": mode})
     sizes = [s for s in result.module.sizes if s] or [result.trainer.strategy.last_sizes]
     assert all(torch.isfinite(p).all() for p in result.module.parameters())
@@ -458,7 +458,7 @@ def test_fits_that_one_device_completes_are_completed(
 
 def test_a_fit_in_which_one_replica_can_work_is_one_devices() -> None:
     torch.set_default_dtype(torch.float64)
-    data = lambda: loader(6, 3)  # noqa: E731
+    data = lambda: loader(6, 3)
     oracle.assert_same(run(Normed, 4, data=data), run(Normed, 1, data=data))
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from oracle import loader, trainer
+from oracle import devices_of, loader, trainer
+from places import on_separate
 from spreading import inputs, said, wrapping
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
@@ -20,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
 
-on_sim = pytest.mark.parametrize("on", ["sim"], indirect=True)
 pytestmark = [
     pytest.mark.usefixtures("on"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
@@ -95,7 +95,7 @@ class Prior(oracle.Classifier):
         return super().loss(batch) - self.prior.log_prob(batch[0]).mean()
 
 
-@on_sim
+@on_separate
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 @pytest.mark.parametrize(
     ("make", "name"),
@@ -107,26 +107,26 @@ class Prior(oracle.Classifier):
 )
 def test_a_tensor_in_a_plain_object_elsewhere_is_named(make: Any, name: str, executor: str) -> None:
     text = failed(make, executor=executor)
-    assert re.search(rf"likely cause: {name} lies on sim:\d, and this replica on sim:", text)
+    assert re.search(rf"likely cause: {name} lies on \w+:\d, and this replica on \w+:\d", text)
     assert "register_buffer" in text
     works_on_one_device(make)
 
 
-@on_sim
+@on_separate
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_in_forward_mode_and_in_the_drop_in_too(executor: str) -> None:
     class Net(nn.Linear):
         def __init__(self) -> None:
             super().__init__(10, 2)
             self.helper = Scaler()
-            self.helper(torch.zeros(10, device="sim:0"))
+            self.helper(torch.zeros(10, device=devices_of(1)[0]))
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(self.helper(x))
 
     with wrapping() as wrap, pytest.raises(Exception) as caught:
         wrap(Net(), 2, executor=executor)(inputs(6, 10).float())
-    assert "self.helper.parts['scale'] lies on sim:" in said(caught.value)
+    assert f"self.helper.parts['scale'] lies on {devices_of(1)[0]}" in said(caught.value)
 
     class Forward(oracle.Classifier):
         def __init__(self) -> None:
@@ -137,14 +137,14 @@ def test_in_forward_mode_and_in_the_drop_in_too(executor: str) -> None:
             return self(batch[0]).sum()
 
     text = failed(Forward, mode="forward", executor=executor)
-    assert "self.net.helper.parts['scale'] lies on sim:" in text
+    assert f"self.net.helper.parts['scale'] lies on {devices_of(1)[0]}" in text
 
 
-@on_sim
+@on_separate
 def test_an_error_about_devices_that_is_nobody_elses_is_left_alone() -> None:
     class Wrong(oracle.Classifier):
         def loss(self, batch: Any) -> Tensor:
-            return super().loss(batch) + torch.zeros(2, device="sim:7").sum()
+            return super().loss(batch) + torch.zeros(2, device=devices_of(4)[3]).sum()
 
     assert "lies on" not in failed(Wrong)
 
@@ -199,7 +199,7 @@ class MeasuredByHand(Measured):
     by_hand = True
 
 
-@on_sim
+@on_separate
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 @pytest.mark.parametrize("phase", ["train", "validation"])
 @pytest.mark.parametrize(
@@ -213,17 +213,18 @@ def test_a_meter_that_has_kept_tensors_of_all_replicas_is_named(
     name = r"self.meter.seen\['values'\]"
     assert text.startswith("Expected all tensors to be on the same device")
     assert re.search(
-        rf"likely cause: {name}\[\d+\] lies on sim:\d and {name}\[\d+\] on sim:\d", text
+        rf"likely cause: {name}\[\d+\] lies on \w+:\d and {name}\[\d+\] on \w+:\d", text
     )
     assert "on_train_batch_end" in text and text.count("likely cause") == 1
     works_on_one_device(make)
 
 
-@on_sim
+@on_separate
 def test_an_error_about_devices_after_a_step_that_is_nobody_elses_is_left_alone() -> None:
     class Wrong(oracle.Classifier):
         def on_train_epoch_end(self) -> None:
-            torch.ones(1, device="sim:0") + torch.ones(1, device="sim:1")
+            one, other = devices_of(2)
+            torch.ones(1, device=one) + torch.ones(1, device=other)
 
     class Other(Measured):
         def on_train_epoch_end(self) -> None:
@@ -257,7 +258,7 @@ class Sizes(oracle.Classifier):
 
 
 def test_what_is_made_for_whole_batches_is_named() -> None:
-    data = lambda: loader(50)  # noqa: E731
+    data = lambda: loader(50)
     text = failed(State, data())
     assert "25 is the size of the whole batch, and 9 that of this shard" in text
     assert "self.state has the shape (25, 10)" in text
@@ -362,7 +363,7 @@ def test_hostile_objects_on_self_do_not_replace_the_error() -> None:
         def __eq__(self, other: object) -> bool:
             raise SystemError("hands off")
 
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None
 
     class Holder(oracle.Classifier):
         def __init__(self) -> None:

@@ -295,6 +295,7 @@ class Faulty(MeanLoss):
     "error", [AttributeError("a name"), KeyError("a key"), ValueError("a value"), TypeError("it")]
 )
 def test_an_error_of_a_metric_is_an_error(error: Exception, executor: str) -> None:
+    error = type(error)(*error.args)  # one that is kept keeps the frames that it came through
     kind = type("Failing", (Faulty,), {"error": error})
     module = type("Trained", (Trained,), {"make": kind})()
     strategy = DataParallelStrategy(executor=executor)
@@ -429,7 +430,7 @@ def test_a_metric_inside_a_spread_forward_may_have_parameters(output: int | None
 
     torch.set_default_dtype(torch.float64)
     options: dict[str, Any] = {"data": lambda: loader(40, 20)}
-    strategy = {"mode": "forward", "output_device": f"sim:{output}" if output else None}
+    strategy = {"mode": "forward", "output_device": devices_of(2)[output] if output else None}
     strategy["parallel_modules"] = ["net"]
     if output and on == "cpu":
         pytest.skip("one CPU has no other output device")

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import SIM_DEVICES
+from oracle import devices_of
+from places import on_separate
 from programs import in_here
 
-from lightning_dp import DataParallel, sim
+from lightning_dp import DataParallel
 from lightning_dp.examples import migrate
 
 CPU = torch.device("cpu")
@@ -25,11 +26,11 @@ def net() -> migrate.Net:
     return migrate.Net()
 
 
-def test_weights_are_those_of_the_bare_module_on_the_cpu(net: migrate.Net) -> None:
-    sim.enable(SIM_DEVICES)
+@on_separate
+def test_weights_are_those_of_the_bare_module_on_the_cpu(net: migrate.Net, on: str) -> None:
     bare = migrate.Net()
     bare.load_state_dict(net.state_dict())
-    root = torch.device("sim", 0)
+    root, _ = devices_of(2)
     wrapped = DataParallel(net.to(root), device_ids=[0, 1], output_device=0)
     two = trained(wrapped, root)
     wrapped.close()
@@ -40,6 +41,7 @@ def test_weights_are_those_of_the_bare_module_on_the_cpu(net: migrate.Net) -> No
         torch.testing.assert_close(two[key], one[key], atol=1e-5, rtol=0)
 
 
+@pytest.mark.sim_only("The script is on simulated devices, unless told otherwise.")
 def test_old_keys_are_loaded_and_clean_ones_saved(tmp_path: Path) -> None:
     printed = in_here(migrate.main, "--epochs=3", f"--folder={tmp_path / 'here'}")
     old, new = (

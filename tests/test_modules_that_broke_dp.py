@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from oracle import Classifier, assert_same, loader, run
+from places import not_on_sim
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -235,7 +236,7 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # simulated devices cannot compile
+@not_on_sim  # which cannot compile
 @pytest.mark.parametrize(
     ("backend", "mode"),
     [
@@ -251,13 +252,13 @@ def fresh_compiler() -> Iterator[None]:
 )  # and looks
 def test_compiled_submodules(backend: str, mode: str, fresh_compiler: None) -> None:
     torch.set_default_dtype(torch.float64)
-    make = lambda: Compiled(backend)  # noqa: E731
+    make = lambda: Compiled(backend)
     one = run(make, 1)
     several = run(make, 3, strategy={"mode": mode, "executor": "threads"})
     assert_same(several, one)
 
 
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+@not_on_sim
 @pytest.mark.parametrize("mode", ["step", "forward"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -18,10 +18,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger, Logger
-from oracle import BATCH, EPOCHS, SAMPLES, Classifier, assert_same, loader, run, trainer
+from oracle import BATCH, EPOCHS, SAMPLES, Classifier, assert_same, devices_of, loader, run, trainer
+from places import on_separate
 from programs import ROOT
 
-from lightning_dp import DataParallelMonitor, DataParallelStrategy, sim
+from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.monitor.history import History, Period
 from lightning_dp.monitor.picture import draw
 from lightning_dp.parallel import meter
@@ -109,7 +110,7 @@ def test_samples_of_the_devices_sum_to_those_of_training(on: str) -> None:
     assert [sum(period.samples) for period in monitor.periods] == [BATCH, BATCH, 3] * EPOCHS
     assert all(seconds > 0 for seconds in total.busy_seconds)
     assert all(seconds >= 0 for seconds in total.waiting_seconds)
-    assert all(total.peak_bytes) == (on == "sim"), "only simulated devices count memory"
+    assert all(total.peak_bytes) == (on != "cpu"), "the CPU does not count its memory"
 
 
 def test_totals_are_those_of_the_strategy(on: str) -> None:
@@ -150,10 +151,8 @@ def test_each_evaluation_of_a_closure_counts(on: str) -> None:
 
 
 @pytest.fixture
-def slow_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def slow_device(on: str) -> Iterator[None]:
     """Four simulated devices, of which the last has a quarter of the speed."""
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
     for device, factor in enumerate([1, 1, 1, 4]):
         torch.sim.set_speed(device, seconds_per_element=1e-7 * factor)
     yield
@@ -161,6 +160,7 @@ def slow_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.sim.set_speed(device)
 
 
+@pytest.mark.sim_only("GPUs cannot be given a speed.")
 def test_waiting_is_the_time_in_which_others_work(slow_device: None) -> None:
     monitor = DataParallelMonitor()
     job = trainer(4, callbacks=[monitor], max_epochs=1)
@@ -172,6 +172,7 @@ def test_waiting_is_the_time_in_which_others_work(slow_device: None) -> None:
     assert total.waiting_share == pytest.approx(9 / 16, rel=0.05)
 
 
+@pytest.mark.on("cpu", "sim")  # GPUs are measured
 def test_what_is_not_measured_is_not_taken_for_waiting(on: str) -> None:
     # Simulated devices without a speed have no clock, and their backward runs in no worker.
     monitor = watched(devices=2, strategy=DataParallelStrategy(executor="inorder"))
@@ -229,8 +230,9 @@ def test_what_nobody_takes_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_step_is_logged_under_the_names_of_the_devices(on: str) -> None:
     rows = Rows()
     watched(devices=2, logger=rows)
-    names = {"cpu": ["cpu/replica_0", "cpu/replica_1"], "sim": ["sim:0", "sim:1"]}[on]
-    values = ["samples", "busy_seconds", "waiting_seconds", *(["peak_MiB"] * (on == "sim"))]
+    own = [""] * 2 if oracle.are_separate() else ["/replica_0", "/replica_1"]
+    names = [f"{device}{part}" for device, part in zip(devices_of(2), own, strict=True)]
+    values = ["samples", "busy_seconds", "waiting_seconds", *(["peak_MiB"] * (on != "cpu"))]
     keys = {f"dp/{name}/{value}" for name in names for value in values}
     assert [step for step, _ in rows.rows] == list(range(STEPS)) == rows.steps_of_lightning
     assert all(set(row) == keys for _, row in rows.rows)
@@ -238,13 +240,14 @@ def test_every_step_is_logged_under_the_names_of_the_devices(on: str) -> None:
     assert of_root == [13, 13, 2] * EPOCHS
 
 
-def test_mixed_devices_have_names_of_their_own() -> None:
-    sim.enable(8)
+@on_separate
+def test_mixed_devices_have_names_of_their_own(on: str) -> None:
+    one, other = devices_of(2)
     rows = Rows(separator="-")
-    strategy = DataParallelStrategy(devices=["sim:0", "sim:0", "sim:1"])
+    strategy = DataParallelStrategy(devices=[one, one, other])
     job = L.Trainer(
         strategy=strategy,
-        accelerator="sim",
+        accelerator=oracle.accelerator(),
         logger=rows,
         callbacks=[DataParallelMonitor()],
         max_steps=1,
@@ -256,9 +259,9 @@ def test_mixed_devices_have_names_of_their_own() -> None:
     job.fit(Classifier(), loader(), loader())
     samples = {key for key in rows.rows[0][1] if key.endswith("samples")}
     assert samples == {
-        "dp-sim:0-replica_0-samples",
-        "dp-sim:0-replica_1-samples",
-        "dp-sim:1-samples",
+        f"dp-{one}-replica_0-samples",
+        f"dp-{one}-replica_1-samples",
+        f"dp-{other}-samples",
     }
 
 

@@ -8,13 +8,17 @@ from benchmarks.steps_in_files import plain_step
 
 from lightning_dp.parallel.workers import ExecutorName
 
+FILES = 41
 
-@pytest.mark.parametrize("executor, most", [("inorder", 315), ("threads", 420)])
+
+@pytest.mark.parametrize("executor, most", [("inorder", 292), ("threads", 396)])
 def test_a_plain_step_enters_few_functions_and_no_meeting(
     executor: ExecutorName, most: int
 ) -> None:
-    # In a process of its own: replicas of tests before it may listen to all optimizers still.
+    # In a process of its own: pytest keeps the frames of a test that has failed, also as expected,
+    # and so its replicas, which listen to all optimizers.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         step = process.submit(plain_step, executor=executor).result(timeout=300)
     assert step.frames <= most, step.calls.most_common(20)
+    assert len(step.files) <= FILES, step.files.most_common()
     assert not [file for file, _ in step.calls if "rendezvous" in file or "collectives" in file]

@@ -3,7 +3,9 @@
 import gc
 import logging
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.step import StepParallel
+
+pytestmark = pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte.")
 
 WIDTH = 512
 """Wide enough for activations to be what memory goes to."""
@@ -140,11 +144,26 @@ def test_garbage_is_collected_before_a_device_gets_less(room: Any, caplog: Any) 
     assert not [r for r in caplog.records if r.name == "lightning_dp"]
 
 
-class SlowBackward(torch.autograd.Function):
-    """In the first step sim:0 runs out of memory while sim:1 takes its time."""
+class FailsWhileAnotherWorks(torch.autograd.Function):
+    """The first backward fails on sim:0 while sim:1 takes its time.
+
+    `was_overtaken` says whether a later step began before sim:1 was through.
+    """
 
     begun, failed, again = threading.Event(), threading.Event(), threading.Event()
     was_overtaken = False
+    fail: Callable[[Tensor], object]
+
+    @classmethod
+    def prepare(cls, fail: Callable[[Tensor], object]) -> None:
+        for event in (cls.begun, cls.failed, cls.again):
+            event.clear()
+        cls.was_overtaken, cls.fail = False, staticmethod(fail)
+
+    @classmethod
+    def begin_step(cls) -> None:
+        if cls.failed.is_set():
+            cls.again.set()
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -152,36 +171,78 @@ class SlowBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        own = FailsWhileAnotherWorks
         if gradient.device.index == 1:
-            is_first = not SlowBackward.begun.is_set()
-            SlowBackward.begun.set()
-            if is_first and SlowBackward.failed.wait(30):
-                SlowBackward.was_overtaken = SlowBackward.again.wait(0.5)
-        elif gradient.device.index == 0 and not SlowBackward.failed.is_set():
-            assert SlowBackward.begun.wait(30)
-            SlowBackward.failed.set()
-            gradient.new_empty(10**12)
+            is_first = not own.begun.is_set()
+            own.begun.set()
+            if is_first and own.failed.wait(30):
+                own.was_overtaken = own.again.wait(0.5)
+        elif gradient.device.index == 0 and not own.failed.is_set():
+            assert own.begun.wait(30)
+            own.failed.set()
+            own.fail(gradient)
         return gradient
 
 
 class SlowInBackward(Wide):
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        if SlowBackward.failed.is_set():
-            SlowBackward.again.set()
-        return nn.functional.cross_entropy(SlowBackward.apply(self.net(x)), y)
+        FailsWhileAnotherWorks.begin_step()
+        return nn.functional.cross_entropy(FailsWhileAnotherWorks.apply(self.net(x)), y)
 
 
 def test_devices_that_are_still_at_work_are_waited_for(room: Any) -> None:
     """What they hold and write is not to meet the step that runs again."""
     room(0, 2**30)
     options: dict[str, Any] = {"precision": "64-true", "max_epochs": 1}
-    for event in (SlowBackward.begun, SlowBackward.failed, SlowBackward.again):
-        event.clear()
-    SlowBackward.was_overtaken = False
+    FailsWhileAnotherWorks.prepare(lambda gradient: gradient.new_empty(10**12))
     result = run(SlowInBackward, 2, **options)
-    assert SlowBackward.again.is_set() and not SlowBackward.was_overtaken
+    assert FailsWhileAnotherWorks.again.is_set() and not FailsWhileAnotherWorks.was_overtaken
     assert_same(result, run(SlowInBackward, 1, **options))
+
+
+class FailsWhileAnotherAccumulates(Wide):
+    """A few times sim:0 runs out of memory while sim:1 is about to write a gradient."""
+
+    begun, failed = threading.Event(), threading.Event()
+    failures = 0  # to come
+
+    def loss(self, batch: Any) -> Tensor:
+        own, x = FailsWhileAnotherAccumulates, batch[0]
+        h = self.net(x)
+        if own.failures and torch.is_grad_enabled():
+            if x.device.index == 0:
+                h.register_hook(own.fail)
+            elif x.device.index == 1:
+                self.net[2].weight.register_hook(own.take_time)
+        return nn.functional.cross_entropy(h, batch[1])
+
+    @classmethod
+    def fail(cls, gradient: Tensor) -> None:
+        if cls.failures:
+            assert cls.begun.wait(30)
+            cls.begun.clear()
+            cls.failures -= 1
+            cls.failed.set()
+            gradient.new_empty(10**12)
+
+    @classmethod
+    def take_time(cls, gradient: Tensor) -> None:
+        if cls.failures:
+            cls.begun.set()
+            assert cls.failed.wait(30)
+            cls.failed.clear()
+            time.sleep(0.5)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_another_device_still_accumulates_is_taken_back_too(times: int, room: Any) -> None:
+    room(0, 2**30)
+    options: dict[str, Any] = {"precision": "64-true", "max_epochs": 1}
+    FailsWhileAnotherAccumulates.failures = times
+    result = run(FailsWhileAnotherAccumulates, 2, **options)
+    assert not FailsWhileAnotherAccumulates.failures
+    assert_same(result, run(FailsWhileAnotherAccumulates, 1, **options))
 
 
 class Careless(Wide):
@@ -311,46 +372,20 @@ def test_memory_is_free_again_when_the_job_is_done(room: Any) -> None:
     assert soon(lambda: torch.sim.memory_allocated(1) == before)
 
 
-class FailsWhileAnotherWorks(torch.autograd.Function):
-    """The first time sim:0 fails while sim:1 takes its time."""
-
-    begun, failed, again = threading.Event(), threading.Event(), threading.Event()
-    was_overtaken = False
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        own = FailsWhileAnotherWorks
-        if own.failed.is_set():
-            return gradient
-        if gradient.device.index == 1:
-            own.begun.set()
-            own.failed.wait(30)
-            own.was_overtaken = own.again.wait(0.5)
-        elif gradient.device.index == 0:
-            assert own.begun.wait(30)
-            own.failed.set()
-            raise ValueError("the user's own")
-        return gradient
-
-
 def test_a_step_after_a_backward_that_failed_waits_for_devices_still_at_work(room: Any) -> None:
     """Somebody may catch the error, and go on with the next batch."""
 
     class Net(nn.Linear):
         def training_step(self, x: Tensor) -> Tensor:
-            if FailsWhileAnotherWorks.failed.is_set():
-                FailsWhileAnotherWorks.again.set()
+            FailsWhileAnotherWorks.begin_step()
             loss: Tensor = FailsWhileAnotherWorks.apply(self(x)).square().mean()
             return loss
 
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("the user's own")
+
     own = FailsWhileAnotherWorks
-    for event in (own.begun, own.failed, own.again):
-        event.clear()
-    own.was_overtaken = False
+    own.prepare(fail)
     devices = devices_of(2)
     net, x = Net(4, 1).to(devices[0]), torch.randn(6, 4)
     engine = StepParallel(net, devices, output_device=devices[0], split=lambda n: (3, 3))

@@ -13,6 +13,8 @@ from oracle import Classifier, assert_same, loader, run
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric, MetricCollection
 
+pytestmark = pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte.")
+
 fails: set[str] = set()
 """Where memory still runs out, once each."""
 

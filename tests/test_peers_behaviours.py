@@ -25,7 +25,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of, gradients
+from oracle import accelerator, assert_equal_trees, devices_of, gradients
+from places import on_separate
 from spreading import CPU, EXACT, inputs, said
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
@@ -85,11 +86,12 @@ def test_outputs_and_gradients_are_those_of_the_module(k: int) -> None:
             assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_separate
 def test_the_order_of_the_devices_decides_where_outputs_are() -> None:
     one, net = pair(linear)
+    devices = devices_of(3)
     for ids in ((0, 1), (1, 0), (2,), range(3)):
-        net.to(f"sim:{ids[0]}").zero_grad()
+        net.to(devices[ids[0]]).zero_grad()
         y = data_parallel(net, inputs(20, 10), ids)
         assert y.get_device() == ids[0]
         y.sum().backward()
@@ -257,23 +259,23 @@ def test_sparse_gradients(k: int) -> None:
     wrapper.close()
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
-@pytest.mark.parametrize(
-    "places", [("cpu", "cpu"), ("sim:0", "sim:1"), ("sim:1", "sim:1")], ids=str
-)
+@on_separate
+@pytest.mark.parametrize("places", [("cpu", "cpu"), ("root", "other"), ("other", "other")], ids=str)
 def test_a_module_elsewhere_is_moved(places: tuple[str, str]) -> None:
     first, second = linear(), nn.Linear(5, 2).double()
-    net = nn.Sequential(first.to(places[0]), second.to(places[1]))
-    with pytest.warns(UserWarning, match="moved to sim:0"):
-        assert data_parallel(net, inputs(6, 10), [0, 1]).device == torch.device("sim:0")
-    assert {p.device for p in net.parameters()} == {torch.device("sim:0")}
+    root, other = devices_of(2)
+    named = {"cpu": "cpu", "root": root, "other": other}
+    net = nn.Sequential(first.to(named[places[0]]), second.to(named[places[1]]))
+    with pytest.warns(UserWarning, match=f"moved to {root}"):
+        assert data_parallel(net, inputs(6, 10), [0, 1]).device == root
+    assert {p.device for p in net.parameters()} == {root}
     data_parallel(net, inputs(6, 10), [0, 1])  # without a warning
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_separate
 def test_the_wrapper_moves_its_module() -> None:
     wrapper = DataParallel(linear(), [1, 0])
-    assert wrapper.to("sim:1")(inputs(6, 10)).get_device() == 1
+    assert wrapper.to(devices_of(2)[1])(inputs(6, 10)).get_device() == 1
     wrapper.close()
 
 
@@ -316,7 +318,7 @@ def test_zero_grad_in_a_forward_clears_what_there_was(k: int) -> None:
 @on_k
 def test_a_forward_under_autocast_of_its_own(on: str, k: int) -> None:
     class Half(nn.Linear):
-        @torch.autocast(on, dtype=torch.bfloat16)
+        @torch.autocast(accelerator(), dtype=torch.bfloat16)
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x)
 
@@ -406,7 +408,7 @@ def test_scatter(k: int, place: str) -> None:
     expected[: len(shards[0])] = 2
     assert_equal_trees(x.grad.cpu(), expected, "gradient", **EXACT)
     if x.device == CPU:
-        together = lambda y: tuple(s.cpu() for s in scatter(y, devices_of(k)))  # noqa: E731
+        together = lambda y: tuple(s.cpu() for s in scatter(y, devices_of(k)))
         assert k > 2 or (gradcheck(together, (x,)) and gradgradcheck(together, (x,)))
 
 
@@ -490,7 +492,10 @@ def test_parallel_apply_takes_tuples_and_single_arguments(on: str) -> None:
     modules = [nn.Linear(10, 5).to(device) for device in devices_of(2)]
     xs = [inputs(2, 10, seed=k).float().to(device) for k, device in enumerate(devices_of(2))]
     calls = list(zip(modules, xs, strict=True))
-    for context in (lambda: torch.autocast(on, enabled=False), lambda: torch.autocast(on)):
+    for context in (
+        lambda: torch.autocast(accelerator(), enabled=False),
+        lambda: torch.autocast(accelerator()),
+    ):
         with context():
             expected = [module(x) for module, x in calls]
             for arguments in ([(x,) for x in xs], xs):

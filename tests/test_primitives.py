@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of, gradients
+from oracle import accelerator, assert_equal_trees, devices_of, gradients
+from places import on_separate
 from spreading import CPU, EXACT, inputs, perceptron, said, update
 from torch import Tensor, nn
 
@@ -165,7 +166,7 @@ def test_threads_have_the_state_of_the_caller(on: str) -> None:
         (torch.no_grad(), (False, False)),
         (torch.inference_mode(), (False, True)),
     ):
-        with context, torch.autocast(on, dtype=torch.bfloat16):
+        with context, torch.autocast(accelerator(), dtype=torch.bfloat16):
             outputs = parallel_apply(replicas, parts)
         assert outputs == [(modes, torch.bfloat16, "mine", False)] * 2
 
@@ -177,10 +178,10 @@ def test_modules_elsewhere_and_unknown_devices_are_refused() -> None:
         replicate(perceptron().to("meta"), ["cpu", "cpu"])
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_separate
 def test_devices_may_be_ids_names_or_repeat(on: str) -> None:
-    net = perceptron().to("sim:1")
-    replicas = replicate(net, [1, "sim:1", torch.device("sim:0")])
-    assert [str(next(r.parameters()).device) for r in replicas] == ["sim:1", "sim:1", "sim:0"]
+    other, one = devices_of(2)
+    replicas = replicate(perceptron().to(one), [1, str(one), other])
+    assert [next(r.parameters()).device for r in replicas] == [one, one, other]
     pointers = [next(r.parameters()).data_ptr() for r in replicas]
     assert pointers[0] == pointers[1]

@@ -33,7 +33,7 @@ MODELS = {**same_numbers.MODELS, "whole batch": forward_mode.WholeBatch}
 
 @pytest.fixture
 def on(on: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    if on == "sim":
+    if oracle.places.type_of(on) == "sim":
         importlib.import_module("lightning_dp.sim.pytorch_lightning")  # registers the accelerator
     monkeypatch.setattr(pl_oracle, "ON", on)
     return on

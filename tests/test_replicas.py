@@ -295,7 +295,7 @@ def test_replicas_built_in_inference_mode_can_be_trained() -> None:
 
 def test_own_attributes_of_parameters_are_kept() -> None:
     net = nn.Linear(2, 2)
-    net.weight.no_decay = True  # type: ignore[attr-defined]
+    net.weight.no_decay = True
     assert replicas_of(net).modules[1].weight.no_decay
 
 
@@ -488,6 +488,50 @@ def test_parameters_that_a_step_changes_are_not_shared(change: Any) -> None:
     replicas.refresh()
     replicas.share_parameters(True)
     assert computes_with_the_roots(other, net) == {False}, "nor later"
+
+
+def test_what_is_shared_does_not_depend_on_what_an_earlier_refresh_has_seen() -> None:
+    # The last one, after which nothing was shared, knows other versions and fewer parameters.
+    net, replicas, _ = shared((0, 0))
+    net.first.requires_grad_(False)
+    replicas.refresh()
+    replicas.share_parameters(False)
+    net.first.requires_grad_(True)
+    with torch.no_grad():
+        net.last.weight.mul_(2)
+    replicas.refresh([0])  # nobody else works
+    replicas.share_parameters(True)
+    assert computes_with_the_roots(replicas.modules[1], net) == {True}
+    replicas.check_shared()
+    assert computes_with_the_roots(replicas.modules[1], net) == {True}
+    normalise(net)
+    replicas.check_shared()
+    assert computes_with_the_roots(replicas.modules[1], net) == {False}
+
+
+def test_parameters_that_thaw_are_shared_from_then_on() -> None:
+    net, replicas, _ = shared((0, 0))
+    other = replicas.modules[1]
+    for frozen in (True, False, True, False):
+        net.first.requires_grad_(not frozen)
+        replicas.refresh()
+        replicas.share_parameters(True)
+        assert (other.first.weight is net.first.weight) == (not frozen)
+        assert other.last.weight is net.last.weight
+
+
+def test_every_refresh_looks_at_attributes_whoever_works() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    replicas = replicas_of(net)
+    replicas.refresh()
+    seen = list(replicas.attributes.versions)
+    net[1].scale = 2.0
+    replicas.refresh([0])
+    assert replicas.attributes.versions == [seen[0], seen[1], seen[2] + 1]
+    del net[1].scale
+    net[1].other = 2.0  # as many as before, with the same values
+    replicas.refresh([0])
+    assert replicas.attributes.versions == [seen[0], seen[1], seen[2] + 2]
 
 
 def test_only_trained_parameters_are_shared() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torchmetrics
 from oracle import EPOCHS, Classifier, Run, assert_same, devices_of, loader, run
+from places import not_on_sim
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -251,7 +252,7 @@ def test_lbfgs_calls_the_step_several_times_per_batch() -> None:
     assert_same(run(Quasi, 3), run(Quasi, 1), atol=1e-8)
 
 
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # simulated devices have no sparse tensors
+@not_on_sim  # which have no sparse tensors
 def test_sparse_gradients_stay_sparse() -> None:
     layouts: set[torch.layout] = set()
 
@@ -287,7 +288,7 @@ def test_batch_norm_uses_each_shards_statistics_and_keeps_the_first_replicas() -
             x, y = batch
             return F.cross_entropy(self.net(self.norm(x)), y)
 
-    data = lambda: loader(n=20, batch_size=20)  # noqa: E731
+    data = lambda: loader(n=20, batch_size=20)
     x = data().dataset.tensors[0]
     first = run(Norm, 2, data=data, max_epochs=1)
     torch.testing.assert_close(first.module.norm.running_mean, x[:11].mean(0))

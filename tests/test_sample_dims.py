@@ -135,7 +135,7 @@ def test_only_the_first_batch_of_a_kind_of_step_is_cut_unequally() -> None:
 def test_where_scalars_are_stacked_shards_stay_equal() -> None:
     """Their mean, as of the losses that nn.DataParallel gives, is right for equal shards alone."""
     net = Series(lambda x: (x.mean(), x, x.new_ones(2), x.T)).to(devices_of(1)[0])
-    split = lambda n: even(n, 3)  # noqa: E731
+    split = lambda n: even(n, 3)
     engine = ForwardParallel(net, devices_of(3), output_device=devices_of(1)[0], split=split)
     for n in (8, 9, 9):
         batch = torch.randn(n, 5).to(devices_of(1)[0])

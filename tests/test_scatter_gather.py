@@ -265,7 +265,7 @@ def test_shards_and_outputs_may_be_changed_in_place() -> None:
         arrived = gather([{"a": o, "b": o * 1} for o in outputs], devices_of(1)[0], sizes=[9, 9, 9])
     for tensor in arrived["a"]:
         tensor.mul_(5)
-    sum(tensor.sum() for tensor in [*arrived["a"], *arrived["b"]]).backward()  # type: ignore[union-attr]
+    sum(tensor.sum() for tensor in [*arrived["a"], *arrived["b"]]).backward()
     assert x.grad is not None
     assert x.grad.tolist() == [36.0, 36.0, 72.0, 72.0, 108.0]
 

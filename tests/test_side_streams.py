@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import Classifier, assert_equal_trees, assert_same, devices_of, run
+from oracle import ByHand, Classifier, assert_equal_trees, assert_same, devices_of, run
+from places import on_accelerators
 from spreading import CHECKPOINTED, EXACT, engine_of, layers, perceptron
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -24,13 +24,8 @@ from lightning_dp import DataParallel
 from lightning_dp.parallel.step import StepParallel
 from lightning_dp.parallel.workers import collectives
 
-pytestmark = pytest.mark.usefixtures("on_side_streams")
+pytestmark = [on_accelerators, pytest.mark.usefixtures("on", "on_side_streams")]
 EXECUTORS = ["threads", "inorder"]
-
-
-@pytest.fixture(autouse=True)
-def on_sim(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "ON", "sim")
 
 
 @pytest.fixture(params=EXECUTORS)
@@ -38,18 +33,8 @@ def executor(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-class Manual(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("train/loss", loss)
+class Manual(ByHand, Classifier):
+    pass
 
 
 class Normed(Classifier):
@@ -114,7 +99,7 @@ def test_a_step_whose_replicas_meet(step: Any, executor: str) -> None:
     x = torch.randn(6, 4, dtype=torch.float64)
     one = Step(step)
     one.training_step(x).backward()
-    net, devices = Step(step).to("sim:0"), devices_of(3)
+    net, devices = Step(step).to(devices_of(1)[0]), devices_of(3)
     engine = StepParallel(
         net, devices, output_device=devices[0], split=lambda n: (3, 2, 1), executor=executor
     )
@@ -140,10 +125,10 @@ def test_the_drop_in() -> None:
     torch.manual_seed(0)
     one = perceptron().double()
     torch.manual_seed(0)
-    net = DataParallel(perceptron().double().to("sim:0"), devices_of(3))
+    net = DataParallel(perceptron().double().to(devices_of(1)[0]), devices_of(3))
     x = torch.randn(6, 4, dtype=torch.float64)
     one(x).square().mean().backward()
-    net(x.to("sim:0")).square().mean().backward()
+    net(x.to(devices_of(1)[0])).square().mean().backward()
     assert_equal_trees(summed(net), summed(one), "gradients", **EXACT)
     net.close()
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import ByHand, Classifier, assert_same, devices_of, loader, run
+from places import on_separate
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,7 +45,7 @@ def test_a_teacher_that_is_averaged_through_data_is_followed(mode: str) -> None:
     assert_same(run(Distilled, 3, strategy=options, **many), run(Distilled, 1, **many))
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_separate
 def test_a_write_long_after_the_start_is_followed_late_and_told() -> None:
     devices = devices_of(2)
     net = nn.Linear(3, 2).to(devices[0]).requires_grad_(False)
@@ -61,7 +62,7 @@ def test_a_write_long_after_the_start_is_followed_late_and_told() -> None:
     assert torch.equal(replicas.parameters[1][0].cpu(), net.weight.cpu())
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@pytest.mark.sim_only("It counts the copies between devices.")
 def test_frozen_weights_that_stay_are_not_copied() -> None:
     devices = devices_of(2)
     replicas = Replicas(nn.Linear(3, 2).to(devices[0]).requires_grad_(False), devices)
@@ -167,7 +168,7 @@ def frozen(values: Tensor, dtype: torch.dtype) -> nn.Module:
     return net.to(devices_of(1)[0])
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_separate
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [(3, 5), (64, 65), (0, 2)])
 def test_one_element_of_any_type_that_changes_is_followed(
@@ -186,7 +187,7 @@ def test_one_element_of_any_type_that_changes_is_followed(
         assert torch.equal(own.cpu().to(torch.complex64), values.T.to(dtype).to(torch.complex64))
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_separate
 def test_a_small_step_of_an_average_in_bfloat16_is_followed() -> None:
     devices = devices_of(2)
     net = frozen(torch.linspace(0.5, 1.5, 4096).view(64, 64), torch.bfloat16)

@@ -14,6 +14,7 @@ from oracle import Classifier, loader
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.parallel.devices import allocated_memory
 
 pytestmark = [pytest.mark.usefixtures("on", "one_thread"), pytest.mark.slow]
 
@@ -58,8 +59,7 @@ class Count(Callback):
             "objects": len(objects),
             "threads": threading.active_count(),
         }
-        if self.devices[0].type == "sim":
-            counts |= {str(d): torch.sim.memory_allocated(d) for d in self.devices}
+        counts |= {str(d): allocated_memory(d) for d in self.devices}
         self.counts.append(counts)
 
 

@@ -8,23 +8,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import Callback
 from oracle import Classifier, devices_of, loader, trainer
+from places import on_separate
 from torch import Tensor, nn
 
-from lightning_dp import DataParallelStrategy, sim
+from lightning_dp import DataParallelStrategy
+from lightning_dp.parallel.devices import peak_memory
 from lightning_dp.parallel.links import Span, Stretch
 from lightning_dp.parallel.step import StepParallel
 from lightning_dp.parallel.workers import Executor, Task, collectives
 
-
-@pytest.fixture(autouse=True)
-def on_sim(monkeypatch: pytest.MonkeyPatch) -> None:
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
+pytestmark = [on_separate, pytest.mark.usefixtures("on")]
 
 
 class SlowDevices:
@@ -51,7 +48,7 @@ class SlowDevices:
     @classmethod
     def work(cls, device: torch.device, seconds: float) -> None:
         """Tells a device to do something that takes so long."""
-        cls.clocks[device] += seconds  # type: ignore[assignment]
+        cls.clocks[device] += seconds
 
 
 @pytest.fixture
@@ -86,6 +83,15 @@ def test_a_stretch_ends_with_the_last_device(slow: type[SlowDevices]) -> None:
     assert not stretch.is_over()
 
 
+def test_a_stretch_of_accelerators_is_not_the_hosts(slow: type[SlowDevices]) -> None:
+    """Where they have other work before, the host may take longer and nobody waits for it."""
+    stretch = Stretch(devices_of(2))
+    slow.work(devices_of(1)[0], 1e-3)
+    time.sleep(0.01)
+    stretch.end()
+    assert stretch.seconds == 1e-3
+
+
 def test_a_stretch_of_the_cpu_is_the_hosts() -> None:
     stretch = Stretch([torch.device("cpu")])
     time.sleep(0.01)
@@ -93,6 +99,7 @@ def test_a_stretch_of_the_cpu_is_the_hosts() -> None:
     assert stretch.is_over() and 0.01 <= stretch.seconds < 1
 
 
+@pytest.mark.sim_only("GPUs cannot be given a speed.")
 def test_spans_of_simulated_devices() -> None:
     device = devices_of(1)[0]
     torch.sim.set_speed(device, seconds_per_op=2e-3)
@@ -118,7 +125,7 @@ def chosen(executor: Executor, work: Callable[[torch.device], None], pieces: int
     for _ in range(pieces):
         where.clear()
         devices = devices_of(3)
-        tasks = [Task(k, device, lambda d=device: call(d)) for k, device in enumerate(devices)]  # type: ignore[misc]
+        tasks = [Task(k, device, lambda d=device: call(d)) for k, device in enumerate(devices)]
         executor.run("work", tasks)
     return where.pop()
 
@@ -141,6 +148,7 @@ def test_auto_takes_the_way_that_devices_are_through_with_sooner(
     executor.close()
 
 
+@pytest.mark.sim_only("It counts how often the host waits.")
 def test_auto_does_not_wait_for_devices_that_are_not_through(slow: type[SlowDevices]) -> None:
     slow.are_through = False
     executor = Executor(devices_of(3), "auto")
@@ -263,8 +271,8 @@ def test_a_backward_in_the_midst_of_a_manual_step_is_counted(
 def test_nobody_watches_and_the_peaks_of_memory_stay_the_programs_own() -> None:
     for device in devices_of(3):
         torch.empty(10_000_000, dtype=torch.uint8, device=device)
-    peaks = [torch.sim.max_memory_allocated(device) for device in devices_of(3)]
+    peaks = [peak_memory(device) for device in devices_of(3)]
     strategy = DataParallelStrategy()
     trainer(3, strategy, max_epochs=1).fit(Classifier(), loader(), loader())
-    assert [torch.sim.max_memory_allocated(device) for device in devices_of(3)] == peaks
+    assert [peak_memory(device) for device in devices_of(3)] == peaks
     assert [usage.peak_bytes for usage in strategy.usage] == peaks

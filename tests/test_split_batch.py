@@ -32,7 +32,7 @@ def collate(samples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
 
 
 def bag_loader() -> DataLoader[Any]:
-    return DataLoader(bags(), batch_size=9, collate_fn=collate)  # type: ignore[arg-type]
+    return DataLoader(bags(), batch_size=9, collate_fn=collate)
 
 
 class BagClassifier(Classifier):
@@ -88,7 +88,7 @@ def test_without_it_the_error_names_both_leaves_and_the_hook() -> None:
 
 def test_sizes_are_never_made_of_an_arbitrary_leaf() -> None:
     class Uncounted(Splitting):
-        batch_size = None  # type: ignore[assignment]
+        batch_size = None
 
     with pytest.raises(ValueError, match=r"'label'.*'instances'.*batch_size\(batch\).*split_batch"):
         run(lambda: Uncounted().double(), 2, data=bag_loader)

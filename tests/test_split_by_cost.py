@@ -48,7 +48,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def data() -> DataLoader[Any]:
-    return DataLoader(sequences(), batch_size=25, collate_fn=collate)  # type: ignore[arg-type]
+    return DataLoader(sequences(), batch_size=25, collate_fn=collate)
 
 
 class Reader(Classifier):

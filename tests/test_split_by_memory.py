@@ -139,6 +139,9 @@ def words(n: int, batches: int = 1) -> DataLoader[Any]:
     return DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=n)
 
 
+on_sim = pytest.mark.sim_only("On a GPU the workspace of cuBLAS is more than such a model takes.")
+
+
 class Peaks(Callback):
     """The peak of every device, from a step on."""
 
@@ -158,12 +161,8 @@ class Peaks(Callback):
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def devices(on: str) -> Iterator[Any]:
     """Gives the first simulated devices a limit of so many bytes."""
-    from lightning_dp import sim
-
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
 
     def limit(k: int, size: int | None) -> None:
         gc.collect()
@@ -182,6 +181,7 @@ def imbalance(split: str) -> float:
     return max(seen.bytes) / (sum(seen.bytes) / 4)
 
 
+@on_sim
 def test_peaks_are_equal_where_the_scores_of_8192_words_take_the_memory(devices: Any) -> None:
     even_, memory = imbalance("even"), imbalance("memory")
     print(f"max/mean peak: even {even_:.3f}, memory {memory:.3f}")
@@ -195,7 +195,7 @@ def fits(k: int, batch_size: int, devices: Any) -> bool:
     """Whether some steps on k simulated devices stay within the limit."""
     devices(k, LIMIT)
     job = Trainer(
-        accelerator="sim",
+        accelerator=oracle.accelerator(),
         devices=k,
         strategy=DataParallelStrategy(split="memory"),
         max_steps=4,
@@ -211,6 +211,7 @@ def fits(k: int, batch_size: int, devices: Any) -> bool:
 
 
 @pytest.mark.slow
+@on_sim
 def test_a_batch_of_nearly_four_times_the_size_fits_on_four_devices(devices: Any) -> None:
     largest = bisect_left(range(64), True, key=lambda n: not fits(1, n + 1, devices))
     print(f"largest batch within {LIMIT / MIB:.0f} MiB on one device: {largest}")
@@ -218,6 +219,7 @@ def test_a_batch_of_nearly_four_times_the_size_fits_on_four_devices(devices: Any
     assert not fits(4, 5 * largest, devices)
 
 
+@on_sim
 def test_it_trains_as_one_device_does(devices: Any) -> None:
     result = run(Small, 4, strategy={"split": "memory"}, data=lambda: words(25, 2))
     assert_same(result, run(Small, 1, data=lambda: words(25, 2)), atol=1e-6, rtol=1e-5)

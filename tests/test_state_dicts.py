@@ -24,7 +24,7 @@ LEAVES = st.dictionaries(st.sampled_from(["weight", "bias", "w"]), st.none(), ma
 
 
 def trees(names: list[str]) -> st.SearchStrategy[Tree]:
-    children = lambda tree: st.builds(  # noqa: E731
+    children = lambda tree: st.builds(
         lambda leaves, modules: {**leaves, **modules},
         LEAVES,
         st.dictionaries(st.sampled_from(names), tree, max_size=3),

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from oracle import assert_same, devices_of, run
+from places import not_repeated
 from torch.utils.data import DataLoader
 
 from lightning_dp.examples import stdlib_lm
@@ -47,7 +48,7 @@ def samples() -> list[bytes]:
 
 
 def data() -> DataLoader[Any]:
-    return DataLoader(samples(), batch_size=oracle.BATCH, collate_fn=collate)  # type: ignore[arg-type]
+    return DataLoader(samples(), batch_size=oracle.BATCH, collate_fn=collate)
 
 
 @pytest.fixture(scope="module")
@@ -141,13 +142,15 @@ def test_it_writes_on() -> None:
     assert make().write("def ", length=5).startswith("def ")
 
 
+@not_repeated
 def test_compare_shows_one_device_and_every_split(
     on: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stdlib_lm, "COMPARED_STEPS", 2)
     monkeypatch.setattr(stdlib_lm, "CharacterLM", make)
+    devices_of(3)
     try:
-        stdlib_lm.compare(StdlibSource(files=6, max_length=200), on, 3)
+        stdlib_lm.compare(StdlibSource(files=6, max_length=200), oracle.accelerator(), 3)
     finally:
         if on == "sim":
             for i in range(3):

@@ -21,6 +21,8 @@ from oracle import (
     samples,
     trainer,
 )
+from patience import not_kept
+from places import not_repeated
 from torch import Tensor
 
 import lightning_dp
@@ -46,7 +48,7 @@ class NoData(Classifier):
         ({"devices": ["cpu", "cpu:1"]}, r"devices\[1\]: expected 'cpu' .*got 'cpu:1'.*Repeat"),
         ({"devices": []}, "devices: expected at least one device"),
         ({"devices": "cpu"}, "devices: expected a list .*Put the device into a list"),
-        ({"output_device": 8}, "output_device: expected .* (0 to 3|sim:0 to sim:7).*got .*8"),
+        ({"output_device": 8}, r"output_device: expected .* (0 to 3|\w+:0).*got .*8"),
         ({"output_device": -1}, "output_device: expected .*got .*-1"),
         ({"output_device": True}, "output_device: expected a device, its name or its id, got True"),
         ({"output_device": "nowhere"}, "output_device: expected a device name"),
@@ -75,6 +77,7 @@ def test_accelerators_that_are_not_there_are_refused(devices: list[Any]) -> None
         DataParallelStrategy(devices=devices)
 
 
+@not_repeated
 @pytest.mark.parametrize("output_device", [1, "1", None, torch.device("cpu")])
 def test_output_devices_may_be_written_in_many_ways(output_device: Any) -> None:
     strategy = trainer(3, DataParallelStrategy(output_device=output_device)).strategy
@@ -220,7 +223,8 @@ def fail_in(stage: str) -> type[Classifier]:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.check("training_step", batch[0])
             loss = super().training_step(batch, batch_idx)
-            loss.register_hook(lambda gradient: self.check("backward", batch[0]))
+            check = not_kept(self.check)
+            loss.register_hook(lambda gradient: check("backward", batch[0]))
             return loss
 
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -350,7 +354,7 @@ def test_memory_threads_and_replicas_do_not_grow() -> None:
 
 
 def test_data_loader_workers_and_threads_live_together() -> None:
-    data = lambda: loader(num_workers=2, multiprocessing_context="fork")  # noqa: E731
+    data = lambda: loader(num_workers=2, multiprocessing_context="fork")
     assert_same(
         run(Classifier, 3, data=data, strategy={"executor": "threads"}),
         run(Classifier, 1),

@@ -108,7 +108,7 @@ def assert_as_one_device(
 
 def step_engine(net: nn.Module, sizes: tuple[int, ...], **options: Any) -> StepParallel:
     devices = devices_of(len(sizes))
-    split: Any = lambda n: sizes  # noqa: E731
+    split: Any = lambda n: sizes
     return StepParallel(net.to(devices[0]), devices, output_device=CPU, split=split, **options)
 
 
@@ -157,7 +157,7 @@ def test_in_the_drop_in(kind: str) -> None:
     net = Strided(kind)
     with wrapping() as wrap:
         wrapper = wrap(net, 3, output_device="cpu")
-        loss_of = lambda x: (wrapper(x) - 0.5).square().mean()  # noqa: E731
+        loss_of = lambda x: (wrapper(x) - 0.5).square().mean()
         actual = train(net, loss_of, "AdamW fused")
     assert_as_one_device(kind, actual, net, "AdamW fused")
 
@@ -165,7 +165,7 @@ def test_in_the_drop_in(kind: str) -> None:
 def mixed_engine(net: nn.Module, sizes: tuple[int, ...]) -> StepParallel:
     """A root on the CPU, which has fused kernels; gradients of the others are packed and travel."""
     others = devices_of(3)[1:]
-    split: Any = lambda n: sizes  # noqa: E731
+    split: Any = lambda n: sizes
     return StepParallel(net, [CPU, *others], output_device=CPU, split=split)
 
 

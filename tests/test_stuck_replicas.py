@@ -120,7 +120,7 @@ def test_a_replica_that_is_stuck_in_python_is_ended(busy_trap: Trap, caplog: Any
         executor.run("work", tasks_of(int, partial(busy_trap.hold, "dp-replica-1")))
     executor.close()
     assert named(caplog)
-    assert soon(lambda: not busy_trap.thread.is_alive())  # type: ignore[union-attr]
+    assert soon(lambda: not busy_trap.thread.is_alive())
     assert not busy_trap.release.is_set()
 
 
@@ -191,7 +191,7 @@ def test_one_who_is_left_behind_meets_nobody_any_more(trap: Trap) -> None:
     with pytest.raises(KeyboardInterrupt):
         executor.run("work", tasks_of(call, call))
     trap.release.set()
-    assert soon(lambda: not trap.thread.is_alive())  # type: ignore[union-attr]
+    assert soon(lambda: not trap.thread.is_alive())
     executor.close()
     assert [type(error).__name__ for error in seen[-3:]] == ["ReplicaStopped"] * 3
 
@@ -301,7 +301,7 @@ def test_a_spread_call_can_be_made_again_and_who_was_stuck_does_not_disturb_it(t
             for net in (module, one):
                 net(inputs()).square().sum().backward()
             trap.release.set()
-            assert soon(lambda: not trap.thread.is_alive())  # type: ignore[union-attr]
+            assert soon(lambda: not trap.thread.is_alive())
             for net in (module, one):
                 net(inputs()).square().sum().backward()
         expected = oracle.gradients(one)

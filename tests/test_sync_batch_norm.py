@@ -103,7 +103,7 @@ def assert_as_one_device(
 def test_statistics_and_gradients_are_those_of_the_batch(
     sizes: tuple[int, ...], executor: str
 ) -> None:
-    make = lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())  # noqa: E731
+    make = lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
     assert_as_one_device(make, 2, sizes, executor=executor)
 
 
@@ -136,7 +136,7 @@ def test_buffers_mean_changes_nothing() -> None:
 def test_large_means_do_not_cost_digits() -> None:
     """As good as torch's own in single precision, where the mean is 1,000 times the deviation."""
     batch = batch_of(24, 2, mean=1000.0)
-    make = lambda: nn.BatchNorm2d(3)  # noqa: E731
+    make = lambda: nn.BatchNorm2d(3)
     exact = train(Normed(make).double(), batch, None, 1)[1]
     own = train(Normed(make), batch.float(), None, 1)[1]
     several = train(Normed(make), batch.float(), (9, 8, 7), 1)[1]
@@ -171,7 +171,7 @@ def test_autocast_keeps_the_dtype_of_the_input() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    make = lambda: nn.BatchNorm2d(3)  # noqa: E731
+    make = lambda: nn.BatchNorm2d(3)
     batch = batch_of(12, 2).to(dtype)
     (one,), expected = train(Normed(make).to(dtype), batch, None, 1)
     (several,), actual = train(Normed(make).to(dtype), batch, (5, 4, 3), 1)

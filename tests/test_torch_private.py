@@ -354,7 +354,7 @@ def test_current_graph_task_id_in_a_recomputed_part() -> None:
 def test_execution_engine_calls_back_at_the_end() -> None:
     x, seen = torch.ones(1, requires_grad=True), []
     x.register_post_accumulate_grad_hook(lambda _: seen.append("leaf"))
-    ask = lambda _: private.at_end_of_backward(lambda: seen.append("end"))  # noqa: E731
+    ask = lambda _: private.at_end_of_backward(lambda: seen.append("end"))
     loss = _with_node(x, ask)
     loss.backward()
     assert seen == ["leaf", "end"]

@@ -205,7 +205,7 @@ def assert_same_steps(make: type[Scaled], actual: Any, net: Scaled, times: int =
 
 def step_engine(net: nn.Module, sizes: tuple[int, ...], **options: Any) -> StepParallel:
     devices = devices_of(len(sizes))
-    split: Any = lambda n: sizes  # noqa: E731
+    split: Any = lambda n: sizes
     return StepParallel(net.to(devices[0]), devices, output_device=CPU, split=split, **options)
 
 
@@ -316,7 +316,7 @@ def test_a_replicas_own_backward_through_a_shared_graph_is_refused_by_name(execu
     net.scale = net.of[0].exp().mean(1)
     with pytest.raises(RuntimeError, match=r"the buffers \['scale'\], which were computed"):
         engine.train("training_step", batch())
-    net.training_step = net.__class__.__mro__[1].training_step.__get__(net)  # type: ignore[method-assign]
+    net.training_step = net.__class__.__mro__[1].training_step.__get__(net)
     net.scale = net.of[0].exp().mean(1)
     engine.train("training_step", batch()).backward()
     engine.close()
@@ -338,7 +338,7 @@ def test_an_exception_in_the_middle_leaves_nothing(make: type[Scaled], mode: str
 
     if mode == "step":
         engine: Any = step_engine(net, (3, 2, 1), executor="threads")
-        loss_of: Any = lambda x: engine.train("training_step", x)  # noqa: E731
+        loss_of: Any = lambda x: engine.train("training_step", x)
         spreading: Any = contextlib.nullcontext()
     else:
         context = engine_of(net, (3, 2, 1))

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
 from oracle import Classifier, assert_equal_trees, assert_same, loader, run, samples
+from places import not_on_sim
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -155,7 +156,7 @@ class Resettable(Classifier):
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_options_of_the_trainer(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
-    data = lambda: loader(shuffle=False)  # noqa: E731
+    data = lambda: loader(shuffle=False)
     results = [run(Resettable, devices, data=data, **options) for devices in (3, 1)]
     assert_same(*results)
     assert results[0].trainer.global_step == results[1].trainer.global_step
@@ -175,9 +176,9 @@ def test_barebones() -> None:
     for devices in (3, 1):
         torch.manual_seed(0)
         module = Bare()
-        accelerator = oracle.ON if devices == 3 else "cpu"
-        strategy = "dp_custom" if devices == 3 else "auto"
-        options = {"accelerator": accelerator, "strategy": strategy, "devices": devices}
+        options: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
+        if devices == 3:
+            options = oracle.on_devices(devices, "dp_custom")
         Trainer(barebones=True, max_epochs=2, **options).fit(module, loader(), loader())
         states.append(module.state_dict())
     assert_equal_trees(*states, "state", **EXACT)
@@ -318,7 +319,7 @@ def test_training_goes_on_in_the_middle_of_an_epoch(
     assert_equal_trees(resumed, expected, "resumed", **EXACT)
 
 
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # ddp has no simulated devices
+@not_on_sim  # ddp has no such devices
 @pytest.mark.filterwarnings("ignore:It is recommended to use `self.log.* sync_dist=True")
 def test_checkpoints_go_from_strategy_to_strategy(tmp_path: Path) -> None:
     """Three epochs by any two strategies are the three epochs of one device."""

@@ -97,7 +97,7 @@ def test_one_backward_through_all_graphs_gives_the_same(
 
 
 def test_losses_that_are_sums_are_added() -> None:
-    sum_loss = lambda net, batch: net(batch).square().sum()  # noqa: E731
+    sum_loss = lambda net, batch: net(batch).square().sum()
     batch = torch.randn(7, 4, dtype=torch.float64)
     module, oracle = Regression(sum_loss), Regression(sum_loss)
     loss = train(module, batch, (4, 2, 1), loss_reduction="sum")

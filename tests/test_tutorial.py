@@ -10,6 +10,8 @@ from programs import ROOT, in_here
 from lightning_dp.examples import tutorial
 from lightning_dp.parallel.split.arithmetic import unequal
 
+pytestmark = pytest.mark.sim_only("The tutorial shows more devices than most machines have.")
+
 
 def sizes_in_forward(printed: str) -> list[list[int]]:
     """For each batch, the samples that each forward saw."""

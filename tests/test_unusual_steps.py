@@ -47,7 +47,7 @@ class EndsEpochs(Classifier):
 @pytest.mark.parametrize("make", [LeavesOut, DoesNotLearn, EndsEpochs])
 def test_gradients_that_wait_are_there_when_the_optimizer_steps(make: Any, accumulate: int) -> None:
     def result(devices: int) -> Run:
-        data = lambda: loader(batch_size=11)  # noqa: E731
+        data = lambda: loader(batch_size=11)
         return run(make, devices, data=data, accumulate_grad_batches=accumulate)
 
     assert_same(result(3), result(1))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import warnings
 from typing import Any
 
 import oracle
@@ -9,39 +12,24 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from oracle import Classifier, assert_equal_trees, loader, trainer
+from oracle import ByHand, Classifier, assert_equal_trees, devices_of, loader, trainer
+from places import on_accelerators
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from lightning_dp import DataParallelStrategy
+from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.parallel.batch.leaves import pick
+from lightning_dp.parallel.primitives import gather
 
 EXECUTORS = ["threads", "inorder"]
 
 
-@pytest.fixture(autouse=True)
-def on_sim(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are strict, and count the host's waits."""
-    from lightning_dp import sim
-
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
+pytestmark = [on_accelerators, pytest.mark.usefixtures("on")]
+counts_waits = pytest.mark.sim_only("It counts how often the host waits.")
 
 
-class Manual(Classifier):
-    """Calls its backward and its optimizer itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        optimizer.step()
-        self.log("train/loss", loss)
-        return loss.detach()
+class Manual(ByHand, Classifier):
+    pass
 
 
 class Seen(Callback):
@@ -81,11 +69,12 @@ def test_the_loss_on_the_host_is_there(make: Any, mode: str, executor: str) -> N
 
 def scaled(make: type[Classifier], devices: int, **options: Any) -> tuple[float, dict[str, Tensor]]:
     torch.manual_seed(0)
-    scaler = torch.amp.GradScaler("sim", init_scale=2.0**12, growth_interval=2)
-    plugins, strategy = [MixedPrecision("16-mixed", "sim", scaler)], DataParallelStrategy(**options)
-    module, job = make(), trainer(devices, strategy, accelerator="sim", plugins=plugins)
+    scaler = torch.amp.GradScaler(oracle.accelerator(), init_scale=2.0**12, growth_interval=2)
+    where, strategy = oracle.accelerator(), DataParallelStrategy(**options)
+    plugins = [MixedPrecision("16-mixed", where, scaler)]
+    module, job = make(), trainer(devices, strategy, accelerator=where, plugins=plugins)
     job.fit(module, loader(), loader())
-    assert scaler._scale is not None and scaler._scale.device == torch.device("sim:0")
+    assert scaler._scale is not None and scaler._scale.device == devices_of(1)[0]
     return scaler.get_scale(), dict(module.state_dict())
 
 
@@ -173,6 +162,7 @@ NO_WAITS: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@counts_waits
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("case", NO_WAITS)
 def test_a_step_does_not_wait_for_devices(case: str, executor: str) -> None:
@@ -180,26 +170,235 @@ def test_a_step_does_not_wait_for_devices(case: str, executor: str) -> None:
     assert waits_per_step(make, {"executor": executor, **options}, **fit) == {0}
 
 
+@counts_waits
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_counts_of_items_are_waited_for_once(executor: str) -> None:
     """They decide which losses count at all."""
     assert waits_per_step(Counted, {"executor": executor}) == {1}
 
 
+@counts_waits
 def test_frozen_weights_are_looked_at_with_one_wait() -> None:
     """Whether somebody has written to them through `.data`, the host must know."""
     assert waits_per_step(Frozen, {}) == {1}
 
 
-@pytest.mark.parametrize("make", [Classifier, Several, ManualAlone])
-def test_the_host_waits_once_for_the_loss_and_once_for_all_that_is_logged(make: Any) -> None:
-    assert waits_per_step(make, {"output_device": "cpu"}) == {2}
+class WithOutputs(Classifier):
+    """Returns more than a loss, and logs something that is on no replica's device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("train/there", torch.ones((), device="cpu"), batch_size=len(x))
+        self.log("train/loss", loss)
+        return {"loss": loss, "logits": logits.detach(), "count": (y >= 0).sum()}
 
 
+ONE_WAIT: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
+    "plain": (Classifier, {}),
+    "logs": (Several, {}),
+    "outputs": (WithOutputs, {}),
+    "items": (Counted, {}),
+    "batch norm": (Normed, {}),
+    "manual": (Manual, {}),
+    "manual, returning nothing": (ManualAlone, {}),
+    "forward": (Classifier, {"mode": "forward"}),
+    "forward, with batch norm": (Normed, {"mode": "forward"}),
+}
+
+
+@counts_waits
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("case", ONE_WAIT)
+def test_all_that_goes_to_the_host_in_a_step_is_waited_for_once(case: str, executor: str) -> None:
+    make, options = ONE_WAIT[case]
+    assert waits_per_step(make, {"executor": executor, "output_device": "cpu", **options}) == {1}
+
+
+class Validated(Waits):
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.seen.append(torch.sim.host_waits())
+
+
+@counts_waits
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_an_evaluation_waits_once_for_what_goes_to_the_host(mode: str) -> None:
+    waits, strategy = Validated(), DataParallelStrategy(mode=mode, output_device="cpu")
+    trainer(3, strategy, callbacks=[waits]).validate(Classifier(), loader(96, 16), verbose=False)
+    steps = zip(waits.seen[1:], waits.seen[2:], strict=False)
+    assert {after - before for before, after in steps} == {1}
+
+
+class Mixed(WithOutputs):
+    """Logs values of every kind, some of them from a device that no replica is on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        loss = output["loss"]
+        elsewhere = "cpu" if loss.device.type == "cpu" else devices_of(8)[7]
+        self.log("elsewhere", loss.detach().to(elsewhere), on_epoch=True)
+        self.log("most", batch[0].max(), reduce_fx="max", on_epoch=True)
+        self.log("whole", len(batch[0]), reduce_fx="sum", on_epoch=True)
+        self.log("with a graph", loss, enable_graph=True)
+        return output
+
+
+class Read(Callback):
+    """What callbacks read of a step, at once."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, list[float]]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        outputs = outputs if isinstance(outputs, dict) else {"loss": outputs}
+        values = {**outputs, **trainer.logged_metrics}
+        read = {name: torch.as_tensor(value).flatten().tolist() for name, value in values.items()}
+        self.seen.append(read)
+
+
+def read(make: Any, devices: int, **options: Any) -> list[dict[str, list[float]]]:
+    torch.manual_seed(0)
+    callback = Read()
+    job = trainer(devices, DataParallelStrategy(**options), callbacks=[callback], max_epochs=1)
+    job.fit(make(), loader(16, 5), loader(3))  # at last a single sample: two devices have nothing
+    return callback.seen
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("make", [Mixed, Several, Counted])
+def test_all_values_on_the_host_are_there(make: Any, mode: str, executor: str) -> None:
+    several = read(make, 3, mode=mode, executor=executor, output_device="cpu")
+    assert_equal_trees(several, read(make, 1), "values", atol=1e-5, rtol=0)
+
+
+class OwnOutputs(Classifier):
+    """Its loss depends on gradients that a step in forward mode takes of outputs on the host."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        logits = self(x)
+        (slope,) = torch.autograd.grad(logits.logsumexp(1).sum(), x, create_graph=True)
+        return nn.functional.cross_entropy(logits, y) + slope.square().sum(1).mean()
+
+
+def test_second_derivatives_go_through_outputs_on_the_host() -> None:
+    several = read(OwnOutputs, 3, mode="forward", output_device="cpu")
+    assert_equal_trees(several, read(OwnOutputs, 1), "values", atol=1e-5, rtol=0)
+
+
+class Keeping(Classifier):
+    """Keeps something of every sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.kept.extend(self(batch[0]).detach().unbind())
+        return super().training_step(batch, batch_idx)
+
+
+@counts_waits
+def test_what_a_step_keeps_is_waited_for_once_more() -> None:
+    """However many samples it is of."""
+    assert waits_per_step(Keeping, {"output_device": "cpu"}) == {2}
+
+
+@counts_waits
 def test_picked_samples_are_picked_on_their_device() -> None:
     """As a split by cost picks them from a batch that is there already."""
-    batch = torch.arange(6.0, device="sim:0")
+    batch = torch.arange(6.0, device=devices_of(1)[0])
     before = torch.sim.host_waits()
     picked = pick(batch, [4, 0, 3], 0)
     assert torch.sim.host_waits() == before
     assert picked.tolist() == [4.0, 0.0, 3.0]
+
+
+def test_tangents_go_with_outputs_to_the_host() -> None:
+    x, tangent = (
+        torch.ones(3, device="sim:1", requires_grad=True),
+        torch.arange(3.0, device="sim:1"),
+    )
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")  # torch's own
+        dual = forward_ad.make_dual(x, tangent)
+        there = forward_ad.unpack_dual(gather([dual, dual.detach()], "cpu"))
+    assert there.primal.tolist() == [1.0] * 6 and there.tangent.tolist()[:3] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.usefixtures("on_side_streams")
+def test_gradients_of_outputs_on_the_host_are_in_order_with_the_callers_streams() -> None:
+    """Also where the backward is called by a thread that has others."""
+
+    def backward() -> None:
+        for k in range(3):
+            torch.accelerator.set_stream(torch.Stream(f"sim:{k}"))
+        loss.backward()
+
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    net(x).square().sum().backward()
+    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    wrapped = DataParallel(net.to("sim:0"), [0, 1, 2], output_device="cpu")
+    loss = wrapped(x).square().sum()
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    got = [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+    assert_equal_trees(got, expected, "gradients", atol=1e-12, rtol=0)
+    wrapped.close()
+
+
+# --- what is logged does not delay the backward ---------------------------------------------------
+
+
+class Silent(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+class Talkative(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log_dict({f"train/{i}": i * loss for i in range(8)})
+        return loss
+
+
+class UntilTheBackward(Callback):
+    """How long the second step takes until its backward begins, on virtual time."""
+
+    seconds = 0.0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        torch.sim.set_clock("virtual")
+
+    def on_before_backward(self, trainer: Any, *_: Any) -> None:
+        self.seconds = torch.sim.elapsed()
+        torch.sim.set_clock("wall")
+
+
+def until_the_backward(make: type[Classifier], executor: str) -> float:
+    until, strategy = UntilTheBackward(), DataParallelStrategy(executor=executor)
+    job = trainer(3, strategy, callbacks=[until], max_steps=2, log_every_n_steps=50)
+    job.fit(make(), loader(96, 48), loader(3))
+    return until.seconds
+
+
+@pytest.mark.sim_only("It goes by virtual time.")
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_values_that_are_logged_cross_in_one_copy_from_each_device(executor: str) -> None:
+    """The loss's own copies are waited for as long; those of values come on top."""
+    millisecond = 1e-3
+    for source, target in itertools.permutations(range(3), 2):
+        torch.sim.set_link(source, target, bytes_per_second=1e12, seconds=millisecond)
+    try:
+        silent, talkative = (until_the_backward(make, executor) for make in (Silent, Talkative))
+    finally:
+        for source, target in itertools.permutations(range(3), 2):
+            torch.sim.remove_link(source, target)
+    assert silent >= 2 * millisecond
+    assert talkative - silent < 2.1 * millisecond, "into one device, one copy after another"

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
-import oracle
 import pytest
 import torch
 from oracle import devices_of
+from places import on_accelerators, on_separate
+from side_streams import devices_at_work
 from torch import nn
 
 from lightning_dp.first_step.compare import Outcome
@@ -20,13 +20,7 @@ from lightning_dp.parallel.batch import to_device
 from lightning_dp.parallel.links import Packing, Span
 from lightning_dp.parallel.workers import Executor, Task
 
-
-@pytest.fixture(autouse=True)
-def on_sim(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_dp import sim
-
-    sim.enable(8)
-    monkeypatch.setattr(oracle, "ON", "sim")
+pytestmark = [on_accelerators, pytest.mark.usefixtures("on")]
 
 
 def threads_of_a_new_thread() -> int:
@@ -74,10 +68,14 @@ def test_when_workers_rest_they_have_let_go_of_their_calls() -> None:
         executor.close()
 
 
+@pytest.mark.sim_only("It counts the copies between devices.")
 def test_a_snapshot_writes_only_what_has_changed() -> None:
     """It looks at what is there; what has not come yet would differ from everything."""
-    changed, kept = torch.arange(4.0, device="sim:0"), torch.arange(4.0, device="sim:0")
-    snapshot = Snapshot(nn.Module(), [torch.device("sim:0")], [changed, kept])
+    changed, kept = (
+        torch.arange(4.0, device=devices_of(1)[0]),
+        torch.arange(4.0, device=devices_of(1)[0]),
+    )
+    snapshot = Snapshot(nn.Module(), [devices_of(1)[0]], [changed, kept])
     changed.add_(1)
     torch.sim.reset_copy_stats()
     snapshot.restore()
@@ -87,28 +85,22 @@ def test_a_snapshot_writes_only_what_has_changed() -> None:
 
 def test_values_of_leaves_on_the_host_are_there() -> None:
     """Also of those that go one by one."""
-    leaf = torch.arange(4.0, device="sim:0") + 1
+    leaf = torch.arange(4.0, device=devices_of(1)[0]) + 1
     assert to_device({"x": leaf}, torch.device("cpu"))["x"].tolist() == [1, 2, 3, 4]
 
 
 def test_the_check_of_the_first_step_sees_the_buffers_that_are_there() -> None:
     module = nn.Module()
-    module.register_buffer("state", torch.arange(4.0, device="sim:0") + 1)
+    module.register_buffer("state", torch.arange(4.0, device=devices_of(1)[0]) + 1)
     outcome = Outcome.of(torch.ones(()), [], module)
     assert outcome.left["state"].tolist() == [1, 2, 3, 4]
 
 
-@pytest.fixture
-def busy_devices() -> Iterator[None]:
-    torch.sim.set_prompt(False)
-    yield
-    torch.sim.set_prompt(True)
-
-
-@pytest.mark.usefixtures("busy_devices")
+@pytest.mark.sim_only("A GPU cannot be told to be late.")
+@devices_at_work()
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_span_of_a_busy_device_is_over_when_it_was_waited_for(waits: bool) -> None:
-    device = torch.device("sim:0")
+    device = devices_of(1)[0]
     span = Span(device)
     torch.ones(4, device=device)
     span.end()
@@ -117,6 +109,7 @@ def test_a_span_of_a_busy_device_is_over_when_it_was_waited_for(waits: bool) -> 
     assert span.is_over() is waits
 
 
+@on_separate
 def test_memory_that_a_bucket_leaves_from_is_not_written_to_by_a_third_device() -> None:
     root, one, two = devices_of(3)
     shapes = [(64, 32), (32,)]
@@ -125,8 +118,8 @@ def test_memory_that_a_bucket_leaves_from_is_not_written_to_by_a_third_device() 
     )
     bundle = Packing(sums)
     for _ in range(2):  # at first memory is made
-        for k in range(3):
-            torch.sim.synchronize(k)
+        for device in (root, one, two):
+            torch.accelerator.synchronize(device)
         bundle.add(sums, [terms])
         bundle.copy(sources, [copies])
     assert [tensor.sum().item() for tensor in sums] == [3 * 64 * 32, 3 * 32]

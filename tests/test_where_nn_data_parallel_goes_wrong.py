@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of, gradients
+from oracle import accelerator, assert_equal_trees, devices_of, gradients
+from places import on_separate
 from spreading import EXACT, inputs, wrapping
 from torch import Tensor, nn
 
@@ -139,12 +140,13 @@ def test_outputs_may_be_gathered_on_the_cpu(wrap: Any) -> None:
     assert_equal_trees(gradients(net.module), gradients(one), "gradients", **EXACT)
 
 
-@pytest.mark.parametrize("on", ["sim"], indirect=True)
+@on_separate
 def test_a_module_on_another_device_is_moved_with_a_warning(on: str) -> None:
     """There: module must have its parameters and buffers on device cuda:0."""
-    net = DataParallel(nn.Linear(4, 3).to("sim:3"), devices_of(2))
-    with pytest.warns(UserWarning, match="got a part of it on sim:3: moved to sim:0"):
-        assert net(inputs().float()).device == torch.device("sim:0")
+    root, _, other = devices_of(3)
+    net = DataParallel(nn.Linear(4, 3).to(other), devices_of(2))
+    with pytest.warns(UserWarning, match=f"got a part of it on {other}: moved to {root}"):
+        assert net(inputs().float()).device == root
     net.close()
 
 
@@ -169,7 +171,7 @@ def test_bf16_autocast_is_bf16_in_every_replica(wrap: Any, on: str) -> None:
             return y
 
     net = wrap(Watching(4, 3), executor="threads")
-    with torch.autocast(on, dtype=torch.bfloat16):
+    with torch.autocast(accelerator(), dtype=torch.bfloat16):
         assert net(inputs().float()).dtype == torch.bfloat16
     assert seen == [torch.bfloat16] * 2
 

@@ -48,10 +48,10 @@ def plain(container: Any) -> Any:
     return container.tolist() if isinstance(container, Tensor) else container
 
 
-APPEND: Step = lambda items, x: items.append(x)  # noqa: E731
-EXTEND: Step = lambda items, x: items.extend(x)  # noqa: E731
-FORGET: Step = lambda items, x: [items.popleft() for _ in range(min(1, len(items)))]  # noqa: E731
-CLEAR: Step = lambda items, x: items.clear()  # noqa: E731
+APPEND: Step = lambda items, x: items.append(x)
+EXTEND: Step = lambda items, x: items.extend(x)
+FORGET: Step = lambda items, x: [items.popleft() for _ in range(min(1, len(items)))]
+CLEAR: Step = lambda items, x: items.clear()
 OPS = st.lists(st.sampled_from([APPEND, FORGET, CLEAR]), max_size=5)
 
 

@@ -32,6 +32,7 @@ AMBIGUOUS = {"record", "wait", "query", "join"}  # of events and threads, and of
 COPIES = {"to", "cpu", "copy_"}
 WAITING = (torch.Stream, torch.Event)
 THREADS = (threading.Event, threading.Condition, threading.Barrier, threading.Thread)
+OTHERS = {"wait_for_autograd": "none"}  # functions that do nothing else either
 HELPER = "__wait_site__"
 EVENT = torch.Event  # tests put others in its place
 
@@ -63,7 +64,7 @@ class Sites:
         self.others: set[Site] = set()  # calls of that name that are no waits
         self.dropped: Site | None = None
         self._root, self._package, self._leave_out = root, package, tuple(leave_out)
-        self._room = what_is_in(root / room)
+        self._room = what_is_in(root / room) | OTHERS
         self._room_module = room.rstrip("/").replace("/", ".")
 
     def install(self) -> None:
@@ -91,7 +92,9 @@ class Sites:
         site = self.all[number]
         if kind == "copy":
             return self._copied(site, function, args, options)
-        in_room = (getattr(function, "__module__", None) or "").startswith(self._room_module)
+        module = getattr(function, "__module__", None) or ""
+        is_other = getattr(function, "__name__", None) in OTHERS
+        in_room = module.startswith(self._room_module) or is_other
         if (kind in METHODS | AMBIGUOUS and not _is_wait(kind, function)) or not (
             kind in METHODS | AMBIGUOUS or in_room
         ):
@@ -136,7 +139,7 @@ def _is_wait(name: str, function: Any) -> bool:
     kinds = WAITING if name in METHODS | {"record", "query"} else (*WAITING, *THREADS)
     if name == "record_stream":
         return isinstance(owner, Tensor)
-    return isinstance(owner, kinds) or (name == "synchronize" and not isinstance(owner, type(None)))
+    return isinstance(owner, kinds) or name == "synchronize"  # of a device
 
 
 def _target(source: Any, name: str, args: Any, options: dict[str, Any]) -> torch.device | None:

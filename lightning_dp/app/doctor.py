@@ -10,12 +10,22 @@ import torch
 from lightning_dp.app.devices import CPU_REPLICAS
 from lightning_dp.app.own_workload import own_workloads
 from lightning_dp.app.run import INTERRUPTED
-from lightning_dp.doctor import COMPILED, LAWS, OWN_TWO, Law, Plan, Workload, examine
+from lightning_dp.doctor import (
+    COMPILED,
+    LAWS,
+    OWN_TWO,
+    Law,
+    Plan,
+    Workload,
+    examine,
+    seconds_of_process,
+)
 from lightning_dp.parallel.devices import all_devices, device_count, resolve_devices
 
 DESCRIPTION = """\
 Looks at this machine's devices: what they are, whether training on all of them gives the numbers
-of one, and what is the fastest way to use them. In about a minute, without any download.
+of one, and what is the fastest way to use them. In under a minute, without any download. A machine
+that is too slow or too busy for that times less, and says what.
 
   python -m lightning_dp doctor                        all GPUs, or 4 replicas on the CPU
   python -m lightning_dp doctor --devices cpu:4        so many of a kind
@@ -34,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         devices = devices_named(options.devices)
-        plan = _plan(options, devices, _own_arguments(options))
+        # Who calls this with arguments of its own has not started the process for it.
+        before = seconds_of_process() if arguments is None else 0.0
+        plan = _plan(options, devices, _own_arguments(options), before)
     except (ValueError, ImportError, RuntimeError) as error:
         parser.exit(2, f"error: {error}\n")
     try:
@@ -87,7 +99,9 @@ def _own_arguments(options: Namespace) -> list[str]:
     return [*flags, *options.overrides]
 
 
-def _plan(options: Namespace, devices: Sequence[torch.device], own: list[str]) -> Plan:
+def _plan(
+    options: Namespace, devices: Sequence[torch.device], own: list[str], seconds_before: float
+) -> Plan:
     program = [sys.executable, "-m", "lightning_dp"]
     names = ["--devices", ",".join([*map(str, devices), ""])]
     laws = _laws(options.only)
@@ -101,6 +115,7 @@ def _plan(options: Namespace, devices: Sequence[torch.device], own: list[str]) -
         command=[] if options.only else [*program, "doctor", *names, "--no-advice"],
         ddp_command=[sys.executable, "-m", "lightning_dp.app.doctor_process", *names, *own],
         output=options.output,
+        seconds_before=seconds_before,
     )
 
 

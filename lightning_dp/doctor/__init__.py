@@ -12,6 +12,7 @@ from lightning_dp.doctor.examination import Plan as Plan
 from lightning_dp.doctor.examination import examine as examine
 from lightning_dp.doctor.law import Law as Law
 from lightning_dp.doctor.law import Result as Result
+from lightning_dp.doctor.machine import seconds_of_process as seconds_of_process
 from lightning_dp.doctor.proof import COMPILED as COMPILED
 from lightning_dp.doctor.proof import LAWS as LAWS
 from lightning_dp.doctor.proof import prove as prove

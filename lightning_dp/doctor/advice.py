@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from lightning_dp.doctor.timing import (
     size_of_batches,
     timed,
     times_in_one_process,
+    ways_in_one_process,
 )
 from lightning_dp.doctor.workloads import Workload
 from lightning_dp.parallel.batch import infer_batch_size
 
 DDP = "DDP"
 STEPS_OF_DDP = 10  # that are counted: fewer than of the others, whose processes are here
+LEAST_FOR_DDP = 4.0  # seconds that its processes need, once they have imported everything
+NO_TIME = "no time was left"
 CLEAR = 0.9  # of another time: what is less is faster, and no chance
 WAYS = ("one device", "threads", "inorder", DDP)
 
@@ -58,14 +61,15 @@ def timings(
     seconds_left: Callable[[], float],
     tell: Callable[[str], None] = lambda what: None,
 ) -> list[Timing]:
-    """Times all workloads in all ways that there are."""
+    """Times all workloads in all ways that there are, as long as there is time."""
     found = []
+    shares = len(workloads) + (processes is not None)
     for i, workload in enumerate(workloads):
         tell(f"step times of {workload.name}")
-        end = time.perf_counter() + seconds_left() / (len(workloads) - i + 1)  # and one for DDP
+        end = time.perf_counter() + seconds_left() / (shares - i)
         found.append(_timing(workload, devices, folder, partial(_until, end)))
     tell("step times of DDP")
-    return _with_ddp(found, devices, processes, max(12.0, seconds_left()))
+    return _with_ddp(found, devices, processes, seconds_left() + LEAST_FOR_DDP)
 
 
 def _until(end: float) -> float:
@@ -79,7 +83,7 @@ def _timing(
     seconds_left: Callable[[], float],
 ) -> Timing:
     if seconds_left() <= 0:
-        return Timing(workload.name, None, {}, {"all": "no time was left"})
+        return Timing(workload.name, None, {}, {"all": NO_TIME})
     try:
         samples = size_of_batches(workload, devices, folder, seconds_left)
         batches = workload.batches(samples)
@@ -88,7 +92,8 @@ def _timing(
         return Timing(workload.name, None, {}, {"all": f"{type(error).__name__}: {error}"})
     with contextlib.suppress(ValueError):
         samples = infer_batch_size(batches[0], 0).size or 0
-    return Timing(workload.name, samples, times)
+    left_out = ways_in_one_process(workload, devices).keys() - times.keys()
+    return Timing(workload.name, samples, times, dict.fromkeys(sorted(left_out), NO_TIME))
 
 
 def _with_ddp(
@@ -97,7 +102,8 @@ def _with_ddp(
     processes: DdpProcesses | None,
     seconds: float,
 ) -> list[Timing]:
-    reason, times = why_no_ddp(devices), {}
+    has_time = processes is not None and seconds >= LEAST_FOR_DDP
+    reason, times = why_no_ddp(devices) or ("" if has_time else NO_TIME), {}
     tasks = {
         timing.workload: {
             "samples": timing.samples or 0,
@@ -118,17 +124,23 @@ def _joined(timing: Timing, seconds: float | None, reason: str) -> Timing:
     if not timing.seconds:
         return timing
     if seconds is None:
-        return Timing(timing.workload, timing.samples, timing.seconds, {DDP: reason})
-    return Timing(timing.workload, timing.samples, {**timing.seconds, DDP: seconds})
+        return replace(timing, why_not={**timing.why_not, DDP: reason})
+    return replace(timing, seconds={**timing.seconds, DDP: seconds})
 
 
 def first_steps(
-    workloads: Sequence[Workload], devices: Sequence[torch.device], folder: Path
+    workloads: Sequence[Workload],
+    devices: Sequence[torch.device],
+    folder: Path,
+    seconds_left: Callable[[], float],
 ) -> list[str]:
     """Of the user's own modules: is a split batch's step that of one device, and if not, why."""
     told = []
     for workload in workloads:
         if workload.grows or len(devices) == 1:
+            continue
+        if seconds_left() <= 0:
+            told.append(f"{workload.name}: {NO_TIME} for check_first_step=True; try it yourself")
             continue
         options = {**workload.strategy, "check_first_step": True}
         strategy = DataParallelStrategy(devices=devices, **options)
@@ -187,7 +199,8 @@ def _of_devices(devices: Sequence[torch.device], environment: Mapping[str, Any])
 def _of_times(found: Sequence[Timing], devices: Sequence[torch.device]) -> Iterator[str]:
     for timing in found:
         if not timing.seconds:
-            yield f"{timing.workload}: nothing was timed: {timing.why_not['all']}"
+            if timing.why_not["all"] != NO_TIME:  # of which the table tells
+                yield f"{timing.workload}: nothing was timed: {timing.why_not['all']}"
         elif {"threads", "inorder"} & timing.seconds.keys() and devices[0].type != "sim":
             yield _of_time(timing, len(devices))
 

@@ -40,7 +40,7 @@ class Aside:
 
     def result(self, seconds: float) -> Result:
         """What it has found, or that it has not in so many seconds."""
-        again = f"see doctor --only {self.law.name!r}"
+        again = how_to_look_at(self.law)
         try:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -58,6 +58,11 @@ class Aside:
         end(self._process)
         if Path(self._folder.name).exists():
             self._folder.cleanup()
+
+
+def how_to_look_at(law: Law) -> str:
+    """What a user can do who is not told of a law."""
+    return f"see doctor --only {law.name!r}"
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -17,7 +17,7 @@ HOST = torch.device("cpu")
 MOST_BYTES = 64 * 2**20
 LEAST_BYTES = 2**20
 SECONDS = 0.004  # that a copy should take at least, to be told from its start
-SECONDS_FOR_ALL = 5.0  # after which messages stay small
+SECONDS_FOR_ALL = 3.0  # after which messages stay small
 ROUNDS = 3
 
 

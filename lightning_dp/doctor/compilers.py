@@ -19,7 +19,7 @@ def cxx_compiler() -> str | None:
     """Where the C++ compiler is that torch would call; None if there is none."""
     from torch.utils import cpp_extension
 
-    name: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
+    name: str = cpp_extension.get_cxx_compiler()
     return shutil.which(name)
 
 

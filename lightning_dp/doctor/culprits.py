@@ -15,13 +15,17 @@ MISSING_WAIT = "a missing wait"
 
 
 def culprits_of(bench: Bench, law: Law, named: tuple[str, ...]) -> tuple[str, ...]:
-    """Looks at a law that does not hold in other ways, in which one culprit at a time is absent.
+    """Says why a law does not hold, by looking at it again without one possible cause at a time.
 
-    Which devices or links are off it may have named itself, but not whether they were read too
-    early.
+    If it holds when everything is waited for, a wait is missing. Else, if it holds for the root
+    with some of the other devices and not with the rest, those of the rest are at fault. If it
+    holds with none of them, that says nothing.
 
-    It holds when everything is waited for: then a wait is missing. It holds for the root with some
-    devices, and with others it does not: those are at fault. With none it says nothing.
+    Args:
+        bench: the devices.
+        law: the law.
+        named: the devices or links that the law has found to be off itself. They may be in order,
+            and have been read too early.
     """
     if bench.root.type != "cpu" and _holds_when_all_is_waited_for(bench, law):
         return (MISSING_WAIT,)
@@ -43,7 +47,7 @@ def _holds(bench: Bench, law: Law) -> bool:
         return law.look(bench).holds
     except SkippedLaw:
         return True
-    except Exception:
+    except Exception:  # an error, too, is a law that does not hold
         return False
 
 

@@ -67,7 +67,7 @@ class DdpProcesses:
 
     def __init__(self, command: Sequence[str], devices: Sequence[torch.device]) -> None:
         self._reader: Thread | None = None
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (close() does)
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # `close` closes it
         own = {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),

@@ -66,7 +66,7 @@ def _cuda() -> dict[str, Any] | None:
         return None
     return {
         "built_for": torch.version.cuda or torch.version.hip,
-        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "cudnn": torch.backends.cudnn.version(),
         "driver": _driver(),
     }
 
@@ -91,7 +91,7 @@ def _nccl() -> str | None:
         return None
     if not distributed.is_nccl_available():
         return None
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _device(device: torch.device) -> dict[str, Any]:
@@ -122,6 +122,6 @@ def devices_of_dp_custom() -> list[str] | str:
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-    except Exception as error:
+    except Exception as error:  # a Trainer's choice of devices may fail in any way: it is told
         return f"{type(error).__name__}: {error}"
     return [str(device) for device in getattr(trainer.strategy, "parallel_devices", None) or ()]

@@ -15,7 +15,7 @@ import torch
 
 from lightning_dp.doctor import report
 from lightning_dp.doctor.advice import advice, first_steps, timings
-from lightning_dp.doctor.aside import Aside
+from lightning_dp.doctor.aside import Aside, how_to_look_at
 from lightning_dp.doctor.bench import Bench
 from lightning_dp.doctor.compilers import no_code_for
 from lightning_dp.doctor.ddp import DdpProcesses, why_no_ddp
@@ -27,8 +27,9 @@ from lightning_dp.doctor.timing import fair_threads
 from lightning_dp.doctor.watchdog import Watchdog
 from lightning_dp.doctor.workloads import Workload
 
-SECONDS = 45.0  # for all of it, from the start of `examine`; what can wait for no end is cut
-FOR_COMPILER = 22.0  # of these, after which a compiler is waited for no more
+SECONDS = 48.0  # from the start of the process, after which nothing more is timed
+FOR_COMPILER = 27.0  # of these, after which a compiler is waited for no more
+SLOW = 12.0  # of these, spent on imports: other processes, which import the same, would be too late
 STUCK = 180.0  # seconds at one thing, after which the doctor gives up
 
 
@@ -43,6 +44,7 @@ class Plan:
         command: the program that looks at one law more, `[]` for none.
         ddp_command: the program that answers for DDP's processes, `[]` for none.
         output: the file.
+        seconds_before: that the process has taken so far, of the minute that there is for all.
     """
 
     devices: Sequence[torch.device]
@@ -51,11 +53,17 @@ class Plan:
     command: Sequence[str] = ()
     ddp_command: Sequence[str] = ()
     output: Path = Path("doctor.json")
+    seconds_before: float = 0.0
+
+    @property
+    def is_slow_machine(self) -> bool:
+        """Whether it is too slow, or too busy, for what needs processes of its own."""
+        return self.seconds_before > SLOW
 
 
 def examine(plan: Plan) -> report.Report:
     """Looks at everything, prints it, and writes the file."""
-    start = time.perf_counter()
+    start = time.perf_counter() - plan.seconds_before
     found = report.Report(list(map(str, plan.devices)))
     with contextlib.ExitStack() as stack:
         watchdog = stack.enter_context(Watchdog(STUCK, lambda what: _give_up(what, found, plan)))
@@ -82,6 +90,8 @@ def examine(plan: Plan) -> report.Report:
 def _started(plan: Plan, stack: contextlib.ExitStack) -> tuple[Aside | None, DdpProcesses | None]:
     """What runs beside the proof: neither is needed before its end."""
     aside = ddp = None
+    if plan.is_slow_machine:
+        return aside, ddp
     if plan.command and not no_code_for(plan.devices[0]):
         aside = Aside(COMPILED, plan.command)
         stack.callback(aside.close)
@@ -112,7 +122,8 @@ def _proof(
     if aside is not None:
         results.append(aside.result(start + FOR_COMPILER - time.perf_counter()))
     elif plan.command:
-        results.append(Result(COMPILED.name, "skip", remark=no_code_for(bench.root)))
+        remark = no_code_for(bench.root) or f"slow machine; {how_to_look_at(COMPILED)}"
+        results.append(Result(COMPILED.name, "skip", remark=remark))
     watchdog.rest()
     report.show_proof(results)
     sys.stdout.flush()
@@ -131,7 +142,7 @@ def _advice(
 
     watchdog.tell("step times")
     found.timings = timings(plan.workloads, plan.devices, folder, ddp, seconds_left, watchdog.tell)
-    own = first_steps(plan.workloads, plan.devices, folder)
+    own = first_steps(plan.workloads, plan.devices, folder, seconds_left)
     found.advice = [*advice(found.timings, plan.devices, found.environment), *own]
     watchdog.rest()
     print("\nAdvice")

@@ -29,7 +29,7 @@ from lightning_dp.doctor.steps import (
     same_metrics,
     uneven_shards,
 )
-from lightning_dp.doctor.subjects import Contrastive, Manual, Normalized
+from lightning_dp.doctor.subjects import Complete, Contrastive, Manual, Normalized
 from lightning_dp.parallel.errors import described
 
 PRECISIONS = {
@@ -51,6 +51,7 @@ STEPS = [
     for count, steps in (("one step", 1), ("ten steps", 10))
 ]
 JOBS = {
+    "all layers have gradients": Job(Complete),
     "one after another": Job(strategy={"executor": "inorder"}),
     "loss on the host": Job(strategy={"output_device": "cpu"}),
     "forward mode": Job(Contrastive, strategy={"mode": "forward"}),
@@ -112,7 +113,7 @@ def look_at(bench: Bench, law: Law, *, asks_why: bool = True) -> Result:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread for each operation: these are small, and a busy machine makes teams wait."""
+    """One thread for each operation: they are small, and several would wait for busy cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -126,7 +127,7 @@ def _look_at(bench: Bench, law: Law, asks_why: bool) -> Result:
         finding = law.look(bench)
     except SkippedLaw as reason:
         return Result(law.name, "skip", remark=str(reason))
-    except Exception as error:
+    except Exception as error:  # whatever it is, it means that the law does not hold
         if is_race(error):
             culprits: tuple[str, ...] = (MISSING_WAIT,)
         else:

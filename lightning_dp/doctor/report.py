@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_dp.doctor.advice import DDP, WAYS, Timing
+from lightning_dp.doctor.advice import DDP, NO_TIME, WAYS, Timing
 from lightning_dp.doctor.law import Result
 from lightning_dp.table import print_table
 
@@ -163,12 +163,20 @@ def show_timings(found: Sequence[Timing]) -> None:
         ]
         for timing in found
     ]
+    names = {"threads": "dp_custom, threads", "inorder": "dp_custom, in order"}
     if ways:
-        names = {"threads": "dp_custom, threads", "inorder": "dp_custom, in order"}
         print_table(["ms per step", "batch", *(names.get(way, way) for way in ways)], rows)
     for reason in dict.fromkeys(timing.why_not.get(DDP, "") for timing in found):
-        if reason:
+        if reason not in ("", NO_TIME):
             print(f"No DDP: {reason}.")
+    left_out = [
+        timing.workload if way == "all" else f"{timing.workload} with {names.get(way, way)}"
+        for timing in found
+        for way, reason in timing.why_not.items()
+        if reason == NO_TIME
+    ]
+    if left_out:
+        print(f"Not timed, as {NO_TIME}: {'; '.join(left_out)}.")
 
 
 def show_verdict(report: Report, path: Path) -> None:

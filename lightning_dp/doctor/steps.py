@@ -6,9 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
+from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dp import DataParallel
 from lightning_dp.doctor.bench import ALLOWED, STEPS, Bench, Job, as_vector, has_float64, relative
@@ -69,7 +70,7 @@ def same_metrics(bench: Bench) -> Finding:
         raise RuntimeError(f"Expected to be logged: {names}, got {sorted(mine.logged)}.")
     logged = [relative(torch.tensor(mine.logged[n]), torch.tensor(oracle.logged[n])) for n in names]
     outputs = [
-        as_vector(record.trainer.predict(record.module, bench.batches(job)))  # type: ignore[arg-type]
+        as_vector(cast(list[Tensor], record.trainer.predict(record.module, bench.batches(job))))
         for record in (mine, oracle)
     ]
     difference = worst([*logged, relative(*outputs)])
@@ -93,7 +94,7 @@ def _trained(called: nn.Module, module: nn.Module, bench: Bench, dtype: torch.dt
     for x, y in batches_of([4 * len(bench.devices) + 1] * 3, dtype):
         optimizer.zero_grad()
         output = called(x.to(bench.root))
-        nn.functional.cross_entropy(output, y.to(bench.root)).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(output, y.to(bench.root)).backward()
         optimizer.step()
 
 

@@ -31,7 +31,10 @@ ROUNDS = 2  # in turns: a machine that is busy for a while is so for all
 
 @contextlib.contextmanager
 def fair_threads() -> Iterator[None]:
-    """One thread per operation on a machine that is busier than it has cores: teams would wait."""
+    """One thread per operation on a machine that is busy.
+
+    An operation of several threads takes as long as the last of them, which has to wait for a core.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1 if load() > cores() else before)
     try:
@@ -132,6 +135,20 @@ def size_of_batches(
     return n
 
 
+def ways_in_one_process(
+    workload: Workload, devices: Sequence[torch.device]
+) -> dict[str, Callable[[], Strategy]]:
+    """What makes the strategies that are compared, by their names in the report."""
+    options = {"devices": devices, **workload.strategy}
+    ways: dict[str, Callable[[], Strategy]] = {
+        "one device": lambda: SingleDeviceStrategy(devices[0])
+    }
+    if len(devices) > 1:
+        ways["threads"] = lambda: DataParallelStrategy(executor="threads", **options)
+        ways["inorder"] = lambda: DataParallelStrategy(executor="inorder", **options)
+    return ways
+
+
 def times_in_one_process(
     workload: Workload,
     batches: Sequence[Any],
@@ -140,18 +157,10 @@ def times_in_one_process(
     seconds_left: Callable[[], float],
 ) -> dict[str, float]:
     """Seconds per step of one device and of dp_custom in its two ways, as long as there is time."""
-    options = {"devices": devices, **workload.strategy}
-    ways: dict[str, Callable[[], Strategy]] = {
-        "one device": lambda: SingleDeviceStrategy(devices[0]),
-        "threads": lambda: DataParallelStrategy(executor="threads", **options),
-        "inorder": lambda: DataParallelStrategy(executor="inorder", **options),
-    }
-    if len(devices) == 1:
-        ways = {"one device": ways["one device"]}
     best: dict[str, float] = {}
     for i in range(ROUNDS):
         before = seconds_left()
-        for name, make in ways.items():
+        for name, make in ways_in_one_process(workload, devices).items():
             if best and seconds_left() <= 0:
                 return best
             seconds = timed(workload, batches, make(), devices, folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
 
 
 class Watchdog:
@@ -23,33 +22,25 @@ class Watchdog:
 
     def tell(self, what: str) -> None:
         """What comes next."""
-        self._stop()
+        self.rest()
         if sys.stderr.isatty():
             print(f"\r\x1b[K{what} ...", end="", file=sys.stderr, flush=True)
         self._timer = threading.Timer(self._seconds, self._call, [what])
         self._timer.daemon = True
         self._timer.start()
 
-    def _stop(self) -> None:
+    def rest(self) -> None:
+        """Nothing is under way."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def rest(self) -> None:
-        """Nothing is under way."""
-        self._stop()
-
     def __enter__(self) -> Watchdog:
         """Nothing is told yet."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Nothing is under way any more."""
-        self._stop()
+        self.rest()

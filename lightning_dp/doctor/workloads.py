@@ -21,8 +21,8 @@ class Workload:
     Args:
         name: as the report has it.
         make: makes the module, from whatever seed.
-        batches: makes some batches on the host, of about so many samples; who has batches of his
-            own takes no heed.
+        batches: makes some batches on the host, of about so many samples; those of the user's own
+            data are as they are.
         strategy: options of the strategy, such as the mode.
         trainer: options of the Trainer, such as the precision.
         grows: whether batches are to grow until a step takes long enough to be timed.

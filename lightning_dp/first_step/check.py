@@ -149,7 +149,7 @@ class Runs:
                 raise ValueError("training_step returned None")
             loss: Tensor = StepOutput.parse(output).loss
             with self.mode.during_backward():
-                (loss * self._scale).backward(retain_graph=self._keeps_graph)  # type: ignore[no-untyped-call]
+                (loss * self._scale).backward(retain_graph=self._keeps_graph)
             return Outcome.of(loss, self._parameters, self.module)
         finally:
             self._snapshot.restore()

@@ -8,25 +8,25 @@ user's module.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_dp.lightning_private import batch_value, keep_batch_value, own_device
+from lightning_dp.lightning_private import batch_value, own_device
 from lightning_dp.metrics.arguments import MetricCall
-from lightning_dp.metrics.logs import LogCall, brought_to, log_call, merged_log
+from lightning_dp.metrics.logs import LateLog, LogCall, brought_to, log_call, log_late, merged_log
 from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import StepAttributes, names_of_metric, state_of_metric
 from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, is_per_sample, replay
 from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards, StepDims
-from lightning_dp.parallel.contexts import Contexts, context
+from lightning_dp.parallel.contexts import Contexts
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.replaced import StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
@@ -39,9 +39,13 @@ Row: TypeAlias = dict[int, Any]
 
 
 class Journal:
-    """The calls of one replica during one step."""
+    """The calls of one replica during one step.
 
-    def __init__(self) -> None:
+    What is logged leaves some devices at once, for which the host waits before it is read.
+    """
+
+    def __init__(self, leaving: Collection[torch.device] = ()) -> None:
+        self._leaving = leaving
         self.calls: list[Call] = []
         self.metrics: ReplicaMetrics | None = None
 
@@ -51,14 +55,7 @@ class Journal:
             value.fail()
         if self.metrics is not None and isinstance(value, nn.Module):
             value = self.metrics.original(value)
-        self.calls.append(log_call(name, value, args, kwargs))
-
-
-class _Log(NamedTuple):
-    """A call of `self.log` that is still to be made, and a metric's value of the batch by then."""
-
-    call: LogCall
-    batch_value: Any
+        self.calls.append(log_call(name, value, args, kwargs, self._leaving))
 
 
 class Journals(ReplicaRules):
@@ -76,7 +73,9 @@ class Journals(ReplicaRules):
     ) -> None:
         self._module = module
         self._output_device = output_device
-        self._journals = [Journal() for _ in devices]
+        self._crosses = any(device != output_device for device in devices)
+        leaving = devices if output_device.type == "cpu" else ()
+        self._journals = [Journal(leaving) for _ in devices]
         self._devices = list(devices)
         self._submodules: list[list[nn.Module]] = []
         self._attributes: dict[int, StepAttributes] = {}
@@ -106,43 +105,40 @@ class Journals(ReplicaRules):
             own["log"] = StandIn(twin, "log", self._journals[k].log)
         return own
 
-    @context
     def around(
         self,
         replicas: Replicas,
         shards: Shards,
         is_rerun: bool = False,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Records while the replicas run; if all went well, replays.
 
         A rerun has done so before. It, and a step that did not fit and will run again, leave the
-        module and its metrics as they were. Values are logged last: that cannot be undone.
+        module and its metrics as they were.
         """
+        return _Recording(self, replicas, shards, is_rerun)
+
+    def begin(self, replicas: Replicas, active: Sequence[int]) -> AbstractContextManager[None]:
+        """A step begins; what lasts while its replicas run, and the journals record."""
         for journal in self._journals:
             journal.calls.clear()
         self._follow(replicas.submodules)
-        state = self._state
-        state.begin(replicas.submodules, shards.active)
-        logs: list[_Log] = []
-        try:
-            # Replica 0 is the user's module: it records only while the step lasts.
-            own = self._journals[0]
-            metrics = self._measuring(shards.active)
-            measuring = Contexts(metrics) if self._attributes else nullcontext()
-            with standing_in(self._module, "log", own.log), measuring:
-                yield
-            if is_rerun:
-                state.undo()
-            else:
-                changes = state.changes(shards.active)  # not those of the calls that follow
-                logs = self._replay(shards) if self.replays else logs
-                state.settle(changes, replicas, shards)
-        except torch.OutOfMemoryError:
-            state.undo()
-            self._metric_states.give_back()
-            raise
-        self._metric_states.drop()
-        self._log(logs)
+        self._state.begin(replicas, active)
+        # Replica 0 is the user's module: it records only while the step lasts.
+        own = standing_in(self._module, "log", self._journals[0].log)
+        return Contexts(chain([own], self._measuring(active))) if self._attributes else own
+
+    def settle(self, replicas: Replicas, shards: Shards) -> list[LateLog]:
+        """Gives the module what the replicas have left; what is to be logged."""
+        changes = self._state.changes(shards.active)  # not those of the calls that follow
+        logs = self._replay(shards) if self.replays else []
+        self._state.settle(changes, replicas, shards)
+        return logs
+
+    def undo(self) -> None:
+        """Takes back what the step has left on the module and its metrics."""
+        self._state.undo()
+        self._metric_states.give_back()
 
     def _follow(self, submodules: list[list[nn.Module]]) -> None:
         """Finds the metrics of all replicas, if these are others than before."""
@@ -168,15 +164,16 @@ class Journals(ReplicaRules):
                 metrics.weights_move = not self._module.automatic_optimization
                 yield metrics.recording()
 
-    def _replay(self, shards: Shards) -> list[_Log]:
+    def _replay(self, shards: Shards) -> list[LateLog]:
         """Makes the calls of metrics; what is to be logged."""
         sizes, order = shards.active_sizes, shards.active_order
-        journals = [self._journals[k].calls for k in shards.active]
+        journals: Sequence[list[Call]] = [self._journals[k].calls for k in shards.active]
+        if self._crosses:
+            journals = brought_to(self._output_device, journals)
         called = {c.metric: None for calls in journals for c in calls if isinstance(c, MetricCall)}
         if called:
             self._metric_states.keep(list(called))
-        logs: list[LogCall] = []
-        batch_values: list[Any] = []
+        logs: list[LateLog] = []
         for row in _aligned(journals, sizes, order, shards.dims):
             present = [sizes[i] for i in row]
             calls: list[Any] = list(row.values())
@@ -187,24 +184,15 @@ class Journals(ReplicaRules):
             if len(row) < len(journals):
                 self._refuse(calls[0].name, row, shards)
             merged = merged_log(calls, present, self._output_device, shards.dims)
-            logs.append(merged)
-            batch_values.append(batch_value(merged.value))
-        return list(map(_Log, brought_to(self._output_device, logs), batch_values))
+            logs.append(LateLog(merged, batch_value(merged.value)))
+        return logs
 
-    def _log(self, logs: Sequence[_Log]) -> None:
-        for call, value in logs:
-            is_later = value is not (latest := batch_value(call.value))
-            if is_later:
-                keep_batch_value(call.value, value)
-            try:
-                self._module.log(call.name, call.value, **call.options)
-            except torch.OutOfMemoryError as error:
-                raise RuntimeError(
-                    f"self.log({call.name!r}): expected room for the values that a step logs, got: "
-                    f"{error} Make the batch smaller."
-                ) from error
-            if is_later:
-                keep_batch_value(call.value, latest)
+    def log(self, logs: Sequence[LateLog]) -> None:
+        """Logs them, last of all: that cannot be undone."""
+        if self._metric_states.kept:
+            self._metric_states.drop()
+        if logs:
+            log_late(self._module, logs)
 
     def _replay_metric(
         self, calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dims: StepDims
@@ -230,6 +218,40 @@ class Journals(ReplicaRules):
             f"{', '.join(got)}, but not from {', '.join(missing)}. Log it for every shard; "
             "a value that some shards lack can be logged through a torchmetrics metric."
         )
+
+
+class _Recording:
+    """One step, see `Journals.around`. What has to be put back it has entered itself."""
+
+    def __init__(
+        self, journals: Journals, replicas: Replicas, shards: Shards, is_rerun: bool
+    ) -> None:
+        self._journals, self._is_rerun = journals, is_rerun
+        self._replicas, self._shards = replicas, shards
+
+    def __enter__(self) -> None:
+        """The step begins."""
+        self._inside = self._journals.begin(self._replicas, self._shards.active)
+        try:
+            self._inside.__enter__()
+        except torch.OutOfMemoryError:
+            self._journals.undo()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        """It ends."""
+        logs: list[LateLog] = []
+        try:
+            self._inside.__exit__(kind, *error)
+            if kind is None and not self._is_rerun:
+                logs = self._journals.settle(self._replicas, self._shards)
+        except torch.OutOfMemoryError:
+            self._journals.undo()
+            raise
+        if kind is None and not self._is_rerun:
+            self._journals.log(logs)
+        elif kind is None or issubclass(kind, torch.OutOfMemoryError):
+            self._journals.undo()
 
 
 def _aligned(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from itertools import compress
 from numbers import Number
@@ -12,8 +12,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_dp.lightning_private import batch_value, keep_batch_value
 from lightning_dp.parallel.batch import StepDims, weighted_mean
-from lightning_dp.parallel.links import joining_device, to_device_coalesced
+from lightning_dp.parallel.links import to_device_coalesced
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.
 _OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]
@@ -28,11 +29,48 @@ class LogCall(NamedTuple):
     options: Mapping[str, Any]
 
 
-def log_call(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LogCall:
-    """From the arguments of `self.log`; copies tensors, to which the step may still write."""
+class LateLog(NamedTuple):
+    """A call of `self.log` that is still to be made, and a metric's value of the batch by then."""
+
+    call: LogCall
+    batch_value: Any
+
+
+def log_late(module: LightningModule, logs: Sequence[LateLog]) -> None:
+    """Makes the calls, when the metrics may have other values already."""
+    for call, value in logs:
+        is_later = value is not (latest := batch_value(call.value))
+        if is_later:
+            keep_batch_value(call.value, value)
+        try:
+            module.log(call.name, call.value, **call.options)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"self.log({call.name!r}): expected room for the values that a step logs, got: "
+                f"{error} Make the batch smaller."
+            ) from error
+        if is_later:
+            keep_batch_value(call.value, latest)
+
+
+def log_call(
+    name: str,
+    value: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaving: Collection[torch.device] = (),
+) -> LogCall:
+    """From the arguments of `self.log`; copies tensors, to which the step may still write.
+
+    Those on devices that they are `leaving` go to the host, and are there when it has waited.
+    """
     options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
-    if isinstance(value, Tensor):
-        value = value.clone() if options.get("enable_graph") else value.detach().clone()
+    if isinstance(value, Tensor) and options.get("enable_graph"):
+        value = value.clone()
+    elif isinstance(value, Tensor):
+        value = value.detach()
+        leaves = value.device in leaving
+        value = value.to("cpu", non_blocking=True, copy=True) if leaves else value.clone()
     return LogCall(("log", name), name, value, options)
 
 
@@ -49,12 +87,14 @@ def merged_log(
     | any, of a metric | the metric itself, which by then has seen the whole batch            |
 
     A `batch_size` that is the same on shards of unequal sizes is a constant; others are added up.
-    A tensor of accelerators does not go to the host yet, see `brought_to`.
+    Tensors are on the device, see `brought_to`.
     """
     first = calls[0]
     if len(calls) == 1:
         return first
-    told = [_with_number(call.options) for call in calls]
+    told = [call.options for call in calls]
+    if any([isinstance(options.get("batch_size"), Tensor) for options in told]):
+        told = list(map(_with_number, told))
     if told.count(told[0]) < len(calls):
         _check_options(first.name, told)
     options, weights = dict(told[0]), sizes
@@ -64,23 +104,28 @@ def merged_log(
             weights, options["batch_size"] = own, sum(own)
     value = first.value
     if isinstance(value, Tensor | Number):
-        where = joining_device([call.value for call in calls], device)
-        numbers = _as_numbers(calls, where)
+        numbers = _as_numbers(calls, device)
         value = _merged(numbers, weights, options.get("reduce_fx", "mean"))
     return first._replace(value=value, options=options)
 
 
-def brought_to(device: torch.device, calls: Sequence[LogCall]) -> list[LogCall]:
-    """Merged calls with their tensors on the device; for the host, all in one copy."""
-    brought, away = list(calls), []
-    for i, call in enumerate(calls):  # one frame in every step
-        if isinstance(call.value, Tensor) and call.value.device != device:
-            away.append(i)
-    if not away:
-        return brought
-    values = to_device_coalesced([calls[i].value for i in away], device)
-    for i, value in zip(away, values, strict=True):
-        brought[i] = calls[i]._replace(value=value)
+def brought_to(device: torch.device, journals: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The replicas' calls with logged tensors on the device; from each other one in one copy.
+
+    Nothing waits for these copies that does not wait for the loss: all replicas' are summed, and
+    every backward begins with a gradient from where the sum is.
+    """
+    brought = list(map(list, journals))
+    away = []
+    for own in brought:  # one frame in every step
+        for i, call in enumerate(own):
+            value = call.value if isinstance(call, LogCall) else None
+            if isinstance(value, Tensor) and value.device != device:
+                away.append((own, i))
+    if away:
+        values = to_device_coalesced([own[i].value for own, i in away], device)
+        for (own, i), value in zip(away, values, strict=True):
+            own[i] = own[i]._replace(value=value)
     return brought
 
 

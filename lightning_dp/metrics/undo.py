@@ -14,14 +14,17 @@ from lightning_dp.metrics.arguments import AnyMetric
 
 
 class MetricStates:
-    """What metrics have, kept where a device may run out of memory."""
+    """What metrics have, kept where a device may run out of memory.
+
+    In `kept` are tensors and containers, and what was in them.
+    """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Any, Any]] = []  # tensors and containers, and what was in them
+        self.kept: list[tuple[Any, Any]] = []
 
     def keep(self, metrics: Sequence[AnyMetric]) -> None:
         """Copies what these metrics have now; items of lists are not written to."""
-        self._kept = []
+        self.kept = []
         parts = {part: None for metric in metrics for part in metric.modules()}
         for part in parts:
             if isinstance(part, Metric | MetricCollection) and _can_fail(part):
@@ -32,7 +35,7 @@ class MetricStates:
     def give_back(self) -> None:
         """Gives them the same again: the same objects, with what was in them."""
         with torch.no_grad():
-            for value, content in self._kept:
+            for value, content in self.kept:
                 if isinstance(value, Tensor):
                     value.copy_(content)
                     continue
@@ -42,13 +45,13 @@ class MetricStates:
 
     def drop(self) -> None:
         """There is nothing to give back any more."""
-        self._kept = []
+        self.kept = []
 
     def _keep(self, value: Any) -> None:
         if isinstance(value, Tensor):
-            self._kept.append((value, value.detach().clone()))
+            self.kept.append((value, value.detach().clone()))
         elif isinstance(value, dict | list | deque | set):
-            self._kept.append((value, value.copy()))
+            self.kept.append((value, value.copy()))
 
 
 def _can_fail(metric: AnyMetric) -> bool:

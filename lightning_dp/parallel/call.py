@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.batch import Shards, to_device, to_device_together
 from lightning_dp.parallel.likely_cause import LikelyCause
 from lightning_dp.parallel.replicas import ParameterCopies, Replicas
 from lightning_dp.parallel.workers import Task
@@ -23,6 +23,9 @@ StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContext
 """Of the replicas, what is called, the shards, and whether it is a rerun."""
 
 
+HOST = torch.device("cpu")
+
+
 class ReplicaCall(ABC):
     """One step's call, for `Engine.step`.
 
@@ -31,6 +34,7 @@ class ReplicaCall(ABC):
     """
 
     has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
+    gathers: ClassVar[bool] = True  # or the outputs stay where they are
     copied_parameters: ParameterCopies = "changed"  # by replicas elsewhere
     path = ""  # of the submodule that is called
 
@@ -60,6 +64,10 @@ class ReplicaCall(ABC):
             cause = LikelyCause(modules[k], devices[k], shards, k)
             tasks.append(Task(k, devices[k], call, place, cause))
         return tasks
+
+    def leave(self, outputs: list[Any], devices: Collection[torch.device]) -> list[Any]:
+        """The outputs on their way to the host, which does not wait for these devices yet."""
+        return to_device_together(outputs, HOST, later=devices)
 
     @abstractmethod
     def gather(self, outputs: list[Any], shards: Shards) -> Any:

@@ -4,8 +4,9 @@ The code of users runs inside of them. Its errors leave a context unchanged, and
 them: `contextlib` sets their `__traceback__`, which an error may refuse, and makes a RuntimeError
 of a StopIteration.
 
-An interrupt may come while a context ends, or just before. So the open ones are known, and whoever
-runs a step ends those that an error has left open, see `Surroundings`.
+An interrupt may come while a context ends, or just before. So whoever runs a step knows those that
+are open, and ends what an error has left open, see `Surroundings`. Outside of a step nobody knows
+them: they would be kept for good.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ T = TypeVar("T")
 Entries: TypeAlias = "list[Lasting | weakref.ref[_Generated[Any]]]"
 
 
+_GONE: weakref.ref[Any] = weakref.ref(set())
+
+
 class _Open(threading.local):
-    """The contexts that last, of this thread; the innermost is the last."""
+    """The innermost surroundings of this thread."""
 
     def __init__(self) -> None:
-        self.stack: Entries = []
+        self.around: weakref.ref[Surroundings] = _GONE
 
 
 _open = _Open()
@@ -58,7 +62,8 @@ class Lasting(ABC):
     def __enter__(self) -> None:
         """It lasts from here on."""
         try:
-            self._entries = _open.stack
+            around = _open.around()
+            self._entries = [] if around is None else around.opened
             self._entries.append(self)
             self.begin()
         except BaseException:
@@ -164,7 +169,8 @@ class _Generated(AbstractContextManager[T], Generic[T]):
     def __init__(self, generator: Generator[T, None, None]) -> None:
         self._generator = generator
         self._entry = weakref.ref(self)  # it ends by itself, once nobody has it any more
-        self._entries: Entries = _open.stack
+        around = _open.around()
+        self._entries: Entries = [] if around is None else around.opened
 
     def __enter__(self) -> T:
         self._entries.append(self._entry)
@@ -231,20 +237,26 @@ class Surroundings:
     Whoever runs a step surrounds it with this.
     """
 
+    opened: Entries  # what lasts, and was opened meanwhile; the innermost is the last
+
     def __enter__(self) -> None:
         """Looks."""
-        self._count = len(_open.stack)
         self._grad = torch.is_grad_enabled()
+        self._outer = _open.around
+        outer = self._outer()
+        self.opened = [] if outer is None else outer.opened
+        self._count = len(self.opened)
+        _open.around = weakref.ref(self)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """After an error, puts everything back that was opened meanwhile."""
-        if kind is None:
-            return
-        while len(_open.stack) > self._count:
-            last = _open.stack[-1]
-            opened = last if isinstance(last, Lasting) else last()
-            if opened is None:
-                _open.stack.pop()
-            else:
-                opened.put_back()
-        torch.set_grad_enabled(self._grad)
+        if kind is not None:
+            while len(self.opened) > self._count:
+                last = self.opened[-1]
+                opened = last if isinstance(last, Lasting) else last()
+                if opened is None:
+                    self.opened.pop()
+                else:
+                    opened.put_back()
+            torch.set_grad_enabled(self._grad)
+        _open.around = self._outer

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -200,16 +200,23 @@ class DataParallel(nn.Module, Generic[Module]):
     def _spreader(self) -> ForwardParallel:
         if self._engine is None:
             split = split_policy(*self._split)
-            self._engine = ForwardParallel(
-                self.module, self.devices, split=split, always_copies=True, **self._options
-            )
-            weakref.finalize(self, self._engine.close).atexit = False  # it may be at work
+            with Surroundings():
+                self._engine = ForwardParallel(
+                    self.module, self.devices, split=split, always_copies=True, **self._options
+                )
         return self._engine
 
     def close(self) -> None:
         """Ends the worker threads; a later call starts new ones."""
         if self._engine is not None:
-            self._engine.close()
+            with Surroundings():
+                self._engine.close()
+
+    def __del__(self) -> None:
+        """As `close`. A finalizer would hold the engine, and with it what holds this wrapper."""
+        own = self.__dict__  # a replica of this has the engine of the original
+        if own.get("_engine") and own["_identity"] == id(self) and not sys.is_finalizing():
+            self.close()
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """The module's own state, without the prefix `module.`."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_dp.parallel.checks import told
+from lightning_dp.parallel.contexts import Lasting
 
 _HIGHEST_ID = 127  # torch takes no higher one, and no machine has it
 _PEAK = "max_memory_allocated"
@@ -169,10 +170,20 @@ def empty_cache(device: torch.device) -> None:
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Makes `device` the calling thread's current one for a while."""
-    if device.type == "cpu":
-        return nullcontext()
-    here: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
-    return here
+    return nullcontext() if device.type == "cpu" else _CurrentDevice(device)
+
+
+class _CurrentDevice(Lasting):
+    def __init__(self, device: torch.device) -> None:
+        # Torch's own, which makes no context on a device that is current, but that nobody uses. To
+        # enter it is one call; to leave it twice is to leave it once.
+        self._own: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+
+    def begin(self) -> None:
+        self._own.__enter__()
+
+    def end(self) -> None:
+        self._own.__exit__(None, None, None)
 
 
 def _existing(entry: DeviceLike, key: str) -> torch.device:

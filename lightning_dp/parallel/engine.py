@@ -37,6 +37,7 @@ from lightning_dp.parallel.gradients import (
     backward_at_once,
     reduce_gradients,
 )
+from lightning_dp.parallel.links import host_waits_for
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.ranges import Ranges, stage
 from lightning_dp.parallel.replaced import replaced
@@ -96,6 +97,7 @@ class Engine:
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
         self.reducer = Reducer(self.replicas, buffers, self.devices)
         self.on_cpu = all(device.type == "cpu" for device in devices)
+        self._sends_home = output_device.type == "cpu" and not self.on_cpu
         self.ranges = Ranges()  # the stages, as profilers see them
         self.calls = Calls()  # of the replicas, in the latest apply
         self.meter = Meter(devices)
@@ -209,12 +211,12 @@ class Engine:
         if call.training:
             buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"
             if self._snapshot is not None:
-                self._snapshot.take(self.replicas.buffers[0])
+                self._snapshot.take(self.replicas.root_buffers)
         stale = self._stale.intersection(shards.active)
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        compiles = self.replicas.compiled.may_come
+        self._compiles = compiles = self.replicas.compiled.may_come
         in_threads = self._executor.choose(call.name, len(shards.active), in_order=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
@@ -233,11 +235,14 @@ class Engine:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self._is_rerun)
         noticed = self.replicas.noticed(shards.active) if training else nullcontext()
-        with context, noticed, self.replicas.compiled.around_calls():
+        with context, noticed, self.replicas.compiled.around_calls(self._compiles):
             tasks = call.tasks(modules, shards, self.devices)
             if self.meter.is_watched:
                 self.meter.follow(tasks)
             outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
+            if self._sends_home and call.gathers:  # what replicas have logged has left already
+                outputs = call.leave(outputs, self.devices)
+                host_waits_for(*self.devices)
         if training:
             self.reducer.after_forward(shards)
             self.meter.count(shards.sizes)

@@ -45,6 +45,7 @@ def _add_to_text(error: BaseException, note: str) -> None:
     if len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{note}",)
     else:
+        # To mypy, which reads it as Python 3.10, errors have no such attribute.
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 

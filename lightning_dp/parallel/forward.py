@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_dp.parallel.batch import Scalars, Shards, to_device
+from lightning_dp.parallel.batch import Scalars, Shards, to_device_together
 from lightning_dp.parallel.call import ReplicaCall
-from lightning_dp.parallel.contexts import Lasting
+from lightning_dp.parallel.contexts import Lasting, Surroundings
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.replaced import StandIn, replaced
@@ -203,7 +205,9 @@ class SpreadCall(ReplicaCall):
 
     def begin(self, shards: Shards) -> None:
         """Puts the replicas inside the root's graph."""
-        self._engine.replicas.connect(shards.active, self._engine.reducer.settle)
+        # Not the engine itself: a graph that reaches what holds it is never freed.
+        settle = partial(_settle, weakref.ref(self._engine))
+        self._engine.replicas.connect(shards.active, settle)
 
     def on_replica(self, module: nn.Module, shard: Mapping[int | str, Any]) -> Any:
         """The replica's `forward`."""
@@ -214,12 +218,20 @@ class SpreadCall(ReplicaCall):
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """Joined; what the root has returned alone stays as it is."""
         if shards.whole:
-            return to_device(outputs[0], self._engine.output_device)
+            return to_device_together(outputs, self._engine.output_device)[0]
         self._engine.num_cut += 1
         sizes, order = shards.active_sizes, shards.active_order
         return self._engine.join(
             outputs, sizes=sizes, order=order, dims=shards.dims, doubts_means=True
         )
+
+
+def _settle(engine: Callable[[], ForwardParallel | None]) -> None:
+    """After a backward; of an engine that is gone there is nothing to settle."""
+    living = engine()
+    if living is not None:
+        with Surroundings():
+            living.reducer.settle()
 
 
 def check_parallel_modules(module: nn.Module, names: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ of the whole batch, of which every replica has a copy of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from lightning_dp.parallel.gradients import (
     join_losses,
     loss_weights,
 )
-from lightning_dp.parallel.links import gradients_on
+from lightning_dp.parallel.links import gradients_on, joining_device
 from lightning_dp.parallel.step import EvaluationStep
 from lightning_dp.parallel.torch_private import norm_of_each, version
 
@@ -50,6 +50,16 @@ class ManualStep(EvaluationStep):
         """The replicas' gradients follow the root's from here on."""
         super().begin(shards)
         self._gradients = _FollowedGradients(self.engine.replicas.parameters, shards.active)
+
+    def leave(self, outputs: list[Any], devices: Collection[torch.device]) -> list[Any]:
+        """With what losses are means over, which is told by an attribute."""
+        items = [items_of(out) if isinstance(out, Tensor) else None for out in outputs]
+        with torch.no_grad():
+            *sent, counts = super().leave([*outputs, items], devices)
+        for out, count in zip(sent, counts, strict=True):
+            if count is not None:
+                out.num_items = count
+        return sent
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """What the step returned, and what it has done to gradients."""
@@ -120,25 +130,25 @@ class ManualStep(EvaluationStep):
                 )
         graphs = self._graphs(losses)
         with torch.no_grad():
-            joint = join_losses(graphs, self.engine.output_device)
+            # Nobody asks for its value on the host, which would wait for it.
+            joint = join_losses(graphs, joining_device(losses, self.engine.output_device))
         if any([loss.requires_grad for loss in losses]):
-            run, crosses = partial(self._backward, inputs), self.engine.calls.crossed
+            run, crosses = self._backward, self.engine.calls.crossed
             devices = [*self.engine.devices, self.engine.output_device]
             backward = JointBackward(self.name, self.shards, graphs, crosses, run, devices)
+            backward.inputs = inputs
             joint = backward.attach(joint)
         return self.once(lambda: call(joint))
 
-    def _backward(
-        self, inputs: Sequence[Any], joint: JointBackward, gradient: Tensor, keep_graph: bool
-    ) -> None:
+    def _backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         reducer = self.engine.reducer
         reducer.before_backward()
         self._gradients.put_aside()
         if joint.crosses or not self.engine.on_cpu:
             during = self.engine.meter.working([graph.replica for graph in joint.graphs])
-            backward_at_once(joint.graphs, gradient, keep_graph, _all_of(inputs), during)
+            backward_at_once(joint.graphs, gradient, keep_graph, _all_of(joint.inputs), during)
         else:
-            own_inputs = dict(zip(self.shards.active, inputs, strict=True))
+            own_inputs = dict(zip(self.shards.active, joint.inputs, strict=True))
             calls: dict[int, Callable[[], Any]] = dict.fromkeys(self.shards.active, lambda: None)
             for graph in joint.graphs:
                 options = {"retain_graph": keep_graph, "inputs": own_inputs[graph.replica]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from operator import sub
@@ -12,7 +12,7 @@ from operator import sub
 import torch
 
 from lightning_dp.parallel.batch import DeviceUsage
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.contexts import Lasting, Paired
 from lightning_dp.parallel.devices import (
     allocated_memory,
     busy_clock,
@@ -133,14 +133,9 @@ class Meter:
         if self._steps is not None:
             self._steps.stop()
 
-    @context
-    def unmeasured(self) -> Iterator[None]:
+    def unmeasured(self) -> AbstractContextManager[None]:
         """What happens meanwhile does not count into the devices' peaks of memory."""
-        self._memory.restart()
-        try:
-            yield
-        finally:
-            self._memory.forget()
+        return Paired(self._memory.restart, self._memory.forget)
 
     def read_peaks(self) -> None:
         """Brings the totals' peaks of memory up to date."""
@@ -181,18 +176,12 @@ class StepMeter:
             for task in tasks:
                 task.spans = step.spans[task.replica]
 
-    @context
-    def working(self, replicas: Sequence[int]) -> Iterator[None]:
+    def working(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
         """While it lasts, the devices of some replicas are at work for the step."""
         step = self._running
-        own = [] if step is None or not step.spans else [step.spans[k] for k in replicas]
-        spans = [Span(self._devices[k]) for k in replicas] if own else []
-        try:
-            yield
-        finally:
-            for span, known in zip(spans, own, strict=True):
-                span.end()
-                known.append(span)
+        if step is None or not step.spans:
+            return nullcontext()
+        return _Working([(self._devices[k], step.spans[k]) for k in replicas])
 
     def add(self, k: int, seconds: float) -> None:
         """A worker spent so many seconds in calls of replica k."""
@@ -226,6 +215,26 @@ class StepMeter:
         """What is in use from now on is no longer the stopped step's."""
         if self._stopped and not self._stopped[-1].peak_bytes:
             self._stopped[-1].peak_bytes = self._memory.window()
+
+
+class _Working(Lasting):
+    """Devices are at work, of which the spans of a step are to tell."""
+
+    def __init__(self, devices: Sequence[tuple[torch.device, list[Span]]]) -> None:
+        self._devices = devices
+        self._running: list[tuple[Span, list[Span]]] = []
+
+    def begin(self) -> None:
+        """From here on."""
+        for device, known in self._devices:
+            self._running.append((Span(device), known))
+
+    def end(self) -> None:
+        """No longer."""
+        while self._running:
+            span, known = self._running.pop()
+            span.end()
+            known.append(span)
 
 
 class _Step:

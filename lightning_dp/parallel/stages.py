@@ -98,6 +98,8 @@ class Stages:
 class _WholeCall(SpreadCall):
     """Calls the replicas themselves, hooks and all, each with its own arguments."""
 
+    gathers = False
+
     def __init__(self, engine: ForwardParallel) -> None:
         super().__init__(engine, "", 0, training=engine.is_training)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -79,7 +80,7 @@ class StepParallel(RecoveringEngine):
         """
         if not self.has_own_backward:
             return []
-        parameters = self.replicas.parameters[0]
+        parameters = self.replicas.root_parameters
         with_hooks = set(hooked(parameters))
         return [p for i, p in enumerate(parameters) if p.requires_grad and i not in with_hooks]
 
@@ -137,7 +138,17 @@ class TrainingStep(EvaluationStep):
         """The replica's own method; what the root has done to parameters must not reach others."""
         if module is not self.engine.module:
             self.engine.replicas.check_shared()
-        return super().on_replica(module, shard)
+        return getattr(module, self.name)(shard, *self.args)
+
+    def leave(self, outputs: list[Any], devices: Collection[torch.device]) -> list[Any]:
+        """Losses stay, too: their backward begins where they are."""
+        steps = [out if out is None else StepOutput.parse(out) for out in outputs]
+        parts = [s and (s.loss.detach(), s.num_items, s.extras) for s in steps]
+        names = ("value", "num_items", "extras")
+        return [
+            step and replace(step, **dict(zip(names, sent, strict=True)))
+            for step, sent in zip(steps, super().leave(parts, devices), strict=True)
+        ]
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """The joint loss, with its backward."""
@@ -150,14 +161,14 @@ class TrainingStep(EvaluationStep):
         sizes = [shards.sizes[k] for k in returned]
         counts = agreed_items([step.num_items for step in steps])
         weights = loss_weights(sizes, self.engine.loss_reduction, counts)
-        losses = [step.loss for step in steps]
-        joint = self._joint_loss(list(map(Graph, returned, losses, weights)), shards)
+        losses, values = [step.loss for step in steps], [step.value for step in steps]
+        joint = self._joint_loss(list(map(Graph, returned, losses, weights, values)), shards)
         if steps[0].extras is None:
             return joint
         order = None if shards.order is None else [shards.order[k] for k in returned]
         extras = [step.extras for step in steps]
         joined = self.engine.join(extras, sizes=sizes, order=order, dims=shards.dims)
-        has_count = counts and "num_items" in next(iter(returned.values()))
+        has_count = counts and steps[0].tells_items
         return {"loss": joint, **joined, **({"num_items": sum(counts or ())} if has_count else {})}
 
     def _joint_loss(self, graphs: list[Graph], shards: Shards) -> Tensor:
@@ -176,7 +187,7 @@ class TrainingStep(EvaluationStep):
         if loss is None or not loss.requires_grad:
             return
         try:
-            loss.backward(gradient)  # type: ignore[no-untyped-call]
+            loss.backward(gradient)
         except torch.OutOfMemoryError:
             wait_for_autograd(self.engine.devices)
             raise

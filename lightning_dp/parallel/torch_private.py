@@ -7,7 +7,7 @@ tells the name and the release, unless it is said below what happens instead.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
@@ -93,7 +93,7 @@ BatchNorm = batchnorm._BatchNorm
 
 def check_batch_norm_input(layer: BatchNorm, x: Tensor) -> None:
     """Raises the layer's own error if it does not take inputs of so many dimensions."""
-    layer._check_input_dim(x)  # type: ignore[no-untyped-call]
+    layer._check_input_dim(x)
 
 
 # State dicts
@@ -106,7 +106,7 @@ def format_versions(state_dict: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def set_format_versions(state_dict: OrderedDict[str, Any], versions: Mapping[str, Any]) -> None:
     """Notes such versions in a state dict. Gone: nobody reads them."""
-    state_dict._metadata = versions  # type: ignore[attr-defined]
+    state_dict._metadata = versions  # type: ignore[attr-defined]  # which torch gives it
 
 
 def is_extra_state(key: str) -> bool:
@@ -131,7 +131,6 @@ norm_of_each: Callable[[Tensors], Tensors] = found(torch, "_foreach_norm")
 flattened: Callable[[Tensors], Tensor] = found(torch._utils, "_flatten_dense_tensors")
 """Tensors in one of a single dimension, without a Python call for each; it may be a view of one."""
 
-
 # Hooks of parameters
 
 
@@ -146,13 +145,17 @@ hooks_of = _getter(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
 """Those of a parameter, of which `ParameterHooks` can be made."""
 
 
-def hooked(parameters: Iterable[Tensor]) -> list[int]:
+def hooked(parameters: Sequence[Tensor]) -> list[int]:
     """Positions of the parameters that have hooks of either kind."""
+    if not any(map(gradient_hooks, parameters)) and not any(map(_parameter_hooks, parameters)):
+        return []  # nearly always, and without a Python call for each
     return [i for i, (a, b) in enumerate(map(hooks_of, parameters)) if a or b]
 
 
 gradient_hooks: Callable[[Tensor], Mapping[int, Any] | None] = _getter(Tensor, "_backward_hooks")
 """Those that autograd calls with the gradient, and with None where there is none."""
+
+_parameter_hooks = _getter(Tensor, "_post_accumulate_grad_hooks")
 
 
 def take_hooks_off(parameter: Tensor) -> ParameterHooks:
@@ -235,7 +238,7 @@ def _update() -> None:
     """Without a lock, which an interrupt could leave locked: the last one to write looks again."""
     function = None
     while function is not (wanted := _run_or_hand_over if _users else _run_backward):
-        torch.autograd._engine_run_backward = function = wanted  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = function = wanted  # type: ignore[attr-defined]  # private
 
 
 # Modes
@@ -293,4 +296,4 @@ can_take_data: Callable[[Tensor, Tensor], bool] = found(torch, "_has_compatible_
 
 def set_can_take_data(test: Callable[[Tensor, Tensor], bool]) -> None:
     """Puts another test in the place of `can_take_data`, for the whole process."""
-    torch._has_compatible_shallow_copy_type = test  # type: ignore[assignment]
+    torch._has_compatible_shallow_copy_type = test  # type: ignore[assignment]  # a function of ours

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lightning_dp.sim import attached, links, speed, virtual_time
+from lightning_dp.sim import attached, links, memory, speed, virtual_time
 from lightning_dp.sim.attached import DeviceLike
 from lightning_dp.sim.attached import index_of as _index
 
@@ -31,14 +31,6 @@ default_generators: tuple[torch.Generator, ...] = ()
 
 class RaceError(RuntimeError):
     """Two accesses to memory that nothing orders, or memory that was let go too early."""
-
-
-@dataclass(frozen=True)
-class CopyStats:
-    """Copies from one device to another: how many, and their bytes at the source."""
-
-    count: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -184,55 +176,18 @@ def set_prompt(prompt: bool) -> None:
 # --- memory ---
 
 
-def memory_allocated(device: DeviceLike = None) -> int:
-    """Return the bytes in use on ``device`` now: by tensors, not by kernels' scratch memory."""
-    return int(_extension.memory_allocated(_index(device)))
-
-
-def max_memory_allocated(device: DeviceLike = None) -> int:
-    """Return the most bytes in use on ``device`` since the start or ``reset_peak_memory_stats``."""
-    return int(_extension.max_memory_allocated(_index(device)))
-
-
+memory_allocated, max_memory_allocated = memory.memory_allocated, memory.max_memory_allocated
 # Nothing is cached.
 memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
-
-
 memory_stats = torch.accelerator.memory_stats
 reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
 mem_get_info = torch.accelerator.get_memory_info
-
-
-def set_memory_limit(device: DeviceLike, limit: int | None) -> None:
-    """Let ``device`` have ``limit`` bytes, after which it raises ``torch.OutOfMemoryError``.
-
-    What is in use already stays. After the error the device works on.
-
-    Args:
-        device: the device.
-        limit: bytes, at least 1; ``None`` takes the limit away.
-    """
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit: expected at least 1 byte or None for no limit, got {limit}.")
-    _extension.set_memory_limit(_index(device), limit or 0)
-
-
-def empty_cache() -> None:
-    """Do nothing: memory is given back when a tensor dies."""
-
-
-def copy_stats() -> dict[tuple[str, str], CopyStats]:
-    """Return the copies between devices since the start or ``reset_copy_stats``.
-
-    Returns: For every pair (source, target) with copies, such as ``("cpu", "sim:0")`` or
-        ``("sim:0", "sim:1")``, their count and bytes. Copies within a device are not counted.
-    """
-    return {pair: CopyStats(*counts) for pair, counts in _extension.copies().items()}
-
-
-def reset_copy_stats() -> None:
-    """Start counting copies from zero."""
-    _extension.reset_copies()
+set_memory_limit, empty_cache = memory.set_memory_limit, memory.empty_cache
+CopyStats, copy_stats, reset_copy_stats = (
+    memory.CopyStats,
+    memory.copy_stats,
+    memory.reset_copy_stats,
+)
 
 
 # --- speed ---

@@ -77,7 +77,7 @@ def _check_tools() -> None:
     missing = []
     if not cpp_extension.is_ninja_available():
         missing.append("ninja: pip install 'lightning-dp[sim]' (or: pip install ninja)")
-    compiler: str = cpp_extension.get_cxx_compiler()  # type: ignore[no-untyped-call]
+    compiler: str = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         missing.append(
             f"a C++ compiler ({compiler!r} was not found): `apt install g++` on Debian and Ubuntu, "

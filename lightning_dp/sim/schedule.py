@@ -127,12 +127,10 @@ class _Replay:
                 return
             time = max(time, issued)
         if command.stream is None:
-            for other in command.needs:
-                end = self._ends[other]
-                if end is None:
-                    self._for_end[other].append(i)
-                    return
-                time = max(time, end)
+            met = self._when_needs_end(i)
+            if met is None:
+                return
+            time = max(time, met)
         heapq.heappush(self._threads, (time, thread))
 
     def _issue(self, time: int, thread: int) -> None:
@@ -156,14 +154,20 @@ class _Replay:
         """Plans when the first command of a stream begins, if it is known when its needs end."""
         command, ready = self._commands[i], self._issued[i]
         assert command.stream is not None and ready is not None
-        ready = max(ready, self._through[command.stream])
-        for other in command.needs:
+        met = self._when_needs_end(i)
+        if met is not None:
+            self._offer(i, max(ready, self._through[command.stream], met))
+
+    def _when_needs_end(self, i: int) -> int | None:
+        """The time; None if that is open: then the command is planned again once it is known."""
+        latest = 0
+        for other in self._commands[i].needs:
             end = self._ends[other]
             if end is None:
                 self._for_end[other].append(i)
-                return
-            ready = max(ready, end)
-        self._offer(i, ready)
+                return None
+            latest = max(latest, end)
+        return latest
 
     def _offer(self, i: int, ready: int) -> None:
         command, issued = self._commands[i], self._issued[i]

@@ -51,11 +51,11 @@ def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
       other.
 
     So the result does not depend on the machine or its load, if the program does not. With
-    ``dp_custom`` take ``executor="threads"`` or ``"inorder"``, as ``"auto"`` goes by the wall's
-    time. Where gradients of several devices meet in one graph, as with ``mode="forward"``,
-    autograd's threads go by who comes first; ``torch.autograd.set_multithreading_enabled(False)``
-    leaves it one. Recording takes memory, some hundred bytes for each op, until the next call of
-    this.
+    ``dp_custom``, ``executor="auto"`` goes by this time, but for what it has measured by the wall's
+    before: call this before the fit, or take ``"threads"`` or ``"inorder"``. Where gradients of
+    several devices meet in one graph, as with ``mode="forward"``, autograd's threads go by who
+    comes first; ``torch.autograd.set_multithreading_enabled(False)`` leaves it one. Recording takes
+    memory, some hundred bytes for each op, until the next call of this.
 
     Args:
         clock: ``"wall"`` or ``"virtual"``.

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.batch import Shards, gather, to_device, tree
+from lightning_dp.parallel.batch import Shards, gather, to_device, to_device_together, tree
 from lightning_dp.parallel.split import batch_order
 
 Path: TypeAlias = tuple[Any, ...]
@@ -108,7 +108,7 @@ class Merge:
         if _counts(before):
             self._count(path, before, after, root)
             return
-        self._look_for_labels(path, before, after)
+        self._look_for_labels(path, after)
         yield from self._entries(path, before, after, root, iter(before))
         for key in dict.fromkeys(k for other in after for k in other if k not in before):
             present = [i for i, other in enumerate(after) if key in other]
@@ -137,9 +137,7 @@ class Merge:
         for key in keys:
             root[key] = before.get(key, 0) + sum(counts.get(key, 0) for counts in counted)
 
-    def _look_for_labels(
-        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]]
-    ) -> None:
+    def _look_for_labels(self, path: Path, after: list[dict[Any, Any]]) -> None:
         """Lists under integers, to which replicas append differently often, are of samples."""
         keys = {key for other in after for key in other}
         lists = [other.get(key, []) for key in keys for other in after]
@@ -183,7 +181,8 @@ class Merge:
         are_labels = all(isinstance(item, int | str) for tail in tails for item in tail)
         may_be = max(self._sizes) > 1 or are_labels
         if in_turn or (any(counts) and self._are_of_samples(path, counts, may_be)):
-            appended = [to_device(item, self._output_device) for tail in tails for item in tail]
+            items = [item for tail in tails for item in tail]
+            appended = to_device_together(items, self._output_device)
             is_in_order = self._order is None or counts != self._sizes
             places = None if is_in_order else batch_order(self._order or ())
             return appended if places is None else [appended[i] for i in places]

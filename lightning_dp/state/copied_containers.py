@@ -53,11 +53,12 @@ class Contents:
     def __init__(self, live: list[Collection[Any]]) -> None:
         self._live = live
         self._lengths = list(map(len, live))
-        self._items = list(chain.from_iterable(live))
+        self._filled = list(filter(len, live))  # the others have no items to look at
+        self._items = list(chain.from_iterable(self._filled))
 
     def differ(self) -> bool:
         """Whether they are others now."""
-        items = chain.from_iterable(self._live)
+        items = chain.from_iterable(self._filled)
         return list(map(len, self._live)) != self._lengths or any(map(is_not, items, self._items))
 
 

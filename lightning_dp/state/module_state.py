@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.batch import Shards, tree
-from lightning_dp.parallel.replicas import AttributeVersions, Replicas
+from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import version
 from lightning_dp.state.containers import Merge, Path
 from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
@@ -76,17 +76,16 @@ class ModuleState:
         self._warned: set[tuple[int, str]] = set()
         self._submodules: list[list[nn.Module]] = []
 
-    def begin(self, submodules: list[list[nn.Module]], active: Sequence[int]) -> None:
-        """Notes what the modules of all replicas, which have followed the root, have by now."""
-        if submodules is self._submodules:
+    def begin(self, replicas: Replicas, active: Sequence[int]) -> None:
+        """Notes what the modules of all replicas, which have just followed the root, have."""
+        if replicas.submodules is self._submodules:
             self._look_again()
         else:
-            self._begin_with(submodules)
+            self._begin_with(replicas)
         self._is_settled = False
         self._versions = list(map(version, self._tensors))
-        # What the root has bound is known; other replicas may have values of their own.
-        first = active[0]
-        self._of_first = [dict(m.replicas[first]) if first else m.bound for m in self._modules]
+        if first := active[0]:  # what the root has bound is known
+            self._of_first = [dict(module.replicas[first]) for module in self._modules]
 
     def changes(self, active: Sequence[int]) -> Changes:
         """What the replicas' steps have changed: to be asked before metrics are called for all."""
@@ -103,6 +102,11 @@ class ModuleState:
 
     def settle(self, changes: Changes, replicas: Replicas, shards: Shards) -> None:
         """Gives the module what the replicas' steps left on them."""
+        if any(changes):
+            self._settle(changes, replicas, shards)
+        self._is_settled = True
+
+    def _settle(self, changes: Changes, replicas: Replicas, shards: Shards) -> None:
         active = shards.active
         merge = Merge(self._output_device, shards)
         for container in changes.containers:
@@ -121,15 +125,14 @@ class ModuleState:
                 shards.dims.keep_sizes()
             if differs:
                 self._warn(module, name)
-        self._is_settled = True
 
     def undo(self) -> None:
         """Gives the module what it had before the step."""
         for module in self._modules:
             module.undo()
 
-    def _begin_with(self, submodules: list[list[nn.Module]]) -> None:
-        self._submodules = submodules
+    def _begin_with(self, replicas: Replicas) -> None:
+        self._submodules = replicas.submodules
         self._modules = [
             ModuleAttributes(
                 j,
@@ -137,14 +140,11 @@ class ModuleState:
                 type(modules[0]),
                 _OF_TORCH | self._apart(modules[0]),
             )
-            for j, modules in enumerate(zip(*submodules, strict=True))
+            for j, modules in enumerate(zip(*replicas.submodules, strict=True))
             if not type(modules[0]).__module__.startswith(_PACKAGES)
         ]
         self._by_number = {module.number: module for module in self._modules}
-        self._looks = AttributeVersions(
-            [module.root for module in self._modules],
-            [module.apart - _OF_TORCH for module in self._modules],
-        )
+        self._looks = replicas.attributes
         self._seen = list(self._looks.versions)
         self._list()
 
@@ -153,7 +153,7 @@ class ModuleState:
         # What replicas have of their own only steps change, and those that ended are known.
         changed = self._changed_containers(self._of_root if self._is_settled else self._of_all)
         modules = {module for module, _ in self._strays()}
-        modules.update(compress(self._modules, map(ne, self._looks.look(), self._seen)))
+        modules.update(self._bound_anew(self._looks.versions))
         for module in modules:
             module.examine()
         self._seen = list(self._looks.versions)
@@ -199,9 +199,15 @@ class ModuleState:
 
     def _rebound(self, first: int) -> Iterable[tuple[ModuleAttributes, Attributes]]:
         """Modules on which the first replica may have bound something, and what it had before."""
-        pairs = zip(self._modules, self._of_first, strict=True)
-        changed = map(ne, self._looks.look(), self._seen)
-        return compress(pairs, changed) if first == 0 else pairs
+        if first:
+            return zip(self._modules, self._of_first, strict=True)
+        return ((module, module.bound) for module in self._bound_anew(self._looks.look()))
+
+    def _bound_anew(self, versions: list[int]) -> list[ModuleAttributes]:
+        """The modules of the root that have attributes of other versions than were seen."""
+        if versions == self._seen:
+            return []
+        return [m for m in self._modules if versions[m.number] != self._seen[m.number]]
 
     def _warn(
         self, module: ModuleAttributes, name: str, path: Path = (), text: str | None = None

@@ -27,10 +27,12 @@ import contextlib
 import copy
 import logging
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,6 +48,9 @@ from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.split import split_policy
 from lightning_dp.parallel.step import StepParallel, TrainingStep
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.nets import TinyResNet50
 
 CPU = torch.device("cpu")
 FACES = ("engine", "trainer", "separate")
@@ -68,51 +73,6 @@ class Times:
     def __str__(self) -> str:
         middle, best = statistics.median(self.seconds) * 1e3, min(self.seconds) * 1e3
         return f"{middle:8.2f} [{best:.2f}] ms"
-
-
-class Bottleneck(nn.Module):
-    """A residual block of three convolutions with batch norm."""
-
-    def __init__(self, width: int, downsample: bool) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, width, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU()
-        skip = nn.Sequential(nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width))
-        self.downsample = skip if downsample else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Adds the block's answer to its input."""
-        y = self.relu(self.bn1(self.conv1(x)))
-        y = self.relu(self.bn2(self.conv2(y)))
-        y = self.bn3(self.conv3(y))
-        return self.relu(y + (x if self.downsample is None else self.downsample(x)))
-
-
-class TinyResNet50(nn.Module):
-    """The modules and parameters of a ResNet-50 at a width of a few channels."""
-
-    def __init__(self, width: int = 2) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, width, 7, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU()
-        )
-        self.layers = nn.Sequential(
-            *(
-                nn.Sequential(*(Bottleneck(width, i == 0) for i in range(depth)))
-                for depth in (3, 4, 6, 3)
-            )
-        )
-        self.fc = nn.Linear(width, 10)
-
-    def training_step(self, batch: Tensor) -> Tensor:
-        """A loss that is a mean over the samples."""
-        logits = self.fc(self.layers(self.stem(batch)).mean((2, 3)))
-        return logits.square().mean()
 
 
 def bare_step(replicas: Sequence[TinyResNet50], shards: Sequence[Tensor]) -> float:

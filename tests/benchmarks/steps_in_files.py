@@ -141,7 +141,7 @@ def plain_step(
         trainer.fit(SmallMLP(), batches)
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return min(watch.steps, key=lambda step: step.frames)
 
 

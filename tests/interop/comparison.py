@@ -80,7 +80,7 @@ def package(name: str) -> tuple[Any, Any, Any]:
         ours = importlib.import_module(f"lightning_dp.{name}")
         importlib.import_module(f"lightning_dp.sim.{name}")  # the accelerator
 
-    class Rows(theirs.loggers.logger.Logger):  # type: ignore[misc, name-defined]
+    class Rows(theirs.loggers.logger.Logger):
         name, version = "rows", 0
 
         def __init__(self) -> None:

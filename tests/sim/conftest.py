@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from oracle import SIM_DEVICES
+from places import SIM_DEVICES
 from side_streams import SIM
 
 from lightning_dp import sim

@@ -9,14 +9,14 @@ import io
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from side_streams import SIM, main
+from side_streams import SIM, devices_at_work, main
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -157,12 +157,18 @@ READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_a_write_to_what_another_stream_reads_is_a_race(reader: str, side: torch.Stream) -> None:
+def read_on(side: torch.Stream, reader: str) -> tuple[Tensor, Callable[[], Any], Any]:
+    """What a stream has read, how to read it again, and what must live until it is through."""
     x, i = torch.ones(4, 4, device=SIM), torch.tensor([0, 1], device=SIM)
     side.wait_stream(main())
     with torch.sim.stream(side):
         kept = READERS[reader](x, i)
+    return x, lambda: READERS[reader](x, i), kept
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_write_to_what_another_stream_reads_is_a_race(reader: str, side: torch.Stream) -> None:
+    x, _, kept = read_on(side, reader)
     with pytest.raises(torch.sim.RaceError):
         x.fill_(1)
     main().wait_stream(side)
@@ -172,11 +178,8 @@ def test_a_write_to_what_another_stream_reads_is_a_race(reader: str, side: torch
 
 @pytest.mark.parametrize("reader", READERS)
 def test_two_streams_may_read_at_the_same_time(reader: str, side: torch.Stream) -> None:
-    x, i = torch.ones(4, 4, device=SIM), torch.tensor([0, 1], device=SIM)
-    side.wait_stream(main())
-    with torch.sim.stream(side):
-        kept = READERS[reader](x, i)
-    READERS[reader](x, i)
+    _, read_again, kept = read_on(side, reader)
+    read_again()
     main().wait_stream(side)
     del kept
 
@@ -263,14 +266,7 @@ def test_the_host_waits(ask: Callable[[Tensor], Any]) -> None:
     assert torch.sim.host_waits() > before
 
 
-@pytest.fixture
-def busy_devices() -> Iterator[None]:
-    torch.sim.set_prompt(False)
-    yield
-    torch.sim.set_prompt(True)
-
-
-@pytest.mark.usefixtures("busy_devices")
+@devices_at_work()
 def test_nobody_may_rely_on_a_device_to_be_through_at_once(side: torch.Stream) -> None:
     """A question that is answered by no orders nothing; one that is asked again ends."""
     x = torch.ones(4, device=SIM)

@@ -48,11 +48,11 @@ class Noted(torch.autograd.Function):
 @on_two_streams
 def test_a_backward_op_runs_on_the_stream_of_its_forward_op(side: torch.Stream) -> None:
     """Section "Stream semantics of backward passes", first paragraph."""
-    w, on_main, on_side = weight(), [], []  # type: ignore[var-annotated]
-    a = Noted.apply(w, on_main)  # type: ignore[no-untyped-call]
+    w, on_main, on_side = weight(), [], []
+    a = Noted.apply(w, on_main)
     side.wait_stream(main())
     with torch.sim.stream(side):
-        b = Noted.apply(w, on_side)  # type: ignore[no-untyped-call]
+        b = Noted.apply(w, on_side)
     main().wait_stream(side)
     (a * b).sum().backward()
     assert on_main == [main()] * 2 and on_side == [side] * 2

@@ -37,7 +37,7 @@ def leaf(device: torch.device, *shape: int) -> Tensor:
 def tensors(output: object) -> list[Tensor]:
     if isinstance(output, Tensor):
         return [output]
-    return [tensor for item in output for tensor in tensors(item)]  # type: ignore[attr-defined]
+    return [tensor for item in output for tensor in tensors(item)]
 
 
 def trained(module: nn.Module, *inputs: Tensor) -> list[Tensor]:

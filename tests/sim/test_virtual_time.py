@@ -16,7 +16,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import oracle
 import pytest
@@ -490,7 +490,7 @@ def test_a_backward_begins_after_its_call_and_its_caller_goes_on_after_it(
             return gradient
 
     x = machine.x[0].requires_grad_()
-    y = Waiting.apply(x)  # type: ignore[no-untyped-call]
+    y = Waiting.apply(x)
     gradient = torch.ones_like(machine.x[0].detach())  # 0 to 10
     machine.ops(1, 6)
     torch.sim.synchronize(1)  # the host is at 60
@@ -611,6 +611,44 @@ def test_clocks_may_change_while_steps_are_measured(watched: bool, on_sim: None)
     job = trainer(4, strategy, max_epochs=5, limit_val_batches=0, callbacks=callbacks)
     job.fit(Classifier(), loader(), loader())
     assert job.global_step == 15
+
+
+class Way(WithARead):
+    """Notes how each step ran."""
+
+    in_threads: ClassVar[dict[int, bool]] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Way.in_threads[batch_idx] = threading.current_thread() is not threading.main_thread()
+        return super().training_step(batch, batch_idx)
+
+
+def simulated_fit(steps: int = 14) -> tuple[dict[int, bool], float]:
+    """How the steps of a fit with `executor="auto"` ran, and how long it took."""
+    for k in range(4):
+        torch.sim.set_speed(k, seconds_per_op=1e-6 * (k + 1))
+    torch.sim.set_links("pcie4")
+    torch.manual_seed(0)
+    Way.in_threads.clear()
+    strategy = DataParallelStrategy(executor="auto")
+    job = trainer(4, strategy, max_epochs=1, max_steps=steps, limit_val_batches=0)
+    torch.sim.set_clock("virtual", seconds_per_launch=2e-6)
+    job.fit(Way(), loader(8 * steps, 8), loader(3))
+    torch.sim.set_clock("wall")
+    return dict(Way.in_threads), torch.sim.elapsed()
+
+
+def test_auto_goes_by_virtual_time(on_sim: None) -> None:
+    """By which replicas are sooner in threads, where their hosts' waits overlap."""
+    ways, _ = simulated_fit()
+    assert len(ways) == 14 and ways[12] and ways[13]
+
+
+@pytest.mark.slow
+def test_a_fit_with_auto_takes_the_same_on_a_busy_machine(on_sim: None) -> None:
+    idle = simulated_fit()
+    with busy():
+        assert simulated_fit() == idle
 
 
 def test_replicas_whose_host_waits_overlap_in_threads_and_not_in_order(on_sim: None) -> None:

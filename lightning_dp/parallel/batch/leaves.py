@@ -74,7 +74,7 @@ class _Tensors(Kind):
         pieces = [leaf.narrow(dim, start, stop - start) for start, stop in _ranges(sizes)]
         # Views share a version counter: one replica that writes to its piece would seem to have
         # written to what the others have saved for their backward.
-        has_derivatives = leaf.requires_grad or forward_ad.unpack_dual(leaf).tangent is not None  # type: ignore[no-untyped-call]
+        has_derivatives = leaf.requires_grad or forward_ad.unpack_dual(leaf).tangent is not None
         return pieces if has_derivatives else [piece.data for piece in pieces]
 
     def to(self, leaf: Tensor, device: torch.device) -> Tensor:
@@ -160,12 +160,12 @@ class _GraphBatches(Kind):
 
     def _batch(self, leaf: Any, graphs: list[Any]) -> Any:
         # The leaf's own class is made at run time, of Batch and of the class of the graphs.
-        maker = next(base for base in type(leaf).__mro__ if "from_data_list" in vars(base))
+        maker: Any = next(base for base in type(leaf).__mro__ if "from_data_list" in vars(base))
         # For these keys it says which graph owns a row.
         keys = set(leaf.keys() if callable(leaf.keys) else leaf.keys)
         followed = sorted(k for k in keys if {f"{k}_batch", f"{k}_ptr"} <= keys)
         options = {"follow_batch": followed} if followed else {}
-        return maker.from_data_list(graphs, **options)  # type: ignore[attr-defined]
+        return maker.from_data_list(graphs, **options)
 
 
 class _TensorDicts(Kind):

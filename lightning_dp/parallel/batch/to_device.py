@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,16 +27,19 @@ def to_device(node: Any, device: torch.device) -> Any:
     return tree.map_leaves(lambda leaf: move(leaf, device), node)
 
 
-def to_device_together(nodes: Sequence[Any], device: torch.device) -> list[Any]:
+def to_device_together(
+    nodes: Sequence[Any], device: torch.device, *, later: Collection[torch.device] = ()
+) -> list[Any]:
     """As `to_device` for several trees, but with few copies per source device and dtype.
 
-    Differentiable. On return the results may be read, whatever the device.
+    Differentiable. On return the results may be read, whatever the device; but on the host not
+    those from devices of which the caller says that it will wait for them `later`.
     """
     leaves = [leaf for node in nodes for leaf in tree.leaves(node)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if all(_is_there(leaf, device) for leaf in leaves):
         return list(nodes)
-    arrived = iter(to_device_coalesced(tensors, device))
+    arrived = iter(to_device_coalesced(tensors, device, later=later))
 
     def moved(leaf: Any) -> Any:
         return next(arrived) if isinstance(leaf, Tensor) else move(leaf, device)

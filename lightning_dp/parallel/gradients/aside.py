@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_dp.parallel.links import can_be_packed
 from lightning_dp.parallel.torch_private import (
     ParameterHooks,
     add_to_each,
-    copy_to_each,
+    flattened,
     hooks_of,
     put_hooks_back,
     take_hooks_off,
 )
 
+_GRAD = attrgetter("grad")
+_KIND = attrgetter("dtype", "device")
+
 
 class GradientsAside:
     """The gradients of earlier backwards, apart while another one runs.
 
-    If that one does not end, its half-done work can be taken away from theirs.
+    If that one does not end, its half-done work can be taken away from theirs. Nearly never it
+    `has_any`: optimizers clear them.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._earlier = [parameter.grad for parameter in self._parameters]
-        clear_gradients(self._parameters)
+        self._earlier = list(map(_GRAD, self._parameters))
+        self.has_any = any(map(is_not, self._earlier, repeat(None)))
+        if self.has_any:
+            clear_gradients(self._parameters)
 
     def put_back(self) -> None:
         """Only the earlier gradients remain."""
@@ -35,6 +45,8 @@ class GradientsAside:
 
     def add(self) -> None:
         """Adds the new gradients to the earlier ones, in place, as accumulation does."""
+        if not self.has_any:
+            return
         sums: list[Tensor] = []
         terms: list[Tensor] = []
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
@@ -87,32 +99,68 @@ def clear_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 class Snapshot:
-    """The values of buffers at one moment; taken again and again into the same memory."""
+    """The values of buffers at one moment.
+
+    Those of one dtype are copied together: on their own they would be a kernel each.
+    """
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._present: list[Tensor] = []
+        self._kinds: list[Any] = []
+        self._groups: list[list[Tensor]] = []
+        self._copies: list[_Copy] = []
 
     @torch.no_grad()
     def take(self, buffers: Sequence[Tensor | None]) -> None:
         """Copies the buffers."""
-        self._buffers = [buffer for buffer in buffers if buffer is not None]
-        pairs = zip(self._buffers, self._values, strict=False)
-        if len(self._buffers) != len(self._values) or not all(_are_alike(*pair) for pair in pairs):
-            self._values = [buffer.clone() for buffer in self._buffers]
-        elif self._values:
-            copy_to_each(self._values, self._buffers)
+        self._copies = []  # first: this memory serves for the next ones
+        present = [buffer for buffer in buffers if buffer is not None]
+        kinds = list(map(_KIND, present))
+        if kinds != self._kinds or any(map(is_not, present, self._present)):
+            self._present, self._kinds, self._groups = present, kinds, _grouped(present)
+        self._copies = list(map(_Copy.of, self._groups))
 
     def drop(self) -> None:
-        """There is nothing to restore any more; the memory is kept for the next one."""
-        self._buffers = []
+        """There is nothing to restore any more."""
+        self._copies = []
 
     @torch.no_grad()
     def restore(self) -> None:
         """Gives the buffers their values back, without a trace, as batch norm writes to its own."""
-        for buffer, value in zip(self._buffers, self._values, strict=False):
-            if not _are_alike(buffer, value) or not torch.equal(buffer, value):
-                write_without_trace(buffer, value)
+        for group, copy in zip(self._groups, self._copies, strict=False):
+            for buffer, value in zip(group, copy.values(), strict=True):
+                if not _are_alike(buffer, value) or not torch.equal(buffer, value):
+                    write_without_trace(buffer, value)
+
+
+class _Copy(NamedTuple):
+    """What a group of buffers had: their shapes, and all elements in a row; or one as it is."""
+
+    shapes: list[torch.Size]
+    flat: Tensor
+
+    @classmethod
+    def of(cls, group: Sequence[Tensor]) -> _Copy:
+        """Of these, as they are now."""
+        shapes = list(map(Tensor.size, group))
+        # Of one alone `flattened` may be a view.
+        return cls(shapes, flattened(group) if len(group) > 1 else group[0].clone())
+
+    def values(self) -> list[Tensor]:
+        """One for each."""
+        if len(self.shapes) == 1:
+            return [self.flat]
+        parts = torch.split_with_sizes(self.flat, [shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+def _grouped(buffers: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those of one dtype together; each alone that is more than rows of elements."""
+    groups: dict[Any, list[Tensor]] = {}
+    for i, buffer in enumerate(buffers):
+        is_plain = can_be_packed(buffer) and buffer.is_contiguous()
+        groups.setdefault((buffer.dtype, buffer.device) if is_plain else i, []).append(buffer)
+    return list(groups.values())
 
 
 def write_without_trace(buffer: Tensor, value: Tensor) -> None:

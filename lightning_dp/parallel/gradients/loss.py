@@ -8,6 +8,7 @@ when memory runs out.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,17 +27,21 @@ LossReduction: TypeAlias = Literal["mean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
 
 Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
-"""Runs the replicas' backwards and gives all parameters their gradients, given the gradient of the
-joint loss and whether graphs are kept."""
+"""A method that runs the replicas' backwards and gives all parameters their gradients, given the
+gradient of the joint loss and whether graphs are kept."""
 
 
 @dataclass(frozen=True)
 class Graph:
-    """The graph of one replica: its loss, of one element, and what that weighs in the joint one."""
+    """The graph of one replica: its loss, of one element, and what that weighs in the joint one.
+
+    The loss's value may be somewhere else already.
+    """
 
     replica: int
     loss: Tensor
     weight: float
+    value: Tensor | None = None
 
 
 class NoLossError(TypeError):
@@ -59,12 +64,16 @@ class StepOutput:
     loss: Tensor
     num_items: float | Tensor | None  # what the loss is a mean over, where that is not samples
     extras: dict[str, Any] | None  # other entries of a returned mapping; None for a bare loss
+    tells_items: bool  # by an entry
+    value: Tensor | None = None  # of the loss, where that has gone somewhere else
 
     _KEYS: ClassVar[tuple[str, ...]] = ("loss", "num_items")
 
     @classmethod
     def parse(cls, output: Any) -> StepOutput:
         """Takes a step's output apart, or says what is wrong with it."""
+        if isinstance(output, StepOutput):
+            return output
         is_mapping = isinstance(output, Mapping)
         loss = output.get("loss") if is_mapping else output
         if not isinstance(loss, Tensor):
@@ -78,7 +87,7 @@ class StepOutput:
         told = getattr(loss, "num_items", None) if told is None else told
         items = None if told is None else _count(told)
         extras = {k: v for k, v in output.items() if k not in cls._KEYS} if is_mapping else None
-        return cls(loss, items, extras)
+        return cls(loss, items, extras, is_mapping and "num_items" in output)
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -161,8 +170,9 @@ def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
         tensor(1.)
     """
     counting = [graph for graph in graphs if graph.weight != 0]
-    device = joining_device([graph.loss for graph in counting], output_device)
-    moved = [graph.loss.to(device) for graph in counting]
+    values = [graph.loss if graph.value is None else graph.value for graph in counting]
+    device = joining_device(values, output_device)
+    moved = [value.to(device) for value in values]
     joint = moved[0] * counting[0].weight
     for loss, graph in zip(moved[1:], counting[1:], strict=True):
         joint = joint.add(loss, alpha=graph.weight)
@@ -175,8 +185,11 @@ class JointBackward:
     Graphs of weight 0 are left out: such a loss is a mean over nothing, it may be NaN, and so would
     its gradient be. Where the graph of one replica goes on in that of another (`crosses`), none of
     them has a backward of its own. All of it runs on the streams that are current on the `devices`
-    when it is made.
+    when it is made, by the method `run`, whose owner it does not keep alive: a graph that reaches
+    what holds it is never freed.
     """
+
+    inputs: Sequence[Any] = ()  # of each replica, whose gradients alone are wanted
 
     def __init__(
         self,
@@ -191,7 +204,7 @@ class JointBackward:
         self.shards = shards
         self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
         self.crosses = crosses
-        self._run = run
+        self._run = weakref.WeakMethod(run)
         self._streams = side_streams(devices)
 
     def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
@@ -219,10 +232,16 @@ class JointBackward:
 
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
         """Runs it."""
+        run = self._run()
+        if run is None:
+            raise RuntimeError(
+                "Expected the backward of a loss whose engine still exists, got that of one that "
+                "is gone. Keep the engine until then."
+            )
         try:
             # Autograd's thread has other ones.
             with on_streams(self._streams) if self._streams else nullcontext():
-                self._run(self, gradient, keep_graph)
+                run(self, gradient, keep_graph)
         except torch.OutOfMemoryError:
             # What they hold is needed to do the step again.
             self.graphs.clear()

@@ -71,8 +71,11 @@ class Reducer:
         They are where the backward may run out of memory, to be undone and done again.
         """
         self._in_backward = True
+        with_hooks = hooked(self._replicas.root_parameters)
+        if not with_hooks and not can_fail:
+            return
         parameters = self._replicas.parameters
-        for i in hooked(parameters[0]):
+        for i in with_hooks:
             own, root = [replica[i] for replica in parameters], parameters[0][i]
             hooks = HooksOff(root)
             self._hooked.append((own, hooks, root.grad))
@@ -91,7 +94,7 @@ class Reducer:
             # By themselves first: apart from the earlier ones, they can still be undone.
             self._reduce()
             earlier.add()
-        if earlier is None or self._left_on_replicas():
+        if earlier is None or (earlier.has_any and self._left_on_replicas()):
             self._reduce()
 
     def reduce_waiting(self) -> None:
@@ -106,7 +109,8 @@ class Reducer:
             self._in_backward = False
             wait_for_autograd(self._devices)
         self._settle_forward()
-        self._put_back()
+        if self._hooked or self._earlier is not None:
+            self._put_back()
 
     def undo(self) -> None:
         """Takes back what a step has left that is to be run again."""
@@ -149,6 +153,8 @@ class Reducer:
 
     def _settle_forward(self) -> None:
         """Not before the backward, which checks that nobody wrote to what it saved."""
+        if not self._forwarded:
+            return
         forwarded, self._forwarded = self._forwarded, ()
         self._replicas.adopt_rows(forwarded)
         shards, self._unsettled = self._unsettled, None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.links.lanes import Lane
+from lightning_dp.parallel.links.streams import current_stream
 
 Send: TypeAlias = Callable[[Tensor, Sequence[torch.Event]], Lane]
 """Sends a bucket to memory that is free from some events on."""
@@ -56,8 +57,7 @@ class Landing:
         """Waits for what may still arrive, if the latest sum was interrupted."""
         if self._is_at_work:
             torch.accelerator.synchronize(self._device)
-            self._total_is_free = self._other_is_free = self._mark()
             self._is_at_work = False
 
     def _mark(self) -> torch.Event:
-        return torch.accelerator.current_stream(self._device).record_event()
+        return current_stream(self._device).record_event()

@@ -13,11 +13,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.links.streams import on_streams
+from lightning_dp.parallel.links.streams import current_stream, on_streams
 
 
 class Lane:
-    """The way from one accelerator to another: a stream at each end, to which all else is alien."""
+    """The way from one accelerator to another: a stream at each end that nothing else uses."""
 
     def __init__(self, source: torch.device, target: torch.device) -> None:
         self.source, self.target = source, target
@@ -31,9 +31,9 @@ class Lane:
         # First: should both go before anybody waits for the copy, nobody gets their memory yet.
         source.record_stream(self._here)
         target.record_stream(self._there)
-        self._here.wait_stream(torch.accelerator.current_stream(self.source))
+        self._here.wait_stream(current_stream(self.source))
         if not free:
-            self._there.wait_stream(torch.accelerator.current_stream(self.target))
+            self._there.wait_stream(current_stream(self.target))
         for event in free:
             self._there.wait_event(event)
         with on_streams((self._here, self._there)):
@@ -41,7 +41,7 @@ class Lane:
 
     def arrive(self) -> None:
         """The target's current stream goes on when all that was carried is there."""
-        torch.accelerator.current_stream(self.target).wait_stream(self._there)
+        current_stream(self.target).wait_stream(self._there)
 
     def left(self) -> torch.Event:
         """When all sources so far have been sent."""
@@ -49,7 +49,7 @@ class Lane:
 
     def leave(self) -> None:
         """The source's current stream goes on when all sources may be written again."""
-        torch.accelerator.current_stream(self.source).wait_stream(self._here)
+        current_stream(self.source).wait_stream(self._here)
 
 
 @cache

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightning_dp.parallel.links.streams import current_stream
+
 
 class Span:
     """What one accelerator does between two marks, on what is the thread's current stream there.
@@ -16,7 +18,7 @@ class Span:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.accelerator.current_stream(device)
+        self._stream = current_stream(device)
         self._first = self._mark()
         self._last: Any = None
 
@@ -47,18 +49,21 @@ class Span:
 class Stretch:
     """A stretch of work of several devices: from where it is made until all are through with it.
 
-    The CPU is as soon as the host has done its part.
+    The CPU is as soon as the host has done its part. Where it is none of them, their own clocks
+    tell.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         own = dict.fromkeys(devices)
         self._spans = [Span(device) for device in own if device.type != "cpu"]
+        self._is_the_hosts = len(self._spans) < len(own)
         self._began = time.perf_counter()
         self._host = 0.0
 
     def end(self) -> None:
         """All of it has been issued."""
-        self._host = time.perf_counter() - self._began
+        if self._is_the_hosts:
+            self._host = time.perf_counter() - self._began
         for span in self._spans:
             span.end()
 

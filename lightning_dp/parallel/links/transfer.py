@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,21 +13,24 @@ from lightning_dp.parallel.links.packing import buckets
 from lightning_dp.parallel.links.streams import host_waits_for
 
 
-def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def to_device_coalesced(
+    tensors: Sequence[Tensor], device: torch.device, *, later: Collection[torch.device] = ()
+) -> list[Tensor]:
     """The tensors on `device`; those from one device and of one dtype share one copy's memory.
 
     Differentiable: what has a graph travels alone, for a copy that several share would join their
     graphs. A backward of one would then go through those of the others, use them up, and leave
     zeros. Those on `device` stay the same objects. All copies are issued before any is waited for,
     and only those to the CPU are: work on an accelerator waits for what it reads, the host does
-    not.
+    not. Those from devices of which the caller says that it will wait `later`, by
+    `host_waits_for`, must not be read before.
 
     Example:
         >>> to_device_coalesced([torch.ones(2)], torch.device("cpu"))
         [tensor([1., 1.])]
     """
     moved, has_graphs = list(tensors), torch.is_grad_enabled()
-    sources = {tensor.device for tensor in tensors} - {device}
+    sources = dict.fromkeys(tensor.device for tensor in tensors if tensor.device != device)
     for source in sources:
         away = [i for i, tensor in enumerate(tensors) if tensor.device == source]
         alone = {i for i in away if has_graphs and tensors[i].requires_grad}
@@ -37,8 +41,7 @@ def to_device_coalesced(tensors: Sequence[Tensor], device: torch.device) -> list
             for i, part in zip(positions, parts, strict=True):
                 moved[i] = part
     if device.type == "cpu":
-        for source in sources:
-            host_waits_for(source)
+        host_waits_for(*[source for source in sources if source not in later])
     return moved
 
 
@@ -67,7 +70,36 @@ def _sent(bucket: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     if len(bucket) > 1:
         with contextlib.suppress(torch.OutOfMemoryError):  # to pack them takes memory
             return _sent_packed(bucket, device)
-    return [tensor.to(device, non_blocking=True) for tensor in bucket]
+    return [_sent_alone(tensor, device) for tensor in bucket]
+
+
+def _sent_alone(tensor: Tensor, device: torch.device) -> Tensor:
+    has_graph = torch.is_grad_enabled() and tensor.requires_grad
+    is_plain = tensor.layout is torch.strided and not tensor.is_nested
+    if device.type == "cpu" and has_graph and is_plain:
+        return _ToHost.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
+    return tensor.to(device, non_blocking=True)
+
+
+class _ToHost(torch.autograd.Function):
+    """A copy to the host that is not waited for, and neither are those of its gradients.
+
+    Autograd's own backward of a copy waits for the device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.device = tensor.device
+        return tensor.to("cpu", non_blocking=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        # Autograd lets the stream that goes on with it wait for the current one.
+        return gradient.to(ctx.device, non_blocking=True)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.to("cpu", non_blocking=True)
 
 
 def _sent_packed(bucket: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:

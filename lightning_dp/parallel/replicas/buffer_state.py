@@ -33,7 +33,8 @@ def keeps_state(module: nn.Module) -> bool:
 class BufferState:
     """Notices buffers that training steps leave different on the replicas.
 
-    If floating ones become their means, these may differ.
+    If floating ones become their means, these may differ. At `positions` are the modules with such
+    buffers.
     """
 
     def __init__(self, root: nn.Module, means: bool) -> None:
@@ -48,7 +49,7 @@ class BufferState:
         """
         self._steps = 0
         self._modules = structure.modules
-        self._positions = [
+        self.positions = [
             j
             for j, module in enumerate(structure.modules)
             if keeps_state(module) and id(module) not in structure.apart
@@ -58,10 +59,8 @@ class BufferState:
     def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
         """What surrounds a training step.
 
-        Nothing, where no buffer may be state, or it is not the time to look.
+        Nothing, if it is not the time to look.
         """
-        if not self._positions:
-            return nullcontext()
         self._steps += 1
         is_time = self._steps <= LOOKS or not self._steps % LOOKS
         return self._looked_at(active) if is_time and len(active) > 1 else nullcontext()
@@ -79,7 +78,7 @@ class BufferState:
         first, *others = active
         names = [
             (j, name)
-            for j in self._positions
+            for j in self.positions
             for name, buffer in self._tables[first][j].items()
             if buffer is not None and not (self._means and buffer.is_floating_point())
             if not all(alike(buffer, self._tables[k][j].get(name)) for k in others)
@@ -92,7 +91,7 @@ class BufferState:
         return [
             (id(buffer), version_of(buffer))
             for k in active
-            for j in self._positions
+            for j in self.positions
             for buffer in self._tables[k][j].values()
         ]
 

@@ -217,7 +217,7 @@ class CopiedBuffers:
 
 def entries(tables: Sequence[Table]) -> list[Tensor | None]:
     """All buffers of some modules' tables, in order."""
-    return list(chain.from_iterable(table.values() for table in tables))
+    return list(chain.from_iterable(map(dict.values, tables)))  # no frame for each
 
 
 def _memory_like(buffer: Tensor, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Protocol
 
@@ -26,6 +27,8 @@ from lightning_dp.parallel.torch_compile import (
     compiled_inner,
     more_recompilations,
 )
+
+_COMPILES = attrgetter("compiles")
 
 
 class _Replica(Protocol):
@@ -44,11 +47,11 @@ class Compilations:
     @property
     def may_come(self) -> bool:
         """Whether a call may compile something."""
-        return self.are_known or any([replica.compiles for replica in self._others])
+        return self.are_known or any(map(_COMPILES, self._others))
 
-    def around_calls(self) -> AbstractContextManager[None]:
-        """What surrounds calls of the replicas."""
-        return self.as_often() if self.may_come else _Noticing(self)
+    def around_calls(self, may_come: bool) -> AbstractContextManager[None]:
+        """What surrounds calls of the replicas, which may compile something or not."""
+        return self.as_often() if may_come else _Noticing(self)
 
     def as_often(self) -> AbstractContextManager[None]:
         """While it lasts, each replica may compile as much as one device would."""

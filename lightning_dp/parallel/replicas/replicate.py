@@ -7,7 +7,7 @@ and owns only its gradients; elsewhere it owns a copy. Its parameters are real l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import compress
 from operator import attrgetter, not_
@@ -23,9 +23,13 @@ from lightning_dp.parallel.replicas.compiled import Compilations
 from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.replicas.replica import Replica
 from lightning_dp.parallel.replicas.shared_writes import SharedWrites
-from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
+from lightning_dp.parallel.replicas.structure import (
+    AttributeVersions,
+    ModuleStructure,
+    ReplicaRules,
+)
 from lightning_dp.parallel.replicas.untracked_writes import SilentWrites
-from lightning_dp.parallel.replicas.weights import ParameterState, WeightCopies
+from lightning_dp.parallel.replicas.weights import ParameterState, Sharing, WeightCopies
 from lightning_dp.parallel.torch_private import at_end_of_backward
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
@@ -40,9 +44,11 @@ class Replicas:
     `submodules` are all modules of every replica, at equal positions: one list until other replicas
     take their place. Before they do, `before_rebuild` is called with the parameters of all: what
     has accumulated on them must not go with them. If the root `takes_means` of floating buffers,
-    steps may leave these different. What they compile is in `compiled`.
+    steps may leave these different. What they compile is in `compiled`, and in `attributes` what
+    the latest refresh has seen of the root's submodules.
     """
 
+    attributes: AttributeVersions
     compiled: Compilations
     modules: list[nn.Module]
     submodules: list[list[nn.Module]]
@@ -59,9 +65,9 @@ class Replicas:
         self._devices = list(devices)
         self._rules = rules or ReplicaRules()
         self._before_rebuild = before_rebuild
-        self._may_share = True
+        self._sharing = Sharing()
+        self._followed: ParameterState | None = None  # by a refresh, of which the step goes on
         self._buffer_state = BufferState(root, takes_means)
-        self._before_step: ParameterState | None = None
         self._has_links = False  # of buffers
         self._build()
 
@@ -79,8 +85,9 @@ class Replicas:
         if self._buffers.leaves:
             leaves = [self._buffers.leaves, *(replica.buffers.leaves for replica in self._others)]
             return [[*own, *more] for own, more in zip(self._parameters, leaves, strict=True)]
-        if self._before_step is None:
+        if not self._sharing.positions:
             return self._parameters
+        # They may be in the graph of an earlier step, or a step may have bound gradients there.
         others = [
             replica.parameters
             for replica in self._others
@@ -89,15 +96,20 @@ class Replicas:
         return [self._structure.parameters, *others]
 
     @property
+    def root_parameters(self) -> Sequence[Tensor]:
+        """The first of `parameters`, without a look at the others."""
+        own = self._structure.parameters
+        return [*own, *self._buffers.leaves] if self._buffers.leaves else own
+
+    @property
     def packing(self) -> Packing:
         """How parameters, and gradients of their kinds, are packed when they travel."""
         return self._weights.packing
 
     @property
-    def buffers(self) -> list[list[Tensor | None]]:
-        """The buffers of every replica; equal positions correspond."""
-        tables = [self._structure.buffer_tables, *(r.buffers.tables for r in self._others)]
-        return list(map(entries, tables))
+    def root_buffers(self) -> list[Tensor | None]:
+        """The root's buffers."""
+        return entries(self._structure.buffer_tables)
 
     @property
     def buffers_of_steps(self) -> list[list[Tensor | None]]:
@@ -128,6 +140,8 @@ class Replicas:
         writes to them without reading them, as batch norm does in training.
         """
         others = [self._others[k - 1] for k in (active or range(len(self._devices))) if k > 0]
+        self._followed = None
+        self.attributes.look()
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
             if self._are_lost:
@@ -147,16 +161,16 @@ class Replicas:
 
     def _follow(self, others: list[Replica], parameters: ParameterCopies) -> None:
         """Has replicas follow the root, but for the buffers."""
-        versions = self._structure.attributes.look()
         for replica in others:
-            replica.refresh(versions)
-        state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
+            replica.refresh(self.attributes.versions)
+        versioned = self._silent is not None or bool(self._sharing.positions)
+        self._followed = state = ParameterState.of(self._structure.parameters, versions=versioned)
         self._all_trained = all(state.requires_grad)
         silent = set() if self._silent is None else self._silent.look()
         if self._limited is not None:
             silent = silent | self._limited.positions
         self._weights.refresh([r.weights for r in others], state, parameters, silent)
-        if self._shared is not None:
+        if self._shared is not None and self._shared.apart:
             self._shared.refresh()
 
     def refresh_parameters(self, active: Iterable[int]) -> None:
@@ -169,7 +183,7 @@ class Replicas:
             others = [self._others[k - 1] for k in active if k > 0]
             self._weights.refresh([replica.weights for replica in others], state)
             self._buffers.copy_leaves([replica.buffers for replica in others])
-            if self._shared is not None:
+            if self._shared is not None and self._shared.apart:
                 self._shared.refresh()
 
     def share_parameters(self, share: bool) -> None:
@@ -180,17 +194,13 @@ class Replicas:
         backwards at the same time. Shared are the parameters that are trained, until a step does
         something to one: see `check_shared`.
         """
-        roots = self._structure.parameters
-        trained = {i for i, p in enumerate(roots) if p.requires_grad}
-        limited = set() if self._limited is None else self._limited.positions
-        may_share = share and self._may_share and not self._buffers.leaves
-        positions = trained - limited if may_share else set()
-        self._before_step = ParameterState.of(roots, versions=True) if positions else None
+        share, roots = share and not self._buffers.leaves, self._structure.parameters
+        positions = self._sharing.choose(roots, share, self._followed, self._limited)
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
                 # Now, and not in the midst of a backward that has little memory left.
                 self.packing.staged(device)
-            elif replica.shared != positions:
+            elif replica.shared is not positions:
                 replica.share(positions)
 
     def check_shared(self) -> None:
@@ -199,14 +209,15 @@ class Replicas:
         To be called before every replica but the first one that runs in a step. What that one, the
         root, does to its parameters the others do to theirs: so these have to be their own.
         """
-        before, roots = self._before_step, self._structure.parameters
+        before, roots = self._sharing.before, self._structure.parameters
         if before is not None and before != ParameterState.of(roots, versions=True):
-            self._may_share = False
+            self._sharing.end()
             self.share_parameters(False)
 
     def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
         """What surrounds a training step: writes to buffers and shared weights are noticed."""
-        buffers = self._buffer_state.noticed(active)
+        state = self._buffer_state
+        buffers = state.noticed(active) if state.positions else nullcontext()
         if self._shared is None or self._all_trained:
             return buffers
         limited = set() if self._limited is None else self._limited.positions
@@ -221,10 +232,7 @@ class Replicas:
                 self._limited.adopt(self._others[k - 1].parameters)
 
     def keep(self, k: int, position: int, name: str) -> None:
-        """Lets replica k keep an attribute that it has bound, until the root's is bound anew.
-
-        It is an attribute of the submodule at this position in `submodules`.
-        """
+        """Lets a submodule of replica k keep what it has bound, until the root's is bound anew."""
         if k > 0:
             self._others[k - 1].keep(position, name)
 
@@ -266,11 +274,11 @@ class Replicas:
         self._are_lost = False
         with torch.inference_mode(False), torch.no_grad():
             self._structure = structure = ModuleStructure(self._root, self._rules)
+            self.attributes = structure.attributes
             limited = LimitedNorms(structure.modules, structure.parameters)
             self._limited = limited if limited.modules else None
-            self._silent: SilentWrites | None = None
-            if any(device != self._devices[0] for device in self._devices):
-                self._silent = SilentWrites(structure.parameters)
+            is_elsewhere = any(device != self._devices[0] for device in self._devices)
+            self._silent = SilentWrites(structure.parameters) if is_elsewhere else None
             self._weights = weights = WeightCopies(structure.parameters)
             self._buffers = buffers = CopiedBuffers(structure.buffer_tables, structure.parameters)
             self._others = [
@@ -280,8 +288,7 @@ class Replicas:
             ]
             self.compiled = Compilations(self._root, self._others)
             self.modules = [self._root, *(replica.module for replica in self._others)]
-            others = (replica.submodules for replica in self._others)
-            self.submodules = [structure.modules, *others]
+            self.submodules = [structure.modules, *(r.submodules for r in self._others)]
             self._parameters = [structure.parameters, *(r.parameters for r in self._others)]
             tables = (replica.buffers.tables for replica in self._others)
             self._buffer_state.follow(structure, [structure.buffer_tables, *tables])

@@ -26,8 +26,8 @@ class SharedWrites:
     """Finds weights that steps write to, and gives replicas on the root's device their own.
 
     In the first steps they have their own of all that is not trained, if there is room for it; from
-    then on, of what was written to. What only later steps write to is found by looking; that a step
-    did so for each replica is then told.
+    then on, of what was written to: at the positions in `apart`. What only later steps write to is
+    found by looking; that a step did so for each replica is then told.
     """
 
     def __init__(
@@ -36,13 +36,12 @@ class SharedWrites:
         self._parameters = parameters
         self._others = others  # one for each replica but the first; None elsewhere
         self._written: set[int] = set()
-        self._apart: set[int] = set()
+        self.apart: set[int] = set()
         self._steps = 0
 
     def refresh(self) -> None:
         """Brings the replicas' own up to date with the root's."""
-        if self._apart:
-            self._keep_apart(self._apart)
+        self._keep_apart(self.apart)
 
     @context
     def noticed(
@@ -59,7 +58,7 @@ class SharedWrites:
         is_time = self._steps <= LOOKS or not self._steps % LOOKS
         before = self._read(limited) if is_time else {}
         tried = self._tried(before)
-        if tried != self._apart:
+        if tried != self.apart:
             self._keep_apart(tried)
         with buffers:
             yield
@@ -73,7 +72,7 @@ class SharedWrites:
 
     def _tried(self, before: Iterable[int]) -> set[int]:
         """What replicas are to have of their own in a step: all in the first ones."""
-        trained = {i for i in self._apart if self._parameters[i].requires_grad}
+        trained = {i for i in self.apart if self._parameters[i].requires_grad}
         if self._steps > LOOKS:
             return self._written - trained
         sizes = [self._parameters[i].nbytes for i in before]
@@ -90,22 +89,22 @@ class SharedWrites:
         after = self._read()
         kept = ((i, before[i], after[i]) for i in before.keys() & after.keys())
         written = {i for i, old, new in kept if old != new and old[0] == new[0]}
-        late = written - self._apart
+        late = written - self.apart
         self._written |= written
         if late:
-            self._keep_apart(self._apart | late)
+            self._keep_apart(self.apart | late)
             self._warn(late)
 
     @torch.no_grad()
     def _keep_apart(self, positions: set[int]) -> None:
-        self._apart = positions
+        self.apart = positions
         for own in self._others:
             if own is not None:
                 own.keep_apart(positions)
 
     def _adopt(self, leader: Weights) -> None:
         """Gives the root, which did not work, what the first replica has left."""
-        for i in self._apart:
+        for i in self.apart:
             self._parameters[i].data.copy_(leader.parameters[i].data)
 
     def _warn(self, written: set[int]) -> None:

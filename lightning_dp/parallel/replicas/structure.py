@@ -151,7 +151,7 @@ class AttributeVersions:
         # All at once first: nearly always nothing has changed.
         if not values or list(map(len, self._now)) != self._sizes:
             self._learn_names()
-        elif any(map(is_not, chain.from_iterable(values), chain.from_iterable(self._seen))):
+        elif any(map(is_not, chain.from_iterable(values), self._flat)):
             self._compare(values)
         return self.versions
 
@@ -159,6 +159,7 @@ class AttributeVersions:
         for j, pair in enumerate(zip(values, self._seen, strict=True)):
             self.versions[j] += len(pair[0]) != len(pair[1]) or any(map(is_not, *pair))
         self._seen = values
+        self._flat = list(chain.from_iterable(values))
 
     def _learn_names(self) -> None:
         self._sizes = list(map(len, self._now))

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_dp.parallel.links import Packed, Packing, can_be_packed, kind
+from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.torch_private import version
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -127,6 +128,45 @@ class Weights:
             self.parameters[i].data.copy_(self._roots[i].data)
 
 
+class Sharing:
+    """Which of the root's own parameters replicas on its device compute with, by `positions`.
+
+    That is one object as long as it is equal. They were in a state `before` the step.
+    """
+
+    def __init__(self) -> None:
+        self.positions: set[int] = set()
+        self._is_over = False
+        self.before: ParameterState | None = None
+        self._trained: tuple[list[bool], set[int]] = ([], set())  # and the positions
+
+    def choose(
+        self,
+        roots: Sequence[nn.Parameter],
+        share: bool,
+        state: ParameterState | None,
+        limited: LimitedNorms | None,
+    ) -> set[int]:
+        """From now on those that are trained, but for some. They are in a state, if it is known."""
+        positions: set[int] = set()
+        if share and not self._is_over:
+            if state is None or not state.versions:
+                state = ParameterState.of(roots, versions=True)
+            if state.requires_grad != self._trained[0]:
+                self._trained = state.requires_grad, set(compress(count(), state.requires_grad))
+            positions = self._trained[1]
+            if limited is not None:
+                positions = positions - limited.positions
+        self.before = state if positions else None
+        if positions != self.positions:
+            self.positions = positions
+        return self.positions
+
+    def end(self) -> None:
+        """There is never anything to share again."""
+        self._is_over = True
+
+
 class WeightCopies:
     """The parameters of all replicas elsewhere: packed on the root's device, and sent."""
 
@@ -135,6 +175,7 @@ class WeightCopies:
         self._elsewhere: list[Weights] = []
         self.packing = Packing(roots)
         self._ids = set(map(id, roots))
+        self._bound = ParameterState([], [], [])  # without versions
         self._plain = [root for root in roots if can_be_packed(root)]
         self._pointers = list(map(Tensor.data_ptr, self._plain))
         self._strides = list(map(Tensor.stride, self._plain))
@@ -158,9 +199,14 @@ class WeightCopies:
     ) -> None:
         """Brings replicas up to date with the root's parameters, see `Weights.follow`."""
         stale = []
+        # One object as long as it is equal, which all replicas have seen then.
+        bound = state._replace(versions=[])
+        self._bound = bound = self._bound if bound == self._bound else bound
         for weights in copies:
-            if silent or policy != "changed" or weights.is_behind or state != weights.seen:
-                positions = weights.follow(state, policy, silent or set())
+            now = bound if weights.shares_memory else state
+            is_seen = weights.seen is now or weights.seen == now
+            if silent or policy != "changed" or weights.is_behind or not is_seen:
+                positions = weights.follow(now, policy, silent or set())
                 if positions:
                     stale.append((weights, positions))
         if stale:

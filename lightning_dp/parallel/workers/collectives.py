@@ -10,6 +10,7 @@ runs through all of them at once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from numbers import Number
@@ -197,12 +198,13 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, calls: Calls) -> Tensor:
-        ctx.calls = calls
+        ctx.calls = weakref.ref(calls)  # a graph that reaches what holds it is never freed
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.calls.is_open and not ctx.calls.is_conducting:
+        calls = ctx.calls()
+        if calls is not None and calls.is_open and not calls.is_conducting:
             raise RuntimeError(
                 "Expected no backward and no torch.autograd.grad through a collective (all_gather, "
                 "or batch norm with sync_batchnorm=True) inside of training_step: other replicas "

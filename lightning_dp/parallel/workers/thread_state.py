@@ -6,7 +6,7 @@ Process-wide state (the default dtype, deterministic flags) is the main thread's
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_dp.parallel.contexts import Contexts, context
+from lightning_dp.parallel.contexts import Contexts
 from lightning_dp.parallel.devices import current_device, hand_over
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.torch_private import (
@@ -104,13 +104,11 @@ class ThreadState:
         ):
             function(argument)
 
-    @context
-    def moved_to(self, device: torch.device) -> Iterator[None]:
+    def moved_to(self, device: torch.device) -> AbstractContextManager[None]:
         """Gives the thread that captured this state the current and default device of `call`."""
         default = self._default_device_on(device)
         modes = Modes(default if default != self.modes.default_device else None, (), ())
-        with current_device(device), self._in_modes(modes):
-            yield
+        return Contexts([current_device(device), self._in_modes(modes)])
 
     def _in_modes(
         self, modes: Modes, autocasts: Sequence[Autocast] = ()

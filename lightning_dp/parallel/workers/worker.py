@@ -13,6 +13,8 @@ from typing import TypeAlias
 
 import torch
 
+from lightning_dp.parallel.contexts import Lasting
+
 Inbox: TypeAlias = SimpleQueue[Callable[[], None] | None]
 
 
@@ -52,11 +54,27 @@ def _live(inbox: Inbox, ready: threading.Event, intra_op_threads: int) -> None:
 
 def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     """One for each replica; those on the CPU share its threads."""
-    total = torch.get_num_threads()
     on_cpu = sum(device.type == "cpu" for device in devices)
-    workers = [Worker(k, max(1, total // max(1, on_cpu))) for k in range(len(devices))]
-    for worker in workers:
-        worker.ready.wait()
-    # A worker's number became the default of threads to come; that remains the caller's.
-    torch.set_num_threads(total)
-    return workers
+    each = max(1, torch.get_num_threads() // max(1, on_cpu))
+    starting = _Starting()
+    with starting:
+        for k in range(len(devices)):
+            starting.workers.append(Worker(k, each))
+    return starting.workers
+
+
+class _Starting(Lasting):
+    """A worker's number of threads becomes the default of threads to come; the caller's remains."""
+
+    def __init__(self) -> None:
+        self.workers: list[Worker] = []
+        self._threads = torch.get_num_threads()
+
+    def begin(self) -> None:
+        """Workers may be added."""
+
+    def end(self) -> None:
+        """All have set their numbers."""
+        for worker in self.workers:
+            worker.ready.wait()
+        torch.set_num_threads(self._threads)

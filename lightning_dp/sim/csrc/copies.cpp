@@ -10,8 +10,6 @@
 namespace sim {
 namespace {
 
-bool is_sim(const at::Tensor& tensor) { return tensor.device().type() == kSim; }
-
 void copy_now(const at::Tensor& from, const at::Tensor& to) {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

@@ -8,6 +8,9 @@
 
 namespace sim {
 
+// Whether a tensor lies on a simulated device.
+inline bool is_sim(const at::Tensor& tensor) { return tensor.device().type() == kSim; }
+
 // Runs any op through its CPU kernel.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
@@ -16,7 +19,7 @@ Bytes bytes_of(const at::Tensor& tensor);
 // Notes that an op reads or writes a tensor, if it lies in memory that devices use: theirs, or pinned.
 void add_use(std::vector<Use>& uses, const at::Tensor& tensor, bool writes);
 
-// A CPU tensor on the same memory, which it keeps alive; a CPU tensor itself.
+// A CPU tensor on the same memory, which it keeps alive; a CPU tensor itself (aliases.cpp).
 at::Tensor cpu_alias(const at::Tensor& tensor);
 
 // Gives a storage other memory, with what fits of its content (copies.cpp).

@@ -52,7 +52,7 @@ bool is_strict();
 // Whether anybody looks at what reads and writes what: strict devices, or virtual time.
 inline bool is_watched() { return is_strict() || is_recording(); }
 
-// --- streams ---
+// --- streams (streams.cpp) ---
 
 c10::Stream current_stream(c10::Device device);
 c10::Stream exchange_stream(c10::Stream stream);
@@ -60,7 +60,7 @@ c10::Stream new_stream(c10::Device device);
 int number_of(const c10::Stream& stream);
 c10::DeviceIndex device_of_stream(int number);
 
-// --- waits ---
+// --- waits (streams.cpp) ---
 
 struct Clock;  // up to which count of every stream
 using ClockPointer = std::shared_ptr<const Clock>;
@@ -82,7 +82,7 @@ bool host_asks(const c10::Stream& stream);
 // How often the host has waited for a device.
 int64_t host_waits();
 
-// --- accesses ---
+// --- accesses (races.cpp) ---
 
 // An op begins on a stream: it is the next one there. Raises a RaceError where one of the uses is not ordered, if
 // devices are strict.
@@ -93,16 +93,18 @@ void forget_launch(Moment moment, const std::vector<Use>& uses);
 Moment launch_copy(const c10::Stream& source, const c10::Stream& target, const std::vector<Use>& uses);
 // The block has come from an op.
 void made_by(History& history, Moment moment, size_t bytes, const char* op);
+// `record_stream` has been called for the block.
+void record_use(History& history, const c10::Stream& stream);
+// Raises torch.sim.RaceError.
+[[noreturn]] void race(const std::string& message);
+
+// --- blocks of memory ---
 
 // What is known of a device's memory, or of pinned memory; nullptr for memory of others (memory.cpp).
 History* history_of(const c10::DataPtr& memory);
-void record_use(History& history, const c10::Stream& stream);
-// A block of so many bytes is handed out to the current stream of a device, and given back.
+// A block of so many bytes is handed out to the current stream of a device, and given back (reuse.cpp).
 void hand_out(History& history, c10::DeviceIndex index, size_t bytes);
 void take_back(const History& history, size_t bytes) noexcept;
-
-// Raises torch.sim.RaceError.
-[[noreturn]] void race(const std::string& message);
 
 // --- copies that the host has not waited for (pending.cpp) ---
 

@@ -113,7 +113,7 @@ int64_t transfer_nanoseconds(int source, int target, int64_t bytes);
 
 // --- waits ---
 
-// Lets the host wait for all work of the device (order.cpp).
+// Lets the host wait for all work of the device (streams.cpp).
 void synchronize(c10::DeviceIndex index);
 
 // --- work (work.cpp) ---

@@ -197,12 +197,12 @@ class ForwardMode(Mode):
         self.engine: ForwardParallel = ForwardParallel(
             module, devices, context=context, scalars="merge", **self._options
         )
-        self._move_batch = move_batch
+        self.moves_batch = move_batch
         self._check = SpreadCheck(module, self.engine)
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Brings the batch to the output device, where the step's own computations are."""
-        if not self._move_batch:
+        if not self.moves_batch:
             return batch
         return self._transfer(batch, self.engine.output_device, dataloader_idx=dataloader_idx)
 

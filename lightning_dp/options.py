@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from typing_extensions import override
 
+from lightning_dp.alone import AloneSteps
 from lightning_dp.checkpointing import CheckpointMixin
+from lightning_dp.fewer_devices import FewerDevicesHint
 from lightning_dp.modes import MODES, ForwardMode, Mode, StepMode, check_mode_options
 from lightning_dp.parallel.batch import Override
 from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.data_parallel import check_engine_options
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
 from lightning_dp.parallel.gradients import LOSS_REDUCTIONS
-from lightning_dp.parallel.split import OwnSplit, check_split, split_policy
+from lightning_dp.parallel.split import Auto, OwnSplit, check_split, split_policy
+
+Look: TypeAlias = AloneSteps | FewerDevicesHint
+"""Who looks whether all devices need to work."""
 
 
 class OptionsMixin(CheckpointMixin):
@@ -48,7 +54,10 @@ class OptionsMixin(CheckpointMixin):
             name (`"cuda:1"`, `"cpu"`), a `torch.device`, or an integer: a device's id (on the
             CPU, a replica's index).
         split: how samples are shared out. `"even"`: sizes differ by at most one, larger ones
-            first, and with fewer samples than devices some are idle. `"chunk"`: the sizes of
+            first, and with fewer samples than devices some are idle. `"auto"`: as `"adaptive"`, on
+            as many devices as make a step shortest; where the root alone is fastest, it does the
+            step as Lightning itself would. It goes by times: two runs may differ by rounding, but
+            with `Trainer(deterministic=True)` it is `"even"`. `"chunk"`: the sizes of
             `torch.chunk`, as in `torch.nn.DataParallel`. `"memory"`: learns from the peaks of the
             first steps, and leaves equally much memory free on every device. `"adaptive"`: begins
             even, learns from the times of the steps how fast every device is, and lets all end at
@@ -127,6 +136,7 @@ class OptionsMixin(CheckpointMixin):
         self._make_split = partial(split_policy, split, weights)
         self._output_device = output_device
         self._loss_reduction = loss_reduction
+        self._is_even = split == "even" and weights is None
         self._check_first_step = check_first_step
         super().__init__(
             accelerator=accelerator,
@@ -173,6 +183,13 @@ class OptionsMixin(CheckpointMixin):
             "split": self.split_policy,
         }
         return self._make_mode(self.lightning_module, self.parallel_devices, **options | others)
+
+    def _new_look(self, mode: Mode, trainer: Trainer) -> Look | None:
+        if isinstance(self.split_policy, Auto):
+            return AloneSteps(mode, self.split_policy, trainer)
+        if self._is_even and mode.engine.on_cpu and isinstance(mode, StepMode):
+            return FewerDevicesHint(mode, trainer)
+        return None
 
 
 def _mode_maker(

@@ -12,11 +12,12 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
+from lightning_dp.alone import AloneSteps
 from lightning_dp.first_step import FirstStep, check_first_step
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import layer_sync, set_layer_sync
 from lightning_dp.modes import Mode
-from lightning_dp.options import OptionsMixin
+from lightning_dp.options import Look, OptionsMixin
 from lightning_dp.parallel.batch import DeviceUsage
 from lightning_dp.parallel.contexts import Surroundings, context
 from lightning_dp.parallel.likely_cause import note_kept_tensors
@@ -39,11 +40,14 @@ class DataParallelMixin(OptionsMixin):
     usage: Sequence[DeviceUsage] = ()
     """What every device did in the training steps of the latest fit."""
     _mode: Mode | None = None
+    _alone: Look | None = None  # whether all devices need work
 
     def watch(self) -> None:
         """Measures every training step of this fit from now on, for `measured_steps`."""
         if self._mode is not None:
             self._mode.engine.meter.watch()
+        if self._alone is not None:
+            self._alone.is_watched = True
 
     def measured_steps(self, *, wait: bool = False) -> list[StepUsage]:
         """Takes the training steps measured since the last call, in order, each of them once.
@@ -59,7 +63,7 @@ class DataParallelMixin(OptionsMixin):
 
     def __getstate__(self) -> dict[str, Any]:
         """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""
-        return {**super().__getstate__(), "_mode": None}
+        return {**super().__getstate__(), "_mode": None, "_alone": None}
 
     # Setting up and tearing down
 
@@ -80,6 +84,7 @@ class DataParallelMixin(OptionsMixin):
             layer_sync(self).apply(cast(LightningModule, self.lightning_module))
         with Surroundings():
             self._mode = self._new_mode()
+        self._alone = self._new_look(self._mode, trainer)
         profiler = cast(Any, trainer).profiler
         if type(profiler).__name__ == "SimpleProfiler":  # others see what torch.profiler sees
             self._mode.engine.ranges.profile = profiler.profile
@@ -125,6 +130,9 @@ class DataParallelMixin(OptionsMixin):
             return participant.meet("batch_to_device", own, self._batches_to_devices)
         if self._mode is None or device is not None:
             return super().batch_to_device(batch, device, dataloader_idx)
+        is_to_check = self._check_first_step and self.first_step is None
+        if isinstance(self._alone, AloneSteps) and not is_to_check:
+            return self._alone.batch(batch, dataloader_idx, super().batch_to_device)
         return self._mode.batch(batch, dataloader_idx)
 
     def _batches_to_devices(self, _: Calls, arguments: list[Any]) -> list[Any]:
@@ -149,9 +157,14 @@ class DataParallelMixin(OptionsMixin):
 
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        mode = self._mode
-        if mode is None:
+        if self._mode is None:
             return super().backward(closure_loss, *args, **kwargs)
+        if self._alone is None or self._alone.is_done:
+            return self._backward(self._mode, closure_loss, *args, **kwargs)
+        own = super().backward if self._alone.is_alone else partial(self._backward, self._mode)
+        return self._alone.backward(partial(own, closure_loss, *args, **kwargs))
+
+    def _backward(self, mode: Mode, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.precision_plugin, "scaler", None) is not None:
             closure_loss = mode.to_be_scaled(closure_loss)
         with Surroundings(), mode.during_backward():
@@ -170,7 +183,7 @@ class DataParallelMixin(OptionsMixin):
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         mode = self._mode
-        if mode is None:
+        if mode is None or (self._alone is not None and self._alone.is_alone):
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
         def with_all_gradients() -> Any:
@@ -213,18 +226,26 @@ class DataParallelMixin(OptionsMixin):
         self._resync()
 
     def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        own = partial(getattr(super(), method), *args, **kwargs)
         if self._mode is None:
-            return getattr(super(), method)(*args, **kwargs)
+            return own()
         batch, *rest = (*args, *kwargs.values())
-        if method != "training_step" and rest[:1] in ([], [0]):
-            self._mode.engine.resync()
-        if method == "training_step" and self._check_first_step and self.first_step is None:
-            self._compare_first_step(self._mode, batch, tuple(rest))
-        name = method.replace("training", "train").replace("validation", "val")
-        with Surroundings(), getattr(self.precision_plugin, f"{name}_context")():
-            output = self._mode.step(method, batch, tuple(rest))
+        several = partial(self._step_of_all, self._mode, method, batch, tuple(rest))
+        alone = self._alone
+        output = (
+            several() if alone is None or alone.is_done else alone.step(method, batch, own, several)
+        )
         self.last_sizes = self._mode.engine.last_sizes
         return output
+
+    def _step_of_all(self, mode: Mode, method: str, batch: Any, rest: tuple[Any, ...]) -> Any:
+        if method != "training_step" and rest[:1] in ((), (0,)):
+            mode.engine.resync()
+        if method == "training_step" and self._check_first_step and self.first_step is None:
+            self._compare_first_step(mode, batch, rest)
+        name = method.replace("training", "train").replace("validation", "val")
+        with Surroundings(), getattr(self.precision_plugin, f"{name}_context")():
+            return mode.step(method, batch, rest)
 
     def _compare_first_step(self, mode: Mode, batch: Any, args: tuple[Any, ...]) -> None:
         # A split that learns would learn from the check's steps.
@@ -253,7 +274,7 @@ class DataParallelMixin(OptionsMixin):
         if self._mode is not None:
             with Surroundings():
                 self._mode.engine.close()
-        self._mode = None
+        self._mode = self._alone = None
 
     def __repr__(self) -> str:
         """What Lightning shows when it refuses a strategy, that of the other package perhaps."""

@@ -177,6 +177,7 @@ OPTIONS: dict[str, Option] = {
     "split-chunk": strategy(split="chunk"),
     "split-memory": strategy(split="memory"),
     "split-adaptive": strategy(split="adaptive"),
+    "split-auto": strategy(split="auto"),
     "split-cost": strategy(split="cost"),
     "split-own": strategy(split=lambda n, devices: (0, n - n // 3, n // 3)),
     "weights": strategy(weights=[1, 3, 2]),
@@ -291,7 +292,10 @@ def expected(name: str, key: str) -> Record:
 
 
 def several_devices(name: str, key: str) -> Record:
-    option = OPTIONS[key]
+    return several_devices_with(name, OPTIONS[key])
+
+
+def several_devices_with(name: str, option: Option) -> Record:
     module = kind_of(name, option)()
     mode = {"mode": module.mode} if module.mode == "forward" else {}
     strategy = DataParallelStrategy(**{**option.strategy(), **mode})

@@ -58,7 +58,7 @@ class DataParallel(nn.Module, Generic[Module]):
         split: `"even"`: sizes differ by at most one; `"chunk"`: those of `torch.chunk`, as in
             `torch.nn.DataParallel`; `"adaptive"`: learnt from the times of calls in training;
             `"cost"`: by what the module's method `sample_cost(arguments)` says; or a function
-            `(batch_size, devices) -> sizes`.
+            `(batch_size, devices) -> sizes`. Not `"auto"`: nobody tells when a step ends.
         weights: fixed shares, one number per device; None for equal ones.
         buffers: which buffers stay after a call in training: those of the `"first"` replica, or
             the `"mean"` of all.
@@ -101,6 +101,11 @@ class DataParallel(nn.Module, Generic[Module]):
     ) -> None:
         check_module(module)
         check_split(split, weights)
+        if split == "auto":
+            raise ValueError(
+                "split: expected another one than 'auto' outside of Lightning, where nobody tells "
+                "how long a step takes, got 'auto'. Use 'adaptive', or DataParallelStrategy."
+            )
         check_engine_options(dim, buffers, executor, gather_overrides)
         super().__init__()
         self.module = module

@@ -293,6 +293,11 @@ class Engine:
         self.reducer.reduce_waiting()
         self._stale = set(range(len(self.devices)))
 
+    @property
+    def executor(self) -> Executor:
+        """Where the replicas run."""
+        return self._executor
+
     def close(self) -> None:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
         self.reducer.settle()

@@ -121,6 +121,13 @@ class Meter:
             if self._steps is not None:
                 self._steps.add(task.replica, task.seconds)
 
+    def add_alone(self, samples: int, seconds: float) -> None:
+        """The root has done a training step without the others, in so many seconds."""
+        self.usage[0].samples += samples
+        self.usage[0].busy_seconds += seconds
+        if self._steps is not None:
+            self._steps.add(0, seconds)
+
     def stop(self) -> None:
         """The step's work has been handed to the devices."""
         if self._steps is not None:

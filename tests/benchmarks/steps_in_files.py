@@ -107,7 +107,11 @@ def _of_package(calls: Counter[Any]) -> Counter[tuple[str, str]]:
 
 
 def plain_step(
-    devices: int = 4, on: str = "cpu", warm_up: int = 60, executor: ExecutorName = "auto"
+    devices: int = 4,
+    on: str = "cpu",
+    warm_up: int = 60,
+    executor: ExecutorName = "auto",
+    split: str = "even",
 ) -> Entered:
     """What one training step enters.
 
@@ -116,6 +120,7 @@ def plain_step(
         on: their type, such as `"cpu"`, `"sim"` or `"cuda"`.
         warm_up: steps before, in which the engine learns how to run them.
         executor: how replicas run.
+        split: how samples are shared out.
     """
     batches = DataLoader(torch.randn(4 * devices * (warm_up + WATCHED), 8), batch_size=4 * devices)
     watch = _Watch(warm_up)
@@ -123,7 +128,7 @@ def plain_step(
         max_epochs=1,
         accelerator=on,
         devices=devices,
-        strategy=lightning_dp.DataParallelStrategy(executor=executor),
+        strategy=lightning_dp.DataParallelStrategy(executor=executor, split=split),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -25,6 +25,7 @@ from lightning_dp.parallel.batch.scatter import cut_for as cut_for
 from lightning_dp.parallel.batch.scatter import scatter as scatter
 from lightning_dp.parallel.batch.shards import DeviceUsage as DeviceUsage
 from lightning_dp.parallel.batch.shards import Shards as Shards
+from lightning_dp.parallel.batch.sizes import BatchSizeError as BatchSizeError
 from lightning_dp.parallel.batch.sizes import Inferred as Inferred
 from lightning_dp.parallel.batch.sizes import infer_batch_size as infer_batch_size
 from lightning_dp.parallel.batch.sizes import infer_for as infer_for

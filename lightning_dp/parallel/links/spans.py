@@ -75,3 +75,11 @@ class Stretch:
     def seconds(self) -> float:
         """How long it took, once it is over."""
         return max([self._host, *[span.seconds for span in self._spans]])
+
+    @property
+    def device_seconds(self) -> float:
+        """How long it took by the accelerators' own clocks, once it is over; else by the host's.
+
+        Their marks come when the host has issued what is before them: its time is in theirs.
+        """
+        return max([span.seconds for span in self._spans], default=self._host)

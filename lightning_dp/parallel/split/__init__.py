@@ -1,9 +1,10 @@
 """Split: how many samples, or which of them, each device gets. Numbers alone.
 
 Decided here: the sizes of a batch's shards by every policy (`policies` names them; `arithmetic` has
-the fixed ones, `adaptive` and `memory` learn from `usage`). `planner` asks them once per batch, and
-keeps to what fits and to what a replica needs (`least`). No tensor, no device and no batch comes in
-here.
+the fixed ones, `adaptive` and `memory` learn from `usage`), and how many devices work at all
+(`auto`, by the times of a `choice`; the best set is searched in `active`; what of it shows without
+a trial, `fewer`). `planner` asks them once per batch, and keeps to what fits and to what a replica
+needs (`least`). No tensor, no device and no batch comes in here.
 """
 
 from lightning_dp.parallel.split.arithmetic import CostSplit as CostSplit
@@ -16,6 +17,9 @@ from lightning_dp.parallel.split.arithmetic import chunk as chunk
 from lightning_dp.parallel.split.arithmetic import even as even
 from lightning_dp.parallel.split.arithmetic import minimax as minimax
 from lightning_dp.parallel.split.arithmetic import weighted as weighted
+from lightning_dp.parallel.split.auto import Auto as Auto
+from lightning_dp.parallel.split.auto import Piece as Piece
+from lightning_dp.parallel.split.fewer import FewerDevices as FewerDevices
 from lightning_dp.parallel.split.planner import Plan as Plan
 from lightning_dp.parallel.split.planner import Planner as Planner
 from lightning_dp.parallel.split.policies import OwnSplit as OwnSplit

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import statistics
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -136,7 +137,19 @@ class Adaptive:
         if sizes is None or any(map(operator.gt, sizes, self._caps)):
             sizes = self._solved(n, caps)
         is_probe = self._steps % PROBE_EVERY == PROBE_EVERY - 1
-        return _with_probes(sizes) if is_probe and 0 in sizes else sizes
+        return _with_probes(sizes, self._caps) if is_probe and 0 in sizes else sizes
+
+    @property
+    def lines(self) -> list[tuple[float, float]]:
+        """Of each device `(fixed, per_sample)`, by which batches are split."""
+        return self._lines or [(0.0, 1.0)] * self._k
+
+    @property
+    def measured_lines(self) -> list[tuple[float, float]] | None:
+        """What is known by now of what a sample takes on each device; None until all is."""
+        lines = [device.line() for device in self._devices]
+        known = [line for line in lines if line is not None]
+        return known if len(known) == self._k else None
 
     def learn(self, step: StepUsage) -> None:
         """Takes in a step: what each device had, and how long it took."""
@@ -162,7 +175,7 @@ class Adaptive:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another left off; with another number of devices it begins anew."""
-        if len(state["steps"]) != len(self._devices):
+        if len(state.get("steps", ())) != len(self._devices):
             return
         for device, steps in zip(self._devices, state["steps"], strict=True):
             device.steps = [(int(n), float(seconds)) for n, seconds in steps]
@@ -170,8 +183,7 @@ class Adaptive:
         self._lines = None if lines is None else [(float(a), float(b)) for a, b in lines]
 
     def _solved(self, n: int, caps: Caps | None) -> Sizes:
-        lines = self._lines or [(0.0, 1.0)] * self._k
-        fixed, per_sample = zip(*lines, strict=True)
+        fixed, per_sample = zip(*self.lines, strict=True)
         return _solve(n, fixed, per_sample, None if caps is None else tuple(caps))
 
     def _decide(self, sizes: Sizes) -> None:
@@ -211,12 +223,12 @@ class Adaptive:
         return self._devices[k].seconds(samples) or 0.0
 
 
-def _with_probes(sizes: Sizes) -> Sizes:
-    """A probe for each idle device, of samples from those that have most."""
+def _with_probes(sizes: Sizes, caps: Sequence[float]) -> Sizes:
+    """A probe for each idle device that has room, of samples from those that have most."""
     probing = list(sizes)
     for k, size in enumerate(sizes):
         most = max(range(len(sizes)), key=probing.__getitem__)
-        if size == 0 and probing[most] >= 2 * PROBE:
+        if size == 0 and caps[k] >= PROBE and probing[most] >= 2 * PROBE:
             probing[most] -= PROBE
             probing[k] = PROBE
     return tuple(probing)

@@ -105,7 +105,7 @@ class Memory:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another left off; with other devices it begins anew."""
-        if state["k"] == self._k and len(state["fixed"]) == len(self._members):
+        if state.get("k") == self._k and len(state.get("fixed", ())) == len(self._members):
             self._fixed = [float(fixed) for fixed in state["fixed"]]
             self._per_sample = float(state["per_sample"])
             self._look_at_capacities()

@@ -216,6 +216,11 @@ class Planner:
         """The most samples that each device is known to take."""
         return self._capacity[training].fits
 
+    def cap(self, k: int, *, training: bool) -> int | None:
+        """The most samples to give a device, by what did not fit; None for no limit."""
+        caps = self._capacity[training].caps
+        return None if caps is None else caps[k]
+
     def most(self, n: int, *, training: bool) -> int:
         """The largest batch of at most n samples that is known to fit."""
         return self._capacity[training].most(n, self._least())

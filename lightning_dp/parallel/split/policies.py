@@ -19,13 +19,14 @@ from lightning_dp.parallel.split.arithmetic import (
     even,
     weighted,
 )
+from lightning_dp.parallel.split.auto import Auto
 from lightning_dp.parallel.split.memory import Capacities, Memory
 
 OwnSplit: TypeAlias = Callable[[int, Sequence[Any]], Sequence[int]]
 """`(batch_size, devices) -> sizes`, one size per device."""
 
 _FIXED: dict[str, Callable[[int, int], Sizes]] = {"even": even, "chunk": chunk}
-SPLITS = (*_FIXED, "memory", "adaptive", "cost")
+SPLITS = (*_FIXED, "auto", "memory", "adaptive", "cost")
 
 
 def check_split(
@@ -87,6 +88,8 @@ def split_policy(
         return partial(_checked, split, list(devices))
     if split == "cost":
         return CostSplit(k)
+    if split == "auto":
+        return Auto(k)
     if split == "adaptive":
         return Adaptive(k)
     if split == "memory":

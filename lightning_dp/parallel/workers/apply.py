@@ -165,6 +165,16 @@ class Executor:
         self._in_threads[kind] = in_threads and not is_checkpointing(saved_tensors_functions())
         return self._in_threads[kind]
 
+    def is_in_threads(self, kind: str) -> bool:
+        """Whether the latest work of a kind ran in threads."""
+        return self._in_threads.get(kind, True)
+
+    def is_settled(self, kind: str | None = None) -> bool:
+        """Whether the latest work of a kind, or of all, was done as it will be from now on."""
+        latest = self._latest
+        own = latest.values() if kind is None else [latest[kind]] if kind in latest else []
+        return all([trial.has_ended for trial in own])
+
     def _start(self, participant: Participant) -> None:
         if not self._workers:
             self._workers = start_workers(self._devices)

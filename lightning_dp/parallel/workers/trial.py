@@ -43,6 +43,11 @@ class Trial:
         if self.is_measured:
             self._pieces.append((self.threads, []))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether both ways are known; from here on the slower one is only a probe."""
+        return self._count >= 2 * self.ROUNDS and all(self._seconds.values())
+
     def add(self, stretch: Stretch) -> None:
         """Adds to the time of the present piece of work, if it is measured."""
         self._pieces[-1][1].append(stretch)

@@ -1,0 +1,529 @@
+"""split="auto": one device's numbers whoever works, and as many devices as are fastest."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import test_conformance as conformance
+import torch
+import torchmetrics
+from benchmarks.steps_in_files import plain_step
+from families import FAMILIES
+from lightning.pytorch import Callback
+from oracle import ByHand, Classifier, assert_same, devices_of, loader, run, trainer
+from places import SIM_DEVICES
+from torch import Tensor, nn
+
+from lightning_dp import DataParallel, DataParallelMonitor, DataParallelStrategy, sim
+from lightning_dp.alone import AloneSteps
+from lightning_dp.parallel.split.choice import Choice
+from lightning_dp.parallel.workers.trial import Trial
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXACT = {"atol": 1e-10}
+ALL = -1
+TURNS = [ALL, 0, 0, 1, 0, ALL, ALL, 0, 1, 1]
+
+
+class Ways(Counter[str]):
+    """How many steps of each kind were Lightning's own, and how many the engine's."""
+
+
+@pytest.fixture
+def ways(monkeypatch: pytest.MonkeyPatch) -> Ways:
+    """Counts steps."""
+    seen, step = Ways(), AloneSteps.step
+
+    def counted(self: Any, method: str, *args: Any) -> Any:
+        output = step(self, method, *args)
+        if self.is_alone:
+            seen["alone"] += 1
+        else:
+            sizes = self._engine.last_sizes
+            seen["root" if sizes[0] and not any(sizes[1:]) else "several"] += 1
+        return output
+
+    monkeypatch.setattr(AloneSteps, "step", counted)
+    return seen
+
+
+@pytest.fixture
+def switching(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ways change from batch to batch, as fast as they never do by themselves."""
+
+    def begin(self: Any, can: Callable[[int], bool], is_settled: Any) -> tuple[int, bool]:
+        turns = vars(self).setdefault("turns", itertools.cycle(TURNS))
+        way = next(turns)
+        most = self._most
+        way = most if way == ALL else min(way, most)
+        return (way if can(way) else most), True
+
+    monkeypatch.setattr(Choice, "begin", begin)
+
+
+def families() -> list[Any]:
+    """Some families plain; every option with each of them is slow."""
+    found = []
+    for (i, option), (j, family) in itertools.product(
+        enumerate(conformance.OPTIONS), enumerate(FAMILIES)
+    ):
+        own = conformance.OPTIONS[option]
+        if "split" in own.strategy() or "weights" in own.strategy():
+            continue
+        if own.manual or family != "adversarial":
+            on = ("cpu", "sim")[(i + j) % 2]
+            marks = [] if i == 0 and j % 4 == 0 else [pytest.mark.slow]
+            found.append(pytest.param(family, option, on, marks=marks))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+@pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist within another")
+@pytest.mark.parametrize(("family", "option", "on"), families(), indirect=["on"])
+@pytest.mark.usefixtures("switching")
+def test_as_one_device_whoever_works(
+    family: str, option: str, on: str, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = conformance.OPTIONS[option]
+    auto = replace(own, strategy=lambda: {**own.strategy(), "split": "auto"})
+
+    def several(*_: Any) -> Any:
+        return conformance.several_devices_with(family, auto)
+
+    monkeypatch.setattr(conformance, "several_devices", several)
+    conformance.test_as_one_device(family, option, on)
+    assert ways["several"] and ways["alone"] + ways["root"]
+
+
+# Every mode, with changing ways
+
+
+class SumOfLosses(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * len(batch[1]) / 25
+
+
+class MovesTargets(Classifier):
+    def loss(self, batch: Any) -> Tensor:
+        outputs = self(batch[0])
+        return nn.functional.cross_entropy(outputs, batch[1].to(outputs.device))
+
+
+class CountsItems(Classifier):
+    """A mean over something else than samples, and more in its output."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().loss(batch)
+        return {"loss": loss, "num_items": len(batch[1]), "y": batch[1]}
+
+
+class Stateful(Classifier):
+    """Metrics, lists and other state on self, and logs of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=3)
+        self.seen: list[Tensor] = []
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch[1])
+        self.steps += 1
+        self.accuracy(self(batch[0]), batch[1])
+        self.log("train/acc", self.accuracy, on_step=True, on_epoch=True, batch_size=len(batch[1]))
+        return super().training_step(batch, batch_idx)
+
+
+class Normalised(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+class WithClosures(Classifier):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.01, max_iter=3)
+
+
+class Stateful64(ByHand, Stateful):
+    """By hand."""
+
+
+DOUBLE: dict[str, Any] = {"precision": "64-true"}
+MODES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "step": (Stateful, {}, {}),
+    "in order": (Stateful, {"executor": "inorder"}, {}),
+    "threads": (Stateful, {"executor": "threads"}, {}),
+    "forward": (Classifier, {"mode": "forward"}, {}),
+    "forward, batch stays": (MovesTargets, {"mode": "forward", "move_batch": False}, {}),
+    "manual": (Stateful64, {}, {}),
+    "manual, in order": (Stateful64, {"executor": "inorder"}, {}),
+    "accumulation": (Stateful, {}, {"accumulate_grad_batches": 2}),
+    "accumulation, in order": (Stateful, {"executor": "inorder"}, {"accumulate_grad_batches": 3}),
+    "validation in between": (
+        Stateful,
+        {},
+        {"accumulate_grad_batches": 3, "val_check_interval": 1},
+    ),
+    "clipping": (Classifier, {}, {"gradient_clip_val": 0.1}),
+    "sum": (SumOfLosses, {"loss_reduction": "sum"}, {}),
+    "items": (CountsItems, {}, {}),
+    "output elsewhere": (Stateful, {"output_device": "cpu"}, {}),
+    "output on a device": (Stateful, {"output_device": 1}, {}),
+    "batch norm": (Normalised, {}, {"sync_batchnorm": True}),
+    "closures": (WithClosures, {}, {}),
+    "one device twice": (Stateful, {"devices": "twice"}, {}),
+}
+
+
+QUICK = {("cpu", "step"), ("sim", "forward"), ("sim", "manual"), ("cpu", "output elsewhere")}
+QUICK |= {("sim", "accumulation"), ("cpu", "validation in between"), ("cpu", "batch norm")}
+
+
+@pytest.mark.parametrize(
+    ("on", "name"),
+    [
+        pytest.param(on, name, marks=[] if (on, name) in QUICK else [pytest.mark.slow])
+        for on, name in itertools.product(("cpu", "sim"), MODES)
+    ],
+    indirect=["on"],
+)
+@pytest.mark.usefixtures("switching")
+def test_every_mode_has_one_devices_numbers(name: str, on: str, ways: Ways) -> None:
+    make, options, kwargs = MODES[name]
+    if options.get("devices"):
+        options = {**options, "devices": [str(d) for d in devices_of(2) for _ in "ab"]}
+    result = run(make, 4, strategy={"split": "auto", **options}, **DOUBLE, **kwargs)
+    counted = dict(ways)
+    expected = run(make, 1, **DOUBLE, **kwargs)
+    assert_same(result, expected, **EXACT)
+    if make is Stateful:
+        assert result.module.steps == expected.module.steps
+        kept = [torch.cat(job.module.seen).tolist() for job in (result, expected)]
+        assert kept[0] == kept[1]
+    stays = on == "sim" and ("output_device" in options or not options.get("move_batch", True))
+    assert counted.get("several") and counted.get("root" if stays else "alone"), counted
+    assert not stays or not counted.get("alone")
+
+
+# What is chosen
+
+
+class Sizes(Callback):
+    """The sizes of every training batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.seen.append(trainer.strategy.last_sizes)
+
+
+class Quiet(Classifier):
+    """Leaves nothing but gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+@pytest.fixture
+def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tuple[int, ...]]]]:
+    """Trains on devices of given speeds on virtual time; the sizes of all batches."""
+    sim.enable(SIM_DEVICES)
+    monkeypatch.setattr(oracle, "ON", "sim")
+
+    def fit(flops: list[float], bytes_per_second: float, steps: int) -> list[tuple[int, ...]]:
+        for k, speed in enumerate(flops):
+            torch.sim.set_speed(k, flops_per_second=speed)
+        for a, b in itertools.permutations(range(len(flops)), 2):
+            torch.sim.set_link(a, b, bytes_per_second=bytes_per_second)
+        torch.sim.set_clock("virtual")
+        torch.manual_seed(0)
+        sizes = Sizes()
+        options: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "callbacks": [sizes]}
+        strategy = DataParallelStrategy(split="auto", executor="threads")
+        trainer(len(flops), strategy, **options).fit(Quiet(), loader(64 * 4, 64), loader(8))
+        torch.sim.set_clock("wall")
+        return sizes.seen
+
+    yield fit
+    torch.sim.set_clock("wall")
+    torch.sim.set_links(None)
+    for k in range(SIM_DEVICES):
+        torch.sim.set_speed(k)
+
+
+FAST, SLOW = 25e9, 2e5  # bytes per second
+
+
+def test_where_devices_compute_all_of_them_work(virtual: Any) -> None:
+    sizes = virtual([1e6] * 4, FAST, 14)
+    assert (64, 0, 0, 0) in sizes and sizes[10:] == [(16,) * 4] * 4
+    assert virtual([1e6] * 4, FAST, 14) == sizes
+
+
+def test_where_links_hold_everything_up_the_root_works_alone(virtual: Any) -> None:
+    sizes = virtual([1e9] * 4, SLOW, 14)
+    assert sizes[6:] == [(64, 0, 0, 0)] * 8
+
+
+@pytest.mark.slow
+def test_in_between_some_of_the_devices_work(virtual: Any) -> None:
+    sizes = virtual([1e6] * 4, SLOW, 26)
+    assert sizes[-6:] == [(32, 32, 0, 0)] * 6
+    assert virtual([1e6] * 4, SLOW, 26) == sizes
+
+
+def test_a_device_of_an_eighth_of_the_speed_gets_little(virtual: Any) -> None:
+    sizes = virtual([1e6, 1e6, 1e6, 1.25e5], FAST, 16)
+    assert sizes[0] == (17, 16, 16, 15)
+    assert all(own[3] <= 3 and min(own[:3]) >= 19 for own in sizes[-4:]), sizes
+
+
+@pytest.mark.slow
+def test_a_device_of_an_eighth_of_the_speed_is_left_out_where_it_costs_much(virtual: Any) -> None:
+    sizes = virtual([1e6, 1e6, 1e6, 1.25e5], 3e5, 28)
+    assert all(own[3] == 0 and min(own[:3]) >= 19 for own in sizes[-6:]), sizes
+
+
+class Deep(Quiet):
+    """Many narrow layers: Python is what takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(10, 10), nn.Tanh()) for _ in range(20))
+        self.net = nn.Sequential(*layers, nn.Linear(10, 3))
+
+
+def fit(module: Any, k: int = 4, steps: int = 40, *, n: int = 53, **kwargs: Any) -> Any:
+    sizes = Sizes()
+    options: dict[str, Any] = {"split": "auto", "executor": "inorder"}
+    options |= {key: kwargs.pop(key) for key in ("mode", "executor") if key in kwargs}
+    callbacks = [sizes, *kwargs.pop("callbacks", ())]
+    own = {"max_steps": steps, "max_epochs": -1, "callbacks": callbacks}
+    job = trainer(k, DataParallelStrategy(**options), **own, **kwargs)
+    job.fit(module, loader(n), loader(8))
+    job.sizes = sizes.seen
+    return job
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_where_python_takes_the_time_the_root_works_alone(mode: str, ways: Ways) -> None:
+    job = fit(Deep(), mode=mode)
+    assert job.sizes[0] == (7, 6, 6, 6) and not any(any(own[1:]) for own in job.sizes[-6:])
+    assert job.strategy.last_sizes == job.sizes[-1]
+    assert ways["alone"] > 15 and not ways["root"]
+
+
+def test_all_are_timed_once_the_executor_knows_its_way() -> None:
+    job = fit(Deep(), n=100, executor="auto")
+    alone = [i for i, sizes in enumerate(job.sizes) if not any(sizes[1:])]
+    assert 2 * Trial.ROUNDS + 2 <= alone[0] <= 24, job.sizes
+
+
+def test_usage_and_the_monitor_know_what_the_root_has_done_alone() -> None:
+    monitor = DataParallelMonitor()
+    job = fit(Deep(), callbacks=[monitor])
+    expected = [sum(column) for column in zip(*job.sizes, strict=True)]
+    assert [usage.samples for usage in job.strategy.usage] == expected
+    assert list(monitor.total.samples) == expected and monitor.total.steps == len(job.sizes)
+    assert job.strategy.usage[0].busy_seconds > job.strategy.usage[1].busy_seconds > 0
+    assert monitor.total.busy_seconds[0] > monitor.total.busy_seconds[1]
+
+
+def test_replicas_that_have_rested_end_their_threads() -> None:
+    class Threads(Callback):
+        count = -1
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            names = [thread.name for thread in threading.enumerate()]
+            self.count = sum(name.startswith("dp-") for name in names)
+
+    threads = Threads()
+    fit(Deep(), executor="threads", callbacks=[threads])
+    assert threads.count == 0
+
+
+@pytest.mark.usefixtures("switching")
+def test_deterministic_algorithms_leave_no_choice(ways: Ways) -> None:
+    job = fit(Deep(), steps=12, deterministic=True)
+    assert not ways["alone"] and set(job.sizes) == {(7, 6, 6, 6), (1, 1, 1, 0)}
+
+
+class KeepsSamples(Classifier):
+    """Every replica goes on from its own samples."""
+
+    before: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if self.before is not None:
+            x = x + self.before
+        self.before = x.detach()
+        return nn.functional.cross_entropy(self(x), y)
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.filterwarnings("ignore:A step binds")
+def test_where_replicas_keep_something_of_their_samples_sizes_stay() -> None:
+    job = fit(KeepsSamples(), steps=12, n=100)
+    assert set(job.sizes) == {(7, 6, 6, 6)}
+
+
+@pytest.mark.usefixtures("switching")
+def test_the_check_of_the_first_step_is_made(ways: Ways) -> None:
+    strategy = DataParallelStrategy(split="auto", check_first_step=True)
+    job = trainer(4, strategy, max_epochs=3)
+    job.fit(Classifier(), loader(), loader())
+    assert job.strategy.first_step.is_same and ways["alone"]
+
+
+class Pulls(Classifier):
+    def training_step(self, dataloader_iter: Any) -> Any:
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.filterwarnings("ignore:You are using the `dataloader_iter`")
+@pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument")
+def test_steps_that_take_an_iterator_are_for_all(ways: Ways) -> None:
+    result = run(Pulls, 4, strategy={"split": "auto"})
+    assert ways["alone"]  # in validation
+    assert all(usage.samples for usage in result.trainer.strategy.usage[:3])
+    assert_same(result, run(Pulls, 1), atol=1e-5)
+
+
+class Fails(Deep):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == 30:
+            raise RuntimeError("in the middle")
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_error_of_the_root_alone_is_the_steps_own_and_the_next_fit_is_right() -> None:
+    module = Fails()
+    with pytest.raises(RuntimeError, match=r"^in the middle$"):
+        fit(module)
+    fit(module, steps=29)
+
+
+# What was learnt
+
+
+def test_what_was_learnt_goes_into_the_checkpoint(tmp_path: Path, ways: Ways) -> None:
+    job = fit(Deep(), steps=42)
+    job.save_checkpoint(tmp_path / "last.ckpt")
+    sizes = Sizes()
+    options: dict[str, Any] = {"max_steps": 48, "max_epochs": -1, "callbacks": [sizes]}
+    resumed = trainer(4, DataParallelStrategy(split="auto"), **options)
+    resumed.fit(Deep(), loader(), loader(8), ckpt_path=tmp_path / "last.ckpt")
+    assert sizes.seen and not any(any(own[1:]) for own in sizes.seen)
+
+
+SPLITS = ["even", "auto", "adaptive"]
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(SPLITS, 2)))
+def test_a_checkpoint_of_another_split_or_number_of_devices_begins_anew(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    job = trainer(3, DataParallelStrategy(split=before), max_epochs=2)
+    job.fit(Classifier(), loader(), loader())
+    job.save_checkpoint(tmp_path / "last.ckpt")
+    for k, split in ((3, after), (2, before)):
+        resumed = trainer(k, DataParallelStrategy(split=split), max_epochs=3)
+        resumed.fit(Classifier(), loader(), loader(), ckpt_path=tmp_path / "last.ckpt")
+        assert resumed.global_step == 9
+
+
+def test_the_drop_in_refuses_it() -> None:
+    with pytest.raises(ValueError, match=r"^split: expected another one than 'auto'"):
+        DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], split="auto")
+
+
+# Memory
+
+
+class Wide(Quiet):
+    """Takes memory in proportion to the samples, and much Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(10, 512), nn.Tanh(), nn.Linear(512, 3))
+
+
+WEIGHTS = 4 * (10 * 512 + 512 + 3 * 512 + 3)
+SAMPLE = 4 * 512 * 3  # of a forward and a backward, at least
+
+
+@pytest.mark.parametrize("samples", [100, 400])
+def test_a_batch_that_does_not_fit_the_root_never_goes_there(
+    samples: int, room: Any, ways: Ways, caplog: Any
+) -> None:
+    room(0, 8 * WEIGHTS + samples * SAMPLE)
+    strategy = DataParallelStrategy(split="auto", executor="inorder")
+    sizes = Sizes()
+    job = trainer(4, strategy, max_steps=30, max_epochs=-1, callbacks=[sizes])
+    job.fit(Wide(), loader(256 * 4, 256), loader(8))
+    assert not [r for r in caplog.records if "out of memory" in r.getMessage()]
+    went_alone = (256, 0, 0, 0) in sizes.seen
+    assert went_alone == (samples == 400), sizes.seen[-1]
+
+
+# What it costs
+
+
+def test_a_step_of_the_root_alone_enters_few_functions() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        options = {"split": "auto", "executor": "inorder"}
+        entered = process.submit(plain_step, **options).result(timeout=300)
+        one = process.submit(plain_step, devices=1).result(timeout=300)
+    assert entered.frames <= 40, entered.calls.most_common(60)
+    assert one.frames <= 12, one.calls.most_common(20)
+    assert not [file for file, _ in entered.calls if "engine" in file or "journal" in file]
+
+
+class Times(Callback):
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seconds.append(time.thread_time())
+
+
+@pytest.mark.slow
+def test_sixty_narrow_layers_take_about_as_long_as_on_one_device() -> None:
+    """Of the thread's own time, which others on the machine do not change much."""
+
+    def seconds(devices: int, strategy: Any) -> float:
+        times = Times()
+        job = trainer(devices, strategy, max_epochs=1, callbacks=[times], accelerator="cpu")
+        module = Deep()
+        module.net = nn.Sequential(*(nn.Linear(10, 10) for _ in range(60)), nn.Linear(10, 3))
+        job.fit(module, loader(32 * 200, 32), loader(8))
+        steps = [b - a for a, b in itertools.pairwise(times.seconds[60:])]
+        return statistics.median(steps)
+
+    pairs = [(seconds(4, DataParallelStrategy(split="auto")), seconds(1, "auto")) for _ in "abcde"]
+    assert min(auto / one for auto, one in pairs) < 1.1, pairs

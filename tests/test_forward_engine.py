@@ -463,7 +463,7 @@ def test_memory_does_not_grow(on: str) -> None:
             del y, slope
             update(net)
             if step == 49:
-                engine._executor.rest()
+                engine.executor.rest()
                 found.append(alive())
         assert soon(as_at_first), (found, alive())
 

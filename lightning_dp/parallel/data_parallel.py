@@ -100,12 +100,7 @@ class DataParallel(nn.Module, Generic[Module]):
         gather_overrides: Mapping[str, Override] | None = None,
     ) -> None:
         check_module(module)
-        check_split(split, weights)
-        if split == "auto":
-            raise ValueError(
-                "split: expected another one than 'auto' outside of Lightning, where nobody tells "
-                "how long a step takes, got 'auto'. Use 'adaptive', or DataParallelStrategy."
-            )
+        check_split(split, weights, is_timed=False)
         check_engine_options(dim, buffers, executor, gather_overrides)
         super().__init__()
         self.module = module

@@ -109,7 +109,7 @@ class Engine:
         # Two threads would shorten the same row of a weight twice.
         in_order = self.on_cpu and limits_norms(self.module)
         how: ExecutorName = "inorder" if in_order else executor
-        self._executor = Executor(devices, how, self.replicas.lose)
+        self.executor = Executor(devices, how, self.replicas.lose)
         self._dim, self._columns, self._cost_key = dim, columns, cost_key
         self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
@@ -143,7 +143,7 @@ class Engine:
         if self.on_cpu and not joint.crosses:
             # A backward for each replica: on the calling thread they would queue.
             tasks = joint.tasks(gradient, keep_graph, self.devices)
-            self._executor.run(joint.name, tasks, goes_on=True)
+            self.executor.run(joint.name, tasks, goes_on=True)
             self.meter.add(tasks)
         else:
             during = self.meter.working([graph.replica for graph in joint.graphs])
@@ -217,7 +217,7 @@ class Engine:
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
         self._compiles = compiles = self.replicas.compiled.may_come
-        in_threads = self._executor.choose(call.name, len(shards.active), in_order=compiles)
+        in_threads = self.executor.choose(call.name, len(shards.active), in_order=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
             self.replicas.share_parameters(call.has_backward and not in_threads)
@@ -239,7 +239,7 @@ class Engine:
             tasks = call.tasks(modules, shards, self.devices)
             if self.meter.is_watched:
                 self.meter.follow(tasks)
-            outputs = self._executor.run(call.name, tasks, goes_on=True, calls=self.calls)
+            outputs = self.executor.run(call.name, tasks, goes_on=True, calls=self.calls)
             if self._sends_home and call.gathers:  # what replicas have logged has left already
                 outputs = call.leave(outputs, self.devices)
                 host_waits_for(*self.devices)
@@ -274,7 +274,7 @@ class Engine:
 
     def undo(self) -> None:
         """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
-        self._executor.rest()
+        self.executor.rest()
         self.reducer.undo()
         if self._snapshot is not None:
             self._snapshot.restore()
@@ -293,13 +293,8 @@ class Engine:
         self.reducer.reduce_waiting()
         self._stale = set(range(len(self.devices)))
 
-    @property
-    def executor(self) -> Executor:
-        """Where the replicas run."""
-        return self._executor
-
     def close(self) -> None:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
         self.reducer.settle()
-        self._executor.close()
+        self.executor.close()
         self.meter.read_peaks()

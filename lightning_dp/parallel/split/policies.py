@@ -30,13 +30,22 @@ SPLITS = (*_FIXED, "auto", "memory", "adaptive", "cost")
 
 
 def check_split(
-    split: str | OwnSplit, weights: Sequence[float] | None, sample_cost: str | None = None
+    split: str | OwnSplit,
+    weights: Sequence[float] | None,
+    sample_cost: str | None = None,
+    *,
+    is_timed: bool = True,
 ) -> None:
     """Raises a ValueError where these options are wrong whatever the devices are."""
     if not (_is_function(split) or (isinstance(split, str) and split in SPLITS)):
         raise ValueError(
             f"split: expected one of {sorted(SPLITS)} or a function (batch_size, devices) -> "
             f"sizes, got {told(split)}. Use 'even', or weights=[...] for fixed shares."
+        )
+    if isinstance(split, str) and split == "auto" and not is_timed:
+        raise ValueError(
+            "split: expected another one than 'auto' outside of Lightning, where nobody tells how "
+            "long a step takes, got 'auto'. Use 'adaptive', or DataParallelStrategy."
         )
     if sample_cost is not None and not (isinstance(sample_cost, str) and sample_cost):
         raise ValueError(

@@ -27,7 +27,8 @@ from benchmarks.peers.ring_ddp import Ring, buckets
 from benchmarks.peers.torch_data_parallel import Known
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import SIM_DEVICES, gradients
+from oracle import gradients
+from places import SIM_DEVICES
 from programs import ROOT, read_json
 from torch import Tensor, nn
 

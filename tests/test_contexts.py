@@ -217,7 +217,7 @@ CONTEXTS: dict[str, Callable[[Fixture], AbstractContextManager[Any]]] = {
     "spreading": lambda f: f.engine.spreading(),
     "a turn": lambda f: f.engine.turn(),
     "rerunning": lambda f: f.engine.rerunning(),
-    "noticing": lambda f: Compilations(f.net, []).around_calls(False),
+    "noticing": lambda f: Compilations(f.net, []).around_calls(),
     "recompilations": lambda f: more_recompilations(3),
     "backwards": lambda f: backwards_go_to(len),
     "a range": lambda f: f.ranges.of("step"),

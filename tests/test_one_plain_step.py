@@ -11,7 +11,7 @@ from lightning_dp.parallel.workers import ExecutorName
 FILES = 41
 
 
-@pytest.mark.parametrize("executor, most", [("inorder", 292), ("threads", 398)])
+@pytest.mark.parametrize("executor, most", [("inorder", 294), ("threads", 410)])
 def test_a_plain_step_enters_few_functions_and_no_meeting(
     executor: ExecutorName, most: int
 ) -> None:

@@ -216,7 +216,7 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        self._compiles = compiles = self.replicas.compiled.may_come
+        compiles = self.replicas.compiled.may_come
         in_threads = self.executor.choose(call.name, len(shards.active), in_order=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
@@ -235,7 +235,7 @@ class Engine:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self._is_rerun)
         noticed = self.replicas.noticed(shards.active) if training else nullcontext()
-        with context, noticed, self.replicas.compiled.around_calls(self._compiles):
+        with context, noticed, self.replicas.compiled.around_calls():
             tasks = call.tasks(modules, shards, self.devices)
             if self.meter.is_watched:
                 self.meter.follow(tasks)

@@ -49,9 +49,9 @@ class Compilations:
         """Whether a call may compile something."""
         return self.are_known or any(map(_COMPILES, self._others))
 
-    def around_calls(self, may_come: bool) -> AbstractContextManager[None]:
+    def around_calls(self) -> AbstractContextManager[None]:
         """What surrounds calls of the replicas, which may compile something or not."""
-        return self.as_often() if may_come else _Noticing(self)
+        return self.as_often() if self.may_come else _Noticing(self)
 
     def as_often(self) -> AbstractContextManager[None]:
         """While it lasts, each replica may compile as much as one device would."""

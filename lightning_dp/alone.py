@@ -181,7 +181,7 @@ class AloneSteps:
                 engine.meter.stop()
         if piece is None:
             return
-        if not self.is_alone and engine.last_sizes[0] == piece.n:
+        if not self.is_alone and engine.last_sizes[:1] == (piece.n,):
             self._memory.note_alone(piece.n, training=training)
         self._is_open = training and engine.reducer.accumulating
         if not piece.counts or self._running is None:

@@ -183,14 +183,14 @@ class DataParallelMixin(OptionsMixin):
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         mode = self._mode
-        if mode is None or (self._alone is not None and self._alone.is_alone):
+        if mode is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
         def with_all_gradients() -> Any:
             result = closure()
-            # Of a training step that returned None, no backward has come.
-            with Surroundings():
-                mode.engine.reducer.reduce_waiting()
+            if self._alone is None or not self._alone.is_alone:
+                with Surroundings():  # of a training step that returned None, no backward has come
+                    mode.engine.reducer.reduce_waiting()
             return result
 
         return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)

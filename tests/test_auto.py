@@ -363,7 +363,8 @@ def test_where_python_takes_the_time_the_root_works_alone(mode: str, ways: Ways)
 def test_all_are_timed_once_the_executor_knows_its_way() -> None:
     job = fit(Deep(), n=100, executor="auto")
     alone = [i for i, sizes in enumerate(job.sizes) if not any(sizes[1:])]
-    assert 2 * Trial.ROUNDS + 2 <= alone[0] <= 24, job.sizes
+    tried = 2 * Trial.TURNS * Trial.IN_A_ROW
+    assert tried + 2 <= alone[0] <= tried + 14, job.sizes
 
 
 def test_usage_and_the_monitor_know_what_the_root_has_done_alone() -> None:

@@ -164,7 +164,7 @@ def test_auto_marks_no_streams_in_most_steps(
     slow: type[SlowDevices], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = Executor(devices_of(3), "auto")
-    chosen(executor, lambda device: slow.work(device, 0.1), pieces=20)
+    chosen(executor, lambda device: slow.work(device, 0.1), pieces=24)
     monkeypatch.setattr(torch, "Event", None)
     chosen(executor, lambda device: slow.work(device, 0.1), pieces=30)
     executor.close()

@@ -223,8 +223,12 @@ def on_side_streams() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def all_are_on_side_streams(request: pytest.FixtureRequest) -> None:
-    """With --side-streams; but for the simulated devices' own tests, which are about streams."""
-    if request.config.getoption("--side-streams") and request.path.parent.name != "sim":
+    """With --side-streams; but for tests of what is not ours on them.
+
+    Those of the simulated devices are about streams, and the benchmarks' peers know none.
+    """
+    is_ours = request.path.parent.name != "sim" and request.path.stem != "test_benchmarks"
+    if request.config.getoption("--side-streams") and is_ours:
         request.getfixturevalue("on_side_streams")
 
 

@@ -136,7 +136,8 @@ def test_a_run_that_an_error_has_ended_is_let_go(
             assert not replicas or living
             replicas.clear()
     assert not kept
-    assert len(torch_optimizer._global_optimizer_post_hooks) == hooks
+    # Fewer, if what another test has left was let go in the meantime.
+    assert len(torch_optimizer._global_optimizer_post_hooks) <= hooks
 
 
 class Net(nn.Sequential):

@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import signal
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,6 +31,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what ru
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ELSEWHERE = "elsewhere"  # in place of a kind: this process has none that the test is for
+# Processes that compile the same read each other's files before they are whole.
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+if WORKER is not None:
+    cache = os.path.join(tempfile.gettempdir(), f"lightning_dp_inductor_{WORKER}")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+
 MOST_PROCESSES = 8  # each takes about 1 GB
 CONFORMS = "::test_as_one_device["
 

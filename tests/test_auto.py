@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import oracle
+import places
 import pytest
 import test_conformance as conformance
 import torch
@@ -34,6 +35,7 @@ from lightning_dp.parallel.workers.trial import Trial
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT = {"atol": 1e-10}
+KINDS = places.kinds[:2]
 ALL = -1
 TURNS = [ALL, 0, 0, 1, 0, ALL, ALL, 0, 1, 1]
 
@@ -84,7 +86,7 @@ def families() -> list[Any]:
         if "split" in own.strategy() or "weights" in own.strategy():
             continue
         if own.manual or family != "adversarial":
-            on = ("cpu", "sim")[(i + j) % 2]
+            on = KINDS[(i + j) % len(KINDS)]
             marks = [] if i == 0 and j % 4 == 0 else [pytest.mark.slow]
             found.append(pytest.param(family, option, on, marks=marks))
     return found
@@ -212,16 +214,22 @@ MODES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-QUICK = {("cpu", "step"), ("sim", "forward"), ("sim", "manual"), ("cpu", "output elsewhere")}
-QUICK |= {("cpu", "forward, nothing spread"), ("cpu", "accumulation, some without a loss")}
-QUICK |= {("sim", "accumulation"), ("cpu", "validation in between"), ("cpu", "batch norm")}
+QUICK = {
+    *(
+        (False, name)
+        for name in ("step", "output elsewhere", "validation in between", "batch norm")
+    ),
+    *((False, name) for name in ("forward, nothing spread", "accumulation, some without a loss")),
+    *((True, name) for name in ("forward", "manual", "accumulation")),
+}
+"""Whether on an accelerator, and what."""
 
 
 @pytest.mark.parametrize(
     ("on", "name"),
     [
-        pytest.param(on, name, marks=[] if (on, name) in QUICK else [pytest.mark.slow])
-        for on, name in itertools.product(("cpu", "sim"), MODES)
+        pytest.param(on, name, marks=[] if (on != "cpu", name) in QUICK else [pytest.mark.slow])
+        for on, name in itertools.product(KINDS, MODES)
     ],
     indirect=["on"],
 )
@@ -240,8 +248,8 @@ def test_every_mode_has_one_devices_numbers(name: str, on: str, ways: Ways) -> N
         assert result.module.steps == expected.module.steps
         kept = [torch.cat(job.module.seen).tolist() for job in (result, expected)]
         assert kept[0] == kept[1]
-    stays = on == "sim" and ("output_device" in options or not options.get("move_batch", True))
-    is_unknown = on == "sim" and make is CallsItsLayers  # what a batch takes on the root
+    stays = on != "cpu" and ("output_device" in options or not options.get("move_batch", True))
+    is_unknown = on != "cpu" and make is CallsItsLayers  # what a batch takes on the root
     fewer = counted.get("root" if stays else "alone")
     assert counted.get("several") and (is_unknown or fewer), counted
     assert not stays or not counted.get("alone")
@@ -269,6 +277,9 @@ class Quiet(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.loss(batch)
+
+
+goes_by_virtual_time = pytest.mark.sim_only("It goes by virtual time.")
 
 
 @pytest.fixture
@@ -301,24 +312,28 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
 FAST, SLOW = 25e9, 2e5  # bytes per second
 
 
+@goes_by_virtual_time
 def test_where_devices_compute_all_of_them_work(virtual: Any) -> None:
     sizes = virtual([1e6] * 4, FAST, 14)
     assert (64, 0, 0, 0) in sizes and sizes[10:] == [(16,) * 4] * 4
     assert virtual([1e6] * 4, FAST, 14) == sizes
 
 
+@goes_by_virtual_time
 def test_where_links_hold_everything_up_the_root_works_alone(virtual: Any) -> None:
     sizes = virtual([1e9] * 4, SLOW, 14)
     assert sizes[6:] == [(64, 0, 0, 0)] * 8
 
 
 @pytest.mark.slow
+@goes_by_virtual_time
 def test_in_between_some_of_the_devices_work(virtual: Any) -> None:
     sizes = virtual([1e6] * 4, SLOW, 26)
     assert sizes[-6:] == [(32, 32, 0, 0)] * 6
     assert virtual([1e6] * 4, SLOW, 26) == sizes
 
 
+@goes_by_virtual_time
 def test_a_device_of_an_eighth_of_the_speed_gets_little(virtual: Any) -> None:
     sizes = virtual([1e6, 1e6, 1e6, 1.25e5], FAST, 16)
     assert sizes[0] == (17, 16, 16, 15)
@@ -326,6 +341,7 @@ def test_a_device_of_an_eighth_of_the_speed_gets_little(virtual: Any) -> None:
 
 
 @pytest.mark.slow
+@goes_by_virtual_time
 def test_a_device_of_an_eighth_of_the_speed_is_left_out_where_it_costs_much(virtual: Any) -> None:
     sizes = virtual([1e6, 1e6, 1e6, 1.25e5], 3e5, 28)
     assert all(own[3] == 0 and min(own[:3]) >= 19 for own in sizes[-6:]), sizes

@@ -151,14 +151,19 @@ class Contestant:
         """Until its first step can begin."""
         self.turns.parameter_bytes = self._next_answers()[0]["parameter_bytes"]
 
-    def train(self, steps: int, **command: Any) -> Turn:
+    def train(self, steps: int, **first: Any) -> Turn:
         """Trains for some steps.
+
+        Args:
+            steps: how many.
+            **first: what only the first process is told: two would write a timeline to one file.
 
         Raises:
             ContestantError: it could not.
         """
-        line = (json.dumps({"steps": steps, **command}) + "\n").encode()
-        for process in self._processes:
+        for rank, process in enumerate(self._processes):
+            command = {"steps": steps} | ({} if rank else first)
+            line = (json.dumps(command) + "\n").encode()
             with contextlib.suppress(OSError):  # it has ended: the missing answer tells
                 cast(IO[bytes], process.stdin).write(line)
                 cast(IO[bytes], process.stdin).flush()

@@ -34,6 +34,7 @@ from lightning_dp.parallel.gradients import (
     JointBackward,
     Reducer,
     Snapshot,
+    Spread,
     backward_at_once,
     reduce_gradients,
 )
@@ -138,18 +139,18 @@ class Engine:
 
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """What the backward of a joint loss does: every replica's own, then the sums."""
-        self.interrupted = gradient
+        self.interrupted, spread = gradient, None
         self.reducer.before_backward(can_fail=not self.on_cpu)
-        if self.on_cpu and not joint.crosses:
-            # A backward for each replica: on the calling thread they would queue.
+        if self.on_cpu and not joint.crosses:  # one for each: on this thread they would queue
             tasks = joint.tasks(gradient, keep_graph, self.devices)
             self.executor.run(joint.name, tasks, goes_on=True)
             self.meter.add(tasks)
+            spread = self.executor.spreading(joint.name)
         else:
             during = self.meter.working([graph.replica for graph in joint.graphs])
             backward_at_once(joint.graphs, gradient, keep_graph, during=during)
         self.meter.stop()
-        self.reduce()
+        self.reduce(spread)
         self.planner.record_success(training=True)
         self.interrupted = None
 
@@ -226,9 +227,8 @@ class Engine:
     @stage("apply")
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
-        self.last_sizes = shards.sizes
+        self.last_sizes, training = shards.sizes, call.training
         shards.dims.has_seen(shards.sizes)
-        training = call.training
         self.calls = Calls(shards.active_sizes, shards.active_order, self._dim)
         call.begin(shards)
         if training and not shards.whole:
@@ -262,9 +262,9 @@ class Engine:
         return result
 
     @stage("reduce")
-    def reduce(self) -> None:
+    def reduce(self, spread: Spread | None = None) -> None:
         """The sums of the replicas' gradients become the root's."""
-        self.reducer.after_backward()
+        self.reducer.after_backward(spread)
 
     # Around it
 

@@ -1,8 +1,8 @@
 """Gradients: one loss of the replicas' losses, its backward, and the sums that reach the root.
 
 Decided here: what each replica's loss weighs and what the joint loss's backward does (`loss`), how
-it runs on accelerators (`at_once`), who sums gradients and buffers, and when (`reduce`), and how
-gradients, hooks and the values of buffers are set aside for a while (`aside`).
+it runs on accelerators (`at_once`), who sums gradients and buffers, and when (`reduce`, on the CPU
+in `slices`), and how gradients, hooks and the values of buffers are set aside (`aside`).
 """
 
 from lightning_dp.parallel.gradients.aside import GradientsAside as GradientsAside
@@ -26,3 +26,4 @@ from lightning_dp.parallel.gradients.reduce import BUFFERS as BUFFERS
 from lightning_dp.parallel.gradients.reduce import Buffers as Buffers
 from lightning_dp.parallel.gradients.reduce import Reducer as Reducer
 from lightning_dp.parallel.gradients.reduce import reduce_gradients as reduce_gradients
+from lightning_dp.parallel.gradients.slices import Spread as Spread

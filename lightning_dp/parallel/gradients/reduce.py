@@ -21,6 +21,7 @@ from lightning_dp.parallel.gradients.aside import (
     write_without_trace,
 )
 from lightning_dp.parallel.gradients.at_once import wait_for_autograd
+from lightning_dp.parallel.gradients.slices import ALONE, SLICED, Spread, add_in_slices
 from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import add_to_each, hooked
@@ -84,18 +85,18 @@ class Reducer:
         if can_fail:
             self._earlier = GradientsAside(chain.from_iterable(parameters))
 
-    def after_backward(self) -> None:
-        """Reduces the gradients, unless they accumulate."""
+    def after_backward(self, spread: Spread | None = None) -> None:
+        """Reduces the gradients, unless they accumulate; see `reduce_gradients`."""
         self._in_backward = False
         self._settle_forward()
         self._call_hooks()
         earlier, self._earlier = self._earlier, None
         if earlier is not None:
             # By themselves first: apart from the earlier ones, they can still be undone.
-            self._reduce()
+            self._reduce(spread)
             earlier.add()
         if earlier is None or (earlier.has_any and self._left_on_replicas()):
-            self._reduce()
+            self._reduce(spread)
 
     def reduce_waiting(self) -> None:
         """Reduces what has accumulated on the replicas, if no backward has come to do so."""
@@ -121,10 +122,10 @@ class Reducer:
         """Whether replica 0's buffers stay: they are the root's, since it is the module itself."""
         return self._buffers == "first" and shards.active[0] == 0
 
-    def _reduce(self) -> None:
+    def _reduce(self, spread: Spread | None) -> None:
         self._waiting = self.accumulating
         if not self.accumulating:
-            reduce_gradients(self._replicas.parameters, self._replicas.packing)
+            reduce_gradients(self._replicas.parameters, self._replicas.packing, spread)
 
     def _left_on_replicas(self) -> bool:
         """Whether earlier backwards, which accumulated, have left gradients on replicas."""
@@ -165,13 +166,16 @@ class Reducer:
 
 
 def reduce_gradients(
-    parameters: Sequence[Sequence[Tensor]], packing: Packing | None = None
+    parameters: Sequence[Sequence[Tensor]],
+    packing: Packing | None = None,
+    spread: Spread | None = None,
 ) -> None:
     """Adds the replicas' gradients to the root's and clears theirs.
 
     A parameter without a gradient on any replica keeps None.
 
-    They travel in buckets where all are there, of the kinds that `packing` is for.
+    They travel in buckets where all are there, of the kinds that `packing` is for. Where nothing
+    has to travel, the workers add them up, if there is a way to `spread` calls.
     """
     root, others = parameters[0], parameters[1:]
     if not root or not others:
@@ -182,7 +186,7 @@ def reduce_gradients(
     is_elsewhere = any([replica[0].device != device for replica in others])
     if packing and is_elsewhere and all(map(packing.fits, [sums, *terms])):
         packing.add(cast(list[Tensor], sums), cast(list[list[Tensor]], terms))
-    else:
+    elif is_elsewhere or not (spread and _are_large(root) and add_in_slices(sums, terms, spread)):
         before = list(sums)
         for gradients in terms:
             _add(sums, gradients_on(device, gradients))
@@ -238,6 +242,12 @@ def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:
     if like.stride() != parameter.stride():
         return gradient.contiguous()
     return like.copy_(gradient)
+
+
+def _are_large(tensors: Sequence[Tensor]) -> bool:
+    """Whether torch would take several threads for one of them, or these pay for all."""
+    sizes = list(map(Tensor.numel, tensors))
+    return max(sizes) > ALONE or sum(sizes) >= SLICED
 
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:

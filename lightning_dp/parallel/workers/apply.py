@@ -169,6 +169,17 @@ class Executor:
         """Whether the latest work of a kind ran in threads."""
         return self._in_threads.get(kind, True)
 
+    def spreading(self, kind: str) -> Callable[[Sequence[Callable[[], None]]], object] | None:
+        """Makes calls in the workers, one in each; None if the latest work of a kind was in order.
+
+        They go on with that work, see `run`.
+        """
+        return partial(self._spread, kind) if self._in_threads[kind] else None
+
+    def _spread(self, kind: str, calls: Sequence[Callable[[], None]]) -> None:
+        tasks = [Task(k, self._devices[k], call) for k, call in enumerate(calls)]
+        self.run(kind, tasks, goes_on=True)
+
     def is_settled(self, kind: str | None = None) -> bool:
         """Whether the latest work of a kind, or of all, was done as it will be from now on."""
         latest = self._latest

@@ -8,10 +8,10 @@ from benchmarks.steps_in_files import plain_step
 
 from lightning_dp.parallel.workers import ExecutorName
 
-FILES = 41
+FILES = 40
 
 
-@pytest.mark.parametrize("executor, most", [("inorder", 294), ("threads", 410)])
+@pytest.mark.parametrize("executor, most", [("inorder", 279), ("threads", 318)])
 def test_a_plain_step_enters_few_functions_and_no_meeting(
     executor: ExecutorName, most: int
 ) -> None:

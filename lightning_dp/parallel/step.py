@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from lightning_dp.parallel.gradients import (
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.torch_private import hooked
 from lightning_dp.parallel.workers import Calls
+
+_LOSS, _VALUE, _NUM_ITEMS = map(attrgetter, ("loss", "value", "num_items"))
 
 
 class StepParallel(RecoveringEngine):
@@ -152,16 +155,18 @@ class TrainingStep(EvaluationStep):
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """The joint loss, with its backward."""
-        returned = {
-            k: out for k, out in zip(shards.active, outputs, strict=True) if out is not None
-        }
+        returned: list[int] = []
+        steps: list[StepOutput] = []
+        for k, output in zip(shards.active, outputs, strict=True):
+            if output is not None:
+                returned.append(k)
+                steps.append(StepOutput.parse(output))
         if not returned:
             return None
-        steps = [StepOutput.parse(output) for output in returned.values()]
         sizes = [shards.sizes[k] for k in returned]
-        counts = agreed_items([step.num_items for step in steps])
+        counts = agreed_items(list(map(_NUM_ITEMS, steps)))
         weights = loss_weights(sizes, self.engine.loss_reduction, counts)
-        losses, values = [step.loss for step in steps], [step.value for step in steps]
+        losses, values = map(_LOSS, steps), map(_VALUE, steps)
         joint = self._joint_loss(list(map(Graph, returned, losses, weights, values)), shards)
         if steps[0].extras is None:
             return joint

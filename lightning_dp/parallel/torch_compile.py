@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -45,7 +45,12 @@ def set_compiled_function(function: FunctionType, original: Callable[..., Any]) 
 def compiled_frames() -> int:
     """How often anything was compiled so far. Gone: an error, where torch compiles at all."""
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(found(dynamo, "counters")["frames"]["total"])
+    return 0 if dynamo is None else int(_counters(dynamo)["frames"]["total"])
+
+
+@cache
+def _counters(dynamo: ModuleType) -> Any:
+    return found(dynamo, "counters")
 
 
 _is_raised: ContextVar[bool] = ContextVar("_is_raised", default=False)

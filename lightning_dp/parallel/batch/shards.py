@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress, count
 from typing import Any
 
 import torch
@@ -49,12 +50,12 @@ class Shards:
     @cached_property
     def active(self) -> list[int]:
         """The replicas that have samples."""
-        return [k for k, size in enumerate(self.sizes) if size > 0]
+        return list(compress(count(), self.sizes))
 
     @cached_property
     def active_sizes(self) -> list[int]:
         """The sizes of the shards of the active replicas."""
-        return [size for size in self.sizes if size > 0]
+        return list(filter(None, self.sizes))
 
     @cached_property
     def active_order(self) -> Order | None:

@@ -231,7 +231,8 @@ class Planner:
         if self._learner is not None:
             sizes = self._learner(n, caps)
         else:
-            sizes = capacity.within(self._policy(n))
+            wanted = self._policy(n)
+            sizes = wanted if caps is None else capacity.within(wanted)
         if not _is_small(sizes):
             return sizes
         least = self._least()

@@ -162,7 +162,8 @@ class Executor:
             trial.begin()
             in_threads = trial.threads
         # A checkpoint knows tensors by their order alone, which threads would not repeat.
-        self._in_threads[kind] = in_threads and not is_checkpointing(saved_tensors_functions())
+        saving = saved_tensors_functions() if in_threads else None
+        self._in_threads[kind] = in_threads and not (saving and is_checkpointing(saving))
         return self._in_threads[kind]
 
     def is_in_threads(self, kind: str) -> bool:

@@ -97,16 +97,16 @@ class Calls:
             return
         participant.is_awake = True
         try:
-            self.check()
-            participant.context.run(self._in_worker, participant)
+            if self.broken is not None or not self.is_open:
+                self.check()
+            call, device = self.thread_state.call, participant.task.device
+            participant.context.run(call, device, self._do_task, participant)
         except BaseException as error:  # it is raised again by the thread that waits
             participant.error = error
-        self.tell(participant, ENDED)
+        participant.state = ENDED
+        self._events.put(None)
         if not participant.place.acquire(blocking=False):  # a thread that the call has started
             participant.inbox.put(Reply(error=ReplicaStopped("Its replica's call has ended.")))
-
-    def _in_worker(self, participant: Participant) -> None:
-        self.thread_state.call(participant.device, self._do_task, participant)
 
     # The host's side
 

@@ -35,13 +35,13 @@ def is_checkpointing(functions: Functions | None) -> bool:
     return functions is not None and functions[0].__module__ == "torch.utils.checkpoint"
 
 
-def unpacking_in_turn(functions: Functions | None) -> Functions | None:
+def unpacking_in_turn(functions: Functions) -> Functions:
     """How to save tensors, so that a checkpoint's are computed again by one thread alone.
 
     The first tensor that a backward asks for lets a checkpoint compute all of them again. The
     threads of several devices ask at the same time.
     """
-    if functions is None or not is_checkpointing(functions):
+    if not is_checkpointing(functions):
         return functions
     pack, unpack = functions
     turn = vars(unpack).setdefault("turn", threading.RLock())  # one for each checkpoint
@@ -65,6 +65,7 @@ class ThreadState:
     saved_tensors: Functions | None  # how to pack and unpack
     streams: Sequence[torch.Stream]  # the caller's own, for there is order on them
     work_for: Callable[[], AbstractContextManager[None]] | None  # see `hand_over`
+    is_plain: bool  # on the CPU a worker's thread has all of it from its start, but for `grad`
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> ThreadState:
@@ -80,15 +81,19 @@ class ThreadState:
         if len(kinds) > 1:  # the user's code may compute on devices that no replica is on
             (kind,) = kinds - {"cpu"}
             places = [torch.device(kind, k) for k in range(torch.accelerator.device_count())]
+        modes, streams = current_modes(), side_streams(places) if kinds != {"cpu"} else []
+        inference, saving = torch.is_inference_mode_enabled(), saved_tensors_functions()
+        work_for = None if devices[0].type == "cpu" else hand_over(devices[0])
         return cls(
             devices[0],
             torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
+            inference,
             autocasts,
-            current_modes(),
-            unpacking_in_turn(saved_tensors_functions()),
-            side_streams(places),
-            None if devices[0].type == "cpu" else hand_over(devices[0]),
+            modes,
+            saving and unpacking_in_turn(saving),
+            streams,
+            work_for,
+            is_plain=not (inference or autocasts or any(modes) or saving or streams or work_for),
         )
 
     def call(self, device: torch.device, function: Callable[[Any], None], argument: Any) -> None:
@@ -97,6 +102,10 @@ class ThreadState:
         A default device that names the root device names the replica's device here: code that
         leaves the device out means "the module's".
         """
+        if self.is_plain and device.type == "cpu":
+            with torch.set_grad_enabled(self.grad):
+                function(argument)
+            return
         modes = Modes(self._default_device_on(device), self.modes.function, self.modes.dispatch)
         with (
             nullcontext() if self.work_for is None else self.work_for(),

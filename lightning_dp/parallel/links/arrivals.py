@@ -60,24 +60,23 @@ class Arrivals:
 
         All of a device are one batch, of which there is one at a time. All of them `can_arrive`.
         """
-        found = {d: self._rooms[d].take(own) for d, own in tensors.items() if d in self._rooms}
-        taken = {device: memory for device, memory in found.items() if memory is not None}
-        rooms = [self._rooms[device] for device in taken]
+        rooms = {device: self._rooms[device] for device in tensors if device in self._rooms}
+        found = {device: room.take(tensors[device]) for device, room in rooms.items()}
+        taken = {device: ready for device, ready in found.items() if ready is not None}
         try:
-            with on_streams([room.way for room in rooms]):
-                for device, memory in taken.items():
-                    for target, source in zip(memory, tensors[device], strict=True):
+            with on_streams([ready.way for ready in taken.values()]):
+                for device, ready in taken.items():
+                    for target, source in zip(ready.memory, tensors[device], strict=True):
                         target.copy_(source, non_blocking=True)
-            for room in rooms:
-                room.arrive()
+            for ready in taken.values():
+                ready.arrive()
         except BaseException:
-            for room in rooms:  # before anybody else gets the memory
-                room.arrive()
+            for ready in taken.values():  # before anybody else gets the memory
+                ready.arrive()
             raise
-        for device in tensors:
-            if device in self._rooms:
-                self._rooms[device].make()
-        return taken
+        for room in rooms.values():
+            room.make()
+        return {device: ready.memory for device, ready in taken.items()}
 
     @property
     def have_memory(self) -> bool:
@@ -92,13 +91,18 @@ class _Ready(NamedTuple):
     memory: list[Tensor]
     home: torch.Stream  # in whose order it was handed out
     free: torch.Event  # from then on
+    way: torch.Stream  # that writes to it
+
+    def arrive(self) -> None:
+        """The stream that was current goes on when all is there."""
+        self.home.wait_stream(self.way)
 
 
 class _Room:
     """Memory of one device for what comes next."""
 
     def __init__(self, device: torch.device) -> None:
-        self.way = _way(device)
+        self._way = _way(device)
         self._device = device
         self._is_due = False  # the latest two batches were alike, and the next one may be, too
         self._kinds: list[Kind] = []  # of the latest batch
@@ -111,8 +115,8 @@ class _Room:
         """Whether it has memory."""
         return self._ready is not None
 
-    def take(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """Memory for such tensors, to be written to by the `way`; None if there is none."""
+    def take(self, tensors: Sequence[Tensor]) -> _Ready | None:
+        """Memory for such tensors, which the way may write to; None if there is none."""
         if not tensors:
             return None
         kinds = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
@@ -122,12 +126,8 @@ class _Room:
             return None
         if ready.memory[0].is_inference() != torch.is_inference_mode_enabled():
             return None
-        self.way.wait_event(ready.free)
-        return ready.memory
-
-    def arrive(self) -> None:
-        """The current stream goes on when all is there."""
-        current_stream(self._device).wait_stream(self.way)
+        ready.way.wait_event(ready.free)
+        return ready
 
     def make(self) -> None:
         """Hands out memory, in the order of the current stream."""
@@ -147,7 +147,7 @@ class _Room:
             self._has_enough = False
             return
         home = current_stream(self._device)
-        self._ready = _Ready(self._kinds, memory, home, home.record_event())
+        self._ready = _Ready(self._kinds, memory, home, home.record_event(), self._way)
 
     def _looks_enough(self) -> bool:
         """Whether the steps so far have left enough memory."""

@@ -36,11 +36,11 @@ def can_arrive(tensor: Tensor) -> bool:
     """
     return (
         type(tensor) is Tensor
-        and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not tensor.requires_grad
         and tensor.nbytes > LEAST_BYTES
+        and tensor.device.type == "cpu"
+        and not tensor.requires_grad
         and (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last))
     )
 

@@ -122,7 +122,7 @@ class StepMode(Mode):
         # An optimizer's closure may come for the same batch again.
         again = self._call if batch is self._batch else None
         shards = None if again is None else again.shards
-        is_plain = self.engine.arrivals is not None and transfers_plainly(self._module)
+        is_plain = self.engine.ahead is not None and transfers_plainly(self._module)
         kind = PlainTransfer if is_plain else partial
         transfer = kind(self._transfer, dataloader_idx=self._dataloader_idx)
         return self._run(method, batch, args, transfer, shards)
@@ -208,9 +208,9 @@ class ForwardMode(Mode):
         """Brings the batch to the output device, where the step's own computations are."""
         if not self.moves_batch:
             return batch
-        device, arrivals = self.engine.output_device, self.engine.arrivals
-        if arrivals is not None and transfers_plainly(self._module):
-            [batch] = bring([batch], [device], arrivals)
+        device, ahead = self.engine.output_device, self.engine.ahead
+        if ahead is not None and transfers_plainly(self._module):
+            [batch] = bring([batch], [device], ahead)
         return self._transfer(batch, device, dataloader_idx=dataloader_idx)
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:

@@ -37,7 +37,7 @@ from lightning_dp.parallel.gradients import (
     backward_at_once,
     reduce_gradients,
 )
-from lightning_dp.parallel.links import Arrivals, host_waits_for
+from lightning_dp.parallel.links import Ahead, host_waits_for
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.ranges import Ranges, stage
 from lightning_dp.parallel.replaced import replaced
@@ -92,7 +92,7 @@ class Engine:
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
         self.reducer = Reducer(self.replicas, buffers, self.devices)
         self.on_cpu = all(device.type == "cpu" for device in devices)
-        self.arrivals = None if self.on_cpu else Arrivals([*devices, output_device])
+        self.ahead = None if self.on_cpu else Ahead([*devices, output_device])
         self._sends_home = output_device.type == "cpu" and not self.on_cpu
         self.ranges = Ranges()  # the stages, as profilers see them
         self.calls = Calls()  # of the replicas, in the latest apply
@@ -194,9 +194,9 @@ class Engine:
         sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
         inferred = Inferred(sum(sizes), plan.reading)
         parts = cut_for(self.asked, batch, inferred, sizes, self._dim, plan.order)
-        if self.arrivals is not None and isinstance(transfer, PlainTransfer):
+        if self.ahead is not None and isinstance(transfer, PlainTransfer):
             parts = [part if size else None for part, size in zip(parts, plan.sizes, strict=False)]
-            parts = bring(parts, self.devices, self.arrivals)
+            parts = bring(parts, self.devices, self.ahead)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order, dims=dims)
@@ -296,5 +296,5 @@ class Engine:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
         self.reducer.settle()
         self.executor.close()
-        self.arrivals = None
+        self.ahead = None
         self.meter.read_peaks()

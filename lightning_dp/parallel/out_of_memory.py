@@ -185,8 +185,8 @@ class RecoveringEngine(Engine):
 
     def _clean_up(self, failed: Sequence[int]) -> bool:
         """Takes back what an attempt has left; whether there was anything to let go."""
-        had_arrivals = self.arrivals is not None and self.arrivals.have_memory
-        self.arrivals = None  # for good: memory is short
+        had_more = self.ahead is not None and self.ahead.has_memory
+        self.ahead = None  # for good: memory is short
         self.undo()
         gc.collect(1)  # what attempts leave is young
         before = self._in_use()
@@ -197,7 +197,7 @@ class RecoveringEngine(Engine):
             empty_cache(device)
         self._clean = self._in_use()
         has_less = any(self._clean[self.devices[k]] < before[self.devices[k]] for k in failed)
-        return has_less or had_arrivals
+        return has_less or had_more
 
     def _is_excused(self, had_garbage: bool) -> bool:
         """Whether sizes that failed with garbage in memory get another chance, which is one."""

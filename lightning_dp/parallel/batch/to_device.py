@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.leaves import is_movable, kind_of, move
-from lightning_dp.parallel.links import Arrivals, can_arrive, to_device_coalesced
+from lightning_dp.parallel.links import Ahead, can_go_ahead, to_device_coalesced
 
 
 def to_device(node: Any, device: torch.device) -> Any:
@@ -48,7 +48,7 @@ def to_device_together(
     return [tree.map_leaves(moved, node) for node in nodes]
 
 
-def bring(nodes: Sequence[Any], devices: Sequence[torch.device], arrivals: Arrivals) -> list[Any]:
+def bring(nodes: Sequence[Any], devices: Sequence[torch.device], ahead: Ahead) -> list[Any]:
     """The trees, in which tensors are on the trees' devices that can come while these compute.
 
     Objects that know how to go to a device are left alone, with all that is in them.
@@ -56,7 +56,7 @@ def bring(nodes: Sequence[Any], devices: Sequence[torch.device], arrivals: Arriv
     found: dict[torch.device, list[Tensor]] = {}
     for node, device in zip(nodes, devices, strict=True):
         _map_tensors(partial(_noted, found.setdefault(device, [])), node)
-    arrived = {device: iter(own) for device, own in arrivals.bring(found).items()}
+    arrived = {device: iter(own) for device, own in ahead.bring(found).items()}
     if not arrived:
         return list(nodes)
     return [
@@ -75,9 +75,9 @@ def _next(arrived: Iterator[Tensor], _: Tensor) -> Tensor:
 
 
 def _map_tensors(fn: Callable[[Tensor], Any], node: Any) -> Any:
-    """Applies `fn` to the tensors that can arrive; what has none stays the same object."""
+    """Applies `fn` to the tensors that can go ahead; what has none stays the same object."""
     if isinstance(node, Tensor):
-        return fn(node) if can_arrive(node) else node
+        return fn(node) if can_go_ahead(node) else node
     pairs = None if is_movable(node) else tree.children(node)
     if not pairs:
         return node

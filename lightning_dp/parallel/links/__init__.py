@@ -1,13 +1,13 @@
 """Links: copies between devices.
 
 Decided here: who waits for a copy (`transfer`, and between accelerators `lanes`), what
-comes from the host while the device computes (`arrivals`), what travels together (`packing`) and
+comes from the host while the device computes (`ahead`), what travels together (`packing`) and
 where it is added up (`landings`), what is in order on a device (`streams`), and how long a device
 is at work (`spans`).
 """
 
-from lightning_dp.parallel.links.arrivals import Arrivals as Arrivals
-from lightning_dp.parallel.links.arrivals import can_arrive as can_arrive
+from lightning_dp.parallel.links.ahead import Ahead as Ahead
+from lightning_dp.parallel.links.ahead import can_go_ahead as can_go_ahead
 from lightning_dp.parallel.links.packing import Packed as Packed
 from lightning_dp.parallel.links.packing import Packing as Packing
 from lightning_dp.parallel.links.packing import can_be_packed as can_be_packed

@@ -1,4 +1,4 @@
-"""Arrivals: tensors that come from the host while the device still computes with those before.
+"""Ahead: batches that leave the host while the device still computes with the one before.
 
 A copy on a device's current stream begins when the device is through with all that it was told,
 though it waits for none of that. On a stream of its own it waits for its memory alone. That was
@@ -18,17 +18,17 @@ from torch import Tensor
 from lightning_dp.parallel.devices import memory_capacity, peak_memory
 from lightning_dp.parallel.links.streams import current_stream, on_streams
 
-LEAST_BYTES = 2**16
-"""Smaller tensors go as they are: of a copy of 64 KiB or less CUDA's host never waits for a stream,
-and it takes less time than a wait of one stream for another."""
+LEAST_BYTES = 2**20
+"""Smaller tensors go as they are: the host takes longer to issue waits of one stream for another
+than PCI Express for such a copy."""
 
 FULL = 0.9
-"""So much of a device's memory may have been in use, with that for arrivals."""
+"""So much of a device's memory may have been in use, with that for the next batch."""
 
 Kind: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
-def can_arrive(tensor: Tensor) -> bool:
+def can_go_ahead(tensor: Tensor) -> bool:
     """Whether a tensor is nothing but a large piece of host memory.
 
     Pinned or not: to copy what is pageable the driver stages it, and may wait for the stream before
@@ -45,7 +45,7 @@ def can_arrive(tensor: Tensor) -> bool:
     )
 
 
-class Arrivals:
+class Ahead:
     """The ways from the host to some accelerators: one for each, also where a device repeats."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -58,7 +58,7 @@ class Arrivals:
     ) -> dict[torch.device, list[Tensor]]:
         """The tensors of those devices that have memory for them, which their current streams have.
 
-        All of a device are one batch, of which there is one at a time. All of them `can_arrive`.
+        All of a device are one batch, of which there is one at a time. All of them `can_go_ahead`.
         """
         rooms = {device: self._rooms[device] for device in tensors if device in self._rooms}
         found = {device: room.take(tensors[device]) for device, room in rooms.items()}
@@ -79,7 +79,7 @@ class Arrivals:
         return {device: ready.memory for device, ready in taken.items()}
 
     @property
-    def have_memory(self) -> bool:
+    def has_memory(self) -> bool:
         """Whether there is memory for the next batch, on any device."""
         return any([room.is_ready for room in self._rooms.values()])
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallel
 from lightning_dp.parallel.contexts import Surroundings
-from lightning_dp.parallel.links import Arrivals, arrivals
+from lightning_dp.parallel.links import Ahead, ahead
 from lightning_dp.parallel.split import Plan
 from lightning_dp.parallel.step import StepParallel, TrainingStep
 
@@ -39,15 +39,15 @@ BATCH, BATCHES = 7, 6  # of one size, after which comes one of a single sample
 def arrived(on: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[torch.device]]:
     """How many batches have come to each device so far; also small ones may."""
     counts: Counter[torch.device] = Counter()
-    take = arrivals._Room.take
+    take = ahead._Room.take
 
     def spy(room: Any, tensors: Any) -> Any:
         ready = take(room, tensors)
         counts[room._device] += ready is not None
         return ready
 
-    monkeypatch.setattr(arrivals, "LEAST_BYTES", 0)
-    monkeypatch.setattr(arrivals._Room, "take", spy)
+    monkeypatch.setattr(ahead, "LEAST_BYTES", 0)
+    monkeypatch.setattr(ahead._Room, "take", spy)
     yield counts
     for device in devices_of(3):
         torch.accelerator.synchronize(device)
@@ -249,10 +249,10 @@ def test_a_hook_of_the_instance_is_the_users(arrived: Counter[torch.device]) -> 
     assert set(seen) == {"cpu"} and not arrived.total()
 
 
-def test_on_the_cpu_there_are_no_arrivals() -> None:
+def test_on_the_cpu_nothing_goes_ahead() -> None:
     cpu = torch.device("cpu")
     engine = StepParallel(nn.Linear(2, 1), [cpu] * 2, output_device=cpu, split=lambda n: (n - 1, 1))
-    assert engine.arrivals is None
+    assert engine.ahead is None
     engine.close()
 
 
@@ -399,7 +399,7 @@ def virtual_time() -> Iterator[None]:
 def test_a_copy_is_hidden_behind_the_step_before(
     k: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The longer one of the two decides; without arrivals it is their sum."""
+    """The longer one of the two decides; else it is their sum."""
     width, rows, steps = 256, 16, 10
     copy = rows * width * 4 / 1e9
     for device in range(k):
@@ -418,7 +418,7 @@ def test_a_copy_is_hidden_behind_the_step_before(
 
     one_row = seconds(1)  # as good as no copy
     assert seconds(rows) <= max(one_row, copy) * 1.02 + copy / steps  # the first one has to come
-    monkeypatch.setattr(arrivals, "LEAST_BYTES", 2**62)
+    monkeypatch.setattr(ahead, "LEAST_BYTES", 2**62)
     assert seconds(rows) >= one_row + 0.9 * copy
 
 
@@ -463,9 +463,9 @@ def test_there_is_memory_for_two_batches_and_no_more(monkeypatch: pytest.MonkeyP
                 step(engine, {"x": torch.ones(rows * 2, width).pin_memory()})
             return int(torch.sim.max_memory_allocated(1))
 
-    with_arrivals = peak()
-    monkeypatch.setattr(arrivals, "LEAST_BYTES", 2**62)
-    assert with_arrivals - peak() == rows * width * 4
+    with_it = peak()
+    monkeypatch.setattr(ahead, "LEAST_BYTES", 2**62)
+    assert with_it - peak() == rows * width * 4
 
 
 # --- Where memory is short ----------------------------------------------------------------------
@@ -530,7 +530,7 @@ def test_a_step_without_memory_gets_that_of_the_next_batch(
         room(1, 3 * shard)  # and a set more, which is taken already
         monkeypatch.setattr(Big, "extra", int(2.5 * shard))
         run_step(engine)
-        assert engine.last_sizes == (4, 4) and engine.arrivals is None
+        assert engine.last_sizes == (4, 4) and engine.ahead is None
         run_step(engine)
     assert arrived.total() == 4
 
@@ -549,7 +549,7 @@ def test_the_callers_stream_may_change_between_steps(arrived: Counter[Any]) -> N
         for other, stream in zip(others, before, strict=True):
             other.wait_stream(stream)
         count = arrived.total()
-        with arrivals.on_streams(others):
+        with ahead.on_streams(others):
             step(engine, batch_of())
             assert arrived.total() == count
             step(engine, batch_of())
@@ -600,13 +600,13 @@ class Ways:
 
     def __init__(self) -> None:
         self.devices = devices_of(2)
-        self.arrivals = Arrivals(self.devices)
+        self.ahead = Ahead(self.devices)
         for _ in range(2):
             self.run()
 
     def run(self) -> list[Tensor]:
         hosts = {d: [torch.full((50,), 3.0 + k).pin_memory()] for k, d in enumerate(self.devices)}
-        arrived = self.arrivals.bring(hosts)
+        arrived = self.ahead.bring(hosts)
         sums = []
         for device, own in hosts.items():
             sums += [t.sum() for t in arrived.get(device, [t.to(device) for t in own])]
@@ -644,7 +644,7 @@ def test_memory_is_used_again_in_order() -> None:
 def test_what_arrives_waits_for_those_who_had_the_memory_before() -> None:
     """The host waits for nothing; each batch's memory was that of one before."""
     devices = devices_of(2)
-    ways = Arrivals(devices)
+    ways = Ahead(devices)
     totals = []
     for i in range(8):
         hosts = {device: [torch.full((4096,), float(i)).pin_memory()] for device in devices}

@@ -271,7 +271,7 @@ def test_a_thread_state_lets_every_error_pass(executor: str) -> None:
             raise error
 
         state = ThreadState.capture([CPU])
-        arrived, _ = leaving(lambda: Paired(partial(state.call, CPU, fail, error), len), error)  # noqa: B023
+        arrived, _ = leaving(lambda: Paired(partial(state.call, CPU, fail, error), len), error)  # noqa: B023  # called now
         assert arrived is error, kind
 
 

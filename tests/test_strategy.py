@@ -3,7 +3,7 @@
 import importlib
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_one_device_is_plain_lightning() -> None:
 
 def test_replicas_know_their_device_and_share_the_trainer() -> None:
     class Knowing(Classifier):
-        seen: list[Any] = []  # noqa: RUF012
+        seen: ClassVar[list[Any]] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.seen.append((self.device, self.trainer.global_step, self.current_epoch))

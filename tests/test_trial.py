@@ -32,7 +32,7 @@ def times(trial: Trial, pieces: int, seconds: dict[bool, float], change: Any = N
         before = way
         if trial.is_measured:
             for part in (0.4, 0.6):  # a forward and a backward
-                trial.add(Piece(part * taken[-1]))  # type: ignore[arg-type]
+                trial.add(Piece(part * taken[-1]))
     return taken
 
 
@@ -97,7 +97,7 @@ def test_times_that_arrive_late_are_waited_for_and_nobody_stops() -> None:
             trial.begin()
             if trial.is_measured:
                 piece = Late(2.0 if trial.threads else 1.0)
-                trial.add(piece)  # type: ignore[arg-type]
+                trial.add(piece)
                 yield piece
 
     trial = Trial()

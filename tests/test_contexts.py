@@ -289,6 +289,7 @@ def lasts(fixture: Fixture, make: Callable[[Fixture], AbstractContextManager[Any
 
 
 LONG = ("what replicas say", "a step of all")
+"""Of hundreds of lines, each of which is interrupted."""
 
 
 @pytest.mark.parametrize(

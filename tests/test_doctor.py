@@ -264,10 +264,12 @@ def test_nothing_is_timed_where_laws_do_not_hold(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", ["cpu:4", "sim:8", "cpu:1"])
 def test_the_doctor_as_a_user_calls_it(devices: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_dp", "doctor", "--devices", devices]
+    begin = time.monotonic()
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_json(tmp_path / "doctor.json")
-    assert found["seconds"] < 60
+    # By its own clock, which begins with the process, and ends before the processes are away.
+    assert found["seconds"] < 60 and found["seconds"] <= time.monotonic() - begin < 70
     assert found["verdict"] == "pass" and len(found["proof"]) > 25
     by_name = {timing["workload"]: timing for timing in found["timings"]}
     assert set(by_name) == {"convnet", "transformer"}
@@ -452,7 +454,7 @@ def test_a_process_knows_how_long_it_has_been_there() -> None:
     "program, seconds, why",
     [
         ("raise OSError('no network')", 60, "no network"),
-        ("import time; time.sleep(99)", 1, "longer"),
+        ("import time; time.sleep(99)", 1, "longer than 1 s"),
     ],
     ids=["fails", "hangs"],
 )

@@ -108,7 +108,7 @@ def test_the_line_is_said_once_a_fit_and_names_both_times(caplog: Any) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("options", [{"split": "chunk"}, {"mode": "forward"}])
+@pytest.mark.parametrize("options", [{"split": "chunk"}, {"weights": [1, 2]}, {"mode": "forward"}])
 def test_other_splits_and_forward_mode_say_nothing(options: Any, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "lightning_dp"):
         fit(Deep(), **options) if "mode" not in options else fit(Classifier(), **options)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("on")
 
 def here() -> str:
     """The device of the buffers."""
-    return "cpu" if oracle.ON == "cpu" else "sim:0"
+    return str(oracle.devices_of(1)[0])
 
 
 def kinds_of_buffers(device: str) -> dict[str, Tensor]:

@@ -39,7 +39,9 @@ from torch import Tensor, nn
 
 from lightning_dp import DataParallel, DataParallelMonitor, DataParallelStrategy, sim
 from lightning_dp.alone import AloneSteps
+from lightning_dp.parallel.split.auto import Auto
 from lightning_dp.parallel.split.choice import Choice
+from lightning_dp.parallel.split.usage import StepUsage
 from lightning_dp.parallel.workers.trial import Trial
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -517,6 +519,49 @@ def test_a_checkpoint_of_another_split_or_number_of_devices_begins_anew(
         resumed = trainer(k, DataParallelStrategy(split=split), max_epochs=3)
         resumed.fit(Classifier(), loader(), loader(), ckpt_path=tmp_path / "last.ckpt")
         assert resumed.global_step == 9
+
+
+def test_what_other_devices_have_taught_is_not_known() -> None:
+    three = Auto(3)
+    for _ in range(40):
+        piece = three.begin("training_step", 9)
+        sizes = three(9)
+        three.learn(StepUsage(sizes, (1.0, 2.0, 3.0), 3.0, (0,) * 3, (0,) * 3))
+        three.end(piece, 1.0 if piece.way else 9.0, sizes)
+    learnt = three.state_dict()
+    assert learnt["choices"] and learnt != Auto(3).state_dict()
+    for k in (2, 3, 4):
+        split = Auto(k)
+        split.load_state_dict(learnt)
+        known = split.state_dict()
+        assert known == (learnt if k == 3 else Auto(k).state_dict())
+
+
+class WritesLate(Classifier):
+    """After a step of the root alone it writes to frozen weights, so that no version counts it."""
+
+    written_after = 45  # of TURNS the fifth is of the root, and the sixth of all
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.scale
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == self.written_after:
+            self.scale.data.fill_(0.5)
+
+
+@places.on_separate
+@pytest.mark.usefixtures("switching")
+def test_what_is_written_while_the_root_is_alone_reaches_all(on: str, ways: Ways) -> None:
+    """At once: found by looking, many steps later, it would be warned of."""
+    options: dict[str, Any] = {"max_epochs": 36, "data": lambda: loader(50), **DOUBLE}
+    result = run(WritesLate, 4, strategy={"split": "auto"}, **options)
+    assert ways["alone"] and ways["several"]
+    assert_same(result, run(WritesLate, 1, **options), **EXACT)
 
 
 def test_the_drop_in_refuses_it() -> None:

@@ -114,7 +114,7 @@ class Contestant:
     def __init__(self, entry: Entry, patience: float = 300.0) -> None:
         self.name, self.turns = entry.name, Turns()
         self._patience = patience
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (close() does)
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # `close` closes it
         port = str(_free_port())
         ranks = range(entry.job.devices) if entry.is_many else range(1)
         self._processes = [self._start(entry, rank, port) for rank in ranks]

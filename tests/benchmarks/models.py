@@ -153,7 +153,7 @@ class GAN(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """The critic's step, then the generator's."""
-        for_generator, for_critic = self.optimizers()  # type: ignore[attr-defined]
+        for_generator, for_critic = self.optimizers()
         images, noise = batch
 
         self.toggle_optimizer(for_critic)

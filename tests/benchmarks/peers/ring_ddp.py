@@ -90,7 +90,7 @@ class Ring:
                 self._filled[k][b].record(torch.accelerator.current_stream(self._devices[k]))
 
         for i in bucket:
-            own[i].register_post_accumulate_grad_hook(lambda _, i=i: hook(i))  # type: ignore[attr-defined]
+            own[i].register_post_accumulate_grad_hook(lambda _, i=i: hook(i))
 
     def reduce(self) -> None:
         """Makes every device's gradients their mean; they are of use on the current streams."""

@@ -63,7 +63,7 @@ def samples(n: int = BATCH * BATCHES + 1) -> list[tuple[Tensor, Tensor]]:
 
 
 def loader(**options: Any) -> DataLoader[Any]:
-    return DataLoader(samples(), batch_size=BATCH, **options)  # type: ignore[arg-type]
+    return DataLoader(samples(), batch_size=BATCH, **options)
 
 
 def pinned() -> DataLoader[Any]:
@@ -207,7 +207,7 @@ def test_a_fit_is_that_of_one_device(
 
 
 class Trained(Classifier):
-    validation_step = None  # type: ignore[assignment]
+    validation_step = None
 
 
 def fitting() -> Any:
@@ -244,7 +244,7 @@ def test_a_hook_of_the_instance_is_the_users(arrived: Counter[torch.device]) -> 
         seen.append(batch[0].device.type)
         return own(batch, *args)
 
-    module.transfer_batch_to_device = move  # type: ignore[method-assign]
+    module.transfer_batch_to_device = move
     fitting().fit(module, pinned())
     assert set(seen) == {"cpu"} and not arrived.total()
 
@@ -271,7 +271,7 @@ class Net(nn.Module):
         self.net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
     def training_step(self, batch: Any) -> Tensor:
-        return self.net(batch["x"]).square().mean()  # type: ignore[no-any-return]
+        return self.net(batch["x"]).square().mean()
 
 
 @contextlib.contextmanager

@@ -46,7 +46,9 @@ class DeviceTime:
     MEMORY = 8
 
     def __init__(self) -> None:
-        self.steps: list[tuple[int, float]] = []
+        self.steps: list[tuple[int, float]] = []  # another list after each step
+        self._fitted: list[tuple[int, float]] | None = None
+        self._line: tuple[float, float] | None = None
         self.is_in_doubt = False  # the latest step contradicts the line: the next one will tell
 
     def add(self, samples: int, seconds: float) -> None:
@@ -68,13 +70,9 @@ class DeviceTime:
         Through the smallest and the largest size, if they are far enough apart for their
         difference to be more than noise; else in proportion to the samples.
         """
-        if not self.steps:
-            return None
-        known = self._through_two_sizes()
-        if known is not None:
-            return known
-        latest = self.steps[-1][0]
-        return 0.0, self._shortest(latest) / latest
+        if self._fitted is not self.steps:
+            self._fitted, self._line = self.steps, self._fit()
+        return self._line
 
     def seconds(self, samples: int) -> float | None:
         """What a step with so many samples takes."""
@@ -85,6 +83,15 @@ class DeviceTime:
         """How far times of one size scatter above their shortest, relative to it."""
         times = [seconds for n, seconds in self.steps if n == samples]
         return statistics.median(times) / min(times) - 1 if times else 0.0
+
+    def _fit(self) -> tuple[float, float] | None:
+        if not self.steps:
+            return None
+        known = self._through_two_sizes()
+        if known is not None:
+            return known
+        latest = self.steps[-1][0]
+        return 0.0, self._shortest(latest) / latest
 
     def _through_two_sizes(self) -> tuple[float, float] | None:
         low, high = min(n for n, _ in self.steps), max(n for n, _ in self.steps)
@@ -223,7 +230,8 @@ class Adaptive:
 
     def _doubt(self, sizes: Sizes) -> None:
         """Goes back to even if for long nothing but noise has spoken for another split."""
-        if self._lines is None:
+        if self._lines is None or self._noise < REST:
+            self._doubts = 0
             return
         even = self._last_end(self._solved(sum(sizes), self._even))
         is_worth = even - self._last_end(sizes) >= SIGNAL * self._noise * even

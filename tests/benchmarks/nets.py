@@ -162,13 +162,12 @@ def mlp(*widths: int) -> nn.Sequential:
 class EvenLayers(nn.Module):
     """Layers of equal time and equally many bytes, 101 MB in all, that compute next to nothing.
 
-    What they take on virtual time follows from the devices' speed alone: `FLOPS` for a step with
+    What they take on virtual time follows from the devices' speed alone: `flops` for a step with
     two samples, a third of it forward. Arithmetic is skipped, so that steps of 16 devices take a
     laptop seconds; and what is done with gradients takes as little beside it as it does on a GPU.
     """
 
     DEPTH, WIDTH, ROWS = 24, 1024, 78
-    FLOPS = 3 * DEPTH * 2 * (ROWS + 2) * WIDTH**2
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,6 +180,11 @@ class EvenLayers(nn.Module):
             x = _AsIfForMoreRows.apply(layer(x), layer.weight)  # type: ignore[no-untyped-call]
         logits: Tensor = self.head(x)
         return logits
+
+    @classmethod
+    def flops(cls) -> int:
+        """Of a step."""
+        return 3 * cls.DEPTH * 2 * (cls.ROWS + 2) * cls.WIDTH**2
 
 
 class _AsIfForMoreRows(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Efficiency against the number of devices, on virtual time: ours, its peers, and what links allow.
 
-    python tests/benchmarks/scaling.py                      # 2 to 16 devices: a minute or two
+    python tests/benchmarks/scaling.py                      # 8 minutes of one core, 2 at once
     python tests/benchmarks/scaling.py --devices 2 4 --links pcie4_peer --figure scaling.svg
+    python tests/benchmarks/scaling.py --devices 8 --links pcie4_peer --readings weak
 
 The model has 101 MB of gradients and takes 100 ms per step, about as a ResNet-50 does. Under `weak`
 that is what each device takes with its share, so that the batch grows with the devices; under
@@ -88,7 +89,7 @@ class Case:
     @property
     def machine(self) -> dict[str, Any]:
         """What a contestant is told."""
-        flops = EvenLayers.FLOPS / self.seconds
+        flops = EvenLayers.flops() / self.seconds
         speed = {"flops_per_second": flops, "bytes_per_second": BYTES_PER_SECOND}
         return {"links": self.links, "speed": speed}
 
@@ -152,19 +153,20 @@ def link_between_devices(links: str) -> Link:
     return found.peer or Link(found.host.bytes_per_second, 2 * found.host.seconds)
 
 
-def bound(case: Case) -> float:
-    """The bound of a case."""
+def bound(case: Case, share: float) -> float:
+    """The bound of a case, in which a device takes `share` for its share alone."""
     with torch.device("meta"):
         model = EvenLayers()
     sizes = [4 * sum(p.numel() for p in layer.parameters()) for layer in model.layers]
-    each = case.seconds / 3 / len(sizes)
     updated = 3 * 4 * sum(p.numel() for p in model.parameters())  # read, with gradients, written
+    update = updated / BYTES_PER_SECOND
+    each = (share - update) / 3 / len(sizes)
     return least_seconds(
         [each] * len(sizes),
         [2 * each] * len(sizes),
         sizes,
         link_between_devices(str(case.links)),
-        rest=updated / BYTES_PER_SECOND,
+        rest=update,
     )
 
 
@@ -183,7 +185,8 @@ def steps(peer: str, cases: Sequence[Case], devices: int) -> list[float]:
     return [second - first for first, second in ends]
 
 
-def _begin(threads: int) -> None:
+def _begin(threads: int, depth: int) -> None:
+    EvenLayers.DEPTH = depth
     quieten()
     torch.set_num_threads(threads)
 
@@ -200,7 +203,7 @@ def measure(
     work[SHARE, 2] = alone
     threads = max(1, cores() // processes)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _begin, (threads,)) as pool:
+    with ProcessPoolExecutor(processes, context, _begin, (threads, EvenLayers.DEPTH)) as pool:
         jobs = {(peer, k): pool.submit(steps, peer, own, k) for (peer, k), own in work.items()}
         found = {
             (key[0], case): seconds
@@ -223,7 +226,7 @@ def result(case: Case, seconds: Mapping[str, float], share: float) -> dict[str, 
     """
     contestants = {
         name: {"seconds": s, "efficiency": dict.fromkeys(("median", "low", "high"), share / s)}
-        for name, s in (seconds | {BOUND: bound(case)}).items()
+        for name, s in (seconds | {BOUND: bound(case, share)}).items()
     }
     about = {"reading": case.reading, "links": case.links, "devices": case.devices}
     model = f"{case.reading}, {case.links}"
@@ -258,12 +261,14 @@ def main() -> None:
     add("--devices", type=int, nargs="+", default=[2, 4, 8, 16], metavar="K")
     add("--links", nargs="+", default=["pcie4_peer", "pcie4", "nvlink4"], choices=PRESETS)
     add("--readings", nargs="+", default=list(READINGS), choices=READINGS)
+    add("--depth", type=int, default=EvenLayers.DEPTH, help="layers of 4.2 MB; fewer are faster")
     add("--processes", type=int, default=2, help="at once; one of 16 devices takes 7 GB")
     add("--json", type=Path, metavar="FILE", help="all that came of it goes there")
     add("--figure", type=Path, metavar="FILE", help="efficiency as a picture, PNG or SVG")
     options = parser.parse_args()
     if not all(2 <= count <= MOST for count in options.devices):
         parser.error(f"--devices: expected 2 to {MOST}, got {options.devices}")
+    EvenLayers.DEPTH = options.depth
     found = measure(options.readings, options.links, options.devices, options.processes)
     print("\n".join(table(found)))
     if options.json:

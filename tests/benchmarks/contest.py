@@ -64,6 +64,7 @@ class Turn:
         process_bytes: the peak of its processes' memory so far.
         idle_cpu_seconds: that it took before, while it waited for its turn.
         stages: seconds per step of each stage, if asked for.
+        ends: on virtual time when the devices were through with each step.
     """
 
     seconds: float
@@ -72,6 +73,7 @@ class Turn:
     process_bytes: int
     idle_cpu_seconds: float
     stages: dict[str, float]
+    ends: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -156,7 +158,8 @@ class Contestant:
 
         Args:
             steps: how many.
-            **first: what only the first process is told: two would write a timeline to one file.
+            **first: what only the first process is told, see `Pace`: two would write a timeline to
+                one file.
 
         Raises:
             ContestantError: it could not.
@@ -175,6 +178,7 @@ class Contestant:
             process_bytes=sum(answer["process_bytes"] for answer in answers),
             idle_cpu_seconds=sum(answer["idle_cpu_seconds"] for answer in answers),
             stages={name: s / steps for name, s in answers[0]["stages"].items()},
+            ends=answers[0]["ends"],
         )
 
     def _next_answers(self) -> list[dict[str, Any]]:

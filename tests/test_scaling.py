@@ -115,7 +115,7 @@ def test_what_takes_time_leaves_values_and_gradients_alone() -> None:
     net.zero_grad()
     expected.square().mean().backward()
     for gradient, other in zip(own, gradients(plain).values(), strict=True):
-        assert torch.equal(gradient, other)  # type: ignore[arg-type]
+        assert torch.equal(gradient, other)
 
 
 def test_it_is_no_model_of_the_contest_that_measures() -> None:

@@ -177,7 +177,7 @@ class EvenLayers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Logits of ten classes."""
         for layer in self.layers:
-            x = _AsIfForMoreRows.apply(layer(x), layer.weight)  # type: ignore[no-untyped-call]
+            x = _AsIfForMoreRows.apply(layer(x), layer.weight)
         logits: Tensor = self.head(x)
         return logits
 

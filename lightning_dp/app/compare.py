@@ -7,6 +7,7 @@ turns. What the job has trained, logged and saved is not touched.
 import copy
 import logging
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -82,7 +83,10 @@ def _seconds_per_step(cfg: DictConfig, job: Job) -> tuple[float, float]:
     ways: dict[str, Callable[[], Strategy]]
     ways = {"one": partial(SingleDeviceStrategy, job.trainer.strategy.root_device), **several}
     times: defaultdict[str, list[float]] = defaultdict(list)
-    for _ in range(ROUNDS):
+    end = time.monotonic() + SECONDS
+    for i in range(ROUNDS):
+        if i and time.monotonic() > end:
+            break  # a few steps of each have taken long enough
         for name, make in ways.items():
             watch = Stopwatch(_devices(job.trainer), SECONDS / ROUNDS / len(ways))
             _take_steps(cfg, job, make(), batches, watch, devices=1 if name == "one" else None)

@@ -68,7 +68,7 @@ class Stopwatch(Callback):
         """Ends it when they are through."""
         synchronize(self._devices)
         now = time.perf_counter()
-        self._begin = self._begin or self._start
+        self._begin = self._begin or now  # the first step makes what the others use
         is_late = now - self._begin > self._enough and trainer.world_size == 1
         if self._others and not is_late:
             self._others -= 1

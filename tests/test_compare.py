@@ -24,6 +24,7 @@ from lightning_dp.app.build import begin
 from lightning_dp.app.compare import compared
 from lightning_dp.app.run import as_program
 from lightning_dp.app.train import train
+from lightning_dp.doctor import Stopwatch
 from lightning_dp.examples.digits import DigitsCNN, DigitsDataModule
 
 HERE = __name__
@@ -38,7 +39,7 @@ FEW = (
     "callbacks=model_checkpoint",
 )
 LINE = re.compile(r"^4 devices: ([\d.]+) ms per step; 1 device: ([\d.]+) ms$", re.MULTILINE)
-PER_SAMPLE, PER_CALL = 0.006, 0.03
+PER_SAMPLE, PER_CALL, FIRST = 0.006, 0.03, 0.8
 
 Configure = Callable[..., DictConfig]
 
@@ -60,6 +61,14 @@ class SleepsForCalls(DigitsCNN):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         with LOCK:
             time.sleep(PER_CALL)
+        return super().training_step(batch, batch_idx)
+
+
+class SlowFirst(DigitsCNN):
+    """Its first step makes what the others use."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(PER_CALL if batch_idx else FIRST)
         return super().training_step(batch, batch_idx)
 
 
@@ -148,6 +157,7 @@ def test_devices_that_wait_for_each_other_are_told_as_slower(
     assert together > 1.5 * alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_replicas_run_as_they_are_told_to(configure: Configure, executor: str) -> None:
     cfg = configure(*FEW, of_class(SleepsForSamples), f"strategy.executor={executor}")
@@ -264,7 +274,7 @@ def state_of(job: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("strategy", ["dp_custom", "dp_auto"])
+@pytest.mark.parametrize("strategy", ["dp_custom", pytest.param("dp_auto", marks=pytest.mark.slow)])
 def test_it_leaves_no_trace(configure: Configure, strategy: str) -> None:
     cfg = configure(*FEW, f"strategy={strategy}")
     job = begin(cfg)
@@ -276,6 +286,7 @@ def test_it_leaves_no_trace(configure: Configure, strategy: str) -> None:
     assert job.trainer.strategy.split_policy is learnt
 
 
+@pytest.mark.slow
 def test_the_job_comes_out_the_same_with_it_and_without(
     configure: Configure, tmp_path: Path
 ) -> None:
@@ -292,3 +303,18 @@ def test_the_job_comes_out_the_same_with_it_and_without(
     assert str(states[0]["optimizer_states"]) == str(states[1]["optimizer_states"])
     left = [{path.name for path in (tmp_path / said).rglob("*")} for said in ("true", "false")]
     assert left[0] == left[1]
+
+
+# --- the watch, which the doctor has too ----------------------------------------------------------
+
+
+def test_a_watch_ends_a_fit_and_leaves_out_its_first_step(configure: Configure) -> None:
+    """The first one is slow, and the others are enough before there are many."""
+    cfg = configure(*FEW, "strategy=single", f"data._target_={HERE}.Streamed", of_class(SlowFirst))
+    job, watch = begin(cfg), Stopwatch([], enough=5 * PER_CALL)
+    job.trainer.callbacks.append(watch)
+    job.trainer.fit_loop.min_epochs = 0
+    job.trainer.limit_train_batches = 100
+    job.trainer.fit(job.model, datamodule=job.data)
+    assert 1 <= len(watch.seconds) < 20
+    assert max(watch.seconds) < FIRST

@@ -108,7 +108,8 @@ def _take_steps(
     options: Any = OmegaConf.to_container(cfg.trainer, resolve=True)
     options |= _NOTHING_ELSE if devices is None else {**_NOTHING_ELSE, "devices": devices}
     del options["strategy"]  # an object does not replace the keys of one
-    make = instantiate(options, _partial_=True)  # it would take the logger for a configuration
+    options["_partial_"] = True  # as arguments of its own, it would look into the logger's keys
+    make = instantiate(options)
     trainer: Trainer = make(strategy=strategy, logger=DummyLogger(), callbacks=[watch])
     trained = job.trainer.strategy
     if isinstance(strategy, DataParallelStrategy) and isinstance(trained, DataParallelStrategy):

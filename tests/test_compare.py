@@ -168,6 +168,7 @@ def test_replicas_run_as_they_are_told_to(configure: Configure, executor: str) -
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -171,7 +171,7 @@ def reduce_gradients(
 
     A parameter without a gradient on any replica keeps None.
 
-    They travel in buckets where all are there, of the kinds that `packing` is for.
+    Of the kinds that `packing` is for, they travel in buckets where these are complete.
     """
     root, others = parameters[0], parameters[1:]
     if not root or not others:
@@ -179,18 +179,31 @@ def reduce_gradients(
     device = root[0].device
     sums = list(map(_GRAD, root))
     terms = [list(map(_GRAD, replica)) for replica in others]
-    is_elsewhere = any([replica[0].device != device for replica in others])
-    if packing and is_elsewhere and all(map(packing.fits, [sums, *terms])):
-        packing.add(cast(list[Tensor], sums), cast(list[list[Tensor]], terms))
-    else:
-        before = list(sums)
-        for gradients in terms:
-            _add(sums, gradients_on(device, gradients))
-        for parameter, total, old in zip(root, sums, before, strict=True):
-            if total is not old and total is not None:
-                parameter.grad = as_accumulated(total, parameter)
+    done: set[int] = set()
+    if packing and any([replica[0].device != device for replica in others]):
+        done = packing.sums.add(sums, terms)
+    if len(done) < len(root):
+        _add_rest(root, sums, terms, done)
     for parameter in chain.from_iterable(others):
         parameter.grad = None
+
+
+def _add_rest(
+    root: Sequence[Tensor],
+    sums: list[Tensor | None],
+    terms: Sequence[list[Tensor | None]],
+    done: set[int],
+) -> None:
+    """Adds those gradients that did not travel in buckets."""
+    before = list(sums)
+    for gradients in terms:
+        for i in done:
+            gradients[i] = None
+        if any(map(is_not, gradients, repeat(None))):
+            _add(sums, gradients_on(root[0].device, gradients))
+    for parameter, total, old in zip(root, sums, before, strict=True):
+        if total is not old and total is not None:
+            parameter.grad = as_accumulated(total, parameter)
 
 
 @torch.no_grad()

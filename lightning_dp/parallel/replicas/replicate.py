@@ -199,7 +199,7 @@ class Replicas:
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
                 # Now, and not in the midst of a backward that has little memory left.
-                self.packing.staged(device)
+                self.packing.sums.prepare([self._devices[0], device])
             elif replica.shared is not positions:
                 replica.share(positions)
 

@@ -5,9 +5,9 @@ Gradients are summed, not averaged: the losses' weights are already in them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, compress, count, repeat
 from operator import attrgetter, is_, is_not
 from typing import Literal, TypeAlias, cast
 
@@ -21,6 +21,7 @@ from lightning_dp.parallel.gradients.aside import (
     write_without_trace,
 )
 from lightning_dp.parallel.gradients.at_once import wait_for_autograd
+from lightning_dp.parallel.gradients.overlap import Overlap
 from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import add_to_each, hooked
@@ -40,7 +41,11 @@ class Reducer:
     """
 
     def __init__(
-        self, replicas: Replicas, buffers: Buffers, devices: Sequence[torch.device]
+        self,
+        replicas: Replicas,
+        buffers: Buffers,
+        devices: Sequence[torch.device],
+        overlap: bool = True,
     ) -> None:
         self.accumulating = False  # a backward leaves gradients on replicas, for a later one
         self._replicas = replicas
@@ -52,6 +57,7 @@ class Reducer:
         self._waiting = False
         self._in_backward = False  # or one has not ended
         self._devices = devices
+        self._overlap = Overlap() if overlap else None
 
     def after_forward(self, shards: Shards) -> None:
         """Notes what is to be settled, after the backward or before the next step.
@@ -65,15 +71,20 @@ class Reducer:
         if not torch.is_grad_enabled():
             self._settle_forward()
 
-    def before_backward(self, *, can_fail: bool = False) -> None:
+    def before_backward(self, replicas: Iterable[int] = (), *, can_fail: bool = False) -> None:
         """Takes hooks of the root's parameters off, and the gradients that are to stay apart.
 
-        They are where the backward may run out of memory, to be undone and done again.
+        They are where the backward may run out of memory, to be undone and done again. On
+        accelerators it is the backward of these replicas, and buckets leave while it runs.
         """
         self._in_backward = True
         with_hooks = hooked(self._replicas.root_parameters)
-        if not with_hooks and not can_fail:
-            return
+        if with_hooks or can_fail:
+            self._take_aside(with_hooks, can_fail)
+        if self._overlap is not None and not self.accumulating:
+            self._begin_overlap(self._overlap, sorted(replicas), with_hooks)
+
+    def _take_aside(self, with_hooks: Sequence[int], can_fail: bool) -> None:
         parameters = self._replicas.parameters
         for i in with_hooks:
             own, root = [replica[i] for replica in parameters], parameters[0][i]
@@ -84,18 +95,32 @@ class Reducer:
         if can_fail:
             self._earlier = GradientsAside(chain.from_iterable(parameters))
 
+    def _begin_overlap(
+        self, overlap: Overlap, replicas: Sequence[int], with_hooks: Sequence[int]
+    ) -> None:
+        """Not of what the root has gradients of: they stay as they are until the backward ends."""
+        rows = {id(row): row for row in map(self._replicas.parameters_of, replicas)}
+        if len(rows) > 1 and replicas[0] == 0:
+            root = self._replicas.root_parameters
+            kept = compress(count(), map(is_not, map(_GRAD, root), repeat(None)))
+            overlap.begin([*rows.values()], self._replicas.packing, {*with_hooks, *kept})
+
     def after_backward(self) -> None:
         """Reduces the gradients, unless they accumulate."""
         self._in_backward = False
+        if self._overlap is not None:
+            self._overlap.end()
         self._settle_forward()
         self._call_hooks()
         earlier, self._earlier = self._earlier, None
         if earlier is not None:
             # By themselves first: apart from the earlier ones, they can still be undone.
             self._reduce()
+            self._take_sums()
             earlier.add()
         if earlier is None or (earlier.has_any and self._left_on_replicas()):
             self._reduce()
+        self._take_sums()
 
     def reduce_waiting(self) -> None:
         """Reduces what has accumulated on the replicas, if no backward has come to do so."""
@@ -109,8 +134,7 @@ class Reducer:
             self._in_backward = False
             wait_for_autograd(self._devices)
         self._settle_forward()
-        if self._hooked or self._earlier is not None:
-            self._put_back()
+        self._put_back()
 
     def undo(self) -> None:
         """Takes back what a step has left that is to be run again."""
@@ -125,6 +149,11 @@ class Reducer:
         self._waiting = self.accumulating
         if not self.accumulating:
             reduce_gradients(self._replicas.parameters, self._replicas.packing)
+
+    def _take_sums(self) -> None:
+        """Of what has left during the backward."""
+        if self._overlap is not None:
+            self._overlap.arrive()
 
     def _left_on_replicas(self) -> bool:
         """Whether earlier backwards, which accumulated, have left gradients on replicas."""
@@ -143,6 +172,8 @@ class Reducer:
             hooks.call(earlier)
 
     def _put_back(self) -> None:
+        if self._overlap is not None:
+            self._overlap.cancel()
         if self._earlier is not None:
             self._earlier.put_back()
             self._earlier = None

@@ -10,6 +10,7 @@ from lightning_dp.parallel.links.packing import Packing as Packing
 from lightning_dp.parallel.links.packing import can_be_packed as can_be_packed
 from lightning_dp.parallel.links.spans import Span as Span
 from lightning_dp.parallel.links.spans import Stretch as Stretch
+from lightning_dp.parallel.links.streams import current_stream as current_stream
 from lightning_dp.parallel.links.streams import host_waits_for as host_waits_for
 from lightning_dp.parallel.links.streams import on_streams as on_streams
 from lightning_dp.parallel.links.streams import side_streams as side_streams

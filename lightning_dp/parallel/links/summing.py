@@ -91,9 +91,9 @@ class Summing:
         return done
 
     def _are_whole(self, j: int, rows: Sequence[Sequence[Tensor | None]]) -> bool:
-        return all([self.is_whole(j, row) for row in rows])
+        return all([self.is_whole(row, j) for row in rows])
 
-    def is_whole(self, j: int, row: Sequence[Tensor | None]) -> TypeGuard[Row]:
+    def is_whole(self, row: Sequence[Tensor | None], j: int) -> TypeGuard[Row]:
         """Whether these are all tensors of a bucket, of the kinds that this is for."""
         bucket = self._buckets[j]
         if not _PLAIN.issuperset(map(type, row)) or [*map(kind, row)] != bucket.kinds:

@@ -101,6 +101,11 @@ class Replicas:
         own = self._structure.parameters
         return [*own, *self._buffers.leaves] if self._buffers.leaves else own
 
+    def parameters_of(self, k: int) -> Sequence[Tensor]:
+        """Those that a backward of replica k fills: the root's, where it has the root's own."""
+        is_shared = k > 0 and self._others[k - 1].shared
+        return self._parameters[0 if is_shared else k]
+
     @property
     def packing(self) -> Packing:
         """How parameters, and gradients of their kinds, are packed when they travel."""

@@ -189,6 +189,20 @@ def test_many_graphs_for_many_replicas(mode: str) -> None:
     assert torch._dynamo.config.recompile_limit == limit
 
 
+def test_on_one_kind_of_device_replicas_share_graphs() -> None:
+    """In training two more than one device, which serve all: for any sizes, and any offset."""
+
+    data = loader(128, 32), loader(64, 32)
+
+    def graphs(k: int) -> int:
+        torch.compiler.reset()
+        COMPILERS.clear()
+        oracle.trainer(k, DataParallelStrategy(), max_epochs=1).fit(Whole(), *data)
+        return len(COMPILERS)
+
+    assert [graphs(k) for k in (1, 2, 4, 8)] == [2, 4, 4, 4]
+
+
 def test_what_is_compiled_later_is_noticed() -> None:
     class Later(Base):
         def on_train_epoch_start(self) -> None:

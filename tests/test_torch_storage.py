@@ -11,7 +11,7 @@ from lightning_dp.parallel.torch_storage import is_alone_in_memory
 pytestmark = pytest.mark.usefixtures("on")
 
 
-def test_a_tensor_is_alone_in_memory_until_there_is_a_view() -> None:
+def test_storage_Use_Count_of_a_cdata_tells_of_views() -> None:
     tensor = torch.ones(4, device=devices_of(1)[0])
     assert is_alone_in_memory(tensor)
     view = tensor.view(2, 2)

@@ -109,14 +109,12 @@ class Engine:
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
         # Two threads would shorten the same row of a weight twice.
-        in_order = self.on_cpu and limits_norms(self.module)
-        how: ExecutorName = "inorder" if in_order else executor
+        how: ExecutorName = "inorder" if self.on_cpu and limits_norms(self.module) else executor
         self.executor = Executor(devices, how, self.replicas.lose)
         self._dim, self._columns, self._cost_key = dim, columns, cost_key
         self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
-        self._context = context
-        self._stale = set(range(len(devices)))
+        self._context, self._stale = context, set(range(len(devices)))
 
     # The flow
 
@@ -141,7 +139,7 @@ class Engine:
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """What the backward of a joint loss does: every replica's own, then the sums."""
         self.interrupted = gradient
-        self.reducer.before_backward(joint.fills, can_fail=not self.on_cpu)
+        self.reducer.before_backward(joint, can_fail=not self.on_cpu)
         if self.on_cpu and not joint.crosses:
             # A backward for each replica: on the calling thread they would queue.
             tasks = joint.tasks(gradient, keep_graph, self.devices)

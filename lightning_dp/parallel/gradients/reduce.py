@@ -5,7 +5,7 @@ Gradients are summed, not averaged: the losses' weights are already in them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, compress, count, repeat
 from operator import attrgetter, is_, is_not
@@ -21,6 +21,7 @@ from lightning_dp.parallel.gradients.aside import (
     write_without_trace,
 )
 from lightning_dp.parallel.gradients.at_once import wait_for_autograd
+from lightning_dp.parallel.gradients.loss import JointBackward
 from lightning_dp.parallel.gradients.overlap import Overlap
 from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
 from lightning_dp.parallel.replicas import Replicas
@@ -71,18 +72,18 @@ class Reducer:
         if not torch.is_grad_enabled():
             self._settle_forward()
 
-    def before_backward(self, replicas: Iterable[int] = (), *, can_fail: bool = False) -> None:
+    def before_backward(self, joint: JointBackward, *, can_fail: bool = False) -> None:
         """Takes hooks of the root's parameters off, and the gradients that are to stay apart.
 
-        They are where the backward may run out of memory, to be undone and done again. On
-        accelerators it is the backward of these replicas, and buckets leave while it runs.
+        They are where the backward may run out of memory, to be undone and done again. From now on
+        buckets may leave.
         """
         self._in_backward = True
         with_hooks = hooked(self._replicas.root_parameters)
         if with_hooks or can_fail:
             self._take_aside(with_hooks, can_fail)
         if self._overlap is not None and not self.accumulating:
-            self._begin_overlap(self._overlap, sorted(replicas), with_hooks)
+            self._begin_overlap(self._overlap, joint, with_hooks)
 
     def _take_aside(self, with_hooks: Sequence[int], can_fail: bool) -> None:
         parameters = self._replicas.parameters
@@ -96,11 +97,11 @@ class Reducer:
             self._earlier = GradientsAside(chain.from_iterable(parameters))
 
     def _begin_overlap(
-        self, overlap: Overlap, replicas: Sequence[int], with_hooks: Sequence[int]
+        self, overlap: Overlap, joint: JointBackward, with_hooks: Sequence[int]
     ) -> None:
         """Not of what the root has gradients of: they stay as they are until the backward ends."""
-        rows = {id(row): row for row in map(self._replicas.parameters_of, replicas)}
-        if len(rows) > 1 and replicas[0] == 0:
+        rows = {id(row): row for row in map(self._replicas.parameters_of, joint.fills)}
+        if len(rows) > 1 and joint.fills[0] == 0:
             root = self._replicas.root_parameters
             kept = compress(count(), map(is_not, map(_GRAD, root), repeat(None)))
             overlap.begin([*rows.values()], self._replicas.packing, {*with_hooks, *kept})
@@ -116,11 +117,13 @@ class Reducer:
         if earlier is not None:
             # By themselves first: apart from the earlier ones, they can still be undone.
             self._reduce()
-            self._take_sums()
+            if self._overlap is not None:
+                self._overlap.arrive()
             earlier.add()
         if earlier is None or (earlier.has_any and self._left_on_replicas()):
             self._reduce()
-        self._take_sums()
+        if self._overlap is not None:
+            self._overlap.arrive()
 
     def reduce_waiting(self) -> None:
         """Reduces what has accumulated on the replicas, if no backward has come to do so."""
@@ -134,7 +137,9 @@ class Reducer:
             self._in_backward = False
             wait_for_autograd(self._devices)
         self._settle_forward()
-        self._put_back()
+        is_open = self._overlap is not None and self._overlap.is_open
+        if self._hooked or self._earlier is not None or is_open:
+            self._put_back()
 
     def undo(self) -> None:
         """Takes back what a step has left that is to be run again."""
@@ -149,11 +154,6 @@ class Reducer:
         self._waiting = self.accumulating
         if not self.accumulating:
             reduce_gradients(self._replicas.parameters, self._replicas.packing)
-
-    def _take_sums(self) -> None:
-        """Of what has left during the backward."""
-        if self._overlap is not None:
-            self._overlap.arrive()
 
     def _left_on_replicas(self) -> bool:
         """Whether earlier backwards, which accumulated, have left gradients on replicas."""

@@ -192,7 +192,7 @@ class _Window:
     """Memory on a device through which pieces pass: each in its slot, which several share."""
 
     def __init__(self, device: torch.device, pieces: Sequence[_Piece]) -> None:
-        self._device, self._is_cpu = device, device.type == "cpu"
+        self.device, self._is_cpu = device, device.type == "cpu"
         size = max([piece.bucket.bytes for piece in pieces], default=1)
         self._slots = max(1, min(len(pieces), WINDOW_BYTES // size))
         room = partial(torch.zeros, size, dtype=torch.uint8, device=device)
@@ -219,7 +219,7 @@ class _Window:
             there.copy_(here)
             self.let_go(piece)
             return
-        way = lane(self._device, target._device)
+        way = lane(self.device, target.device)
         way.carry(here, there, target._free[piece % self._slots])
         self._free[piece % self._slots] = [way.left()]
         way.arrive()
@@ -227,6 +227,6 @@ class _Window:
 
     def _current(self, piece: int) -> torch.Stream:
         """The current stream, which uses a piece: nobody gets that memory until it is through."""
-        stream = current_stream(self._device)
+        stream = current_stream(self.device)
         self.pieces[piece].flat.record_stream(stream)
         return stream

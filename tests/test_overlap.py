@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from oracle import devices_of
+from oracle import ByHand, Classifier, assert_same, devices_of, run
 from places import not_on_sim, on_accelerators, on_separate
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_dp.parallel.gradients import wait_for_autograd
 from lightning_dp.parallel.gradients.overlap import Overlap
 from lightning_dp.parallel.links import packing
 from lightning_dp.parallel.links.lanes import Lane
 from lightning_dp.parallel.step import StepParallel
+from lightning_dp.sim.links import PRESETS
 
 pytestmark = [on_accelerators, pytest.mark.usefixtures("on", "small_buckets")]
 
 WIDTH, STEPS = 8, 4
+sim_only = pytest.mark.sim_only("It goes by virtual time, and counts copies.")
 PLACES = [(0, 1, 2), (0, 1, 1, 2, 0), (0, 0, 1)]
 """The devices of replicas, by their positions."""
 
@@ -197,6 +201,7 @@ def train(
     places: Sequence[int],
     split: Callable[[int, int], tuple[int, ...]] = SPLITS["even"],
     around: Callable[[StepParallel, Net, int], Any] = lambda *_: None,
+    engine: type[StepParallel] = StepParallel,
     **options: Any,
 ) -> list[dict[str, Tensor]]:
     """Parameters and gradients after each step of a training."""
@@ -206,12 +211,12 @@ def train(
     own = {"output_device": devices[0], "split": lambda n: split(n, len(places))}
     found: list[dict[str, Tensor]] = []
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.05)
-    with closing(StepParallel(net, devices, **{"executor": "inorder", **own, **options})) as engine:
+    with closing(engine(net, devices, **{"executor": "inorder", **own, **options})) as spread:
         for step, batch in enumerate(batches()):
             net.step = step  # type: ignore[assignment]
-            around(engine, net, step)
-            engine.train("training_step", batch).backward()
-            if not engine.reducer.accumulating:
+            around(spread, net, step)
+            spread.train("training_step", batch).backward()
+            if not spread.reducer.accumulating:
                 gradients = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
                 found.append({f"{n}.grad": g.to_dense().cpu() for n, g in gradients.items()})
                 optimizer.step()
@@ -448,3 +453,155 @@ def test_an_error_while_a_bucket_is_sent_is_that_of_the_backward(
                 loss.backward()
 
     assert_same_bits(train(Net, [0, 1, 2], around=around), train(Net, [0, 1, 2]))
+
+
+@sim_only
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_device_gets_more_than_one_model(overlap: bool) -> None:
+    received: list[dict[tuple[str, str], int]] = []
+
+    class Watching(StepParallel):
+        def backward(self, *args: Any) -> None:
+            torch.sim.reset_copy_stats()
+            super().backward(*args)
+            received.append({way: stats.bytes for way, stats in torch.sim.copy_stats().items()})
+
+    net = Net()
+    own = sum(p.numel() * p.element_size() for p in net.parameters())
+    train(Net, [0, 1, 2, 3, 3], engine=Watching, overlap=overlap)
+    for ways in received:
+        large = {way: size for way, size in ways.items() if size >= own}
+        assert set(large) == {("sim:3", "sim:2"), ("sim:2", "sim:1"), ("sim:1", "sim:0")}
+        assert max(large.values()) < own + 256 * len(list(net.parameters()))
+
+
+LAYERS, LAYER_BYTES = 20, 65 * 64 * 4
+
+
+class Deep(Net):
+    """Layers that are all alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(LAYERS)])
+
+    def training_step(self, x: Tensor) -> Any:
+        return self.net(x.repeat(1, 64 // WIDTH)).square().mean()
+
+
+def seconds_of_a_step(k: int, overlap: bool = True) -> float:
+    """On virtual time; the weights have not changed, and are not sent."""
+    devices = devices_of(k)
+    net = Deep().to(devices[0])
+    own = {"output_device": devices[0], "split": lambda n: SPLITS["even"](n, k)}
+    with closing(StepParallel(net, devices, executor="inorder", overlap=overlap, **own)) as engine:
+        for _ in range(2):
+            for device in devices:
+                torch.accelerator.synchronize(device)
+            torch.sim.set_clock("virtual")
+            engine.train("training_step", batches()[0].repeat(4, 1)).backward()
+            seconds: float = torch.sim.elapsed()
+            torch.sim.set_clock("wall")
+            net.zero_grad()
+    return seconds
+
+
+@sim_only
+@pytest.mark.parametrize("k", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preset", ["pcie4", "pcie4_peer", "nvlink4"])
+def test_little_is_left_after_the_backward(
+    k: int, preset: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The last bucket goes down the chain; what left before does not hold it up.
+
+    Net and rates are small: the times are those of 100 MB of gradients, and 100 ms to compute.
+    """
+    if "one bucket" in request.node.name:
+        pytest.skip("it is about several")
+    monkeypatch.setattr(packing, "BUCKET_BYTES", LAYER_BYTES)
+    scale = 100e6 / (LAYERS * LAYER_BYTES)
+    links, devices = PRESETS[preset], devices_of(k)
+    link = links.peer or links.host
+    wait = link.seconds * (1 if links.peer else 2)
+    try:
+        for device in devices:
+            torch.sim.set_speed(device, flops_per_second=LAYERS * 6 * 56 / k * 64**2 / 100e-3)
+        unhindered = seconds_of_a_step(k)
+        for source, target in itertools.permutations(devices, 2):
+            rate = link.bytes_per_second / scale
+            torch.sim.set_link(source, target, bytes_per_second=rate, seconds=wait)
+        after, during = (seconds_of_a_step(k, overlap) - unhindered for overlap in (False, True))
+    finally:
+        torch.sim.set_links(None)
+        for device in devices:
+            torch.sim.set_speed(device)
+    bucket = wait + 100e6 / LAYERS / link.bytes_per_second
+    assert during < (k + 2) * bucket
+    if preset != "nvlink4":  # whose copies take less than the additions
+        assert after > 3 * during
+
+
+class Manual(ByHand, Classifier):
+    pass
+
+
+class Clipped(Classifier):
+    """It sees what is left of its gradients."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm()
+        self.log("norm", norm)
+
+
+FITS: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
+    "clipping": (Clipped, {"gradient_clip_val": 0.1}),
+    "accumulating": (Classifier, {"accumulate_grad_batches": 2}),
+    "manual": (Manual, {}),
+}
+
+
+@pytest.mark.parametrize("case", FITS)
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("streams", ["default", "side"])
+def test_a_fit(
+    case: str, executor: str, streams: str, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> None:
+    if streams == "side":
+        request.getfixturevalue("on_side_streams")
+    make, options = FITS[case]
+    spread = {"max_epochs": 1, "strategy": {"executor": executor}, **options}
+    result = run(make, 3, **spread)
+    assert_same(result, run(make, 1, max_epochs=1, accelerator="cpu", **options), atol=1e-4)
+    monkeypatch.setattr(Overlap, "begin", lambda *_: None)
+    other = run(make, 3, **spread)
+    for name, value in result.module.state_dict().items():
+        assert torch.equal(value.cpu(), other.module.state_dict()[name].cpu()), name
+
+
+@sim_only
+@pytest.mark.parametrize("places", PLACES)
+def test_a_step_that_runs_out_of_memory_in_the_middle_is_done_again(
+    places: Sequence[int], monkeypatch: pytest.MonkeyPatch, sent: list[int]
+) -> None:
+    """With gradients of an earlier backward, which nothing half-done is added to."""
+
+    def around(engine: StepParallel, net: Net, step: int) -> None:
+        engine.train("training_step", batches()[0] + 1).backward()
+        sent.clear()
+        loss = engine.train("training_step", batches()[0] + 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Failing, "error", torch.OutOfMemoryError("no room"))
+            with pytest.raises(torch.OutOfMemoryError):
+                loss.backward()
+        wait_for_autograd(engine.devices)
+        engine.undo()
+        assert not engine.reducer._overlap.is_open
+        engine.train("training_step", batches()[0] + 2).backward()
+
+    def undisturbed(engine: StepParallel, net: Net, step: int) -> None:
+        engine.train("training_step", batches()[0] + 1).backward()
+        engine.train("training_step", batches()[0] + 2).backward()
+
+    assert_same_bits(
+        train(Fragile, places, around=around), train(Fragile, places, around=undisturbed)
+    )

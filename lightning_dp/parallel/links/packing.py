@@ -14,7 +14,7 @@ from lightning_dp.parallel.links.lanes import Lane, lane
 from lightning_dp.parallel.links.summing import Summing, kind
 from lightning_dp.parallel.torch_private import copy_to_each
 
-BUCKET_BYTES = 32 * 2**20
+BUCKET_BYTES = 4 * 2**20
 """A bucket is full once it holds this much; larger tensors travel alone."""
 
 _ALIGNMENT = 256  # bytes, as kernels expect of memory of its own

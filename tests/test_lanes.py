@@ -18,7 +18,7 @@ from places import on_separate
 from torch import Tensor
 
 from lightning_dp.parallel.contexts import Surroundings
-from lightning_dp.parallel.links import Packing, packing, side_streams
+from lightning_dp.parallel.links import Packing, on_streams, packing, side_streams
 from lightning_dp.parallel.links.lanes import lane
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), ()]
@@ -133,6 +133,25 @@ def test_memory_of_the_way_is_used_again_in_order(places: tuple[int, ...]) -> No
         for device in devices:
             for n in (1, 100, 10_000):
                 torch.ones(n, device=device)
+
+
+@sees_races
+def test_memory_of_sums_goes_to_others_when_these_are_there() -> None:
+    """Also where the sums are made on streams of which the current ones know nothing."""
+    devices = devices_of(3)
+    sums, *terms = [tensors_on(device, k) for k, device in enumerate(devices)]
+    bundle = Packing(sums)
+    assert bundle.sums.prepare(devices)
+    ways = [torch.Stream(device) for device in devices]
+    for way in ways:
+        way.wait_stream(main(way.device))
+    with on_streams(ways):
+        bundle.sums.add(sums, terms)
+    size = bundle.buckets[0].bytes
+    del bundle
+    gc.collect()
+    for device in devices:
+        torch.ones(size, dtype=torch.uint8, device=device)
 
 
 class Traffic:

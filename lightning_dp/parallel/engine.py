@@ -21,14 +21,14 @@ from lightning_dp.parallel.batch import (
     Scalars,
     Shards,
     StepDims,
+    bring,
     cut_for,
     gather,
     infer_for,
     sample_costs,
-    to_device,
     warn_of_nothing_to_cut,
 )
-from lightning_dp.parallel.call import ReplicaCall, StepContext, Transfer
+from lightning_dp.parallel.call import PLAIN, PlainTransfer, ReplicaCall, StepContext, Transfer
 from lightning_dp.parallel.gradients import (
     Buffers,
     JointBackward,
@@ -37,16 +37,11 @@ from lightning_dp.parallel.gradients import (
     backward_at_once,
     reduce_gradients,
 )
-from lightning_dp.parallel.links import host_waits_for
+from lightning_dp.parallel.links import Ahead, host_waits_for
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.ranges import Ranges, stage
 from lightning_dp.parallel.replaced import replaced
-from lightning_dp.parallel.replicas import (
-    BufferCopies,
-    ReplicaRules,
-    Replicas,
-    limits_norms,
-)
+from lightning_dp.parallel.replicas import BufferCopies, ReplicaRules, Replicas, limits_norms
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
 from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, fewest_samples
 
@@ -99,6 +94,7 @@ class Engine:
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.reducer = Reducer(self.replicas, buffers, self.devices, overlap and not self.on_cpu)
+        self.ahead = None if self.on_cpu else Ahead([*devices, output_device])
         self._sends_home = output_device.type == "cpu" and not self.on_cpu
         self.ranges = Ranges()  # the stages, as profilers see them
         self.calls = Calls()  # of the replicas, in the latest apply
@@ -182,7 +178,7 @@ class Engine:
     def scatter(
         self,
         batch: Any,
-        transfer: Transfer = to_device,
+        transfer: Transfer = PLAIN,
         plan: Plan | None = None,
         dims: StepDims | None = None,
     ) -> Shards:
@@ -198,6 +194,9 @@ class Engine:
         sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
         inferred = Inferred(sum(sizes), plan.reading)
         parts = cut_for(self.asked, batch, inferred, sizes, self._dim, plan.order)
+        if self.ahead is not None and isinstance(transfer, PlainTransfer):
+            parts = [part if size else None for part, size in zip(parts, plan.sizes, strict=False)]
+            parts = bring(parts, self.devices, self.ahead)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order, dims=dims)
@@ -297,4 +296,5 @@ class Engine:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
         self.reducer.settle()
         self.executor.close()
+        self.ahead = None
         self.meter.read_peaks()

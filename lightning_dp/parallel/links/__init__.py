@@ -1,10 +1,13 @@
 """Links: copies between devices.
 
-Decided here: who waits for a copy (`transfer`, and between accelerators `lanes`), what travels
-together (`packing`), how it is added up (`summing`) on which way (`routes`), what is in order on a
-device (`streams`), and how long a device is at work (`spans`).
+Decided here: who waits for a copy (`transfer`, and between accelerators `lanes`), what
+comes from the host while the device computes (`ahead`), what travels together (`packing`), how it
+is added up (`summing`) on which way (`routes`), what is in order on a device (`streams`), and how
+long a device is at work (`spans`).
 """
 
+from lightning_dp.parallel.links.ahead import Ahead as Ahead
+from lightning_dp.parallel.links.ahead import can_go_ahead as can_go_ahead
 from lightning_dp.parallel.links.packing import Packed as Packed
 from lightning_dp.parallel.links.packing import Packing as Packing
 from lightning_dp.parallel.links.packing import can_be_packed as can_be_packed

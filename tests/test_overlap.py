@@ -249,7 +249,7 @@ def train(
     optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.05)
     with closing(engine(net, devices, **{"executor": "inorder", **own, **options})) as spread:
         for step, batch in enumerate(batches()):
-            net.step = step  # type: ignore[assignment]
+            net.step = step
             around(spread, net, step)
             spread.train("training_step", batch).backward()
             if not spread.reducer.accumulating:
@@ -358,7 +358,7 @@ class Later(Net):
 def test_a_gradient_that_comes_late_is_added(places: Sequence[int]) -> None:
     def follow(engine: StepParallel, net: Net, step: int) -> None:
         for replica in engine.replicas.modules:
-            replica.step = step  # type: ignore[assignment]
+            replica.step = step
 
     assert_close(train(Later, places, around=follow), alone(Later, follow))
 
@@ -392,7 +392,7 @@ def hooked(engine: StepParallel, net: Net, step: int) -> None:
         seen: list[Tensor] = []
         net.net[0].weight.register_hook(lambda g: g * 2)
         net.net[3].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
-        net.seen = seen  # type: ignore[assignment]
+        net.seen = seen
     if step == 3:
         assert len(net.seen) == 2
 
@@ -450,7 +450,7 @@ class Failing(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         if Failing.error is not None and gradient.device.index in (None, 1):
             raise Failing.error
         return gradient

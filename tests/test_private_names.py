@@ -38,6 +38,7 @@ PUBLIC = {
     "_exit": "of os: documented",
     "_target_": "of Hydra's configs: documented",
     "_convert_": "of Hydra's configs: documented",
+    "_partial_": "of Hydra's configs: documented",
 }
 """Names that begin with an underscore and are public all the same."""
 

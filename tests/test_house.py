@@ -48,13 +48,18 @@ FLOORS = [
         "parallel.replaced",
         "keys",
     ],
-    ["parallel.torch_compile"],
+    ["parallel.torch_compile", "parallel.torch_storage"],
     ["parallel.torch_private", "parallel.checks"],
     ["parallel.contexts"],
 ]
 """Top to bottom; what is on one floor does not import each other."""
 
-PRIVATE_NAMES = {"parallel.torch_private", "parallel.torch_compile", "lightning_private"}
+PRIVATE_NAMES = {
+    "parallel.torch_private",
+    "parallel.torch_compile",
+    "parallel.torch_storage",
+    "lightning_private",
+}
 """The rooms that may touch private names of others, for everybody."""
 
 WINGS = {

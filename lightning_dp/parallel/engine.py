@@ -63,6 +63,7 @@ class Engine:
         overrides: how outputs under certain keys are gathered, see `gather`.
         rules: how special submodules are replicated.
         context: entered around every apply, for what replicas leave behind besides outputs.
+        overlap: whether gradients leave devices while the backward runs.
     """
 
     expects_samples: ClassVar[bool] = False  # what is cut is a batch, not some call's arguments
@@ -85,13 +86,14 @@ class Engine:
         overrides: Mapping[str, Override] | None = None,
         rules: ReplicaRules | None = None,
         context: StepContext = lambda *_: nullcontext(),
+        overlap: bool = True,
     ) -> None:
         self.module = self.asked = module  # which says by its methods how batches are cut
         self.devices = list(devices)
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
-        self.reducer = Reducer(self.replicas, buffers, self.devices)
         self.on_cpu = all(device.type == "cpu" for device in devices)
+        self.reducer = Reducer(self.replicas, buffers, self.devices, overlap and not self.on_cpu)
         self.ahead = None if self.on_cpu else Ahead([*devices, output_device])
         self._sends_home = output_device.type == "cpu" and not self.on_cpu
         self.ranges = Ranges()  # the stages, as profilers see them
@@ -103,14 +105,12 @@ class Engine:
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
         # Two threads would shorten the same row of a weight twice.
-        in_order = self.on_cpu and limits_norms(self.module)
-        how: ExecutorName = "inorder" if in_order else executor
+        how: ExecutorName = "inorder" if self.on_cpu and limits_norms(self.module) else executor
         self.executor = Executor(devices, how, self.replicas.lose)
         self._dim, self._columns, self._cost_key = dim, columns, cost_key
         self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
-        self._context = context
-        self._stale = set(range(len(devices)))
+        self._context, self._stale = context, set(range(len(devices)))
 
     # The flow
 
@@ -135,7 +135,7 @@ class Engine:
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """What the backward of a joint loss does: every replica's own, then the sums."""
         self.interrupted = gradient
-        self.reducer.before_backward(can_fail=not self.on_cpu)
+        self.reducer.before_backward(joint, can_fail=not self.on_cpu)
         if self.on_cpu and not joint.crosses:
             # A backward for each replica: on the calling thread they would queue.
             tasks = joint.tasks(gradient, keep_graph, self.devices)

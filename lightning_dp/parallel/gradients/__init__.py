@@ -1,8 +1,9 @@
 """Gradients: one loss of the replicas' losses, its backward, and the sums that reach the root.
 
 Decided here: what each replica's loss weighs and what the joint loss's backward does (`loss`), how
-it runs on accelerators (`at_once`), who sums gradients and buffers, and when (`reduce`), and how
-gradients, hooks and the values of buffers are set aside for a while (`aside`).
+it runs on accelerators (`at_once`), who sums gradients and buffers, and when (`reduce`), which
+gradients leave before it has ended (`overlap`, by a `schedule`), and how gradients, hooks and the
+values of buffers are set aside for a while (`aside`).
 """
 
 from lightning_dp.parallel.gradients.aside import GradientsAside as GradientsAside

@@ -230,6 +230,11 @@ class JointBackward:
             for graph in self.graphs
         ]
 
+    @property
+    def fills(self) -> Sequence[int]:
+        """The replicas whose parameters it gives gradients, in order."""
+        return self.shards.active if self.crosses else [graph.replica for graph in self.graphs]
+
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
         """Runs it."""
         run = self._run()

@@ -22,6 +22,12 @@ from lightning_dp.parallel.torch_storage import is_alone_in_memory
 
 _GRAD = attrgetter("grad")
 
+WATCHED = 1
+"""The replica whose every gradient is looked at: in which order and on which stream it is written.
+
+It is the first one beside the root, whose parameters are the engine's own.
+"""
+
 
 class _Taken(NamedTuple):
     """The gradients of a bucket that one replica has, complete from an event on."""
@@ -35,7 +41,7 @@ class Overlap:
 
     Autograd calls a hook of that parameter of each bucket which gets its gradient last. It does so
     in a thread for each device; the last one of these to come sends the bucket. All gradients of a
-    bucket are written on the caller's streams: else it does not leave early.
+    bucket are written on the caller's streams, as one replica shows: else it does not leave early.
     """
 
     def __init__(self) -> None:
@@ -73,23 +79,24 @@ class Overlap:
         self._watch(packing, set(blocked))
 
     def _watch(self, packing: Packing, blocked: set[int]) -> None:
-        for j, trigger in self._schedule.triggers.items():
-            if blocked.isdisjoint(packing.buckets[j].positions):
-                for r, row in enumerate(self._rows):
-                    self._hook(row[trigger], partial(self._fill, j, r))
-        for j in self._schedule.unknown:
-            if blocked.isdisjoint(packing.buckets[j].positions):
-                self._seen[j] = []
-                for i in packing.buckets[j].positions:
-                    self._hook(self._rows[0][i], partial(self._note, j, i))
+        triggers = self._schedule.triggers
+        for j in (*triggers, *self._schedule.unknown):
+            positions = packing.buckets[j].positions
+            if not blocked.isdisjoint(positions):
+                continue
+            self._seen[j] = []
+            for i in positions:  # first: hooks are called in this order
+                self._hook(self._rows[WATCHED][i], partial(self._note, j, i))
+            for r, row in enumerate(self._rows if j in triggers else ()):
+                self._hook(row[triggers[j]], partial(self._fill, j, r))
 
     def _hook(self, parameter: Tensor, call: Callable[[Tensor], None]) -> None:
         if parameter.requires_grad and parameter.is_leaf:
             self._handles.append(parameter.register_post_accumulate_grad_hook(call))
 
     def _note(self, j: int, i: int, _: Tensor) -> None:
-        """The root's backward has filled a position of a bucket that is not known."""
-        if j in self._seen and self._is_the_callers(0):
+        """The watched backward has filled a position of a bucket."""
+        if j in self._seen and self._is_the_callers(WATCHED):
             self._seen[j].append(i)
 
     def _is_the_callers(self, r: int) -> bool:
@@ -106,7 +113,10 @@ class Overlap:
             return
         parameters = packing.buckets[j].of(self._rows[r])
         gradients: list[Tensor | None] = list(map(_GRAD, parameters))
-        if not packing.sums.is_whole(gradients, j) or not self._is_the_callers(r):
+        is_whole = packing.sums.is_whole(gradients, j) and self._is_the_callers(r)
+        if r == WATCHED and not packing.buckets[j].positions.issubset(self._seen[j]):
+            is_whole = False  # it writes some on another stream now
+        if not is_whole:
             self._schedule.forget(j)
             return
         own = list(map(_writable, gradients)) if r == 0 else gradients
@@ -131,7 +141,8 @@ class Overlap:
         if not self.is_open:
             return
         self._unhook()
-        self._schedule.learn(self._seen)
+        unknown = self._seen.keys() & self._schedule.unknown
+        self._schedule.learn({j: self._seen[j] for j in unknown})
         for j, there in self._there.items():
             if j not in self._sent:
                 for r, taken in there.items():

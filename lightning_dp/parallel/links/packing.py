@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.links.lanes import Lane, lane
+from lightning_dp.parallel.links.pipeline import Pipeline, copy_each
+from lightning_dp.parallel.links.streams import are_accelerators
 from lightning_dp.parallel.links.summing import Summing, kind
 from lightning_dp.parallel.torch_private import copy_to_each
 
@@ -40,6 +42,7 @@ class Packing:
         self.alone = [i for i in range(len(tensors)) if i not in packed]  # cannot be packed
         self._staged: dict[torch.device, list[Packed] | None] = {}
         self._leaving: dict[torch.device, set[Lane]] = {}  # that still read what is staged there
+        self._pipeline = Pipeline(self._leaving)
         self.sums = Summing(self.buckets, BUCKET_BYTES)  # of several devices' tensors
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
@@ -79,17 +82,23 @@ class Packing:
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
         """Copies tensors of these kinds, which are on one device, to memory for them.
 
-        For each bucket there are `targets`: packed once, it crosses in one copy to each.
+        For each bucket there are `targets`: it is packed once. Accelerators pass it on.
         """
         if not any(targets):
             return
-        staged = self.staged(sources[0].device)
-        for j, (bucket, there) in enumerate(zip(self.buckets, targets, strict=True)):
-            here = staged[j] if staged and there else None
-            if here is not None:
-                self._stage(here, bucket.of(sources))
-            for packed in there:
-                self._copy(here, bucket.of(sources), packed)
+        device = sources[0].device
+        staged = self.staged(device)
+        self._pipeline.settle()
+        try:
+            for j, (bucket, there) in enumerate(zip(self.buckets, targets, strict=True)):
+                here = staged[j] if staged and there else None
+                if here is not None:
+                    self._stage(here, bucket.of(sources))
+                    self._pipeline.send(here.flat, [packed.flat for packed in there])
+                for packed in there if here is None else ():
+                    copy_each(packed.views, bucket.of(sources))
+        finally:
+            self._pipeline.arrive()
 
     def _stage(self, here: Packed, sources: Sequence[Tensor]) -> None:
         """Packs a bucket where it is to leave from, when what was there before has left."""
@@ -108,17 +117,6 @@ class Packing:
         self._leaving.setdefault(way.source, set()).add(way)  # first: an interrupt may come between
         way.carry(here.flat, there, free)
         return way
-
-    def _copy(self, here: Packed | None, sources: Sequence[Tensor], there: Packed) -> None:
-        """Copies a bucket as one, if it is packed, or its tensors one by one."""
-        if here is not None and _are_accelerators(here.flat.device, there.flat.device):
-            self._carry(here, there.flat).arrive()
-            return
-        pairs = (
-            zip(there.views, sources, strict=True) if here is None else [(there.flat, here.flat)]
-        )
-        for target, source in pairs:
-            target.copy_(source, non_blocking=_are_accelerators(source.device, target.device))
 
     def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
@@ -146,7 +144,7 @@ class Packing:
         here, there = staged[j], arrived[j]
         self._stage(here, parts)
         self._claim(device)
-        there.flat.copy_(here.flat, non_blocking=_are_accelerators(here.flat.device, device))
+        there.flat.copy_(here.flat, non_blocking=are_accelerators(here.flat.device, device))
         return there.views
 
 
@@ -155,10 +153,6 @@ class Packed(NamedTuple):
 
     flat: Tensor
     views: list[Tensor]
-
-
-def _are_accelerators(*devices: torch.device) -> bool:
-    return all([device.type != "cpu" for device in devices])
 
 
 class Bucket:

@@ -19,6 +19,7 @@ from lightning_dp.parallel.links.routes import chain
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), (), (0,)]
 RATE = 1e9  # bytes per second, of each link
 LATENCY = 1e-6
+TOTAL = 25 * 2**20
 
 pytestmark = on_separate
 
@@ -35,11 +36,11 @@ def nothing_is_under_way(on: str) -> Iterator[None]:
             torch.sim.set_speed(k)
 
 
-@pytest.fixture(params=[(2**25, 2**22), (4096, 1000), (1, 256)])
+@pytest.fixture(params=[(2**25, 2**20), (4096, 4), (1, 4)])
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All in one bucket and piece; in several; each tensor alone, and a few numbers at a time."""
+    """All in one bucket and piece; in several; each tensor alone in several pieces."""
     monkeypatch.setattr(packing, "BUCKET_BYTES", request.param[0])
-    monkeypatch.setattr(pipeline, "PIECE_BYTES", request.param[1])
+    monkeypatch.setattr(pipeline, "LEAST_BYTES", request.param[1])
 
 
 def tensors_on(device: torch.device, seed: int) -> list[Tensor]:
@@ -131,8 +132,8 @@ def test_a_chain_has_each_device_once() -> None:
     assert chain([a]) == chain([]) == []
 
 
-def seconds_to_send(k: int, preset: str | None) -> tuple[float, int, int]:
-    """On virtual time; with the bytes that go out, and those of a piece."""
+def seconds_to_send(k: int, preset: str | None = None) -> float:
+    """On virtual time, 25 MiB."""
     copies = [torch.ones(2**18, device="sim:0") for _ in range(25)]
     bundle = Packing(copies)
     rows = [bundle.memory(copies, torch.device("sim", i))[0] for i in range(1, k)]
@@ -148,13 +149,12 @@ def seconds_to_send(k: int, preset: str | None) -> tuple[float, int, int]:
         torch.sim.set_links(preset)
     torch.sim.set_clock("virtual")
     bundle.send(copies, targets)
-    return torch.sim.elapsed(), 25 * 2**20, pipeline.PIECE_BYTES
+    return float(torch.sim.elapsed())
 
 
-def bound(k: int, total: int, piece: int, rate: float, latency: float) -> float:
+def bound(k: int, pieces: int, piece: float, rate: float, latency: float) -> float:
     """Down a chain whose links are always busy: the last device is as many pieces behind."""
-    pieces = -(-total // piece)
-    return (total + (k - 2) * piece) / rate + (pieces + k - 2) * latency
+    return (pieces + k - 2) * (piece / rate + latency) + 1e-8  # of rounding
 
 
 @pytest.mark.sim_only("A GPU's time is no bound.")
@@ -163,19 +163,18 @@ def test_what_goes_out_takes_its_bytes_and_a_piece_for_each_device(
     k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the root to each, one after another, it would take k - 1 times as long."""
-    monkeypatch.setattr(packing, "BUCKET_BYTES", 2**23)
-    monkeypatch.setattr(pipeline, "PIECE_BYTES", 2**20)
-    seconds, total, piece = seconds_to_send(k, None)
-    assert seconds <= bound(k, total, piece, RATE, LATENCY) + 1e-9
-    assert seconds >= total / RATE
+    monkeypatch.setattr(packing, "BUCKET_BYTES", 5 * 2**20)
+    monkeypatch.setattr(pipeline, "LEAST_BYTES", 2**18)
+    seconds = seconds_to_send(k)
+    assert TOTAL / RATE < seconds <= bound(k, 40, TOTAL / 40, RATE, LATENCY)
 
 
 @pytest.mark.sim_only("A GPU's time is no bound.")
 @pytest.mark.parametrize("k", [2, 4, 8])
 @pytest.mark.parametrize(("preset", "rate", "latency"), [("pcie4_peer", 26e9, 2e-6)])
 def test_with_the_sizes_that_are_used(k: int, preset: str, rate: float, latency: float) -> None:
-    seconds, total, piece = seconds_to_send(k, preset)
-    assert seconds <= bound(k, total, piece, rate, latency) + 1e-9
+    seconds = seconds_to_send(k, preset)
+    assert seconds <= bound(k, 8, TOTAL / 8, rate, latency)
 
 
 @pytest.mark.slow
@@ -184,10 +183,11 @@ def test_sixteen_devices() -> None:
     code = (
         "from lightning_dp import sim; sim.enable(16)\n"
         "import test_pipeline as here\n"
-        "seconds, total, piece = here.seconds_to_send(16, None)\n"
-        "print(seconds <= here.bound(16, total, piece, here.RATE, here.LATENCY) + 1e-9)"
+        "most = here.bound(16, 8, here.TOTAL / 8, here.RATE, here.LATENCY)\n"
+        "print(here.seconds_to_send(16) <= most)"
     )
     path = [str(Path(__file__).parent), *sys.path]
     script = f"import sys; sys.path[:0] = {path!r}\n{code}"
-    there = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    command = [sys.executable, "-c", script]
+    there = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert there.stdout.split() == ["True"], there.stderr

@@ -89,16 +89,14 @@ class Packing:
         device = sources[0].device
         staged = self.staged(device)
         self._pipeline.settle()
-        try:
-            for j, (bucket, there) in enumerate(zip(self.buckets, targets, strict=True)):
-                here = staged[j] if staged and there else None
-                if here is not None:
-                    self._stage(here, bucket.of(sources))
-                    self._pipeline.send(here.flat, [packed.flat for packed in there])
-                for packed in there if here is None else ():
-                    copy_each(packed.views, bucket.of(sources))
-        finally:
-            self._pipeline.arrive()
+        for j, (bucket, there) in enumerate(zip(self.buckets, targets, strict=True)):
+            here = staged[j] if staged and there else None
+            if here is not None:
+                self._stage(here, bucket.of(sources))
+                self._pipeline.send(here.flat, [packed.flat for packed in there])
+            for packed in there if here is None else ():
+                copy_each(packed.views, bucket.of(sources))
+        self._pipeline.arrive()
 
     def _stage(self, here: Packed, sources: Sequence[Tensor]) -> None:
         """Packs a bucket where it is to leave from, when what was there before has left."""

@@ -7,6 +7,7 @@ after another. Down a chain every device receives and sends at the same time, pi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from lightning_dp.parallel.links.lanes import Lane, lane
 from lightning_dp.parallel.links.routes import chain
 from lightning_dp.parallel.links.streams import are_accelerators
 
-PIECE_BYTES = 4 * 2**20
-"""A device passes on what it has of a bucket once it is this much.
+PIECES = 8
+"""A device passes on what it has of a bucket once it has this part of it, or so many bytes.
 
-A smaller piece is sooner at the end of the chain, but the host has to issue its copies: of more
-pieces than this they would take it longer than the links.
+With smaller pieces the end of the chain is reached sooner, but the host has to issue their copies:
+it would take longer than the links.
 """
+
+LEAST_BYTES = 2**20
 
 
 class Pipeline:
@@ -50,22 +53,15 @@ class Pipeline:
         for target in targets:
             if tensors.setdefault(target.device, target) is not target:
                 self._same.append((tensors[target.device], target))
-        first, *others = [lane(*ends) for ends in chain(tensors)]
+        first, *others = [lane(*ends) for ends in pairwise(reversed(chain(list(tensors))))]
         # First: an interrupt may come in between.
         self._first.add(first)
         self._next.update(others)
         self._leaving.setdefault(here.device, set()).add(first)
+        size = max(-(-here.numel() // PIECES), LEAST_BYTES // here.element_size())
+        arrived: list[torch.Event] = []
         for way in (first, *others):
-            way.begin(tensors[way.source], tensors[way.target])
-        first.follow()
-        size = PIECE_BYTES // here.element_size()
-        parts = {device: tensor.split(size) for device, tensor in tensors.items()}
-        for i in range(len(parts[here.device])):
-            before = first
-            first.copy(parts[here.device][i], parts[first.target][i])
-            for way in others:
-                way.pass_on(parts[way.source][i], parts[way.target][i], before)
-                before = way
+            arrived = way.pass_on(tensors[way.source], tensors[way.target], size, arrived)
 
     def settle(self) -> None:
         """Waits for what was sent, if nobody could because it was interrupted."""

@@ -11,7 +11,8 @@ Device = TypeVar("Device", bound=Hashable)
 def chain(devices: Sequence[Device]) -> list[Device]:
     """The devices that a sum passes on its way to the first one: the last one begins.
 
-    Each of them gets, and each sends, as much as the sum is, and that once.
+    Each of them gets, and each sends, as much as the sum is, and that once. What the first one has
+    for all others goes the same way back.
 
     Example:
         >>> chain(["root", "one", "two", "one"])

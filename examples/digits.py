@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-import lightning_dp  # noqa: F401  (registers the strategy "dp_custom")
+import lightning_dp  # noqa: F401  # registers the strategy "dp_custom"
 from lightning_dp.app.options import check_at_least
 from lightning_dp.app.scripts import ScriptParser
 

@@ -16,7 +16,8 @@ from lightning_dp.dataloader_iter import Pulled, takes_iterator
 from lightning_dp.lightning_private import own_device
 from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Journals, is_metric
-from lightning_dp.parallel.batch import Shards, to_device
+from lightning_dp.parallel.batch import Shards, bring, to_device
+from lightning_dp.parallel.call import PlainTransfer
 from lightning_dp.parallel.checks import check_choice, check_names
 from lightning_dp.parallel.contexts import Contexts, context
 from lightning_dp.parallel.engine import Engine
@@ -28,6 +29,7 @@ from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
 from lightning_dp.spread_check import SpreadCheck
 from lightning_dp.state import changed_once, no_step_of_one_replica
+from lightning_dp.transfer_hooks import transfers_plainly
 
 ModeName: TypeAlias = Literal["step", "forward"]
 MODES: tuple[ModeName, ...] = ("step", "forward")
@@ -120,7 +122,9 @@ class StepMode(Mode):
         # An optimizer's closure may come for the same batch again.
         again = self._call if batch is self._batch else None
         shards = None if again is None else again.shards
-        transfer = partial(self._transfer, dataloader_idx=self._dataloader_idx)
+        is_plain = self.engine.ahead is not None and transfers_plainly(self._module)
+        kind = PlainTransfer if is_plain else partial
+        transfer = kind(self._transfer, dataloader_idx=self._dataloader_idx)
         return self._run(method, batch, args, transfer, shards)
 
     def _step_of_iterator(self, method: str, iterator: Iterator[Any]) -> Any:
@@ -204,7 +208,10 @@ class ForwardMode(Mode):
         """Brings the batch to the output device, where the step's own computations are."""
         if not self.moves_batch:
             return batch
-        return self._transfer(batch, self.engine.output_device, dataloader_idx=dataloader_idx)
+        device, ahead = self.engine.output_device, self.engine.ahead
+        if ahead is not None and transfers_plainly(self._module):
+            [batch] = bring([batch], [device], ahead)
+        return self._transfer(batch, device, dataloader_idx=dataloader_idx)
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""

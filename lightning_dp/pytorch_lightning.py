@@ -19,7 +19,9 @@ __all__ = ["DataParallelStrategy"]
 
 
 # To type checkers the mixin's base is lightning's ParallelStrategy; at run time it has none.
-class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # type: ignore[misc]  # noqa: D101
+class DataParallelStrategy(  # type: ignore[misc]  # two ParallelStrategy  # noqa: D101  # `__doc__`
+    DataParallelMixin, ParallelStrategy
+):
     __doc__ = OptionsMixin.__doc__
 
     package = "pytorch_lightning"

@@ -294,7 +294,7 @@ class DataParallelMixin(OptionsMixin):
             strategy_registry.register(f"{name}_forward", cls, forward, mode="forward")
 
 
-class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # noqa: D101
+class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # noqa: D101  # it is `__doc__`
     __doc__ = OptionsMixin.__doc__
 
     package = "lightning"

@@ -195,5 +195,5 @@ def _parts(node: Any) -> dict[Any, Any]:
         return {"shape": list(node.batch_size), **dict(node.items())}
     if hasattr(node, "to") and callable(getattr(node, "keys", None)):
         attributes = {"_encodings": vars(node).get("_encodings")}
-        return {**{key: node[key] for key in node.keys()}, **attributes}  # noqa: SIM118
+        return {**{key: node[key] for key in node.keys()}, **attributes}  # noqa: SIM118  # no dict
     return dict(tree.children(node) or [])

@@ -35,6 +35,8 @@ TESTS = (
     "tests/test_waits.py",
     "tests/test_side_streams.py",
     "tests/test_lanes.py",
+    "tests/test_overlap.py",
+    "tests/test_copies_ahead.py",
     "tests/test_values_on_the_host.py",
     "tests/test_spans.py",
     "tests/test_gather.py",

@@ -32,7 +32,7 @@ def soon(condition: Callable[[], bool], seconds: float = 30) -> bool:
 def not_kept(method: Callable[..., Any]) -> Callable[..., Any]:
     """A method, for a hook of a graph: one that reaches what holds it is never freed."""
     known = weakref.WeakMethod(method)
-    return lambda *args: known()(*args)  # type: ignore[misc]
+    return lambda *args: known()(*args)
 
 
 def tensors() -> int:

@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_dp.parallel.split.adaptive import Adaptive
 from lightning_dp.parallel.split.arithmetic import Sizes, even, minimax
@@ -49,6 +51,33 @@ def test_from_a_cold_start_it_is_near_the_best_split_within_10_steps(name: str) 
     split = Adaptive(len(DEVICES[name]))
     run(split, 64, DEVICES[name], 10)
     assert excess(split, 64, DEVICES[name]) <= 0.05
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0.5, 6)), min_size=2, max_size=8),
+    st.sampled_from([64, 128, 512, 1000]),
+)
+def test_within_15_steps_it_is_near_the_best_split_of_any_devices(speeds: Speeds, n: int) -> None:
+    split = Adaptive(len(speeds))
+    run(split, n, speeds, 15)
+    best = max(seconds(minimax(n, *map(list, zip(*speeds, strict=True))), speeds))
+    one_sample = max(per_sample for _, per_sample in speeds) / best
+    assert excess(split, n, speeds) <= 0.02 + one_sample
+
+
+def test_what_a_step_takes_with_far_fewer_samples_is_no_change_of_the_device() -> None:
+    """What is fixed in a step shows only there, and both sizes together tell it."""
+    split = Adaptive(4)
+    speeds = [(24.5, 0.447)] * 3 + [(117.9, 2.149)]
+    run(split, 512, speeds, 5)
+    assert split(512) == (171, 171, 170, 0)
+
+
+def test_a_device_of_much_less_speed_stays_one_however_noisy_the_times_are() -> None:
+    draw, split = random.Random(0), Adaptive(4)
+    for step in range(300):
+        assert step < 15 or excess(split, 512, SLOW_LAST) < 0.25
+        run(split, 512, SLOW_LAST, 1, noise=lambda: draw.uniform(0, 0.2))
 
 
 def test_it_stays_there() -> None:

@@ -40,7 +40,9 @@ def configure(tmp_path: Path) -> Configure:
     """Composes a job whose run folder is `tmp_path / folder`."""
 
     def configured(*overrides: str, name: str = "train", folder: str = "run") -> DictConfig:
-        paths = (f"paths.output_dir={tmp_path / folder}", "paths.work_dir=.")
+        paths = [f"paths.output_dir={tmp_path / folder}", "paths.work_dir=."]
+        if name == "train":
+            paths.append("compare=false")  # takes its time; see test_compare.py
         with initialize_config_module("lightning_dp.conf", version_base="1.3"):
             return compose(name, overrides=[*paths, *overrides])
 
@@ -68,7 +70,8 @@ def test_run_folder_holds_config_checkpoints_and_metrics(
     configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides = ("trainer.devices=2", "trainer.max_epochs=2", "model.optimizer.lr=0.002")
-    result = run_in_process(train, configure(*ON_CPU, *overrides))
+    rows_and_steps = ("trainer.log_every_n_steps=10", "data.batch_size=96")
+    result = run_in_process(train, configure(*ON_CPU, *overrides, *rows_and_steps))
     folder = tmp_path / "run"
 
     config = OmegaConf.load(folder / "config.yaml")
@@ -187,7 +190,7 @@ def test_checkpoint_is_evaluated_and_resumed(
         configure(*common, f"ckpt_path={checkpoint}", "trainer.max_epochs=2", folder="resumed"),
     )
     resumed = torch.load(tmp_path / "resumed" / "checkpoints" / "last.ckpt", weights_only=True)
-    assert (resumed["epoch"], resumed["global_step"]) == (1, 30)
+    assert (resumed["epoch"], resumed["global_step"]) == (1, 12)
 
 
 def test_a_run_is_evaluated_with_its_own_model_and_data(

@@ -193,7 +193,7 @@ def test_the_functions_of_nn_data_parallel_move_what_they_are_given(
         for shape in ((), (3,), (2, 5), (0, 4))
         for dtype in (torch.float32, torch.float64)
     ]
-    outputs = torch._C._broadcast_coalesced(tensors, ids, 16)  # type: ignore[attr-defined]
+    outputs = torch._C._broadcast_coalesced(tensors, ids, 16)
     assert all(a is b for a, b in zip(outputs[0], tensors, strict=True))
     for k in ids[1:]:
         assert [t.device.index for t in outputs[k]] == [k] * len(tensors)
@@ -201,13 +201,13 @@ def test_the_functions_of_nn_data_parallel_move_what_they_are_given(
             assert copied.dtype == tensor.dtype and torch.equal(copied.cpu(), tensor.cpu())
     x = torch.randn(7, 4)
     for dim, source in ((0, x), (1, x.to("sim:0"))):
-        chunks = torch._C._scatter(source, ids, None, dim, None)  # type: ignore[attr-defined]
+        chunks = torch._C._scatter(source, ids, None, dim, None)
         assert [chunk.device.index for chunk in chunks] == ids[: len(chunks)]
-        joined = torch._C._gather(list(chunks), dim, 1)  # type: ignore[attr-defined]
+        joined = torch._C._gather(list(chunks), dim, 1)
         assert joined.device.index == 1 and torch.equal(joined.cpu(), x)
-    sizes = torch._C._scatter(x, ids, [1, 4, 2], 0, None)  # type: ignore[attr-defined]
+    sizes = torch._C._scatter(x, ids, [1, 4, 2], 0, None)
     assert [len(chunk) for chunk in sizes] == [1, 4, 2]
-    assert torch._C._gather([c for c in sizes], 0, -1).device.type == "cpu"  # type: ignore[attr-defined]
+    assert torch._C._gather([c for c in sizes], 0, -1).device.type == "cpu"
 
 
 def double(batch: Any) -> Any:
@@ -254,7 +254,7 @@ def test_nn_data_parallel_on_simulated_devices_has_one_devices_gradients(
     found = gradients_of_a_loop_step(several, batch, spread)
     assert found.keys() == expected.keys() and found
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name].cpu(), gradient, msg=name, **EXACT)  # type: ignore[union-attr]
+        torch.testing.assert_close(found[name].cpu(), gradient, msg=name, **EXACT)
 
 
 @pytest.mark.parametrize("model", ["mlp", "transformer"])
@@ -277,7 +277,7 @@ def test_the_ring_gives_each_device_one_devices_gradients(
     expected = gradients(one)
     for own in models:
         for name, gradient in gradients(own).items():
-            torch.testing.assert_close(gradient.cpu(), expected[name], msg=name, **EXACT)  # type: ignore[union-attr]
+            torch.testing.assert_close(gradient.cpu(), expected[name], msg=name, **EXACT)
 
 
 # --- the contest ----------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dp.parallel.split.choice import RATE, ROUNDS, Choice, Way
+from lightning_dp.parallel.split.choice import RATE, ROUNDS, TURNS, Choice, Way
 
 ALL, ALONE = 3, 0
 COLD = 3.0
@@ -67,12 +68,16 @@ def test_times_before_a_way_is_settled_do_not_count() -> None:
             choice.add(way, 1.0)
 
 
+@pytest.mark.parametrize("alone, turns", [(1.05, TURNS), (1.3, 1)])
 @pytest.mark.parametrize("seed", range(10))
-def test_two_ways_that_are_close_take_turns_and_noise_decides_little(seed: int) -> None:
+def test_two_ways_take_turns_while_they_are_close_and_noise_decides_little(
+    alone: float, turns: int, seed: int
+) -> None:
     draw = random.Random(seed)
-    noise = lambda: 1 + draw.expovariate(20)
-    machine = Machine(Choice([ALL, ALONE]), {ALL: 1.0, ALONE: 1.3}, noise=noise)
+    noise = lambda: 1 + draw.expovariate(40)
+    machine = Machine(Choice([ALL, ALONE]), {ALL: 1.0, ALONE: alone}, noise=noise)
     machine.run(60)
+    assert [way for way, _ in itertools.groupby(machine.ways)] == [*[ALL, ALONE] * turns, ALL]
     assert machine.choice.best == ALL
 
 
@@ -124,6 +129,28 @@ def test_a_burst_of_the_machine_during_a_look_changes_nothing() -> None:
     machine.seconds = {ALL: 1.0, ALONE: 1.2}
     machine.run(100)
     assert machine.choice.best == ALL
+
+
+def test_a_burst_of_the_machine_before_a_look_changes_nothing() -> None:
+    """The other way seems to gain, as it would have before."""
+    machine = Machine(Choice([ALL, ALONE]), {ALL: 1.0, ALONE: 1.2})
+    machine.run(60)
+    machine.seconds = {ALL: 3.0, ALONE: 3.6}
+    while machine.ways[-1] == ALL:
+        machine.run(1)
+    machine.seconds = {ALL: 1.0, ALONE: 1.2}
+    for _ in range(100):
+        machine.run(1)
+        assert machine.choice.best == ALL
+    assert machine.ways[-1] == ALL
+
+
+def test_a_look_is_compared_with_what_the_best_way_takes_by_now() -> None:
+    machine = Machine(Choice([ALL, ALONE]), {ALL: 1.0, ALONE: 1.1})
+    machine.run(60)
+    machine.seconds[ALL] = 1.2  # too little to be a drift
+    machine.run(2000)
+    assert machine.choice.best == ALONE
 
 
 def test_a_gain_that_noise_explains_moves_nothing() -> None:

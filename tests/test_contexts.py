@@ -271,7 +271,7 @@ def test_a_thread_state_lets_every_error_pass(executor: str) -> None:
             raise error
 
         state = ThreadState.capture([CPU])
-        arrived, _ = leaving(lambda: Paired(partial(state.call, CPU, fail, error), len), error)  # noqa: B023
+        arrived, _ = leaving(lambda: Paired(partial(state.call, CPU, fail, error), len), error)  # noqa: B023  # called now
         assert arrived is error, kind
 
 
@@ -289,6 +289,7 @@ def lasts(fixture: Fixture, make: Callable[[Fixture], AbstractContextManager[Any
 
 
 LONG = ("what replicas say", "a step of all")
+"""Of hundreds of lines, each of which is interrupted."""
 
 
 @pytest.mark.parametrize(

@@ -74,10 +74,11 @@ def test_gradients_cross_in_few_copies(devices: list[torch.device]) -> None:
     torch.sim.reset_copy_stats()
     loss.backward()
     engine.close()
-    count, size = copied("sim:2", "sim:0")
-    gradients = sum(p.numel() * 4 for p in net.parameters() if p.requires_grad)
-    assert gradients <= size <= gradients + 64, "and the gradient of a loss"
-    assert count <= 3
+    own = [p.numel() * 4 for p in net.parameters() if p.requires_grad]
+    for way in (("sim:2", "sim:1"), ("sim:1", "sim:0")):
+        count, size = copied(*way)
+        assert sum(own) <= size <= sum(own) + 256 * len(own), "and gaps between them"
+        assert count <= 3
 
 
 @on_accelerators
@@ -139,7 +140,7 @@ def test_packed_gradients_are_added_and_keep_their_strides(
     expected = [sum(g.cpu() for g in row) for row in zip(*gradients, strict=True)]
     sums, *terms = gradients
     assert all(map(replicas.packing.fits, gradients))
-    replicas.packing.add(sums, terms)
+    replicas.packing.sums.add(sums, terms)
     for total, right, root in zip(sums, expected, net.parameters(), strict=True):
         torch.testing.assert_close(total.cpu(), right)
         assert total.stride() == root.stride()

@@ -179,7 +179,7 @@ def test_a_link_that_corrupts_is_named(
     on: str, source: int | str, target: int | str, tmp_path: Path
 ) -> None:
     machine = bench(K, tmp_path)
-    ends = [end if end == "cpu" else str(machine.devices[end]) for end in (source, target)]  # type: ignore[index]
+    ends = [end if end == "cpu" else str(machine.devices[end]) for end in (source, target)]
     with OneLinkCorrupts(*ends):
         results = prove(machine, laws("links"))
     (result,) = results

@@ -297,7 +297,7 @@ def test_a_wrapper_that_hands_attributes_on_to_the_module() -> None:
         assert wrapper.in_features == 4 and wrapper.weight is net.weight
         assert_equal_trees(wrapper(inputs()), one(inputs()), "outputs", **EXACT)
         with pytest.raises(AttributeError, match="nonsense"):
-            wrapper.nonsense  # noqa: B018
+            wrapper.nonsense  # noqa: B018  # reading it is what fails
 
 
 # The functions and their names

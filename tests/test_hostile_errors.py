@@ -98,7 +98,7 @@ def test_any_error_of_a_replica_arrives_with_a_note_and_ends_all(
             work = partial(replica, failing=failing, where=where, error=error)
             tasks = [Task(k, device, partial(work, k)) for k, device in enumerate(devices)]
             caplog.clear()
-            arrived = caught(lambda: executor.run("work", tasks, calls=Calls([1, 1, 1])))  # noqa: B023
+            arrived = caught(lambda: executor.run("work", tasks, calls=Calls([1, 1, 1])))  # noqa: B023  # called now
             assert arrived is error, (where, failing, type(arrived))
             first = 0 if where == "at a rendezvous" else failing  # it is raised in all of them
             note = f"in replica {first} on {devices[first]}"

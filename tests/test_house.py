@@ -21,7 +21,14 @@ FLOORS = [
     ["first_step", "options"],
     ["alone", "fewer_devices"],
     ["modes"],
-    ["manual_optimization", "dataloader_iter", "layer_sync", "metrics", "spread_check"],
+    [
+        "manual_optimization",
+        "dataloader_iter",
+        "layer_sync",
+        "metrics",
+        "spread_check",
+        "transfer_hooks",
+    ],
     ["state", "checkpointing", "monitor"],
     ["one_process", "table", "lightning_private"],
     ["parallel.data_parallel", "parallel.manual"],
@@ -41,13 +48,18 @@ FLOORS = [
         "parallel.replaced",
         "keys",
     ],
-    ["parallel.torch_compile"],
+    ["parallel.torch_compile", "parallel.torch_storage"],
     ["parallel.torch_private", "parallel.checks"],
     ["parallel.contexts"],
 ]
 """Top to bottom; what is on one floor does not import each other."""
 
-PRIVATE_NAMES = {"parallel.torch_private", "parallel.torch_compile", "lightning_private"}
+PRIVATE_NAMES = {
+    "parallel.torch_private",
+    "parallel.torch_compile",
+    "parallel.torch_storage",
+    "lightning_private",
+}
 """The rooms that may touch private names of others, for everybody."""
 
 WINGS = {
@@ -144,3 +156,26 @@ def test_every_split_is_importable_by_its_name() -> None:
     assert even(9, 4) == (3, 2, 2, 2) and chunk(9, 4) == (3, 3, 3, 0)
     assert weighted(8, [1, 3]) == (2, 6) and minimax(4, [0, 0], [1, 1]) == (2, 2)
     assert by_cost([3, 1], 2) == [[0], [1]]
+
+
+IGNORE = re.compile(r"# (?:noqa\b(: [A-Z]+\d+)?|type: ignore\b(\[[\w,-]+\])?)")
+
+
+def ignores(text: str) -> Iterator[tuple[str, bool]]:
+    """Lines that a checker is told to pass over; whether they say in what, and then why."""
+    for line in text.splitlines():
+        found = list(IGNORE.finditer(line))
+        if found:
+            ends_with_why = re.match(r"  # \S+.*$", line[found[-1].end() :]) is not None
+            yield line.strip(), ends_with_why and all(any(m.groups()) for m in found)
+
+
+def test_what_checkers_are_told_to_pass_over_has_its_reason_on_the_line() -> None:
+    folders = ("lightning_dp", "examples", "conf", "tests")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    found = [ignored for file in files for ignored in ignores(file.read_text())]
+    bare = [line for line, has_why in found if not has_why and "IGNORE = " not in line]
+    assert len(found) > 20 and not bare, "\n".join(bare)
+    mark = "#"
+    for words in ("noqa", "noqa: E501", "type: ignore", "type: ignore  # why", "noqa: E501 why"):
+        assert [why for _, why in ignores(f"x = 1  {mark} {words}")] == [False], words

@@ -18,7 +18,7 @@ from places import on_separate
 from torch import Tensor
 
 from lightning_dp.parallel.contexts import Surroundings
-from lightning_dp.parallel.links import Packing, packing, side_streams
+from lightning_dp.parallel.links import Packing, on_streams, packing, side_streams
 from lightning_dp.parallel.links.lanes import lane
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), ()]
@@ -75,8 +75,8 @@ def test_who_sends_weights_does_not_wait_for_what_the_others_do() -> None:
     memory = [bundle.memory(sources, device) for device in others]
     busy = [work(device) for device in others]
     bundle.send(sources, list(zip(*(packed for packed, _ in memory), strict=True)))
-    assert not has_waited(main(root), busy[0])
-    assert not has_waited(main(others[0]), busy[1])
+    for own in busy:
+        assert not has_waited(main(root), own)
     for _, tensors in memory:
         for own, source in zip(tensors, sources, strict=True):
             assert torch.equal(own.cpu(), source.cpu())
@@ -99,24 +99,16 @@ def test_gradients_do_not_wait_for_what_the_root_does() -> None:
     root, *others = devices_of(3)
     sums, *terms = [tensors_on(device, k) for k, device in enumerate((root, *others))]
     bundle = Packing(sums)
-    bundle.add(tensors_on(root), terms)  # an earlier step, which takes memory
+    bundle.sums.add(tensors_on(root), terms)  # an earlier step, which takes memory
     expected = [sum(t.cpu() for t in row) for row in zip(sums, *terms, strict=True)]
     busy = work(root)
-    bundle.add(sums, terms)
+    bundle.sums.add(sums, terms)
     for device in others:
         assert not has_waited(main(device), busy)
         assert not has_waited(lane(device, root)._there, busy)
     assert has_waited(main(root), sums[0])
     for total, right in zip(sums, expected, strict=True):
         torch.testing.assert_close(total.cpu(), right)
-
-
-@pytest.mark.usefixtures("bucket_bytes")
-def test_memory_of_the_way_is_used_in_order_where_there_is_little(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(Packing, "_other", lambda *_: None)
-    test_memory_of_the_way_is_used_again_in_order((0, 1, 2, 3))
 
 
 @pytest.mark.usefixtures("bucket_bytes")
@@ -131,7 +123,7 @@ def test_memory_of_the_way_is_used_again_in_order(places: tuple[int, ...]) -> No
         memory = [bundle.memory(sums, device) for device in away]
         rows = [[t.cpu() for t in row] for row in zip(sums, *terms, strict=True)]
         for _ in range(3):  # and the host waits for nothing
-            bundle.add(sums, terms)
+            bundle.sums.add(sums, terms)
             bundle.send(sums, list(zip(*(packed for packed, _ in memory), strict=True)))
         for _, tensors in memory:
             for own, (first, *others) in zip(tensors, rows, strict=True):
@@ -141,6 +133,25 @@ def test_memory_of_the_way_is_used_again_in_order(places: tuple[int, ...]) -> No
         for device in devices:
             for n in (1, 100, 10_000):
                 torch.ones(n, device=device)
+
+
+@sees_races
+def test_memory_of_sums_goes_to_others_when_these_are_there() -> None:
+    """Also where the sums are made on streams of which the current ones know nothing."""
+    devices = devices_of(3)
+    sums, *terms = [tensors_on(device, k) for k, device in enumerate(devices)]
+    bundle = Packing(sums)
+    assert bundle.sums.prepare(devices)
+    ways = [torch.Stream(device) for device in devices]
+    for way in ways:
+        way.wait_stream(main(way.device))
+    with on_streams(ways):
+        bundle.sums.add(sums, terms)
+    size = bundle.buckets[0].bytes
+    del bundle
+    gc.collect()
+    for device in devices:
+        torch.ones(size, dtype=torch.uint8, device=device)
 
 
 class Traffic:
@@ -155,7 +166,7 @@ class Traffic:
     def run(self) -> list[Tensor]:
         self.bundle.send(self.sources, list(zip(*(p for p, _ in self.memory), strict=True)))
         sums = [torch.zeros_like(source) for source in self.sources]
-        self.bundle.add(sums, [tensors for _, tensors in self.memory])
+        self.bundle.sums.add(sums, [tensors for _, tensors in self.memory])
         return [total.cpu() for total in sums]
 
 

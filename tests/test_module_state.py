@@ -91,6 +91,25 @@ def test_what_a_hook_binds_where_one_replica_works_is_not_the_next_steps(step: A
     assert name == "rate" and differs and not others
 
 
+class Bare(nn.Module):
+    """No containers and no tensors, which replicas would have of their own."""
+
+    factor = 1.0
+
+
+def test_what_a_hook_binds_is_not_the_steps_where_replicas_have_nothing_of_their_own() -> None:
+    module = Bare()
+    replicas, state, active = Replicas(module, [CPU] * 3), ModuleState(CPU), (0, 1, 2)
+    for factor in (2.0, 3.0):
+        module.factor = factor
+        replicas.refresh()
+        state.begin(replicas, active)
+    module.other = 1.0
+    assert [name for _, name, _ in state.changes(active).rebound] == ["other"]
+    state.undo()
+    assert vars(module)["factor"] == 3.0 and "other" not in vars(module)
+
+
 def test_a_rename_that_keeps_number_and_values_of_attributes_is_seen(step: Any) -> None:
     module, replicas, state, shards = step
     module.last = value = torch.zeros(1)

@@ -8,10 +8,11 @@ from benchmarks.steps_in_files import plain_step
 
 from lightning_dp.parallel.workers import ExecutorName
 
-FILES = 40
+FILES = 41
+"""In order it is one fewer."""
 
 
-@pytest.mark.parametrize("executor, most", [("inorder", 279), ("threads", 318)])
+@pytest.mark.parametrize("executor, most", [("inorder", 279), ("threads", 325)])
 def test_a_plain_step_enters_few_functions_and_no_meeting(
     executor: ExecutorName, most: int
 ) -> None:
@@ -19,6 +20,8 @@ def test_a_plain_step_enters_few_functions_and_no_meeting(
     # and so its replicas, which listen to all optimizers.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         step = process.submit(plain_step, executor=executor).result(timeout=300)
+    # In threads 319 to 325: of the ends of 4 replicas in 2 rounds the main thread hears one by one,
+    # or of several at once.
     assert step.frames <= most, step.calls.most_common(20)
     assert len(step.files) <= FILES, step.files.most_common()
     assert not [file for file, _ in step.calls if "rendezvous" in file or "collectives" in file]

@@ -59,10 +59,9 @@ def test_sums_of_gradients(room: Room, tight: int, is_staged: bool) -> None:
     expected = [torch.stack([tensor.cpu() for tensor in own]).sum(0) for own in columns]
     packing = Packing(sums)
     if is_staged:
-        for device in (root, first, second):
-            packing.staged(device)
+        assert packing.sums.prepare([root, first, second])
     room(tight, LARGEST + 512 if tight == 0 else 16)
-    packing.add(sums, terms)
+    packing.sums.add(sums, terms)
     assert_equal([t.cpu().contiguous() for t in sums], [t.contiguous() for t in expected])
 
 

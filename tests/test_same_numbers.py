@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -217,7 +217,7 @@ def test_trainer_options_work_as_on_one_device(options: dict[str, Any]) -> None:
 
 def test_bf16_autocast_reaches_every_worker_with_its_dtype() -> None:
     class Seen(Classifier):
-        dtypes: set[torch.dtype] = set()  # noqa: RUF012
+        dtypes: ClassVar[set[torch.dtype]] = set()
 
         def loss(self, batch: Any) -> Tensor:
             logits = self.net(batch[0])

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("on")
 
 def here() -> str:
     """The device of the buffers."""
-    return "cpu" if oracle.ON == "cpu" else "sim:0"
+    return str(oracle.devices_of(1)[0])
 
 
 def kinds_of_buffers(device: str) -> dict[str, Tensor]:
@@ -98,6 +98,11 @@ def test_other_values_types_and_buffers_than_at_the_last_time_are_seen() -> None
     a.zero_(), c.zero_(), b.zero_()
     snapshot.restore()
     assert a.tolist() == [0.5, 0.5] and c.tolist() == [7.0, 7.0] and b.tolist() == [0, 0]
+    d = torch.full((2,), 8.0, device=device)  # as the one before it, which is not its business
+    snapshot.take([a, d])
+    d.zero_(), c.zero_()
+    snapshot.restore()
+    assert d.tolist() == [8.0, 8.0] and c.tolist() == [0.0, 0.0]
 
 
 def test_one_buffer_alone_is_copied_and_not_referred_to() -> None:

@@ -20,6 +20,7 @@ from lightning_dp.parallel.devices import peak_memory
 from lightning_dp.parallel.links import Span, Stretch
 from lightning_dp.parallel.step import StepParallel
 from lightning_dp.parallel.workers import Executor, Task, collectives
+from lightning_dp.parallel.workers.trial import Trial
 
 pytestmark = [on_separate, pytest.mark.usefixtures("on")]
 
@@ -164,7 +165,8 @@ def test_auto_marks_no_streams_in_most_steps(
     slow: type[SlowDevices], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = Executor(devices_of(3), "auto")
-    chosen(executor, lambda device: slow.work(device, 0.1), pieces=24)
+    at_first = 2 * Trial.TURNS * Trial.IN_A_ROW + Trial.KEPT + 1  # and what is compared with these
+    chosen(executor, lambda device: slow.work(device, 0.1), pieces=at_first)
     monkeypatch.setattr(torch, "Event", None)
     chosen(executor, lambda device: slow.work(device, 0.1), pieces=30)
     executor.close()

@@ -9,6 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
+from benchmarks.peers import comm
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -173,12 +174,17 @@ def devices(on: str) -> Iterator[Any]:
     limit(8, None)
 
 
-def imbalance(split: str) -> float:
+def peaks_of_a_training(split: str) -> list[int]:
     seen = Peaks(since=8)
     strategy = DataParallelStrategy(split=split)
     job = trainer(4, strategy, max_steps=14, max_epochs=-1, callbacks=[seen])
     job.fit(LanguageModel(), words(64, 14))
-    return max(seen.bytes) / (sum(seen.bytes) / 4)
+    return seen.bytes
+
+
+def imbalance(split: str) -> float:
+    peaks = peaks_of_a_training(split)
+    return max(peaks) / (sum(peaks) / 4)
 
 
 @on_sim
@@ -186,6 +192,43 @@ def test_peaks_are_equal_where_the_scores_of_8192_words_take_the_memory(devices:
     even_, memory = imbalance("even"), imbalance("memory")
     print(f"max/mean peak: even {even_:.3f}, memory {memory:.3f}")
     assert memory <= 1.05 < even_
+
+
+@pytest.fixture
+def nn_data_parallel(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What wheels for the CPU lack of `nn.DataParallel`, for one test."""
+    for name in comm.NAMES:
+        monkeypatch.setattr(torch._C, name, None, raising=False)
+        monkeypatch.delattr(torch._C, name)
+    comm.install()
+
+
+def peaks_of_nn_data_parallel(ids: list[int]) -> list[int]:
+    """Of the same steps in a loop: outputs are gathered on the first device, which has the loss."""
+    module = LanguageModel().to("sim:0")
+    model, optimizer = nn.DataParallel(module, ids), module.configure_optimizers()
+    for step, (x, y) in enumerate(words(64, 3)):
+        if step == 1:
+            for device in ids:
+                torch.sim.reset_peak_memory_stats(device)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x).transpose(1, 2), y.to("sim:0")).backward()
+        optimizer.step()
+    return list(map(torch.sim.max_memory_allocated, ids))
+
+
+@pytest.mark.slow
+@on_sim
+@pytest.mark.filterwarnings("ignore:PyTorch is not compiled with NCCL support")
+def test_the_fullest_device_has_a_third_of_what_nn_data_parallel_puts_on_the_root(
+    nn_data_parallel: None, devices: Any
+) -> None:
+    gc.collect()
+    theirs = max(peaks_of_nn_data_parallel([0, 1, 2, 3]))
+    gc.collect()
+    own = {split: max(peaks_of_a_training(split)) / theirs for split in ("even", "memory")}
+    print(f"fullest device, to nn.DataParallel's: {own}, that has {theirs / MIB:.1f} MiB")
+    assert own["memory"] <= 0.35 and own["even"] <= 0.4
 
 
 LIMIT = 32 * MIB

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracle import assert_equal_trees
 from torch import Tensor, nn
 
-from lightning_dp.parallel.gradients import reduce, slices
+from lightning_dp.parallel.gradients import slices
 from lightning_dp.parallel.gradients.slices import add_in_slices, shares
 from lightning_dp.parallel.step import StepParallel
 
@@ -45,7 +45,7 @@ def test_shares_have_every_element_once_and_are_of_one_size(
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the gradients are."""
     monkeypatch.setattr(slices, "SLICED", 0)
-    monkeypatch.setattr(reduce, "ALONE", 0)
+    monkeypatch.setattr(slices, "ALONE", 0)
 
 
 @pytest.mark.usefixtures("always")

@@ -318,10 +318,8 @@ def test_picked_samples_are_picked_on_their_device() -> None:
 
 
 def test_tangents_go_with_outputs_to_the_host() -> None:
-    x, tangent = (
-        torch.ones(3, device="sim:1", requires_grad=True),
-        torch.arange(3.0, device="sim:1"),
-    )
+    device = devices_of(2)[1]
+    x, tangent = torch.ones(3, device=device, requires_grad=True), torch.arange(3.0, device=device)
     with warnings.catch_warnings(), forward_ad.dual_level():
         warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")  # torch's own
         dual = forward_ad.make_dual(x, tangent)
@@ -334,16 +332,17 @@ def test_gradients_of_outputs_on_the_host_are_in_order_with_the_callers_streams(
     """Also where the backward is called by a thread that has others."""
 
     def backward() -> None:
-        for k in range(3):
-            torch.accelerator.set_stream(torch.Stream(f"sim:{k}"))
+        for device in devices:
+            torch.accelerator.set_stream(torch.Stream(device))
         loss.backward()
 
+    devices = devices_of(3)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
     x = torch.randn(6, 4, dtype=torch.float64)
     net(x).square().sum().backward()
     expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
     net.zero_grad()
-    wrapped = DataParallel(net.to("sim:0"), [0, 1, 2], output_device="cpu")
+    wrapped = DataParallel(net.to(devices[0]), devices, output_device="cpu")
     loss = wrapped(x).square().sum()
     thread = threading.Thread(target=backward)
     thread.start()

@@ -120,7 +120,7 @@ def test_memory_that_a_bucket_leaves_from_is_not_written_to_by_a_third_device() 
     for _ in range(2):  # at first memory is made
         for device in (root, one, two):
             torch.accelerator.synchronize(device)
-        bundle.add(sums, [terms])
+        bundle.sums.add(sums, [terms])
         bundle.copy(sources, [copies])
     assert [tensor.sum().item() for tensor in sums] == [3 * 64 * 32, 3 * 32]
     assert all(bool((tensor == 1).all()) for tensor in copies)

@@ -90,10 +90,8 @@ def test_autocast_keeps_its_dtype_and_cache_flag() -> None:
         enabled = torch.is_autocast_enabled(kind)
         return enabled, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
 
-    for kind in {
-        "cpu",
-        oracle.accelerator(),
-    }:  # part of a step on an accelerator may run on the CPU
+    # Part of a step on an accelerator may run on the CPU.
+    for kind in {"cpu", oracle.accelerator()}:
         assert seen_by_workers(partial(look, kind))[0] is False
         with torch.autocast(kind, dtype=torch.float16, cache_enabled=False):
             assert seen_by_workers(partial(look, kind)) == (True, torch.float16, False)

@@ -82,6 +82,12 @@ def finish(report: Report, trainer: Trainer, folder: Path) -> None:
         _show(report, folder, _draw_devices(trainer, folder))
 
 
+def say(line: str | None, trainer: Trainer) -> None:
+    """Prints a line, if there is one, as it is; one process does."""
+    if line is not None and trainer.is_global_zero:
+        Console().print(line, highlight=False, soft_wrap=True, markup=False)
+
+
 def _draw_devices(trainer: Trainer, folder: Path) -> str | None:
     """Draws the devices, if a training on several was watched, and says what to tell about it."""
     monitor = _first(trainer, DataParallelMonitor)

@@ -5,6 +5,7 @@ from omegaconf import DictConfig
 
 from lightning_dp.app import report
 from lightning_dp.app.build import begin
+from lightning_dp.app.compare import compared
 from lightning_dp.app.devices import register_resolvers
 from lightning_dp.app.run import as_program
 
@@ -30,6 +31,8 @@ def train(cfg: DictConfig) -> report.Report:
         per_device |= report.tested_of(trainer)
     result = report.Report(metrics, report.device_names(trainer), per_device)
     report.finish(result, trainer, job.folder)
+    if cfg.train and cfg.get("compare") and not cfg.trainer.get("fast_dev_run"):
+        report.say(compared(cfg, job), trainer)
     return result
 
 

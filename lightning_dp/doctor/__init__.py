@@ -7,6 +7,7 @@ and what follows from it (`advice`), in which order it is looked at and how told
 `report`), what becomes of what hangs (`watchdog`) and of what takes long (`aside`).
 """
 
+from lightning_dp.doctor.bench import muted as muted
 from lightning_dp.doctor.ddp import answer as answer
 from lightning_dp.doctor.examination import Plan as Plan
 from lightning_dp.doctor.examination import examine as examine
@@ -17,5 +18,6 @@ from lightning_dp.doctor.proof import COMPILED as COMPILED
 from lightning_dp.doctor.proof import LAWS as LAWS
 from lightning_dp.doctor.proof import prove as prove
 from lightning_dp.doctor.report import Report as Report
+from lightning_dp.doctor.timing import Stopwatch as Stopwatch
 from lightning_dp.doctor.workloads import OWN_TWO as OWN_TWO
 from lightning_dp.doctor.workloads import Workload as Workload

@@ -44,11 +44,16 @@ def fair_threads() -> Iterator[None]:
 
 
 class Stopwatch(Callback):
-    """Times the steps of a fit, and ends it when it has seen enough."""
+    """Times the steps of a fit, and ends it when it has seen enough.
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    Args:
+        devices: those that are waited for before a step and after it.
+        enough: seconds of steps after which the fit ends.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], enough: float = SECONDS) -> None:
         self.seconds: list[float] = []
-        self._devices = devices
+        self._devices, self._enough = devices, enough
         self._start = self._begin = 0.0
         self._others = WARM_UP
 
@@ -63,8 +68,8 @@ class Stopwatch(Callback):
         """Ends it when they are through."""
         synchronize(self._devices)
         now = time.perf_counter()
-        self._begin = self._begin or self._start
-        is_late = now - self._begin > SECONDS and trainer.world_size == 1
+        self._begin = self._begin or now  # the first step makes what the others use
+        is_late = now - self._begin > self._enough and trainer.world_size == 1
         if self._others and not is_late:
             self._others -= 1
             return
@@ -105,7 +110,7 @@ def timed(
     steps += WARM_UP
     # Lightning takes a plain list for several loaders.
     repeated: Any = [batches[i % len(batches)] for i in range(steps)]
-    options = {"max_epochs": 1, "min_steps": 0, **workload.trainer, **options}
+    options = {"max_epochs": 1, "min_epochs": 0, **workload.trainer, **options}
     with muted():
         trainer = quiet_trainer(own[0], folder, strategy, watch, **options)
         torch.manual_seed(0)

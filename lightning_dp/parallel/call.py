@@ -19,6 +19,14 @@ from lightning_dp.parallel.workers import Task
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
 """Moves one shard to a device."""
 
+
+class PlainTransfer(partial[Any]):
+    """A transfer that copies tensors as `to_device` does, and leaves those that are there alone."""
+
+
+PLAIN = PlainTransfer(to_device)
+
+
 StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
 """Of the replicas, what is called, the shards, and whether it is a rerun."""
 
@@ -38,9 +46,7 @@ class ReplicaCall(ABC):
     copied_parameters: ParameterCopies = "changed"  # by replicas elsewhere
     path = ""  # of the submodule that is called
 
-    def __init__(
-        self, name: str, *, training: bool = False, transfer: Transfer = to_device
-    ) -> None:
+    def __init__(self, name: str, *, training: bool = False, transfer: Transfer = PLAIN) -> None:
         self.name = name
         self.training = training
         self.transfer = transfer

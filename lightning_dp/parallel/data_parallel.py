@@ -125,7 +125,7 @@ class DataParallel(nn.Module, Generic[Module]):
         self._engine: ForwardParallel | None = None
         self._sizes: Sizes = ()  # of the shards whose outputs are gathered
         self._identity = id(self)
-        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]  # torch's
 
     @property
     def last_sizes(self) -> tuple[int, ...]:
@@ -230,7 +230,7 @@ class DataParallel(nn.Module, Generic[Module]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a wrapper of its own."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self._identity = id(self)
 
     def _move_module(self) -> None:

@@ -21,14 +21,14 @@ from lightning_dp.parallel.batch import (
     Scalars,
     Shards,
     StepDims,
+    bring,
     cut_for,
     gather,
     infer_for,
     sample_costs,
-    to_device,
     warn_of_nothing_to_cut,
 )
-from lightning_dp.parallel.call import ReplicaCall, StepContext, Transfer
+from lightning_dp.parallel.call import PLAIN, PlainTransfer, ReplicaCall, StepContext, Transfer
 from lightning_dp.parallel.gradients import (
     Buffers,
     JointBackward,
@@ -38,16 +38,11 @@ from lightning_dp.parallel.gradients import (
     backward_at_once,
     reduce_gradients,
 )
-from lightning_dp.parallel.links import host_waits_for
+from lightning_dp.parallel.links import Ahead, host_waits_for
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.ranges import Ranges, stage
 from lightning_dp.parallel.replaced import replaced
-from lightning_dp.parallel.replicas import (
-    BufferCopies,
-    ReplicaRules,
-    Replicas,
-    limits_norms,
-)
+from lightning_dp.parallel.replicas import BufferCopies, ReplicaRules, Replicas, limits_norms
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
 from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, fewest_samples
 
@@ -69,6 +64,7 @@ class Engine:
         overrides: how outputs under certain keys are gathered, see `gather`.
         rules: how special submodules are replicated.
         context: entered around every apply, for what replicas leave behind besides outputs.
+        overlap: whether gradients leave devices while the backward runs.
     """
 
     expects_samples: ClassVar[bool] = False  # what is cut is a batch, not some call's arguments
@@ -91,13 +87,15 @@ class Engine:
         overrides: Mapping[str, Override] | None = None,
         rules: ReplicaRules | None = None,
         context: StepContext = lambda *_: nullcontext(),
+        overlap: bool = True,
     ) -> None:
         self.module = self.asked = module  # which says by its methods how batches are cut
         self.devices = list(devices)
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
-        self.reducer = Reducer(self.replicas, buffers, self.devices)
         self.on_cpu = all(device.type == "cpu" for device in devices)
+        self.reducer = Reducer(self.replicas, buffers, self.devices, overlap and not self.on_cpu)
+        self.ahead = None if self.on_cpu else Ahead([*devices, output_device])
         self._sends_home = output_device.type == "cpu" and not self.on_cpu
         self.ranges = Ranges()  # the stages, as profilers see them
         self.calls = Calls()  # of the replicas, in the latest apply
@@ -108,14 +106,12 @@ class Engine:
         self._snapshot = None if self.on_cpu else Snapshot()
         self._is_rerun = False
         # Two threads would shorten the same row of a weight twice.
-        in_order = self.on_cpu and limits_norms(self.module)
-        how: ExecutorName = "inorder" if in_order else executor
+        how: ExecutorName = "inorder" if self.on_cpu and limits_norms(self.module) else executor
         self.executor = Executor(devices, how, self.replicas.lose)
         self._dim, self._columns, self._cost_key = dim, columns, cost_key
         self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
-        self._context = context
-        self._stale = set(range(len(devices)))
+        self._context, self._stale = context, set(range(len(devices)))
 
     # The flow
 
@@ -140,7 +136,7 @@ class Engine:
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """What the backward of a joint loss does: every replica's own, then the sums."""
         self.interrupted, spread = gradient, None
-        self.reducer.before_backward(can_fail=not self.on_cpu)
+        self.reducer.before_backward(joint, can_fail=not self.on_cpu)
         if self.on_cpu and not joint.crosses:  # one for each: on this thread they would queue
             tasks = joint.tasks(gradient, keep_graph, self.devices)
             self.executor.run(joint.name, tasks, goes_on=True)
@@ -183,7 +179,7 @@ class Engine:
     def scatter(
         self,
         batch: Any,
-        transfer: Transfer = to_device,
+        transfer: Transfer = PLAIN,
         plan: Plan | None = None,
         dims: StepDims | None = None,
     ) -> Shards:
@@ -199,6 +195,9 @@ class Engine:
         sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
         inferred = Inferred(sum(sizes), plan.reading)
         parts = cut_for(self.asked, batch, inferred, sizes, self._dim, plan.order)
+        if self.ahead is not None and isinstance(transfer, PlainTransfer):
+            parts = [part if size else None for part, size in zip(parts, plan.sizes, strict=False)]
+            parts = bring(parts, self.devices, self.ahead)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order, dims=dims)
@@ -297,4 +296,5 @@ class Engine:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
         self.reducer.settle()
         self.executor.close()
+        self.ahead = None
         self.meter.read_peaks()

@@ -45,8 +45,8 @@ def _add_to_text(error: BaseException, note: str) -> None:
     if len(error.args) == 1 and isinstance(error.args[0], str):
         error.args = (f"{error.args[0]}\n{note}",)
     else:
-        # To mypy, which reads it as Python 3.10, errors have no such attribute.
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+        notes = [*getattr(error, "__notes__", ()), note]
+        error.__notes__ = notes  # type: ignore[attr-defined]  # as mypy reads Python 3.10
 
 
 def chain(error: BaseException | None, link: str = "__context__") -> Iterator[BaseException]:

@@ -142,7 +142,7 @@ class ManualStep(EvaluationStep):
 
     def _backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         reducer = self.engine.reducer
-        reducer.before_backward()
+        reducer.before_backward(joint)
         self._gradients.put_aside()
         if joint.crosses or not self.engine.on_cpu:
             during = self.engine.meter.working([graph.replica for graph in joint.graphs])

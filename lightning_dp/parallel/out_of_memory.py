@@ -184,7 +184,9 @@ class RecoveringEngine(Engine):
         return {device: out_of_memory_count(device) for device in self.devices}
 
     def _clean_up(self, failed: Sequence[int]) -> bool:
-        """Takes back what an attempt has left; whether devices that failed held old garbage."""
+        """Takes back what an attempt has left; whether there was anything to let go."""
+        had_more = self.ahead is not None and self.ahead.has_memory
+        self.ahead = None  # for good: memory is short
         self.undo()
         gc.collect(1)  # what attempts leave is young
         before = self._in_use()
@@ -194,7 +196,8 @@ class RecoveringEngine(Engine):
         for device in before:
             empty_cache(device)
         self._clean = self._in_use()
-        return any(self._clean[self.devices[k]] < before[self.devices[k]] for k in failed)
+        has_less = any(self._clean[self.devices[k]] < before[self.devices[k]] for k in failed)
+        return has_less or had_more
 
     def _is_excused(self, had_garbage: bool) -> bool:
         """Whether sizes that failed with garbage in memory get another chance, which is one."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_dp.parallel.batch import gather as _gather
 from lightning_dp.parallel.batch import scatter as _scatter
+from lightning_dp.parallel.contexts import Surroundings
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import buffer_table
@@ -91,11 +92,12 @@ def replicate(
                 f"Expected the module on {resolved[0]}, the first device, got {name!r} on "
                 f"{tensor.device}. Call module.to({str(resolved[0])!r}) first."
             )
-    if detach:
-        return _detached(module, resolved)
-    replicas = Replicas(module, resolved)
-    replicas.connect(range(len(resolved)), after_backward=lambda: None)
-    return replicas.modules
+    with Surroundings():
+        if detach:
+            return _detached(module, resolved)
+        replicas = Replicas(module, resolved)
+        replicas.connect(range(len(resolved)), after_backward=lambda: None)
+        return replicas.modules
 
 
 def _detached(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
@@ -161,11 +163,12 @@ def parallel_apply(
             tasks.append(Task(k, places[k], call, lambda: ", forward"))
     outputs: list[Any] = [None] * len(replicas)
     executor = Executor(places or [torch.device("cpu")], "threads")
-    try:
-        for task, output in zip(tasks, executor.run("forward", tasks), strict=True):
-            outputs[task.replica] = output
-    finally:
-        executor.close()
+    with Surroundings():
+        try:
+            for task, output in zip(tasks, executor.run("forward", tasks), strict=True):
+                outputs[task.replica] = output
+        finally:
+            executor.close()
     return outputs
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.batch import Shards, cut_for, infer_for, own_sizes, to_device
+from lightning_dp.parallel.contexts import Surroundings
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
 from lightning_dp.parallel.primitives import parallel_apply, replicate
 from lightning_dp.parallel.split import Sizes, even
@@ -43,7 +44,8 @@ class Stages:
         engine, arguments = self._engine, _arguments(args, kwargs)
         if devices == engine.devices:
             plan = engine.plan(arguments, training=engine.module.training)
-            parts = engine.scatter(arguments, plan=plan).parts
+            with Surroundings():
+                parts = engine.scatter(arguments, plan=plan).parts
         else:
             parts = self._even_parts(arguments, devices)
         while parts and parts[-1] is None:
@@ -59,8 +61,9 @@ class Stages:
             return replicate(module, devices, detach=not torch.is_grad_enabled())
         shards = self._padded((1,) * n, [None] * n)  # so many work; with what, is not known yet
         call = engine.spread_call()
-        replicas = engine.replicate(call, shards)[:n]
-        call.begin(shards)  # the calls may be made by anybody
+        with Surroundings():
+            replicas = engine.replicate(call, shards)[:n]
+            call.begin(shards)  # the calls may be made by anybody
         return replicas
 
     def parallel_apply(
@@ -73,7 +76,9 @@ class Stages:
             args = [shard and shard[0] for shard in shards]
             return parallel_apply(replicas, args, [shard and shard[1] for shard in shards])
         sizes = self.sizes(inputs, kwargs) or tuple(int(shard is not None) for shard in shards)
-        outputs = iter(engine.apply(_WholeCall(engine), replicas, self._padded(sizes, shards)))
+        whole = self._padded(sizes, shards)
+        with Surroundings():
+            outputs = iter(engine.apply(_WholeCall(engine), replicas, whole))
         return [next(outputs) if size else None for size in sizes]
 
     def sizes(self, inputs: Sequence[Any], kwargs: Sequence[Any]) -> Sizes:

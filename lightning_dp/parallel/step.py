@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, to_device
-from lightning_dp.parallel.call import ReplicaCall, Transfer
+from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.call import PLAIN, ReplicaCall, Transfer
 from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.gradients import (
     GradientsAside,
@@ -99,7 +99,7 @@ class EvaluationStep(ReplicaCall):
         engine: StepParallel,
         method: str,
         args: tuple[Any, ...] = (),
-        transfer: Transfer = to_device,
+        transfer: Transfer = PLAIN,
     ) -> None:
         super().__init__(method, training=self.training, transfer=transfer)
         self.engine = engine

@@ -41,5 +41,5 @@ def let_parameters_move(extension: ModuleType) -> None:
             own_data.__set__(tensor, data)
 
     set_can_take_data(is_compatible)
-    # Not as an assignment, which mypy refuses for what is a property of a class of torch.
-    setattr(Tensor, "data", property(own_data.__get__, set_data, doc=own_data.__doc__))  # noqa: B010
+    new_data = property(own_data.__get__, set_data, doc=own_data.__doc__)
+    setattr(Tensor, "data", new_data)  # noqa: B010  # mypy refuses to assign to a property

@@ -10,7 +10,7 @@ __all__ = ["SimAccelerator"]
 
 
 # An Accelerator of both packages, whose signatures name classes of their own.
-class SimAccelerator(accelerator.SimAccelerator, Accelerator):  # type: ignore[misc]
+class SimAccelerator(accelerator.SimAccelerator, Accelerator):  # type: ignore[misc]  # of theirs
     """Runs a Trainer of ``pytorch_lightning`` on simulated devices."""
 
     _single_device = SingleDeviceStrategy

@@ -64,6 +64,7 @@ class Turn:
         process_bytes: the peak of its processes' memory so far.
         idle_cpu_seconds: that it took before, while it waited for its turn.
         stages: seconds per step of each stage, if asked for.
+        ends: on virtual time when the devices were through with each step.
     """
 
     seconds: float
@@ -72,6 +73,7 @@ class Turn:
     process_bytes: int
     idle_cpu_seconds: float
     stages: dict[str, float]
+    ends: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -114,7 +116,7 @@ class Contestant:
     def __init__(self, entry: Entry, patience: float = 300.0) -> None:
         self.name, self.turns = entry.name, Turns()
         self._patience = patience
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (close() does)
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  # `close` closes it
         port = str(_free_port())
         ranks = range(entry.job.devices) if entry.is_many else range(1)
         self._processes = [self._start(entry, rank, port) for rank in ranks]
@@ -156,7 +158,8 @@ class Contestant:
 
         Args:
             steps: how many.
-            **first: what only the first process is told: two would write a timeline to one file.
+            **first: what only the first process is told, see `Pace`: two would write a timeline to
+                one file.
 
         Raises:
             ContestantError: it could not.
@@ -175,6 +178,7 @@ class Contestant:
             process_bytes=sum(answer["process_bytes"] for answer in answers),
             idle_cpu_seconds=sum(answer["idle_cpu_seconds"] for answer in answers),
             stages={name: s / steps for name, s in answers[0]["stages"].items()},
+            ends=answers[0]["ends"],
         )
 
     def _next_answers(self) -> list[dict[str, Any]]:

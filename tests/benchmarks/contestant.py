@@ -22,15 +22,20 @@ def main() -> None:
     job = Job.from_json(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    warnings.filterwarnings("ignore")
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_dp"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quieten()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
     if job.device == "sim":
         _simulate(job)
     torch.manual_seed(0)
     PEERS[job.peer].train(job, Pace(job, sys.stdin, answers))
+
+
+def quieten() -> None:
+    """Nobody hears warnings and hints."""
+    warnings.filterwarnings("ignore")
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_dp"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _simulate(job: Job) -> None:

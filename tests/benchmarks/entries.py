@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.contest import Contestant, Entry
 from benchmarks.job import Job
-from benchmarks.models import WORKLOADS
+from benchmarks.models import workload
 from benchmarks.peers import PEERS
 from benchmarks.report import ONE, OURS
 
@@ -32,7 +32,7 @@ class Ours:
 
     def options(self, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Names and options of the strategy; what is the same of all is not in the names."""
-        splits = dict.fromkeys((*self.splits, *WORKLOADS[model].splits))
+        splits = dict.fromkeys((*self.splits, *workload(model).splits))
         combined = itertools.product(splits, self.executors, self.modes)
         for i, (split, executor, mode) in enumerate(combined):
             options = {"split": split, "executor": executor, "mode": mode}

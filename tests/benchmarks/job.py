@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from benchmarks.models import WORKLOADS
+from benchmarks.models import workload
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Job:
 
     Args:
         peer: which way, see `benchmarks.peers.PEERS`.
-        model: what, see `benchmarks.models.WORKLOADS`.
+        model: what, see `benchmarks.models.workload`.
         device: the devices' type: `"cpu"`, `"sim"` or `"cuda"`.
         devices: how many.
         cores: of the CPU, for all devices together.
@@ -60,7 +60,7 @@ class Job:
 
     def batches(self) -> list[Any]:
         """Those of all devices together."""
-        return WORKLOADS[self.model].batches(self.samples)
+        return workload(self.model).batches(self.samples)
 
     def own_batches(self) -> list[Any]:
         """The shares of this process, where each device has one."""

@@ -40,7 +40,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_dp  # noqa: F401
+import lightning_dp  # noqa: F401  # registers the strategy
 from lightning_dp import sim
 from lightning_dp.metrics import Journals
 from lightning_dp.parallel.batch import Shards

@@ -26,7 +26,8 @@ class Pace:
     Args:
         job: what is trained.
         commands: a line for each turn, such as `{"steps": 10}`; with `"trace": "FILE"` the turn's
-            timeline is written there. Their end is the training's.
+            timeline is written there. On virtual time `"links"` and `"speed"` are those of the
+            simulated devices from then on. Their end is the training's.
         answers: get a line when the training is ready, and one for each turn.
     """
 
@@ -37,6 +38,7 @@ class Pace:
         self._steps = self._left = 0
         self._start = self._idle_cpu = 0.0
         self._trace = ""
+        self._ends: list[float] = []
         self._profiler: Any = None
         self.stages: dict[str, float] = {}  # seconds by name, if somebody fills them
 
@@ -49,6 +51,8 @@ class Pace:
     def step_done(self, loss: Any) -> bool:
         """A step was handed to the devices, with this loss; whether there is to be another one."""
         self._left -= 1
+        if self._job.virtual:
+            self._ends.append(torch.sim.elapsed())
         if self._left:
             return True
         self._synchronize()
@@ -68,6 +72,7 @@ class Pace:
                 "process_bytes": _largest_size(),
                 "idle_cpu_seconds": self._idle_cpu,
                 "stages": dict(self.stages),
+                "ends": self._ends,
             }
         )
         return self._next()
@@ -83,6 +88,8 @@ class Pace:
         self._steps = self._left = command["steps"]
         self._trace = command.get("trace", "")
         self.stages.clear()
+        self._ends = []
+        self._set_machine(command)
         for device in self._devices:
             _module(device).reset_peak_memory_stats(device)
         self._begin_trace()
@@ -90,6 +97,13 @@ class Pace:
             torch.sim.set_clock("virtual")
         self._start = time.perf_counter()
         return True
+
+    def _set_machine(self, command: dict[str, Any]) -> None:
+        if "links" in command:
+            torch.sim.set_links(command["links"])
+        if "speed" in command:
+            for device in self._devices:
+                torch.sim.set_speed(device, **command["speed"])
 
     def _begin_trace(self) -> None:
         if self._trace and not self._job.virtual:

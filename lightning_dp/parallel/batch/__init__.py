@@ -30,5 +30,6 @@ from lightning_dp.parallel.batch.sizes import Inferred as Inferred
 from lightning_dp.parallel.batch.sizes import infer_batch_size as infer_batch_size
 from lightning_dp.parallel.batch.sizes import infer_for as infer_for
 from lightning_dp.parallel.batch.sizes import warn_of_nothing_to_cut as warn_of_nothing_to_cut
+from lightning_dp.parallel.batch.to_device import bring as bring
 from lightning_dp.parallel.batch.to_device import to_device as to_device
 from lightning_dp.parallel.batch.to_device import to_device_together as to_device_together

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.leaves import is_movable, kind_of, move
-from lightning_dp.parallel.links import to_device_coalesced
+from lightning_dp.parallel.links import Ahead, can_go_ahead, to_device_coalesced
 
 
 def to_device(node: Any, device: torch.device) -> Any:
@@ -45,6 +46,44 @@ def to_device_together(
         return next(arrived) if isinstance(leaf, Tensor) else move(leaf, device)
 
     return [tree.map_leaves(moved, node) for node in nodes]
+
+
+def bring(nodes: Sequence[Any], devices: Sequence[torch.device], ahead: Ahead) -> list[Any]:
+    """The trees, in which tensors are on the trees' devices that can come while these compute.
+
+    Objects that know how to go to a device are left alone, with all that is in them.
+    """
+    found: dict[torch.device, list[Tensor]] = {}
+    for node, device in zip(nodes, devices, strict=True):
+        _map_tensors(partial(_noted, found.setdefault(device, [])), node)
+    arrived = {device: iter(own) for device, own in ahead.bring(found).items()}
+    if not arrived:
+        return list(nodes)
+    return [
+        _map_tensors(partial(_next, arrived[device]), node) if device in arrived else node
+        for node, device in zip(nodes, devices, strict=True)
+    ]
+
+
+def _noted(tensors: list[Tensor], tensor: Tensor) -> Tensor:
+    tensors.append(tensor)
+    return tensor
+
+
+def _next(arrived: Iterator[Tensor], _: Tensor) -> Tensor:
+    return next(arrived)
+
+
+def _map_tensors(fn: Callable[[Tensor], Any], node: Any) -> Any:
+    """Applies `fn` to the tensors that can go ahead; what has none stays the same object."""
+    if isinstance(node, Tensor):
+        return fn(node) if can_go_ahead(node) else node
+    pairs = None if is_movable(node) else tree.children(node)
+    if not pairs:
+        return node
+    values = [_map_tensors(fn, child) for _, child in pairs]
+    is_same = all([value is child for value, (_, child) in zip(values, pairs, strict=True)])
+    return node if is_same else tree.rebuild(node, values)
 
 
 def _is_there(leaf: Any, device: torch.device) -> bool:

@@ -2,7 +2,8 @@
 
 Decided here: what each replica's loss weighs and what the joint loss's backward does (`loss`), how
 it runs on accelerators (`at_once`), who sums gradients and buffers, and when (`reduce`, on the CPU
-in `slices`), and how gradients, hooks and the values of buffers are set aside (`aside`).
+in `slices`), which gradients leave before it has ended (`overlap`, by a `schedule`), and how
+gradients, hooks and the values of buffers are set aside for a while (`aside`).
 """
 
 from lightning_dp.parallel.gradients.aside import GradientsAside as GradientsAside

@@ -214,7 +214,7 @@ class JointBackward:
         backward of these would else find no way to them, and do nothing.
         """
         inputs = (joint.detach().requires_grad_(), self, *requested_parameters)
-        return _JointLoss.apply(*inputs)  # type: ignore[no-any-return,no-untyped-call]
+        return _joint_loss(*inputs)
 
     def tasks(
         self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
@@ -229,6 +229,11 @@ class JointBackward:
             )
             for graph in self.graphs
         ]
+
+    @property
+    def fills(self) -> Sequence[int]:
+        """The replicas whose parameters it gives gradients, in order."""
+        return self.shards.active if self.crosses else [graph.replica for graph in self.graphs]
 
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
         """Runs it."""
@@ -262,6 +267,9 @@ class _JointLoss(torch.autograd.Function):
         ctx.joint_backward(gradient, keeps_graph())
         nothing: tuple[None, ...] = (None,) * ctx.num_inputs
         return nothing
+
+
+_joint_loss: Callable[..., Tensor] = _JointLoss.apply
 
 
 def _check_can_run(node: Any) -> None:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, compress, count, repeat
+from operator import attrgetter, is_, is_not
 from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.gradients.aside import (
-    GradientsAside,
-    HooksOff,
-    write_without_trace,
-)
+from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff, write_without_trace
 from lightning_dp.parallel.gradients.at_once import wait_for_autograd
-from lightning_dp.parallel.gradients.slices import ALONE, SLICED, Spread, add_in_slices
+from lightning_dp.parallel.gradients.loss import JointBackward
+from lightning_dp.parallel.gradients.overlap import Overlap
+from lightning_dp.parallel.gradients.slices import Spread, add_in_slices, are_large
 from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import add_to_each, hooked
@@ -41,7 +39,11 @@ class Reducer:
     """
 
     def __init__(
-        self, replicas: Replicas, buffers: Buffers, devices: Sequence[torch.device]
+        self,
+        replicas: Replicas,
+        buffers: Buffers,
+        devices: Sequence[torch.device],
+        overlap: bool = True,
     ) -> None:
         self.accumulating = False  # a backward leaves gradients on replicas, for a later one
         self._replicas = replicas
@@ -53,6 +55,7 @@ class Reducer:
         self._waiting = False
         self._in_backward = False  # or one has not ended
         self._devices = devices
+        self._overlap = Overlap() if overlap else None
 
     def after_forward(self, shards: Shards) -> None:
         """Notes what is to be settled, after the backward or before the next step.
@@ -66,15 +69,20 @@ class Reducer:
         if not torch.is_grad_enabled():
             self._settle_forward()
 
-    def before_backward(self, *, can_fail: bool = False) -> None:
+    def before_backward(self, joint: JointBackward, *, can_fail: bool = False) -> None:
         """Takes hooks of the root's parameters off, and the gradients that are to stay apart.
 
-        They are where the backward may run out of memory, to be undone and done again.
+        They are where the backward may run out of memory, to be undone and done again. From now on
+        buckets may leave.
         """
         self._in_backward = True
         with_hooks = hooked(self._replicas.root_parameters)
-        if not with_hooks and not can_fail:
-            return
+        if with_hooks or can_fail:
+            self._take_aside(with_hooks, can_fail)
+        if self._overlap is not None and not self.accumulating:
+            self._begin_overlap(self._overlap, joint, with_hooks)
+
+    def _take_aside(self, with_hooks: Sequence[int], can_fail: bool) -> None:
         parameters = self._replicas.parameters
         for i in with_hooks:
             own, root = [replica[i] for replica in parameters], parameters[0][i]
@@ -85,18 +93,34 @@ class Reducer:
         if can_fail:
             self._earlier = GradientsAside(chain.from_iterable(parameters))
 
+    def _begin_overlap(
+        self, overlap: Overlap, joint: JointBackward, with_hooks: Sequence[int]
+    ) -> None:
+        """Not of what the root has gradients of: they stay as they are until the backward ends."""
+        rows = {id(row): row for row in map(self._replicas.parameters_of, joint.fills)}
+        if len(rows) > 1 and joint.fills[0] == 0:
+            root = self._replicas.root_parameters
+            kept = compress(count(), map(is_not, map(_GRAD, root), repeat(None)))
+            overlap.begin([*rows.values()], self._replicas.packing, {*with_hooks, *kept})
+
     def after_backward(self, spread: Spread | None = None) -> None:
         """Reduces the gradients, unless they accumulate; see `reduce_gradients`."""
         self._in_backward = False
+        if self._overlap is not None:
+            self._overlap.end()
         self._settle_forward()
         self._call_hooks()
         earlier, self._earlier = self._earlier, None
         if earlier is not None:
             # By themselves first: apart from the earlier ones, they can still be undone.
             self._reduce(spread)
+            if self._overlap is not None:
+                self._overlap.arrive()
             earlier.add()
         if earlier is None or (earlier.has_any and self._left_on_replicas()):
             self._reduce(spread)
+        if self._overlap is not None:
+            self._overlap.arrive()
 
     def reduce_waiting(self) -> None:
         """Reduces what has accumulated on the replicas, if no backward has come to do so."""
@@ -110,7 +134,8 @@ class Reducer:
             self._in_backward = False
             wait_for_autograd(self._devices)
         self._settle_forward()
-        if self._hooked or self._earlier is not None:
+        is_open = self._overlap is not None and self._overlap.is_open
+        if self._hooked or self._earlier is not None or is_open:
             self._put_back()
 
     def undo(self) -> None:
@@ -144,6 +169,8 @@ class Reducer:
             hooks.call(earlier)
 
     def _put_back(self) -> None:
+        if self._overlap is not None:
+            self._overlap.cancel()
         if self._earlier is not None:
             self._earlier.put_back()
             self._earlier = None
@@ -174,8 +201,8 @@ def reduce_gradients(
 
     A parameter without a gradient on any replica keeps None.
 
-    They travel in buckets where all are there, of the kinds that `packing` is for. Where nothing
-    has to travel, the workers add them up, if there is a way to `spread` calls.
+    Of the kinds that `packing` is for, they travel in buckets where these are complete. Where
+    nothing has to travel, the workers add them up, if there is a way to `spread` calls.
     """
     root, others = parameters[0], parameters[1:]
     if not root or not others:
@@ -184,17 +211,30 @@ def reduce_gradients(
     sums = list(map(_GRAD, root))
     terms = [list(map(_GRAD, replica)) for replica in others]
     is_elsewhere = any([replica[0].device != device for replica in others])
-    if packing and is_elsewhere and all(map(packing.fits, [sums, *terms])):
-        packing.add(cast(list[Tensor], sums), cast(list[list[Tensor]], terms))
-    elif is_elsewhere or not (spread and _are_large(root) and add_in_slices(sums, terms, spread)):
-        before = list(sums)
-        for gradients in terms:
-            _add(sums, gradients_on(device, gradients))
-        for parameter, total, old in zip(root, sums, before, strict=True):
-            if total is not old and total is not None:
-                parameter.grad = as_accumulated(total, parameter)
+    if is_elsewhere or not (spread and are_large(root) and add_in_slices(sums, terms, spread)):
+        done = packing.sums.add(sums, terms) if packing and is_elsewhere else set()
+        if len(done) < len(root):
+            _add_rest(root, sums, terms, done)
     for parameter in chain.from_iterable(others):
         parameter.grad = None
+
+
+def _add_rest(
+    root: Sequence[Tensor],
+    sums: list[Tensor | None],
+    terms: Sequence[list[Tensor | None]],
+    done: set[int],
+) -> None:
+    """Adds those gradients that did not travel in buckets."""
+    before = list(sums)
+    for gradients in terms:
+        for i in done:
+            gradients[i] = None
+        if any(map(is_not, gradients, repeat(None))):
+            _add(sums, gradients_on(root[0].device, gradients))
+    for parameter, total, old in zip(root, sums, before, strict=True):
+        if total is not old and total is not None:
+            parameter.grad = as_accumulated(total, parameter)
 
 
 @torch.no_grad()
@@ -242,12 +282,6 @@ def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:
     if like.stride() != parameter.stride():
         return gradient.contiguous()
     return like.copy_(gradient)
-
-
-def _are_large(tensors: Sequence[Tensor]) -> bool:
-    """Whether torch would take several threads for one of them, or these pay for all."""
-    sizes = list(map(Tensor.numel, tensors))
-    return max(sizes) > ALONE or sum(sizes) >= SLICED
 
 
 def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:

@@ -30,6 +30,12 @@ ALONE = 2**15
 """So many elements of a tensor one thread adds up; for more torch wakes a team of threads."""
 
 
+def are_large(tensors: Sequence[Tensor]) -> bool:
+    """Whether torch would take several threads for one of them, or these pay for all."""
+    sizes = list(map(Tensor.numel, tensors))
+    return max(sizes) > ALONE or sum(sizes) >= SLICED
+
+
 def add_in_slices(
     sums: Sequence[Tensor | None], terms: Sequence[Sequence[Tensor | None]], spread: Spread
 ) -> bool:

@@ -28,16 +28,39 @@ class Lane:
 
         The target is free from these events on, or else after all that its current stream was told.
         """
+        self._claim(source, target, free)
+        self._here.wait_stream(current_stream(self.source))
+        with on_streams((self._here, self._there)):
+            target.copy_(source, non_blocking=True)
+
+    def pass_on(
+        self, source: Tensor, target: Tensor, size: int, written: Sequence[torch.Event]
+    ) -> list[torch.Event]:
+        """Copies pieces of so many elements, each of which was written by an event, as `carry`.
+
+        Without any, the source's current stream has written all. When each is there is returned.
+        """
+        self._claim(source, target)
+        if not written:
+            self._here.wait_stream(current_stream(self.source))
+        arrived = []
+        with on_streams((self._here, self._there)):
+            for i, pieces in enumerate(zip(source.split(size), target.split(size), strict=True)):
+                if written:
+                    self._here.wait_event(written[i])
+                pieces[1].copy_(pieces[0], non_blocking=True)
+                arrived.append(self._there.record_event())
+        return arrived
+
+    def _claim(self, source: Tensor, target: Tensor, free: Sequence[torch.Event] = ()) -> None:
+        """Is going to copy to a target, which is free as in `carry`."""
         # First: should both go before anybody waits for the copy, nobody gets their memory yet.
         source.record_stream(self._here)
         target.record_stream(self._there)
-        self._here.wait_stream(current_stream(self.source))
         if not free:
             self._there.wait_stream(current_stream(self.target))
         for event in free:
             self._there.wait_event(event)
-        with on_streams((self._here, self._there)):
-            target.copy_(source, non_blocking=True)
 
     def arrive(self) -> None:
         """The target's current stream goes on when all that was carried is there."""

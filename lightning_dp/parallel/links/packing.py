@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
 from itertools import accumulate
-from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, cast
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.links.landings import Landing
 from lightning_dp.parallel.links.lanes import Lane, lane
-from lightning_dp.parallel.torch_private import add_to_each, copy_to_each
+from lightning_dp.parallel.links.pipeline import Pipeline, copy_each
+from lightning_dp.parallel.links.streams import are_accelerators
+from lightning_dp.parallel.links.summing import Summing, kind
+from lightning_dp.parallel.torch_private import copy_to_each
 
-BUCKET_BYTES = 32 * 2**20
+BUCKET_BYTES = 4 * 2**20
 """A bucket is full once it holds this much; larger tensors travel alone."""
 
 _ALIGNMENT = 256  # bytes, as kernels expect of memory of its own
-kind = attrgetter("shape", "dtype", "layout")
-"""What packed tensors must not differ in from those that they were packed for."""
 
 
 class Packing:
@@ -43,8 +42,8 @@ class Packing:
         self.alone = [i for i in range(len(tensors)) if i not in packed]  # cannot be packed
         self._staged: dict[torch.device, list[Packed] | None] = {}
         self._leaving: dict[torch.device, set[Lane]] = {}  # that still read what is staged there
-        self._landings: dict[torch.device, Landing] = {}
-        self._others: dict[torch.device, list[Packed] | None] = {}
+        self._pipeline = Pipeline(self._leaving)
+        self.sums = Summing(self.buckets, BUCKET_BYTES)  # of several devices' tensors
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether these are of the kinds that this is for, every one of them."""
@@ -72,14 +71,8 @@ class Packing:
             self._staged[device] = self._memory_on(device)
         return self._staged[device]
 
-    def _other(self, device: torch.device) -> list[Packed] | None:
-        """Memory like what is staged on a device, beside it."""
-        if device not in self._others:
-            self._others[device] = self._memory_on(device)
-        return self._others[device]
-
     def _memory_on(self, device: torch.device) -> list[Packed] | None:
-        size = max((bucket.size * bucket.dtype.itemsize for bucket in self.buckets), default=0)
+        size = max((bucket.bytes for bucket in self.buckets), default=0)
         try:
             memory = torch.zeros(size, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError:
@@ -89,17 +82,21 @@ class Packing:
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
         """Copies tensors of these kinds, which are on one device, to memory for them.
 
-        For each bucket there are `targets`: packed once, it crosses in one copy to each.
+        For each bucket there are `targets`: it is packed once. Accelerators pass it on.
         """
         if not any(targets):
             return
-        staged = self.staged(sources[0].device)
+        device = sources[0].device
+        staged = self.staged(device)
+        self._pipeline.settle()
         for j, (bucket, there) in enumerate(zip(self.buckets, targets, strict=True)):
             here = staged[j] if staged and there else None
             if here is not None:
                 self._stage(here, bucket.of(sources))
-            for packed in there:
-                self._copy(here, bucket.of(sources), packed)
+                self._pipeline.send(here.flat, [packed.flat for packed in there])
+            for packed in there if here is None else ():
+                copy_each(packed.views, bucket.of(sources))
+        self._pipeline.arrive()
 
     def _stage(self, here: Packed, sources: Sequence[Tensor]) -> None:
         """Packs a bucket where it is to leave from, when what was there before has left."""
@@ -111,8 +108,6 @@ class Packing:
         for way in self._leaving.get(device, ()):
             way.leave()
         self._leaving.pop(device, None)  # last: an interrupt may come in between
-        if device in self._landings:
-            self._landings[device].settle()
 
     def _carry(self, here: Packed, there: Tensor, free: Sequence[torch.Event] = ()) -> Lane:
         """Sends a staged bucket to another accelerator."""
@@ -120,17 +115,6 @@ class Packing:
         self._leaving.setdefault(way.source, set()).add(way)  # first: an interrupt may come between
         way.carry(here.flat, there, free)
         return way
-
-    def _copy(self, here: Packed | None, sources: Sequence[Tensor], there: Packed) -> None:
-        """Copies a bucket as one, if it is packed, or its tensors one by one."""
-        if here is not None and _are_accelerators(here.flat.device, there.flat.device):
-            self._carry(here, there.flat).arrive()
-            return
-        pairs = (
-            zip(there.views, sources, strict=True) if here is None else [(there.flat, here.flat)]
-        )
-        for target, source in pairs:
-            target.copy_(source, non_blocking=_are_accelerators(source.device, target.device))
 
     def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
@@ -158,76 +142,8 @@ class Packing:
         here, there = staged[j], arrived[j]
         self._stage(here, parts)
         self._claim(device)
-        there.flat.copy_(here.flat, non_blocking=_are_accelerators(here.flat.device, device))
+        there.flat.copy_(here.flat, non_blocking=are_accelerators(here.flat.device, device))
         return there.views
-
-    def add(self, sums: list[Tensor], terms: Sequence[list[Tensor]]) -> None:
-        """Adds the terms of each replica to sums, in place: all of these kinds.
-
-        The sums are on one device. From each other device comes one copy of every bucket.
-        """
-        device = sums[0].device
-        away = [term for term in terms if term[0].device != device]
-        for term in terms:
-            if term[0].device == device:
-                add_to_each(sums, term)
-        alone = list(self.alone)
-        for j, bucket in enumerate(self.buckets if away else ()):
-            total = self._total(j, device, away)
-            if total is None:
-                alone.extend(bucket.positions)
-                continue
-            add_to_each(bucket.of(sums), total.views)
-            if device in self._landings:
-                self._landings[device].let_go()
-        for i in alone:
-            for term in away:
-                sums[i].add_(term[i].to(device))
-
-    def _total(self, j: int, device: torch.device, away: Sequence[list[Tensor]]) -> Packed | None:
-        """The sum of the terms of a bucket; None if a device had no room for it."""
-        bucket, devices = self.buckets[j], [term[0].device for term in away]
-        staged = [self.staged(device), *map(self.staged, devices)]
-        total, *sent = [None if packed is None else packed[j] for packed in staged]
-        if total is not None and None not in sent and _are_accelerators(device, *devices):
-            others = self._other(device) if len(away) > 1 else staged[0]
-            if others is not None:
-                self._land(total, others[j], bucket, cast(list[Packed], sent), away)
-                return total
-        self._claim(device)
-        try:
-            for i, (here, term) in enumerate(zip(sent, away, strict=True)):
-                if total is None or here is None:
-                    return None
-                self._stage(here, bucket.of(term))
-                total.flat.add_(here.flat.to(device)) if i else total.flat.copy_(here.flat)
-        except torch.OutOfMemoryError:
-            return None
-        return total
-
-    def _land(
-        self,
-        total: Packed,
-        other: Packed,
-        bucket: Bucket,
-        sent: Sequence[Packed],
-        away: Sequence[list[Tensor]],
-    ) -> None:
-        """Writes the sum of the terms of a bucket, which arrive beside each other, to `total`."""
-        device = total.flat.device
-        if device not in self._landings:
-            self._landings[device] = Landing(device)
-        pairs = zip(sent, map(bucket.of, away), strict=True)
-        senders = [partial(self._send_term, here, term) for here, term in pairs]
-        leaving = self._leaving.get(device, set())
-        self._landings[device].add_up(total.flat, other.flat, senders, leaving)
-        self._leaving.pop(device, None)
-
-    def _send_term(
-        self, here: Packed, term: Sequence[Tensor], there: Tensor, free: Sequence[torch.Event]
-    ) -> Lane:
-        self._stage(here, term)
-        return self._carry(here, there, free)
 
 
 class Packed(NamedTuple):
@@ -235,10 +151,6 @@ class Packed(NamedTuple):
 
     flat: Tensor
     views: list[Tensor]
-
-
-def _are_accelerators(*devices: torch.device) -> bool:
-    return all([device.type != "cpu" for device in devices])
 
 
 class Bucket:
@@ -259,6 +171,13 @@ class Bucket:
         ends = list(accumulate(-(-tensor.numel() // step) * step for tensor in tensors))
         self._places = [0, *ends]
         self.size = ends[-1]
+        self.bytes = self.size * self.dtype.itemsize
+        self.kinds = list(map(kind, tensors))
+        self.length, self.stride = tensors[0].numel(), self._like[0].stride()  # of the first one
+
+    def of_elements(self, length: int) -> Bucket:
+        """One of so many elements of a tensor, in a row."""
+        return Bucket([0], [torch.empty(length, dtype=self.dtype, device="meta")])
 
     def on(self, device: torch.device) -> Packed:
         """The tensors in memory of their own."""

@@ -28,6 +28,11 @@ def _index(device: torch.device) -> int | None:
     return device.index
 
 
+def are_accelerators(*devices: torch.device) -> bool:
+    """Whether copies between them need not block the host."""
+    return all([device.type != "cpu" for device in devices])
+
+
 def side_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
     """The calling thread's current streams on the devices, where they are not the default ones."""
     streams = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ def _sent_alone(tensor: Tensor, device: torch.device) -> Tensor:
     has_graph = torch.is_grad_enabled() and tensor.requires_grad
     is_plain = tensor.layout is torch.strided and not tensor.is_nested
     if device.type == "cpu" and has_graph and is_plain:
-        return _ToHost.apply(tensor)  # type: ignore[no-any-return,no-untyped-call]
+        return _to_host(tensor)
     return tensor.to(device, non_blocking=True)
 
 
@@ -100,6 +100,9 @@ class _ToHost(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> Tensor:
         return tangent.to("cpu", non_blocking=True)
+
+
+_to_host: Callable[[Tensor], Tensor] = _ToHost.apply
 
 
 def _sent_packed(bucket: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:

@@ -27,9 +27,7 @@ def broadcast(
     """
     tensors: list[Tensor] = list(twins)
     for group in _groups(roots):
-        aliases = _Broadcast.apply(  # type: ignore[no-untyped-call]
-            [twins[i] for i in group], on_backward, *(roots[i] for i in group)
-        )
+        aliases = _aliases([twins[i] for i in group], on_backward, *(roots[i] for i in group))
         for i, alias in zip(group, aliases, strict=True):
             # Tensors with a graph refuse to be copied; what a forward copies are the parameters.
             alias.__dict__["__deepcopy__"] = twins[i].__deepcopy__
@@ -63,3 +61,6 @@ class _Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.on_backward()
         return None, None, *gradients_on(ctx.device, list(gradients))
+
+
+_aliases: Callable[..., tuple[Tensor, ...]] = _Broadcast.apply

@@ -48,6 +48,8 @@ class Replicas:
     the latest refresh has seen of the root's submodules.
     """
 
+    _has_links: bool  # of buffers
+    _shared: SharedWrites | None
     attributes: AttributeVersions
     compiled: Compilations
     modules: list[nn.Module]
@@ -61,14 +63,12 @@ class Replicas:
         before_rebuild: Callable[[Sequence[Sequence[Tensor]]], None] = lambda _: None,
         takes_means: bool = False,
     ) -> None:
-        self._root = root
-        self._devices = list(devices)
+        self._root, self._devices = root, list(devices)
         self._rules = rules or ReplicaRules()
         self._before_rebuild = before_rebuild
         self._sharing = Sharing()
         self._followed: ParameterState | None = None  # by a refresh, of which the step goes on
         self._buffer_state = BufferState(root, takes_means)
-        self._has_links = False  # of buffers
         self._build()
 
     def lose(self) -> None:
@@ -100,6 +100,11 @@ class Replicas:
         """The first of `parameters`, without a look at the others."""
         own = self._structure.parameters
         return [*own, *self._buffers.leaves] if self._buffers.leaves else own
+
+    def parameters_of(self, k: int) -> Sequence[Tensor]:
+        """Those that a backward of replica k fills: the root's, where it has the root's own."""
+        is_shared = k > 0 and self._others[k - 1].shared
+        return self._parameters[0 if is_shared else k]
 
     @property
     def packing(self) -> Packing:
@@ -166,9 +171,8 @@ class Replicas:
         versioned = self._silent is not None or bool(self._sharing.positions)
         self._followed = state = ParameterState.of(self._structure.parameters, versions=versioned)
         self._all_trained = all(state.requires_grad)
-        silent = set() if self._silent is None else self._silent.look()
-        if self._limited is not None:
-            silent = silent | self._limited.positions
+        limited = set() if self._limited is None else self._limited.positions
+        silent = limited | (set() if self._silent is None else self._silent.look())
         self._weights.refresh([r.weights for r in others], state, parameters, silent)
         if self._shared is not None and self._shared.apart:
             self._shared.refresh()
@@ -199,7 +203,7 @@ class Replicas:
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
                 # Now, and not in the midst of a backward that has little memory left.
-                self.packing.staged(device)
+                self.packing.sums.prepare([self._devices[0], device])
             elif replica.shared is not positions:
                 replica.share(positions)
 
@@ -242,9 +246,8 @@ class Replicas:
         A backward then goes through them to the root's parameters, and calls `after_backward` at
         its end. Without gradients, the replicas compute with their own parameters again.
         """
-        for k in active:
-            if k > 0:
-                self._others[k - 1].connect(partial(at_end_of_backward, after_backward))
+        for k in filter(None, active):
+            self._others[k - 1].connect(partial(at_end_of_backward, after_backward))
 
     def link_buffers(
         self, active: Iterable[int], on_backward: Callable[[list[str]], None]
@@ -292,9 +295,6 @@ class Replicas:
             self._parameters = [structure.parameters, *(r.parameters for r in self._others)]
             tables = (replica.buffers.tables for replica in self._others)
             self._buffer_state.follow(structure, [structure.buffer_tables, *tables])
-            self._all_trained = False
-            self._has_links = False
-            self._shared: SharedWrites | None = None
-            if any(replica.shares_memory for replica in self._others):
-                own = [r.weights if r.shares_memory else None for r in self._others]
-                self._shared = SharedWrites(structure.parameters, own)
+            self._all_trained = self._has_links = False
+            own = [r.weights if r.shares_memory else None for r in self._others]
+            self._shared = SharedWrites(structure.parameters, own) if any(own) else None

@@ -5,30 +5,27 @@ No tensor and no device in here: sizes and seconds in, sizes out.
 
 from __future__ import annotations
 
-import math
-import operator
 import statistics
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from lightning_dp.parallel.split.arithmetic import Sizes, minimax
 from lightning_dp.parallel.split.usage import Caps, StepUsage
 
-REST = 0.06
-"""Spread of the devices' times, (slowest - fastest) / slowest, below which nothing moves."""
+REST = 0.01
+"""Share of a step's time below which what another split would gain moves nothing."""
 
-NUDGE = 0.15
-"""Spread up to which one sample moves; above, the split is solved anew."""
+DIFFERENT = 0.15
+"""Relative difference from what was expected of a step from which a device may have changed."""
 
 COOLDOWN = 2
 """Steps after a change until the next decision. Noise only adds time: the shorter one counts."""
 
 SIGNAL = 3
-"""How many times the noise a spread has to be, to be taken for a difference of the devices."""
+"""How many times the noise a gain has to be, to be taken for a difference of the devices."""
 
 PATIENCE = 20
-"""Steps of an uneven split, all of more noise than `REST`, after which it is even again."""
+"""Steps in which an uneven split gains no more than noise, after which it is even again."""
 
 WARM_UP = 1
 """First steps that do not count: they build caches."""
@@ -49,7 +46,9 @@ class DeviceTime:
     MEMORY = 8
 
     def __init__(self) -> None:
-        self.steps: list[tuple[int, float]] = []
+        self.steps: list[tuple[int, float]] = []  # another list after each step
+        self._fitted: list[tuple[int, float]] | None = None
+        self._line: tuple[float, float] | None = None
         self.is_in_doubt = False  # the latest step contradicts the line: the next one will tell
 
     def add(self, samples: int, seconds: float) -> None:
@@ -58,7 +57,7 @@ class DeviceTime:
         One that contradicts the line, and a next one that agrees with it, mean that the device
         has changed: what was before is forgotten.
         """
-        expected = self.seconds(samples)
+        expected = self.seconds(samples) if self._can_expect(samples) else None
         was_in_doubt, latest = self.is_in_doubt, self.steps[-1:]
         self.is_in_doubt = expected is not None and _differ(seconds, expected)
         self.steps = [*self.steps[1 - self.MEMORY :], (samples, seconds)]
@@ -71,16 +70,9 @@ class DeviceTime:
         Through the smallest and the largest size, if they are far enough apart for their
         difference to be more than noise; else in proportion to the samples.
         """
-        if not self.steps:
-            return None
-        low, high = min(n for n, _ in self.steps), max(n for n, _ in self.steps)
-        if high - low >= max(2, high // 4):
-            slope = (self._shortest(high) - self._shortest(low)) / (high - low)
-            fixed = self._shortest(low) - slope * low
-            if slope > 0 and fixed >= 0:
-                return fixed, slope
-        latest = self.steps[-1][0]
-        return 0.0, self._shortest(latest) / latest
+        if self._fitted is not self.steps:
+            self._fitted, self._line = self.steps, self._fit()
+        return self._line
 
     def seconds(self, samples: int) -> float | None:
         """What a step with so many samples takes."""
@@ -92,6 +84,34 @@ class DeviceTime:
         times = [seconds for n, seconds in self.steps if n == samples]
         return statistics.median(times) / min(times) - 1 if times else 0.0
 
+    def _fit(self) -> tuple[float, float] | None:
+        if not self.steps:
+            return None
+        known = self._through_two_sizes()
+        if known is not None:
+            return known
+        latest = self.steps[-1][0]
+        return 0.0, self._shortest(latest) / latest
+
+    def _through_two_sizes(self) -> tuple[float, float] | None:
+        low, high = min(n for n, _ in self.steps), max(n for n, _ in self.steps)
+        if not _are_far(low, high):
+            return None
+        slope = (self._shortest(high) - self._shortest(low)) / (high - low)
+        fixed = self._shortest(low) - slope * low
+        return (fixed, slope) if slope > 0 and fixed >= 0 else None
+
+    def _can_expect(self, samples: int) -> bool:
+        """Whether a step with so many samples can contradict what is known.
+
+        Times of one size do not tell what is fixed in them. What a size far from it takes is news
+        then, and no change of the device.
+        """
+        if not self.steps:
+            return False
+        latest = self.steps[-1][0]
+        return not _are_far(*sorted((samples, latest))) or self._through_two_sizes() is not None
+
     def _shortest(self, samples: int) -> float:
         """Of the latest steps with so many samples."""
         times = [seconds for n, seconds in self.steps if n == samples]
@@ -99,16 +119,20 @@ class DeviceTime:
 
 
 def _differ(seconds: float, expected: float) -> bool:
-    return abs(seconds - expected) > NUDGE * expected
+    return abs(seconds - expected) > DIFFERENT * expected
+
+
+def _are_far(low: int, high: int) -> bool:
+    """Whether the times of two sizes differ by more than noise."""
+    return high - low >= max(2, high // 4)
 
 
 class Adaptive:
     """A split that follows the devices' speeds, so that all end at the same time.
 
-    It begins even. Every few steps it looks at how far apart the devices end: below 6 % it rests,
-    up to 15 % it moves one sample from the slowest to the fastest, above it solves `minimax` for
-    what it has learnt of each device. Differences that could be noise, since the times of one
-    device differ as much among each other, move nothing.
+    It begins even. Every few steps it solves `minimax` for what it has learnt of each device, and
+    takes that if it makes the slowest one faster by 1 % or more. A gain that could be noise,
+    since the times of one device differ as much among each other, moves nothing.
 
     Example:
         >>> split = Adaptive(2)
@@ -122,9 +146,8 @@ class Adaptive:
     def __init__(self, k: int) -> None:
         self._k = k
         self._devices = [DeviceTime() for _ in range(k)]
-        self._caps: list[float] = [math.inf] * k
+        self._caps: tuple[int | None, ...] = (None,) * k
         self._lines: list[tuple[float, float]] | None = None
-        self._moved: dict[int, Sizes] = {}
         self._rest = WARM_UP + COOLDOWN
         self._steps = 0
         self._noise = 0.0
@@ -132,17 +155,15 @@ class Adaptive:
 
     def __call__(self, n: int, caps: Caps | None = None) -> Sizes:
         """The sizes for a batch of n samples, none above its cap."""
-        self._caps = [math.inf if cap is None else cap for cap in caps or [None] * self._k]
-        sizes = self._moved.get(n)
-        if sizes is None or any(map(operator.gt, sizes, self._caps)):
-            sizes = self._solved(n, caps)
+        self._caps = (None,) * self._k if caps is None else tuple(caps)
+        sizes = self._solved(n, self.lines)
         is_probe = self._steps % PROBE_EVERY == PROBE_EVERY - 1
-        return _with_probes(sizes, self._caps) if is_probe and 0 in sizes else sizes
+        return self._with_probes(sizes) if is_probe and 0 in sizes else sizes
 
     @property
     def lines(self) -> list[tuple[float, float]]:
         """Of each device `(fixed, per_sample)`, by which batches are split."""
-        return self._lines or [(0.0, 1.0)] * self._k
+        return self._lines or self._even
 
     @property
     def measured_lines(self) -> list[tuple[float, float]] | None:
@@ -161,7 +182,7 @@ class Adaptive:
         for device, samples, spent in work:
             if samples and spent > 0:
                 device.add(samples, spent)
-        self._doubt()
+        self._doubt(step.sizes)
         is_known = all(device.steps and not device.is_in_doubt for device in self._devices)
         if self._rest <= 0 and is_known:
             self._decide(step.sizes)
@@ -182,53 +203,58 @@ class Adaptive:
         lines = state["lines"]
         self._lines = None if lines is None else [(float(a), float(b)) for a, b in lines]
 
-    def _solved(self, n: int, caps: Caps | None) -> Sizes:
-        fixed, per_sample = zip(*self.lines, strict=True)
-        return _solve(n, fixed, per_sample, None if caps is None else tuple(caps))
+    @property
+    def _even(self) -> list[tuple[float, float]]:
+        """Lines by which a split is even."""
+        return [(0.0, 1.0)] * self._k
+
+    def _solved(self, n: int, lines: list[tuple[float, float]]) -> Sizes:
+        fixed, per_sample = zip(*lines, strict=True)
+        return _solve(n, fixed, per_sample, self._caps)
 
     def _decide(self, sizes: Sizes) -> None:
-        """Rests, moves one sample or solves anew, by the times of a batch of these sizes."""
+        """Rests, or solves anew, by the times of a batch of these sizes."""
         ends = {k: self._end(k, size) for k, size in enumerate(sizes) if size}
-        slowest = max(ends, key=ends.__getitem__)
-        # Nothing can move to a device that is at its cap.
-        fastest = min(
-            (k for k in ends if sizes[k] < self._caps[k]), key=ends.__getitem__, default=slowest
-        )
-        spread = (ends[slowest] - ends[fastest]) / ends[slowest]
+        slowest = max(ends.values())
         # A few steps may agree by chance: noise that has been seen is forgotten slowly.
         self._noise = max(0.95 * self._noise, *(self._devices[k].noise(sizes[k]) for k in ends))
-        if spread < max(REST, SIGNAL * self._noise):
+        worth = slowest * max(REST, SIGNAL * self._noise)
+        # Another split gives one of them more: no split ends before the first that has room.
+        first = min((ends[k] for k in ends if self._has_room(k, sizes[k])), default=slowest)
+        if slowest - first < worth:
             return
-        self._doubts = 0
-        if spread <= NUDGE:
-            moved = list(sizes)
-            moved[slowest] -= 1
-            moved[fastest] += 1
-            if self._end(fastest, moved[fastest]) < ends[slowest]:
-                self._moved[sum(sizes)] = tuple(moved)
-        else:
-            self._lines = [device.line() or (0.0, 0.0) for device in self._devices]
-            self._moved.clear()
         self._rest = COOLDOWN
+        lines = [device.line() or (0.0, 0.0) for device in self._devices]
+        if slowest - self._last_end(self._solved(sum(sizes), lines)) >= worth:
+            self._lines, self._doubts = lines, 0
 
-    def _doubt(self) -> None:
+    def _doubt(self, sizes: Sizes) -> None:
         """Goes back to even if for long nothing but noise has spoken for another split."""
-        is_even = self._lines is None and not self._moved
-        self._doubts = 0 if is_even or self._noise < REST else self._doubts + 1
+        if self._lines is None or self._noise < REST:
+            self._doubts = 0
+            return
+        even = self._last_end(self._solved(sum(sizes), self._even))
+        is_worth = even - self._last_end(sizes) >= SIGNAL * self._noise * even
+        self._doubts = 0 if is_worth else self._doubts + 1
         if self._doubts >= PATIENCE:
             self._lines, self._doubts = None, 0
-            self._moved.clear()
 
     def _end(self, k: int, samples: int) -> float:
         return self._devices[k].seconds(samples) or 0.0
 
+    def _last_end(self, sizes: Sizes) -> float:
+        return max([self._end(k, size) for k, size in enumerate(sizes) if size], default=0.0)
 
-def _with_probes(sizes: Sizes, caps: Sequence[float]) -> Sizes:
-    """A probe for each idle device that has room, of samples from those that have most."""
-    probing = list(sizes)
-    for k, size in enumerate(sizes):
-        most = max(range(len(sizes)), key=probing.__getitem__)
-        if size == 0 and caps[k] >= PROBE and probing[most] >= 2 * PROBE:
-            probing[most] -= PROBE
-            probing[k] = PROBE
-    return tuple(probing)
+    def _has_room(self, k: int, samples: int) -> bool:
+        cap = self._caps[k]
+        return cap is None or samples < cap
+
+    def _with_probes(self, sizes: Sizes) -> Sizes:
+        """A probe for each idle device that has room, of samples from those that have most."""
+        probing = list(sizes)
+        for k, size in enumerate(sizes):
+            most = max(range(len(sizes)), key=probing.__getitem__)
+            if size == 0 and self._has_room(k, PROBE - 1) and probing[most] >= 2 * PROBE:
+                probing[most] -= PROBE
+                probing[k] = PROBE
+        return tuple(probing)

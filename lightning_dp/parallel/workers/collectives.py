@@ -11,7 +11,7 @@ runs through all of them at once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Number
 from typing import Any, TypeVar
@@ -94,7 +94,10 @@ def barrier(name: str | None = None) -> None:
 def decide(decision: bool, *, everybody: bool = True) -> bool:
     """Whether all replicas, or with `everybody=False` any of them, say so."""
     rule = all if everybody else any
-    act = lambda calls, values: [rule(values)] * len(values)  # noqa: E731
+
+    def act(calls: Calls, values: list[bool]) -> list[bool]:
+        return [rule(values)] * len(values)
+
     return meet("reduce_boolean_decision", bool(decision), act)
 
 
@@ -188,7 +191,7 @@ def link(calls: Calls, node: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()):
             return leaf
         calls.crossed = True
-        return _Link.apply(leaf, calls)  # type: ignore[no-untyped-call]
+        return _linked(leaf, calls)
 
     return tree.map_leaves(linked, node)
 
@@ -212,6 +215,9 @@ class _Link(torch.autograd.Function):
                 'use DataParallelStrategy(mode="forward").'
             )
         return gradient, None
+
+
+_linked: Callable[[Tensor, Calls], Tensor] = _Link.apply
 
 
 def _own(node: Any, others: Any) -> Any:

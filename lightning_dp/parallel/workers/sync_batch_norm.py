@@ -8,6 +8,7 @@ through all graphs, and so brings each replica what the others' losses owe it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -32,14 +33,13 @@ def forward(self: BatchNorm, x: Tensor) -> Tensor:
         return type(self).forward(self, x)
     check_batch_norm_input(self, x)
     wide = torch.promote_types(x.dtype, torch.float32)
-    mean, var = _Moments.apply(x, wide)  # type: ignore[no-untyped-call]
+    mean, var = _moments(x, wide)
     own: Moments = (x.numel() // x.size(1), mean, var)
     n, mean, var = meet("batch norm", own, _merge)
     if self.training and self.track_running_stats:
         _track(self, n, mean.detach(), var.detach())
     invstd = torch.rsqrt(var + self.eps)
-    result: Tensor = _Normalize.apply(x, mean, invstd, self.weight, self.bias)  # type: ignore[no-untyped-call]
-    return result
+    return _normalized(x, mean, invstd, self.weight, self.bias)
 
 
 def _merge(calls: Calls, moments: list[Moments]) -> list[Moments]:
@@ -164,6 +164,10 @@ class _Normalize(torch.autograd.Function):
         of_invstd = product if weight is None else product * weight
         of_x = (wide * _channels(scale, x)).to(x.dtype) if ctx.needs_input_grad[0] else None
         return of_x, -total * scale, of_invstd, of_weight, of_bias
+
+
+_moments: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]] = _Moments.apply
+_normalized: Callable[..., Tensor] = _Normalize.apply
 
 
 def _scale(invstd: Tensor, weight: Tensor | None) -> Tensor:

@@ -45,8 +45,7 @@ class Trial:
         self._count += 1
         self.threads = way
         # The probe, and what runs beside it.
-        is_near = self._left < self.PROBE or self._interval - self._left < self.KEPT
-        self.is_measured = self._count > 1 and is_near
+        self.is_measured = self._left < self.PROBE or self._interval - self._left < self.KEPT
         if self.is_measured:
             self._pieces.append((way, self._in_a_row == 1, []))
 

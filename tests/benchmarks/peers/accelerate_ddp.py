@@ -6,7 +6,7 @@ import os
 from importlib.util import find_spec
 
 from benchmarks.job import Job
-from benchmarks.models import WORKLOADS
+from benchmarks.models import workload
 from benchmarks.pace import Pace
 from benchmarks.peers.loop import optimizers_of, run, wrapping
 from benchmarks.peers.peer import Peer, why_no_processes
@@ -19,7 +19,7 @@ def train(job: Job, pace: Pace) -> None:
     if job.device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     accelerator = Accelerator()
-    model = WORKLOADS[job.model].make().to(accelerator.device)
+    model = workload(job.model).make().to(accelerator.device)
     optimizers = [accelerator.prepare(optimizer) for optimizer in optimizers_of(model)]
     spread = wrapping(model, accelerator.prepare)
     run(

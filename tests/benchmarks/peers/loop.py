@@ -63,7 +63,7 @@ def run(
     for batch in loader(job, batches):
         here = moved(batch, device)
         inputs = batch if takes_host_batches else here
-        if not pace.step_done(model.loop_step(spread, inputs, here, optimizers, backward)):  # type: ignore[operator]
+        if not pace.step_done(model.loop_step(spread, inputs, here, optimizers, backward)):
             return
 
 
@@ -71,7 +71,7 @@ def wrapping(
     model: LightningModule, wrap: Callable[[nn.Module], nn.Module], *, always: bool = False
 ) -> Spread:
     """Calls what `wrap` makes of the model's parts, `always` or where they are trained."""
-    parts: list[nn.Module] = model.parts()  # type: ignore[operator]
+    parts: list[nn.Module] = model.parts()
     wrapped = {part: wrap(part) for part in parts}
 
     def spread(part: nn.Module, *, trained: bool = True) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from benchmarks.job import Job, share
-from benchmarks.models import WORKLOADS
+from benchmarks.models import workload
 from benchmarks.pace import Pace
 from benchmarks.peers.loop import moved, optimizers_of
 from benchmarks.peers.peer import Peer
@@ -32,7 +32,7 @@ FIRST_BUCKET, BUCKET = 2**20, 25 * 2**20
 def train(job: Job, pace: Pace) -> None:
     """Each device with its share of every batch."""
     devices = job.torch_devices
-    model = WORKLOADS[job.model].make()
+    model = workload(job.model).make()
     models: list[Any] = [copy.deepcopy(model).to(device) for device in devices]
     optimizers = [optimizers_of(own)[0] for own in models]
     ring = Ring(models)
@@ -90,7 +90,7 @@ class Ring:
                 self._filled[k][b].record(torch.accelerator.current_stream(self._devices[k]))
 
         for i in bucket:
-            own[i].register_post_accumulate_grad_hook(lambda _, i=i: hook(i))  # type: ignore[attr-defined]
+            own[i].register_post_accumulate_grad_hook(lambda _, i=i: hook(i))
 
     def reduce(self) -> None:
         """Makes every device's gradients their mean; they are of use on the current streams."""

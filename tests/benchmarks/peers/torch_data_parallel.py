@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from benchmarks.job import Job
-from benchmarks.models import WORKLOADS
+from benchmarks.models import workload
 from benchmarks.pace import Pace
 from benchmarks.peers import comm
 from benchmarks.peers.loop import run, wrapping
@@ -23,7 +23,7 @@ def train(job: Job, pace: Pace) -> None:
         comm.install()
     devices = job.torch_devices
     ids = [device.index for device in devices]
-    model = WORKLOADS[job.model].make().to(devices[0])
+    model = workload(job.model).make().to(devices[0])
     spread = wrapping(model, lambda part: Known(part, ids), always=True)
     run(
         job,

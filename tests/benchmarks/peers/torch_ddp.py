@@ -6,7 +6,7 @@ import os
 
 import torch
 from benchmarks.job import Job
-from benchmarks.models import WORKLOADS
+from benchmarks.models import workload
 from benchmarks.pace import Pace
 from benchmarks.peers.loop import run, wrapping
 from benchmarks.peers.peer import Peer, backend, why_no_processes
@@ -19,7 +19,7 @@ def train(job: Job, pace: Pace) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(backend(job))
-    model = WORKLOADS[job.model].make().to(device)
+    model = workload(job.model).make().to(device)
     spread = wrapping(model, DistributedDataParallel)
     run(job, pace, model, job.own_batches(), device, spread)
     torch.distributed.destroy_process_group()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from benchmarks.job import Job
-from benchmarks.models import WORKLOADS
+from benchmarks.models import workload
 from benchmarks.pace import Pace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, IterableDataset
@@ -86,4 +86,4 @@ def fit(
         callbacks=[Paced(pace, own)],
         **options,
     )
-    trainer.fit(WORKLOADS[job.model].make(), loader(job, batches))
+    trainer.fit(workload(job.model).make(), loader(job, batches))

@@ -1,0 +1,89 @@
+"""Pipeline: what is packed on one accelerator goes out to others, each of which passes it on.
+
+Sent to each from where it is packed, it would leave there as often as there are others, one copy
+after another. Down a chain every device receives and sends at the same time, piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.links.lanes import Lane, lane
+from lightning_dp.parallel.links.routes import chain
+from lightning_dp.parallel.links.streams import are_accelerators
+
+PIECES = 8
+"""A device passes on what it has of a bucket once it has this part of it, or so many bytes.
+
+With smaller pieces the end of the chain is reached sooner, but the host has to issue their copies:
+it would take longer than the links.
+"""
+
+LEAST_BYTES = 2**20
+
+
+class Pipeline:
+    """The way from one accelerator down a chain of others, into memory that stays there.
+
+    By which lanes something is `leaving` an accelerator is noted there: what is packed must not be
+    written to before it has left.
+    """
+
+    def __init__(self, leaving: dict[torch.device, set[Lane]]) -> None:
+        self._leaving = leaving
+        self._first: set[Lane] = set()  # lanes for which the current streams have not waited yet:
+        self._next: set[Lane] = set()  # from what is packed, and from device to device
+        self._same: list[tuple[Tensor, Tensor]] = []  # of one device: from where, and to where
+
+    def send(self, here: Tensor, targets: Sequence[Tensor]) -> None:
+        """Issues the copies of a bucket; `arrive` when those of all buckets are issued.
+
+        Nothing is written before the target's current stream is through with what it was told. What
+        would not cross between accelerators is copied at once.
+        """
+        devices = {target.device for target in targets}
+        if here.device in devices or not are_accelerators(here.device, *devices):
+            copy_each(targets, [here] * len(targets))
+            return
+        tensors = {here.device: here}
+        for target in targets:
+            if tensors.setdefault(target.device, target) is not target:
+                self._same.append((tensors[target.device], target))
+        first, *others = [lane(*ends) for ends in pairwise(reversed(chain(list(tensors))))]
+        # First: an interrupt may come in between.
+        self._first.add(first)
+        self._next.update(others)
+        self._leaving.setdefault(here.device, set()).add(first)
+        size = max(-(-here.numel() // PIECES), LEAST_BYTES // here.element_size())
+        arrived: list[torch.Event] = []
+        for way in (first, *others):
+            arrived = way.pass_on(tensors[way.source], tensors[way.target], size, arrived)
+
+    def settle(self) -> None:
+        """Waits for what was sent, if nobody could because it was interrupted."""
+        self._same.clear()
+        self.arrive()
+
+    def arrive(self) -> None:
+        """The current streams go on when all is there that was sent, and has been passed on.
+
+        For they may write to it then.
+        """
+        for way in (*self._first, *self._next):
+            way.arrive()
+        for way in self._next:
+            way.leave()
+        while self._same:
+            source, target = self._same.pop()
+            target.copy_(source)
+        self._first, self._next = set(), set()
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors one by one, after what the current streams were told, and before the rest."""
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=are_accelerators(source.device, target.device))

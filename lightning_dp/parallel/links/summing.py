@@ -1,0 +1,232 @@
+"""Summing: tensors of several devices are added up on their way to the first one of these.
+
+Each bucket goes down a chain of the devices, see `routes`. A device adds its own to what arrives,
+and sends that on. So the order of addition follows from the devices alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.links.lanes import lane
+from lightning_dp.parallel.links.routes import chain
+from lightning_dp.parallel.links.streams import current_stream
+from lightning_dp.parallel.torch_private import add_to_each, copy_to_each
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.links.packing import Bucket
+
+WINDOW_BYTES = 32 * 2**20
+"""Sums on their way take this much on each device: as many buckets as fit are under way at once."""
+
+Row: TypeAlias = Sequence[Tensor]
+"""The tensors of a bucket, or of a piece, that one replica has."""
+
+kind = attrgetter("shape", "dtype", "layout")
+"""What packed tensors must not differ in from those that they were packed for."""
+
+_PAGE = 4096  # bytes; less is never cut
+_PLAIN = frozenset([Tensor])
+
+
+class Summing:
+    """Adds up tensors of fixed kinds, bucket by bucket.
+
+    A tensor larger than a bucket passes in pieces. Where a device has no memory left to pass
+    through, tensors travel one by one.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], bucket_bytes: int) -> None:
+        self._buckets = buckets
+        shared = [bucket.bytes for bucket in buckets if len(bucket.positions) > 1]
+        self._most = max([_PAGE, bucket_bytes, *shared])  # bytes of a piece
+        numbers = count()
+        self._pieces = [self._cut(bucket, numbers) for bucket in buckets]
+        self._windows: dict[torch.device, _Window | None] = {}
+        self._is_at_work = False  # or was interrupted
+
+    def _cut(self, bucket: Bucket, numbers: count[int]) -> list[_Piece]:
+        if bucket.bytes <= self._most:
+            return [_Piece(next(numbers), bucket)]
+        elements = range(bucket.length)
+        step = self._most // bucket.dtype.itemsize
+        parts = [elements[start : start + step] for start in elements[::step]]
+        return [_Slice(next(numbers), bucket, part) for part in parts]
+
+    def prepare(self, devices: Sequence[torch.device]) -> bool:
+        """Takes the memory through which sums pass on the devices; whether each has room for it."""
+        for device in devices:
+            if device not in self._windows:
+                self._windows[device] = self._window(device)
+        return all([self._windows[device] is not None for device in devices])
+
+    def _window(self, device: torch.device) -> _Window | None:
+        try:
+            return _Window(device, [piece for own in self._pieces for piece in own])
+        except torch.OutOfMemoryError:
+            return None
+
+    def add(
+        self, sums: Sequence[Tensor | None], terms: Sequence[Sequence[Tensor | None]]
+    ) -> set[int]:
+        """Adds the terms of each replica to sums, in place; the positions that it has added up.
+
+        The sums are on one device. Left out are buckets of which a replica has a part, or other
+        kinds, or which have no sum to add to. A replica may have nothing of a bucket.
+        """
+        done: set[int] = set()
+        for j, bucket in enumerate(self._buckets):
+            total, *others = [bucket.of(row) for row in (sums, *terms)]
+            rows = [total, *[row for row in others if not all([t is None for t in row])]]
+            if self._are_whole(j, rows):
+                self._add_bucket(j, cast(list[Row], rows))
+                done |= bucket.positions
+        return done
+
+    def _are_whole(self, j: int, rows: Sequence[Sequence[Tensor | None]]) -> bool:
+        return all([self.is_whole(row, j) for row in rows])
+
+    def is_whole(self, row: Sequence[Tensor | None], j: int) -> TypeGuard[Row]:
+        """Whether these are all tensors of a bucket, of the kinds that this is for."""
+        bucket = self._buckets[j]
+        if not _PLAIN.issuperset(map(type, row)) or [*map(kind, row)] != bucket.kinds:
+            return False
+        # Pieces are cut from memory as it lies.
+        return len(self._pieces[j]) == 1 or cast(Row, row)[0].stride() == bucket.stride
+
+    def _add_bucket(self, j: int, rows: Sequence[Row]) -> None:
+        devices = [row[0].device for row in rows]
+        if len(set(devices)) == 1 or self.prepare(devices):
+            self.send(j, rows)
+            return
+        for row in rows[1:]:
+            for total, tensor in zip(rows[0], row, strict=True):
+                total.add_(tensor.to(devices[0]))
+
+    def send(self, j: int, rows: Sequence[Row]) -> None:
+        """Adds up a bucket, on what are the devices' current streams.
+
+        Each device is prepared, and has one row or several; the first one's first gets the sum.
+        """
+        self._settle()
+        self._is_at_work = True
+        for piece in self._pieces[j]:
+            stops: dict[torch.device, list[Row]] = {}
+            for row in rows:
+                stops.setdefault(row[0].device, []).append(piece.of(row))
+            self._pass(piece.number, stops)
+        self._is_at_work = False
+
+    def _settle(self) -> None:
+        """Waits for what may still be under way, if the latest sum was interrupted."""
+        if self._is_at_work:
+            for device in self._windows:
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
+            self._is_at_work = False
+
+    def _pass(self, piece: int, stops: dict[torch.device, list[Row]]) -> None:
+        """Sends a piece, of which each device has some rows, down the chain."""
+        *others, root = chain(list(stops))
+        before: _Window | None = None
+        for device in others:
+            here, rows = self._there(device), stops[device]
+            views = here.pieces[piece].views
+            if before is None:
+                here.claim(piece)
+                copy_to_each(views, rows[0])
+            else:
+                before.send(piece, here)
+                add_to_each(views, rows[0])
+            for row in rows[1:]:
+                add_to_each(views, row)
+            before = here
+        total, *more = stops[root]
+        for row in more:
+            add_to_each(total, row)
+        if before is not None:
+            here = self._there(root)
+            before.send(piece, here)
+            add_to_each(total, here.pieces[piece].views)
+            here.let_go(piece)
+
+    def _there(self, device: torch.device) -> _Window:
+        window = self._windows[device]
+        if window is None:
+            raise RuntimeError(f"Expected memory for sums on {device}, got none: prepare it first.")
+        return window
+
+
+class _Piece:
+    """What passes at a time: a bucket."""
+
+    def __init__(self, number: int, bucket: Bucket) -> None:
+        self.number = number
+        self.bucket = bucket
+
+    def of(self, row: Row) -> Row:
+        """This part of a replica's tensors."""
+        return row
+
+
+class _Slice(_Piece):
+    """A part of a bucket that is one large tensor: these elements, as they lie in memory."""
+
+    def __init__(self, number: int, bucket: Bucket, elements: range) -> None:
+        super().__init__(number, bucket.of_elements(len(elements)))
+        self._elements = elements
+
+    def of(self, row: Row) -> Row:
+        tensor, first = row[0], self._elements.start
+        return [tensor.as_strided([len(self._elements)], [1], tensor.storage_offset() + first)]
+
+
+class _Window:
+    """Memory on a device through which pieces pass: each in its slot, which several share."""
+
+    def __init__(self, device: torch.device, pieces: Sequence[_Piece]) -> None:
+        self.device, self._is_cpu = device, device.type == "cpu"
+        size = max([piece.bucket.bytes for piece in pieces], default=1)
+        self._slots = max(1, min(len(pieces), WINDOW_BYTES // size))
+        room = partial(torch.zeros, size, dtype=torch.uint8, device=device)
+        memory = [room() for _ in range(self._slots)]
+        self.pieces = [p.bucket.in_memory(memory[p.number % self._slots]) for p in pieces]
+        now = [] if self._is_cpu else [current_stream(device).record_event()]
+        self._free = [now] * self._slots  # from these events on
+
+    def claim(self, piece: int) -> None:
+        """What the current stream is told from here on may write to a piece's slot."""
+        for event in self._free[piece % self._slots]:
+            self._current(piece).wait_event(event)
+
+    def let_go(self, piece: int) -> None:
+        """A piece's slot is free when the current stream is through."""
+        if not self._is_cpu:
+            self._free[piece % self._slots] = [self._current(piece).record_event()]
+
+    def send(self, piece: int, target: _Window) -> None:
+        """Copies a piece to another device, whose current stream waits for it."""
+        here, there = self.pieces[piece].flat, target.pieces[piece].flat
+        if self._is_cpu or target._is_cpu:
+            target.claim(piece)
+            there.copy_(here)
+            self.let_go(piece)
+            return
+        way = lane(self.device, target.device)
+        way.carry(here, there, target._free[piece % self._slots])
+        self._free[piece % self._slots] = [way.left()]
+        way.arrive()
+        target._current(piece)
+
+    def _current(self, piece: int) -> torch.Stream:
+        """The current stream, which uses a piece: nobody gets that memory until it is through."""
+        stream = current_stream(self.device)
+        self.pieces[piece].flat.record_stream(stream)
+        return stream

@@ -1,0 +1,193 @@
+"""Parameters go out down a chain of devices, piece by piece: on strict devices, on virtual time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import devices_of
+from places import on_separate
+from torch import Tensor
+
+from lightning_dp.parallel.links import Packing, packing, pipeline
+from lightning_dp.parallel.links.routes import chain
+
+SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), (), (0,)]
+RATE = 1e9  # bytes per second, of each link
+LATENCY = 1e-6
+TOTAL = 25 * 2**20
+
+pytestmark = on_separate
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_under_way(on: str) -> Iterator[None]:
+    yield
+    for device in devices_of(8 if on == "sim" else 2):
+        torch.accelerator.synchronize(device)
+    if on == "sim":
+        torch.sim.set_links(None)
+        torch.sim.set_clock("wall")
+        for k in range(8):
+            torch.sim.set_speed(k)
+
+
+@pytest.fixture(params=[(2**25, 2**20), (4096, 4), (1, 4)])
+def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one bucket and piece; in several; each tensor alone in several pieces."""
+    monkeypatch.setattr(packing, "BUCKET_BYTES", request.param[0])
+    monkeypatch.setattr(pipeline, "LEAST_BYTES", request.param[1])
+
+
+def tensors_on(device: torch.device, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(device) for shape in SHAPES]
+
+
+class Copies:
+    """Tensors on the first of some devices, and memory for copies on each other entry."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        every = devices_of(max(places) + 1)
+        self.devices = [every[k] for k in places]
+        self.sources = tensors_on(self.devices[0], 0)
+        self.bundle = Packing(self.sources)
+        self.memory = [self.bundle.memory(self.sources, device) for device in self.devices[1:]]
+
+    def write(self, seed: int) -> None:
+        for source, new in zip(self.sources, tensors_on(self.devices[0], seed), strict=True):
+            source.copy_(new)
+
+    def send(self, left_out: Sequence[int] = ()) -> None:
+        rows = [packed for k, (packed, _) in enumerate(self.memory) if k not in left_out]
+        self.bundle.send(self.sources, list(zip(*rows, strict=True)))
+
+    def check(self, seed: int, left_out: Sequence[int] = ()) -> None:
+        for k, (_, tensors) in enumerate(self.memory):
+            if k not in left_out:
+                for own, right in zip(tensors, tensors_on(torch.device("cpu"), seed), strict=True):
+                    assert torch.equal(own.cpu(), right)
+
+
+@pytest.mark.usefixtures("sizes")
+@pytest.mark.parametrize("places", [(0, 1), (0, 1, 2, 3), (2, 0, 1), (0, 1, 1, 2, 2), (1, 0, 2, 0)])
+def test_all_that_is_sent_arrives_and_nothing_that_is_in_use_is_written_to(
+    places: tuple[int, ...],
+) -> None:
+    copies = Copies(places)
+    for seed in (1, 2, 3):
+        copies.write(seed)
+        copies.send()
+        read = [tensors[0] * 2 for _, tensors in copies.memory]
+        for _, tensors in copies.memory:
+            for own in tensors:
+                own.mul_(2)  # as an embedding of limited norm does, in a forward
+        right = tensors_on(torch.device("cpu"), seed)[0]
+        for own in read:
+            assert torch.equal(own.cpu(), 2 * right)
+    copies.write(4)
+    copies.send()
+    copies.check(4)
+
+
+@pytest.mark.usefixtures("sizes")
+def test_chains_of_some_devices_only() -> None:
+    """Each next one writes to what the one before may still be passing on."""
+    copies = Copies((0, 1, 2, 3))
+    for seed, left_out in enumerate([(), (0,), (1,), (2,), (0, 1), (), (1, 2)]):
+        copies.write(seed)
+        copies.send(left_out)
+    copies.send((1, 2))
+    copies.check(seed, (1, 2))
+    copies.send()
+    copies.check(seed)
+
+
+@pytest.mark.usefixtures("sizes")
+def test_some_buckets_go_to_some_devices() -> None:
+    copies = Copies((0, 1, 2, 3))
+    for seed in range(4):
+        copies.write(seed)
+        rows = [
+            [packed[j] for k, (packed, _) in enumerate(copies.memory) if (j + k + seed) % 3]
+            for j in range(len(copies.bundle.buckets))
+        ]
+        copies.bundle.send(copies.sources, rows)
+    copies.send()
+    copies.check(seed)
+
+
+@pytest.mark.usefixtures("on_side_streams", "sizes")
+def test_on_the_callers_streams() -> None:
+    test_chains_of_some_devices_only()
+
+
+def test_a_chain_has_each_device_once() -> None:
+    a, b, c = devices_of(3) if torch.accelerator.device_count() > 2 else [None] * 3
+    assert chain([a, b, b, c, a]) == [(a, b), (b, c)]
+    assert chain([a]) == chain([]) == []
+
+
+def seconds_to_send(k: int, preset: str | None = None) -> float:
+    """On virtual time, 25 MiB."""
+    copies = [torch.ones(2**18, device="sim:0") for _ in range(25)]
+    bundle = Packing(copies)
+    rows = [bundle.memory(copies, torch.device("sim", i))[0] for i in range(1, k)]
+    targets = list(zip(*rows, strict=True))
+    bundle.send(copies, targets)  # which makes memory
+    for i in range(k):
+        torch.sim.synchronize(i)
+    if preset is None:
+        for i in range(k):
+            for j in {*range(k)} - {i}:
+                torch.sim.set_link(i, j, bytes_per_second=RATE, seconds=LATENCY)
+    else:
+        torch.sim.set_links(preset)
+    torch.sim.set_clock("virtual")
+    bundle.send(copies, targets)
+    return float(torch.sim.elapsed())
+
+
+def bound(k: int, pieces: int, piece: float, rate: float, latency: float) -> float:
+    """Down a chain whose links are always busy: the last device is as many pieces behind."""
+    return (pieces + k - 2) * (piece / rate + latency) + 1e-8  # of rounding
+
+
+@pytest.mark.sim_only("A GPU's time is no bound.")
+@pytest.mark.parametrize("k", [2, 4, 8])
+def test_what_goes_out_takes_its_bytes_and_a_piece_for_each_device(
+    k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the root to each, one after another, it would take k - 1 times as long."""
+    monkeypatch.setattr(packing, "BUCKET_BYTES", 5 * 2**20)
+    monkeypatch.setattr(pipeline, "LEAST_BYTES", 2**18)
+    seconds = seconds_to_send(k)
+    assert TOTAL / RATE < seconds <= bound(k, 40, TOTAL / 40, RATE, LATENCY)
+
+
+@pytest.mark.sim_only("A GPU's time is no bound.")
+@pytest.mark.parametrize("k", [2, 4, 8])
+@pytest.mark.parametrize(("preset", "rate", "latency"), [("pcie4_peer", 26e9, 2e-6)])
+def test_with_the_sizes_that_are_used(k: int, preset: str, rate: float, latency: float) -> None:
+    seconds = seconds_to_send(k, preset)
+    assert seconds <= bound(k, 8, TOTAL / 8, rate, latency)
+
+
+@pytest.mark.slow
+@pytest.mark.sim_only("A GPU's time is no bound.")
+def test_sixteen_devices() -> None:
+    code = (
+        "from lightning_dp import sim; sim.enable(16)\n"
+        "import test_pipeline as here\n"
+        "most = here.bound(16, 8, here.TOTAL / 8, here.RATE, here.LATENCY)\n"
+        "print(here.seconds_to_send(16) <= most)"
+    )
+    path = [str(Path(__file__).parent), *sys.path]
+    script = f"import sys; sys.path[:0] = {path!r}\n{code}"
+    command = [sys.executable, "-c", script]
+    there = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert there.stdout.split() == ["True"], there.stderr

@@ -99,6 +99,11 @@ class Overlap:
         if j in self._seen and self._is_the_callers(WATCHED):
             self._seen[j].append(i)
 
+    def _is_in_order(self, j: int, r: int) -> bool:
+        """Whether all gradients of a replica's bucket are written on its caller's stream."""
+        positions = cast(Packing, self._packing).buckets[j].positions
+        return self._is_the_callers(r) and (r != WATCHED or positions.issubset(self._seen[j]))
+
     def _is_the_callers(self, r: int) -> bool:
         caller = self._callers[r]
         return current_stream(caller.device) == caller
@@ -113,10 +118,7 @@ class Overlap:
             return
         parameters = packing.buckets[j].of(self._rows[r])
         gradients: list[Tensor | None] = list(map(_GRAD, parameters))
-        is_whole = packing.sums.is_whole(gradients, j) and self._is_the_callers(r)
-        if r == WATCHED and not packing.buckets[j].positions.issubset(self._seen[j]):
-            is_whole = False  # it writes some on another stream now
-        if not is_whole:
+        if not packing.sums.is_whole(gradients, j) or not self._is_in_order(j, r):
             self._schedule.forget(j)
             return
         own = list(map(_writable, gradients)) if r == 0 else gradients

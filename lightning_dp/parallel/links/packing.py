@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.links.lanes import Lane, lane
+from lightning_dp.parallel.links.lanes import Lane
 from lightning_dp.parallel.links.pipeline import Pipeline, copy_each
 from lightning_dp.parallel.links.streams import are_accelerators
 from lightning_dp.parallel.links.summing import Summing, kind
@@ -108,13 +108,6 @@ class Packing:
         for way in self._leaving.get(device, ()):
             way.leave()
         self._leaving.pop(device, None)  # last: an interrupt may come in between
-
-    def _carry(self, here: Packed, there: Tensor, free: Sequence[torch.Event] = ()) -> Lane:
-        """Sends a staged bucket to another accelerator."""
-        way = lane(here.flat.device, there.device)
-        self._leaving.setdefault(way.source, set()).add(way)  # first: an interrupt may come between
-        way.carry(here.flat, there, free)
-        return way
 
     def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Copies tensors of these kinds, which are on one device, to tensors with their own memory.

@@ -228,22 +228,16 @@ def nothing_is_under_way() -> Iterator[None]:
         torch.sim.synchronize(device)
 
 
-def gradients_land_too_early() -> contextlib.AbstractContextManager[Any]:
-    """In memory from which those before them have not been added yet."""
-    carry = Lane.carry
-
-    def early(lane: Lane, source: Tensor, target: Tensor, free: Sequence[Any] = ()) -> None:
-        never_recorded = torch.Event(lane.target)
-        carry(lane, source, target, [never_recorded] if free else ())
-
-    return mock.patch.object(Lane, "carry", early)
+def gradients_are_added_too_early() -> contextlib.AbstractContextManager[Any]:
+    """Before they are there."""
+    return mock.patch.object(Lane, "arrive", lambda lane: None)
 
 
 WAITS: list[tuple[Callable[[], contextlib.AbstractContextManager[Any]], str]] = [
     (no_wait_for_copies_to_the_host, "loss on the host"),
     (no_wait_for_copies_to_the_host, "outputs on the host"),
     (workers_do_not_enter_the_callers_streams, "on side streams"),
-    (gradients_land_too_early, "all layers have gradients"),
+    (gradients_are_added_too_early, "all layers have gradients"),
 ]
 
 

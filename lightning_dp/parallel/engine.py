@@ -94,12 +94,13 @@ class Engine:
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
         self.on_cpu = all(device.type == "cpu" for device in devices)
-        self.reducer = Reducer(self.replicas, buffers, self.devices, overlap and not self.on_cpu)
+        self.meter = Meter(devices)
+        stays = self.meter.is_by_counts if overlap and not self.on_cpu else None
+        self.reducer = Reducer(self.replicas, buffers, self.devices, stays)
         self.ahead = None if self.on_cpu else Ahead([*devices, output_device])
         self._sends_home = output_device.type == "cpu" and not self.on_cpu
         self.ranges = Ranges()  # the stages, as profilers see them
         self.calls = Calls()  # of the replicas, in the latest apply
-        self.meter = Meter(devices)
         self.planner = Planner(len(devices), split)
         if self.planner.learns:
             self.meter.watch()

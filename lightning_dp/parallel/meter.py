@@ -110,6 +110,10 @@ class Meter:
         if self._steps is not None:
             self._steps.follow(tasks)
 
+    def is_by_counts(self) -> bool:
+        """Whether a step is measured by what devices count themselves, whatever it is for."""
+        return self._steps is not None and self._steps.is_by_counts()
+
     def working(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
         """While it lasts, the devices of some replicas are at work for the step."""
         return nullcontext() if self._steps is None else self._steps.working(replicas)
@@ -168,6 +172,10 @@ class StepMeter:
         self._end_of_memory()
         self._memory.restart()
         self._running = _Step(self._devices, sizes, self._have_clocks)
+
+    def is_by_counts(self) -> bool:
+        """Whether devices have counted work of their own."""
+        return self._have_clocks and any(map(busy_clock, self._devices))
 
     def follow(self, tasks: Sequence[Task]) -> None:
         """What devices do in these calls counts."""

@@ -42,10 +42,13 @@ class Overlap:
     Autograd calls a hook of that parameter of each bucket which gets its gradient last. It does so
     in a thread for each device; the last one of these to come sends the bucket. All gradients of a
     bucket are written on the caller's streams, as one replica shows: else it does not leave early.
+    Nothing leaves in a backward that `stays`: where devices count their own work, sums would be
+    taken for work on their samples.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stays: Callable[[], bool]) -> None:
         self.is_open = False  # something may be under way
+        self._stays = stays
         self._packing: Packing | None = None
         self._lock = threading.Lock()
         self._streams: dict[torch.device, torch.Stream] = {}
@@ -59,7 +62,7 @@ class Overlap:
         Buckets with blocked positions stay.
         """
         devices = dict.fromkeys(row[0].device for row in rows)
-        if len(devices) < 2 or any(device.type == "cpu" for device in devices):
+        if len(devices) < 2 or any(device.type == "cpu" for device in devices) or self._stays():
             return
         if not packing.sums.prepare(list(devices)):
             return

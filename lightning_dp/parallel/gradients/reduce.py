@@ -5,7 +5,7 @@ Gradients are summed, not averaged: the losses' weights are already in them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, compress, count, repeat
 from operator import attrgetter, is_, is_not
@@ -43,7 +43,7 @@ class Reducer:
         replicas: Replicas,
         buffers: Buffers,
         devices: Sequence[torch.device],
-        overlap: bool = True,
+        stays: Callable[[], bool] | None = None,
     ) -> None:
         self.accumulating = False  # a backward leaves gradients on replicas, for a later one
         self._replicas = replicas
@@ -55,7 +55,7 @@ class Reducer:
         self._waiting = False
         self._in_backward = False  # or one has not ended
         self._devices = devices
-        self._overlap = Overlap() if overlap else None
+        self._overlap = None if stays is None else Overlap(stays)
 
     def after_forward(self, shards: Shards) -> None:
         """Notes what is to be settled, after the backward or before the next step.

@@ -120,7 +120,7 @@ class Fixture:
         return {
             "forwards": [vars(m).get("forward") for m in self.net.modules()],
             "spreads": self.engine.is_spreading,
-            "is rerun": self.engine._is_rerun,
+            "is rerun": self.engine.is_rerun,
             "attributes": [sorted(vars(m)) for m in (self.net, self.metric, self.twin)],
             "logs": [vars(m).get("log") for m in (*self.replicas.modules, self.measured.metric)],
             "methods": [sorted(vars(m.metric)) for m in self.replicas.modules],

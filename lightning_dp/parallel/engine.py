@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -41,7 +41,6 @@ from lightning_dp.parallel.gradients import (
 from lightning_dp.parallel.links import Ahead, host_waits_for
 from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.ranges import Ranges, stage
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import BufferCopies, ReplicaRules, Replicas, limits_norms
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
 from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, fewest_samples
@@ -104,15 +103,17 @@ class Engine:
         self.planner = Planner(len(devices), split)
         if self.planner.learns:
             self.meter.watch()
-        self._snapshot = None if self.on_cpu else Snapshot()
-        self._is_rerun = False
+        self.snapshot = None if self.on_cpu else Snapshot()
+        self.is_rerun = False
         # Two threads would shorten the same row of a weight twice.
-        how: ExecutorName = "inorder" if self.on_cpu and limits_norms(self.module) else executor
+        in_order = self.on_cpu and limits_norms(self.module)
+        how: ExecutorName = "inorder" if in_order else executor
         self.executor = Executor(devices, how, self.replicas.lose)
         self._dim, self._columns, self._cost_key = dim, columns, cost_key
         self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
-        self._context, self._stale = context, set(range(len(devices)))
+        self._context = context
+        self._stale = set(range(len(devices)))
 
     # The flow
 
@@ -136,9 +137,11 @@ class Engine:
 
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """What the backward of a joint loss does: every replica's own, then the sums."""
-        self.interrupted, spread = gradient, None
+        self.interrupted = gradient
+        spread = None
         self.reducer.before_backward(joint, can_fail=not self.on_cpu)
-        if self.on_cpu and not joint.crosses:  # one for each: on this thread they would queue
+        if self.on_cpu and not joint.crosses:
+            # A backward for each replica: on the calling thread they would queue.
             tasks = joint.tasks(gradient, keep_graph, self.devices)
             self.executor.run(joint.name, tasks, goes_on=True)
             self.meter.add(tasks)
@@ -164,7 +167,7 @@ class Engine:
         called: batch norm in it takes no shard of one sample.
         """
         self.planner.learn(self.meter.latest)
-        self._forget_step()
+        self.forget_step()
         n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)
         if n is None and self.expects_samples:
             warn_of_nothing_to_cut(self._dim)
@@ -207,12 +210,12 @@ class Engine:
     def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
         """The replicas, up to date on the devices that have samples."""
         self.reducer.settle()
-        self._forget_step()
+        self.forget_step()
         buffers: BufferCopies = "changed"
         if call.training:
             buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"
-            if self._snapshot is not None:
-                self._snapshot.take(self.replicas.root_buffers)
+            if self.snapshot is not None:
+                self.snapshot.take(self.replicas.root_buffers)
         stale = self._stale.intersection(shards.active)
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
@@ -227,13 +230,14 @@ class Engine:
     @stage("apply")
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
-        self.last_sizes, training = shards.sizes, call.training
+        self.last_sizes = shards.sizes
+        training = call.training
         shards.dims.has_seen(shards.sizes)
         self.calls = Calls(shards.active_sizes, shards.active_order, self._dim)
         call.begin(shards)
         if training and not shards.whole:
             self.meter.start(shards.sizes)
-        context = self._context(self.replicas, call.name, shards, self._is_rerun)
+        context = self._context(self.replicas, call.name, shards, self.is_rerun)
         noticed = self.replicas.noticed(shards.active) if training else nullcontext()
         with context, noticed, self.replicas.compiled.around_calls():
             tasks = call.tasks(modules, shards, self.devices)
@@ -268,24 +272,11 @@ class Engine:
 
     # Around it
 
-    def rerunning(self) -> AbstractContextManager[None]:
-        """While it lasts, replicas leave nothing behind but outputs, gradients and buffers."""
-        return replaced(self, _is_rerun=True)
-
-    def undo(self) -> None:
-        """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
-        self.executor.rest()
-        self.reducer.undo()
-        if self._snapshot is not None:
-            self._snapshot.restore()
-        self.meter.uncount()
-        self._forget_step()
-
-    def _forget_step(self) -> None:
+    def forget_step(self) -> None:
         """From here on there is nothing to undo."""
         self.meter.keep()
-        if self._snapshot is not None:
-            self._snapshot.drop()
+        if self.snapshot is not None:
+            self.snapshot.drop()
 
     def resync(self) -> None:
         """Makes the next step copy everything to the replicas, changed or not."""

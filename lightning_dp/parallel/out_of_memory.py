@@ -23,6 +23,7 @@ from lightning_dp.parallel.devices import (
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.errors import described, forget_frames
 from lightning_dp.parallel.gradients import wait_for_autograd
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import Plan, Sizes
 
 T = TypeVar("T")
@@ -182,6 +183,19 @@ class RecoveringEngine(Engine):
 
     def _count_failures(self) -> dict[torch.device, int]:
         return {device: out_of_memory_count(device) for device in self.devices}
+
+    def rerunning(self) -> AbstractContextManager[None]:
+        """While it lasts, replicas leave nothing behind but outputs, gradients and buffers."""
+        return replaced(self, is_rerun=True)
+
+    def undo(self) -> None:
+        """Takes back what a half-done step has left on the root: buffers, gradients, hooks."""
+        self.executor.rest()
+        self.reducer.undo()
+        if self.snapshot is not None:
+            self.snapshot.restore()
+        self.meter.uncount()
+        self.forget_step()
 
     def _clean_up(self, failed: Sequence[int]) -> bool:
         """Takes back what an attempt has left; whether there was anything to let go."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.parallel.gradients.schedule import Schedule
-from lightning_dp.parallel.links import Packing, current_stream, on_streams
+from lightning_dp.parallel.links import Packing, current_stream, on_streams, own_stream
 from lightning_dp.parallel.torch_storage import is_alone_in_memory
 
 _GRAD = attrgetter("grad")
@@ -51,7 +51,6 @@ class Overlap:
         self._stays = stays
         self._packing: Packing | None = None
         self._lock = threading.Lock()
-        self._streams: dict[torch.device, torch.Stream] = {}
         self._handles: list[RemovableHandle] = []
 
     def begin(
@@ -71,10 +70,7 @@ class Overlap:
             self._schedule = Schedule([bucket.positions for bucket in packing.buckets])
         self._rows = rows
         self._callers = [current_stream(row[0].device) for row in rows]
-        for device in devices:
-            if device not in self._streams:
-                self._streams[device] = torch.Stream(device)
-        self._ways = [self._streams[device] for device in devices]
+        self._ways = {device: own_stream(device, "sums") for device in devices}
         self._there: dict[int, dict[int, _Taken]] = {}
         self._sent: list[int] = []
         self._seen: dict[int, list[int]] = {}
@@ -135,9 +131,9 @@ class Overlap:
 
     def _send(self, j: int, packing: Packing) -> None:
         taken = [self._there[j][r] for r in range(len(self._rows))]
-        with on_streams(self._ways):
+        with on_streams([*self._ways.values()]):
             for caller, (_, ready) in zip(self._callers, taken, strict=True):
-                self._streams[caller.device].wait_event(ready)
+                self._ways[caller.device].wait_event(ready)
             self._sent.append(j)
             packing.sums.send(j, [gradients for gradients, _ in taken])
 
@@ -176,8 +172,8 @@ class Overlap:
 
     def _wait(self) -> None:
         """What is under way reads gradients, whose memory others get when they are gone."""
-        for stream in self._ways:
-            current_stream(stream.device).wait_stream(stream)
+        for device, way in self._ways.items():
+            current_stream(device).wait_stream(way)
 
     def _put_back(self, j: int, r: int, taken: _Taken) -> None:
         """With what has come later."""

@@ -111,16 +111,14 @@ class Reducer:
         self._settle_forward()
         self._call_hooks()
         earlier, self._earlier = self._earlier, None
-        if earlier is not None:
-            # By themselves first: apart from the earlier ones, they can still be undone.
-            self._reduce(spread)
-            if self._overlap is not None:
-                self._overlap.arrive()
-            earlier.add()
-        if earlier is None or (earlier.has_any and self._left_on_replicas()):
-            self._reduce(spread)
+        # By themselves first: apart from the earlier ones, they can still be undone.
+        self._reduce(spread)
         if self._overlap is not None:
             self._overlap.arrive()
+        if earlier is not None:
+            earlier.add()
+            if earlier.has_any and self._left_on_replicas():
+                self._reduce(spread)
 
     def reduce_waiting(self) -> None:
         """Reduces what has accumulated on the replicas, if no backward has come to do so."""

@@ -16,6 +16,7 @@ from lightning_dp.parallel.links.spans import Stretch as Stretch
 from lightning_dp.parallel.links.streams import current_stream as current_stream
 from lightning_dp.parallel.links.streams import host_waits_for as host_waits_for
 from lightning_dp.parallel.links.streams import on_streams as on_streams
+from lightning_dp.parallel.links.streams import own_stream as own_stream
 from lightning_dp.parallel.links.streams import side_streams as side_streams
 from lightning_dp.parallel.links.summing import kind as kind
 from lightning_dp.parallel.links.transfer import gradients_on as gradients_on

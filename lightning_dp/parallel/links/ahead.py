@@ -9,14 +9,13 @@ batches and never for more, however far ahead the host is, and the host does not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.devices import memory_capacity, peak_memory
-from lightning_dp.parallel.links.streams import current_stream, on_streams
+from lightning_dp.parallel.links.streams import current_stream, on_streams, own_stream
 
 LEAST_BYTES = 2**20
 """Smaller tensors go as they are: the host takes longer to issue waits of one stream for another
@@ -102,7 +101,7 @@ class _Room:
     """Memory of one device for what comes next."""
 
     def __init__(self, device: torch.device) -> None:
-        self._way = _way(device)
+        self._way = own_stream(device, "ahead")
         self._device = device
         self._is_due = False  # the latest two batches were alike, and the next one may be, too
         self._kinds: list[Kind] = []  # of the latest batch
@@ -153,9 +152,3 @@ class _Room:
         """Whether the steps so far have left enough memory."""
         size = sum([shape.numel() * dtype.itemsize for shape, _, dtype in self._kinds])
         return peak_memory(self._device) + size <= FULL * memory_capacity(self._device)
-
-
-@cache
-def _way(device: torch.device) -> torch.Stream:
-    """The one stream for what comes to a device: devices have few streams."""
-    return torch.Stream(device)

@@ -28,6 +28,12 @@ def _index(device: torch.device) -> int | None:
     return device.index
 
 
+@cache
+def own_stream(device: torch.device, purpose: str) -> torch.Stream:
+    """The one stream of a device for a purpose that no caller's work has: devices have few."""
+    return torch.Stream(device)
+
+
 def are_accelerators(*devices: torch.device) -> bool:
     """Whether copies between them need not block the host."""
     return all([device.type != "cpu" for device in devices])

@@ -22,6 +22,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_dp  # noqa: F401  # registers the strategy "dp_custom"
 from lightning_dp.app.options import check_at_least
+from lightning_dp.app.quiet import quiet
 from lightning_dp.app.scripts import ScriptParser
 
 Batch = tuple[Tensor, Tensor]
@@ -173,20 +174,21 @@ class DigitsDataModule(L.LightningDataModule):
 
 def main() -> None:
     args = ScriptParser(__doc__.splitlines()[0], devices=4, epochs=20).parse()
-    L.seed_everything(42)
-    model = DigitsCNN(scheduler=partial(CosineAnnealingLR, T_max=args.epochs))
-    data = DigitsDataModule()
-    trainer = L.Trainer(
-        strategy="dp_custom",
-        accelerator=args.accelerator,
-        devices=args.devices,
-        max_epochs=args.epochs,
-        log_every_n_steps=10,
-        logger=False,
-        enable_checkpointing=False,
-    )
-    trainer.fit(model, data)
-    trainer.test(model, data)
+    with quiet():
+        L.seed_everything(42, verbose=False)
+        model = DigitsCNN(scheduler=partial(CosineAnnealingLR, T_max=args.epochs))
+        data = DigitsDataModule()
+        trainer = L.Trainer(
+            strategy="dp_custom",
+            accelerator=args.accelerator,
+            devices=args.devices,
+            max_epochs=args.epochs,
+            log_every_n_steps=10,
+            logger=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(model, data)
+        trainer.test(model, data)
 
 
 if __name__ == "__main__":

@@ -198,7 +198,7 @@ class Drawings(Callback):
         )
 
     def on_test_end(self, trainer: L.Trainer, module: GAN) -> None:  # type: ignore[override]  # its own
-        images = module.drawn[:7].view(-1, 8, 8)
+        images = module.drawn[:4].view(-1, 8, 8)
         for row in range(8):
             print("   ".join(_line(image[row]) for image in images))
         own, trained = (trainer.callback_metrics[f"test/distance{of}"] for of in ("", "_trained"))

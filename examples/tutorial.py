@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.app.options import check_at_least
+from lightning_dp.app.quiet import quiet
 from lightning_dp.app.scripts import ScriptParser, script_trainer, whole_number, whole_numbers
 
 Outputs = tuple[Tensor, dict[str, Any]]
@@ -120,23 +121,24 @@ def main() -> None:
     )
     parser.add_argument("--output-device", help="where outputs end up; None: the first device")
     args = parser.parse()
-    L.seed_everything(0)
+    L.seed_everything(0, verbose=False)
     # One device after another, so that the lines come in their order.
     strategy = DataParallelStrategy(
         split=args.split, output_device=args.output_device, executor="inorder"
     )
-    trainer = script_trainer(
-        Outside(),
-        strategy=strategy,
-        accelerator=args.accelerator,
-        devices=args.device_ids or args.devices,
-        max_epochs=args.epochs,
-    )
-    model, data = TutorialModel(), RandomRows()
-    trainer.predict(model, data, return_predictions=False)
-    model.talk = False
-    trainer.fit(model, data)
-    trainer.test(model, data)
+    with quiet():
+        trainer = script_trainer(
+            Outside(),
+            strategy=strategy,
+            accelerator=args.accelerator,
+            devices=args.device_ids or args.devices,
+            max_epochs=args.epochs,
+        )
+        model, data = TutorialModel(), RandomRows()
+        trainer.predict(model, data, return_predictions=False)
+        model.talk = False
+        trainer.fit(model, data)
+        trainer.test(model, data)
 
 
 if __name__ == "__main__":

@@ -3,27 +3,59 @@
 A first word without ``=`` is the verb; without one it is ``train``.
 """
 
+import difflib
 import importlib
 import re
 import sys
 from typing import Any
 
-VERBS = {"train": "lightning_dp.app.train", "doctor": "lightning_dp.app.doctor"}
+VERBS = {
+    "train": ("lightning_dp.app.train", "train and test (the default); Hydra's overrides"),
+    "evaluate": ("lightning_dp.app.evaluate", "test what a training has left: run=FOLDER"),
+    "convert": ("lightning_dp.convert", "rename the weights in a checkpoint file"),
+    "doctor": ("lightning_dp.app.doctor", "is all well on this machine, and what is fastest"),
+    "plan": ("lightning_dp.app.plan", "what many machines would give"),
+    "estimate": ("lightning_dp.app.estimate", "memory of each device, and the largest batch"),
+    "env": ("lightning_dp.app.env", "versions and devices, to be pasted into a report"),
+    "new": ("lightning_dp.app.new", "a small project of one's own in a new folder"),
+}
+"""Of each verb: the module whose `main` it is, and what it does."""
+
 _WORD = re.compile(r"[\w-]+")  # no override, and no option of Hydra
 
 
 def main() -> Any:
     """Entry point of the command line; returns the exit status, None for 0."""
     verb = "train"
+    if sys.argv[1:] in (["--help"], ["-h"], ["help"]):
+        print(_help())
+        return 0
     if len(sys.argv) > 1 and _WORD.fullmatch(sys.argv[1]) and not sys.argv[1].startswith("-"):
         # Programs read their own options; child processes of a training start as trainings.
         verb = sys.argv.pop(1)
     if verb not in VERBS:
-        sys.exit(
+        near = difflib.get_close_matches(verb, VERBS, 1)
+        print(
             f"error: expected one of {', '.join(VERBS)}, or an option such as experiment=digits, "
-            f"got {verb!r}."
+            f"got {verb!r}." + "".join(f" Did you mean {name!r}?" for name in near),
+            file=sys.stderr,
         )
-    return importlib.import_module(VERBS[verb]).main()
+        return 2
+    return importlib.import_module(VERBS[verb][0]).main()
+
+
+def _help() -> str:
+    lines = [f"  {verb:10}{text}" for verb, (_, text) in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: lightning-dp [VERB] ...   or   python -m lightning_dp [VERB] ...",
+            "",
+            *lines,
+            "",
+            "  lightning-dp experiment=digits trainer.devices=2   trains",
+            "  lightning-dp VERB --help                           options of a verb",
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 `split="auto"` decides before a batch is moved. What it decides by are the times of all steps, which
 are taken here: from a step's begin to the end of its backward, with the gradients' sums.
+
+Not in several processes: their steps wait for each other, and tell nothing of one's own devices.
+There `split="auto"` shares the samples out over all devices of a process, by their speeds.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,16 @@ from lightning_dp.keys import (
     shared_prefix,
     strip_prefix,
 )
-from lightning_dp.table import print_table
+from lightning_dp.table import ScreenParser, print_table
 
 State = Mapping[str, Any]
 
 DESCRIPTION = """\
-Renames the weights in a checkpoint file and writes them to another file. The ending of DST says
-what is written: .safetensors, .ckpt for Lightning, any other for torch. If SRC has an ending of
-the same kind, all else in it is kept too (optimizers, epoch); otherwise DST holds the weights
-alone. Without an option that renames, keys stay as they are.
+Renames the weights in a checkpoint file and writes them to another file. The
+ending of DST says what is written: .safetensors, .ckpt for Lightning, any other
+for torch. If SRC has an ending of the same kind, all else in it is kept too
+(optimizers, epoch); otherwise DST holds the weights alone. Without an option
+that renames, keys stay as they are.
 """
 
 
@@ -72,7 +73,12 @@ def convert(options: Namespace) -> None:
 
 
 def _read(path: Path, options: Namespace) -> Any:
-    return checkpoint_files.read(path, weights_only=False if options.unsafe else None)
+    try:
+        return checkpoint_files.read(path, weights_only=False if options.unsafe else None)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{path}: expected a checkpoint file, got the name of no file. Correct it."
+        ) from error
 
 
 def _without_modules(loaded: Any) -> Any:
@@ -142,9 +148,9 @@ def _like(weights: State, reference: State, path: Path) -> Renaming:
     missing, unexpected = sorted(reference.keys() - names), sorted(names - reference.keys())
     if missing or unexpected:
         raise ValueError(
-            f"--like: expected keys that match those of {str(path)!r} but for prefixes; "
-            f"{len(missing)} are missing {missing[:4]}, {len(unexpected)} are not in it "
-            f"{unexpected[:4]}. For other names of the same architecture: --by-order."
+            f"--like: expected keys that match those of {str(path)!r} but for prefixes, got "
+            f"others: {len(missing)} are missing {missing[:4]}, {len(unexpected)} are not in it "
+            f"{unexpected[:4]}. Use --by-order for other names of the same architecture."
         )
     return renaming
 
@@ -191,7 +197,7 @@ def _show(weights: State, renaming: Renaming) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> Namespace:
-    parser = ArgumentParser("python -m lightning_dp.convert", description=DESCRIPTION)
+    parser = ScreenParser("python -m lightning_dp convert", description=DESCRIPTION)
     parser.add_argument("source", metavar="SRC", type=Path, help="the file to read")
     parser.add_argument("target", metavar="DST", type=Path, help="the file to write")
     names = parser.add_mutually_exclusive_group()

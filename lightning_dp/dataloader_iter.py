@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_dp.parallel.batch import Inferred, cut_for, infer_for
 from lightning_dp.parallel.workers import Calls, current_participant
+from lightning_dp.processes import is_idle_in, is_of_several
 
 Item: TypeAlias = tuple[Any, int, int]
 """A batch, its number, and that of its DataLoader."""
@@ -48,6 +49,7 @@ class Pulled:
         self.source = source
         self._dim = dim
         self._items: list[Item] = []
+        self._idle: list[bool] = []  # with several processes: whether this one has no samples of it
         self.is_used = False
         self.size: int | None = None  # of all batches, once it matters
         if previous is not None and previous.source is source:
@@ -62,13 +64,14 @@ class Pulled:
         """The i-th batch of the step. A step that is run again gets the same ones."""
         while len(self._items) <= i:
             self._items.append(next(self.source))
+            self._idle.append(is_idle_in(self.source))
         return self._items[i]
 
     def first(self) -> Any:
         """The batch that is split before the step begins."""
         batch, *_ = self.item(0)
         if self.size is not None:
-            self._checked(batch)
+            self._checked(batch, 0)
         return batch
 
     def of_replica(self, shard: Any, _: torch.device) -> ShardIterator:
@@ -77,19 +80,24 @@ class Pulled:
 
     def more(self, calls: Calls, numbers: list[int]) -> Sequence[Any]:
         """The shards of a further batch, for replicas that all have come for it."""
-        batch, *_ = self.item(numbers[0])
+        i = numbers[0]
+        batch, *_ = self.item(i)
         sizes = tuple(calls.sizes or ())
+        if len(sizes) == 1 and not is_of_several(self.source):
+            return [batch]
+        self.size = 0 if self._idle[0] else sum(sizes)
+        checked = self._checked(batch, i)
         if len(sizes) == 1:
             return [batch]
-        self.size = sum(sizes)
-        return cut_for(self._module, batch, self._checked(batch), sizes, self._dim, calls.order)
+        return cut_for(self._module, batch, checked, sizes, self._dim, calls.order)
 
-    def _checked(self, batch: Any) -> Inferred:
+    def _checked(self, batch: Any, i: int) -> Inferred:
         inferred = infer_for(self._module, batch, self._dim)
-        if inferred.size != self.size:
+        size = 0 if self._idle[i] else inferred.size
+        if size != self.size:
             raise ValueError(
                 "dataloader_iter: expected batches of one size where a step takes several, got "
-                f"{self.size} and then {inferred.size} samples. Replicas' losses are weighted by "
+                f"{self.size} and then {size} samples. Replicas' losses are weighted by "
                 "their samples. Set drop_last=True in the DataLoader, take one batch in a step, or "
                 'use DataParallelStrategy(mode="forward").'
             )

@@ -1,4 +1,4 @@
-"""Batch norm over all replicas, as `Trainer(sync_batchnorm=True)` asks for."""
+"""Batch norm over all replicas of all processes, as `Trainer(sync_batchnorm=True)` asks for."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ the release, unless it is said below what happens instead.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,6 +71,37 @@ def batch_value(metric: Any) -> Any:
     return getattr(metric, "_forward_cache", None)
 
 
+def results_of(trainer: Any) -> Any:
+    """What takes the values that the running loop's steps log; None where nothing can be logged."""
+    return found(trainer, "_results")
+
+
+def window_stays(metric: nn.Module) -> None:
+    """Lets the next update of a `Running` go on with what its latest one has seen."""
+    seen = found(metric, "_num_vals_seen") - 1
+    metric._num_vals_seen = seen
+    base: Any = metric.base_metric
+    for name in state_defaults(base):
+        setattr(base, name, getattr(metric, f"{name}_{seen % metric.window}"))
+
+
+_OF_ALL = {"states": "of all processes"}
+
+
+def mark_as_of_all_processes(metric: nn.Module) -> None:
+    """Notes on a metric that its states are those of all processes, until its next reset.
+
+    In an attribute that a reset empties, and that is used only while a metric is synced.
+    """
+    found(metric, "_cache")
+    metric._cache = dict(_OF_ALL)  # type: ignore[assignment]  # torch declares modules and tensors
+
+
+def is_of_all_processes(metric: nn.Module) -> bool:
+    """Whether that was noted since the latest reset."""
+    return bool(found(metric, "_cache") == _OF_ALL)
+
+
 # Strategies
 
 
@@ -97,6 +129,38 @@ def set_root_device(strategy: Any, device: torch.device) -> None:
 def requested_devices(trainer: Any) -> list[torch.device]:
     """The devices that `Trainer(devices=...)` means, also where its strategy has others."""
     return list(found(found(trainer, "_accelerator_connector"), "_parallel_devices"))
+
+
+def join_process_group(environment: Any, backend: str, **options: Any) -> None:
+    """Makes torch's process group of all processes that an environment knows; it ends at exit.
+
+    The options are those of `torch.distributed.init_process_group`.
+    """
+    from lightning.fabric.utilities import distributed
+
+    found(distributed, "_init_dist_connection")(environment, backend, **options)
+
+
+def replace_sigterm(
+    trainer: Any, handler: Callable[[int, Any], None], before_batch: Callable[[], None]
+) -> None:
+    """Replaces what a Trainer with several processes does at SIGTERM, and asks before a batch."""
+    connector, loop = found(trainer, "_signal_connector"), trainer.fit_loop.epoch_loop
+    found(connector, "_sigterm_notifier_fn")
+    found(loop, "_broadcast_sigterm_tensor")
+    connector._sigterm_notifier_fn = handler
+    loop._broadcast_sigterm_tensor = before_batch
+
+
+def restore_sigterm(trainer: Any) -> None:
+    """Undoes `replace_sigterm`."""
+    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def set_sigterm_received(trainer: Any) -> None:
+    """Lets `trainer.received_sigterm` be true, for callbacks that ask for it."""
+    found(trainer, "_signal_connector").received_sigterm = True
 
 
 # Checkpoints
@@ -131,6 +195,17 @@ def logged_step(trainer: Any) -> int:
     return int(found(trainer.fit_loop.epoch_loop, "_batches_that_stepped"))
 
 
+def training_loaders(trainer: Any) -> list[Any]:
+    """The loaders that a fit trains on, in order; none before the fit has asked for them."""
+    loader = found(trainer.fit_loop, "_combined_loader")
+    return [] if loader is None else list(loader.flattened)
+
+
+def prefetched_batches(trainer: Any) -> int:
+    """How many batches have been drawn and not been trained on, by the Trainer itself."""
+    return len(getattr(found(trainer.fit_loop, "_data_fetcher"), "batches", ()))
+
+
 def is_accumulating(trainer: Any) -> bool:
     """Whether the batch that is being trained on ends without a step of the optimizer."""
     return bool(found(trainer.fit_loop, "_should_accumulate")())
@@ -139,3 +214,17 @@ def is_accumulating(trainer: Any) -> bool:
 def is_time_to_log(trainer: Any) -> bool:
     """Whether `log_every_n_steps` has come round."""
     return bool(found(trainer, "_logger_connector").should_update_logs)
+
+
+def may_log(hook: str) -> bool:
+    """Whether modules may log in a hook of this name."""
+    from lightning.pytorch.trainer.connectors.logger_connector import fx_validator
+
+    functions: dict[str, Any] = found(fx_validator, "_FxValidator").functions
+    return functions.get(hook) is not None
+
+
+def running_hook(module: nn.Module) -> str | None:
+    """The name of the hook or step that Lightning runs now; None if it runs none."""
+    name: str | None = found(module, "_current_fx_name")
+    return name

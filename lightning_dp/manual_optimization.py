@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dp.lightning_private import lightning_optimizers
 from lightning_dp.parallel.contexts import Contexts, Lasting
-from lightning_dp.parallel.gradients import items_of
+from lightning_dp.parallel.gradients import sum_of_losses
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import standing_in
 from lightning_dp.parallel.torch_private import backwards_go_to
@@ -78,10 +78,11 @@ class ManualOptimization:
                 yield standing_in(module, name, call)
         for tool, label, names in self._methods():
             conduct = _traceless if isinstance(tool, GradScaler) else _with_all
-            calls = {
-                name: _together(step, f"{name} of {label}", getattr(tool, name), conduct)
-                for name in names
-            }
+            is_schedule = isinstance(tool, LRScheduler)
+            calls = {}
+            for name in names:
+                own = partial(conduct, uses_gradients=name == "step" and not is_schedule)
+                calls[name] = _together(step, f"{name} of {label}", getattr(tool, name), own)
             yield self._shared.standing_in(tool, calls, step.shards.active[0])
         backward = _together(step, "backward", torch.autograd.backward, _joint_backward)
         yield backwards_go_to(partial(_hand_over, step, backward))
@@ -141,16 +142,18 @@ def _with_all(
     method: Callable[..., Any],
     calls: list[Arguments],
     *,
+    uses_gradients: bool = False,
     leaves_trace: bool = True,
 ) -> Any:
     """With what the replicas give, each for its shard, made that of the batch."""
     args, kwargs = calls[0]
     args = tuple(_of_all(step, [args[i] for args, _ in calls]) for i in range(len(args)))
     kwargs = {name: _of_all(step, [kwargs[name] for _, kwargs in calls]) for name in kwargs}
-    return step.once(lambda: method(*args, **kwargs), leaves_trace=leaves_trace)
+    trace = {"leaves_trace": leaves_trace, "uses_gradients": uses_gradients}
+    return step.once(lambda: method(*args, **kwargs), **trace)
 
 
-_traceless: Conduct = partial(_with_all, leaves_trace=False)
+_traceless = partial(_with_all, leaves_trace=False)
 """Of gradient scalers: torch does not count how often they write to gradients."""
 
 
@@ -185,7 +188,7 @@ def _hand_over(
     if participant is None or participant.calls is not step.engine.calls:
         return run()
     gradient = gradients[0] if len(tensors) == 1 else None
-    loss = tensors[0] if len(tensors) == 1 else _sum_of(tensors, gradients)
+    loss = tensors[0] if len(tensors) == 1 else sum_of_losses(tensors, gradients)
     return backward(loss, gradient, keep_graph, create_graph, inputs=inputs or None)
 
 
@@ -207,17 +210,6 @@ def _call_with_loss(
         if name not in ("inputs", "loss", "tensors")
     }
     return method(loss, *moved, **others)
-
-
-def _sum_of(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Several losses whose backward runs at once are their sum, weighted by their gradients."""
-    if any(items_of(tensor) is not None for tensor in tensors):
-        raise ValueError(
-            f"Expected one loss with num_items, got a backward of {len(tensors)} tensors, some "
-            "with num_items. Make a backward of each: shards weigh differently in each of them."
-        )
-    pairs = zip(tensors, gradients, strict=True)
-    return torch.stack([t.sum() if g is None else (t * g).sum() for t, g in pairs]).sum()
 
 
 _OF_MODULE: Mapping[str, Conduct] = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,11 +18,10 @@ from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Journals, is_metric
 from lightning_dp.parallel.batch import Shards, bring, to_device
 from lightning_dp.parallel.call import PlainTransfer
-from lightning_dp.parallel.checks import check_choice, check_names
 from lightning_dp.parallel.contexts import Contexts, context
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.gradients import NoLossError
+from lightning_dp.parallel.gradients import LossReduction, NoLossError
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
@@ -30,6 +29,10 @@ from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingSte
 from lightning_dp.spread_check import SpreadCheck
 from lightning_dp.state import changed_once, no_step_of_one_replica
 from lightning_dp.transfer_hooks import transfers_plainly
+
+if TYPE_CHECKING:
+    from lightning_dp.forward_in_processes import ForwardInProcesses
+    from lightning_dp.parallel.processes import World
 
 ModeName: TypeAlias = Literal["step", "forward"]
 MODES: tuple[ModeName, ...] = ("step", "forward")
@@ -55,8 +58,11 @@ class Mode(ABC):
     ) -> None:
         self._module = module
         self._transfer = transfer
-        self._journals = Journals(module, devices, output_device)
+        self._journals = self._new_journals(options.get("world"), devices, output_device)
         self._options = {"output_device": output_device, "rules": self._journals, **options}
+
+    def _new_journals(self, world: World | None, devices: Any, output: Any) -> Journals:
+        return Journals(self._module, devices, output, world)
 
     @abstractmethod
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
@@ -80,6 +86,10 @@ class Mode(ABC):
     ) -> None:
         """Ends a backward that ran out of memory in the context of a step, or raises the error."""
         raise error
+
+    def of_closure(self, result: Any) -> Any:
+        """What an optimizer's closure has returned in one of several processes: of all of them."""
+        return result
 
     def mute(self) -> None:
         """From now on, what replicas log or measure reaches nobody."""
@@ -181,8 +191,10 @@ class ForwardMode(Mode):
     """The step runs once, with the whole batch; the module's calls are spread over the replicas.
 
     The engine is a `ForwardParallel`. Without `move_batch` the batch stays where the DataLoader
-    left it.
+    left it. Each of several processes runs it with its part of the batch.
     """
+
+    _processes: ForwardInProcesses | None = None
 
     def __init__(
         self,
@@ -190,6 +202,7 @@ class ForwardMode(Mode):
         devices: Sequence[torch.device],
         *,
         move_batch: bool,
+        loss_reduction: LossReduction = "mean",
         **options: Any,
     ) -> None:
         super().__init__(module, devices, **options)
@@ -198,11 +211,19 @@ class ForwardMode(Mode):
                 submodule.to(self._options["output_device"])  # where the step's tensors are
         # The mode itself would be a cycle, which keeps replicas alive until it is found.
         context = partial(_around_forward, self._journals, module, devices[0])
-        self.engine: ForwardParallel = ForwardParallel(
-            module, devices, context=context, scalars="merge", **self._options
-        )
+        own, several = {"context": context, "scalars": "merge", **self._options}, self._processes
+        make: Any = ForwardParallel if several is None else partial(several.engine, loss_reduction)
+        self.engine: ForwardParallel = make(module, devices, **own)
         self.moves_batch = move_batch
         self._check = SpreadCheck(module, self.engine)
+
+    def _new_journals(self, world: World | None, devices: Any, output: Any) -> Journals:
+        if world is None:
+            return super()._new_journals(None, devices, output)
+        from lightning_dp.forward_in_processes import ForwardInProcesses
+
+        self._processes = ForwardInProcesses(self._module, world, devices, output)
+        return self._processes.journals
 
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Brings the batch to the output device, where the step's own computations are."""
@@ -216,16 +237,22 @@ class ForwardMode(Mode):
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls it once, on this thread."""
         self._check.begin()
+        call, several = partial(getattr(self._module, method), batch, *args), self._processes
         with self.engine.spreading(), _at(self._module, self.engine.output_device):
-            output = getattr(self._module, method)(batch, *args)
+            output = call() if several is None else several.step(method, call, batch)
         self._check.end(method, output)
         return output
+
+    def of_closure(self, result: Any) -> Any:
+        """Of several processes it is of all."""
+        return result if self._processes is None else self._processes.of_closure(result)
 
     @context
     def during_backward(self) -> Iterator[None]:
         """Checkpoints call the module again, and must find the calls spread as they were."""
         here = _at(self._module, self.engine.output_device)
-        with super().during_backward(), self.engine.spreading(), here:
+        several = nullcontext() if self._processes is None else self._processes.during_backward()
+        with super().during_backward(), self.engine.spreading(), here, several:
             yield
 
 
@@ -271,16 +298,3 @@ def _around_forward(
 ) -> AbstractContextManager[None]:
     """What replicas log and measure inside of a spread call is joined as in a step."""
     return Contexts([journals.around(replicas, shards, is_rerun), _at(module, device)])
-
-
-def check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
-    """Refuses options of forward mode that cannot be, or that step mode would ignore."""
-    check_names("parallel_modules", parallel_modules)
-    check_choice("move_batch", move_batch, (True, False))
-    if mode == "step" and (parallel_modules or not move_batch):
-        named = ("parallel_modules", list(parallel_modules))
-        key, value = named if parallel_modules else ("move_batch", move_batch)
-        raise ValueError(
-            f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
-            "which it has a meaning."
-        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,18 +13,28 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 from typing_extensions import override
 
 from lightning_dp.alone import AloneSteps
 from lightning_dp.checkpointing import CheckpointMixin
 from lightning_dp.fewer_devices import FewerDevicesHint
-from lightning_dp.modes import MODES, ForwardMode, Mode, StepMode, check_mode_options
-from lightning_dp.parallel.batch import Override
-from lightning_dp.parallel.checks import check_choice
+from lightning_dp.modes import MODES, ForwardMode, Mode, StepMode
+from lightning_dp.parallel.batch import Override, no_costs
+from lightning_dp.parallel.checks import check_choice, check_names, named_options
 from lightning_dp.parallel.data_parallel import check_engine_options
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
-from lightning_dp.parallel.gradients import LOSS_REDUCTIONS
-from lightning_dp.parallel.split import Auto, OwnSplit, check_split, split_policy
+from lightning_dp.parallel.gradients import LOSS_REDUCTIONS, LossReduction
+from lightning_dp.parallel.split import (
+    Auto,
+    OwnShare,
+    OwnSplit,
+    Rule,
+    SplitPolicy,
+    check_split,
+    split_policy,
+)
+from lightning_dp.processes import check_group_options
 
 Look: TypeAlias = AloneSteps | FewerDevicesHint
 """Who looks whether all devices need to work."""
@@ -49,10 +61,11 @@ class OptionsMixin(CheckpointMixin):
             `forward` returns, a loss say, is a mean over its samples.
         devices: the devices, root first, in place of `Trainer(devices=...)`. An entry may repeat
             for several replicas on one device: `["cuda:0", "cuda:0"]`, `["cpu"] * 4`. Integers
-            are ids of the machine's accelerator.
+            are ids of the machine's accelerator. Several processes on a machine share its devices
+            out, in order.
         output_device: where loss, logs and gathered outputs end up. None for the root device, a
             name (`"cuda:1"`, `"cpu"`), a `torch.device`, or an integer: a device's id (on the
-            CPU, a replica's index).
+            CPU, a replica's index). Not a device of another process.
         split: how samples are shared out. `"even"`: sizes differ by at most one, larger ones
             first, and with fewer samples than devices some are idle. `"auto"`: as `"adaptive"`, on
             as many devices as make a step shortest; where the root alone is fastest, it does the
@@ -66,9 +79,11 @@ class OptionsMixin(CheckpointMixin):
             other order. Costs are told by the module's method `sample_cost(batch)`, which returns
             a 1-D tensor, or by an entry of the batch, see `sample_cost`. Or a function
             `(batch_size, devices) -> sizes`. Where memory runs out, every split gives the device
-            fewer samples, and the step runs again.
-        weights: fixed shares, one number of at least 0 per device: `[1, 3, 3, 3]`. Only their
-            ratios matter; 0 leaves a device idle. None for equal shares.
+            fewer samples, and the step runs again. Between processes shares are as the numbers of
+            devices; `"chunk"` goes by all devices of all processes.
+        weights: fixed shares, one number of at least 0 per device of the machine: `[1, 3, 3, 3]`.
+            Only their ratios matter, between machines too; 0 leaves a device idle. With
+            `split="adaptive"`, the shares that it begins with. None for equal shares.
         sample_cost: with `split="cost"`, the entry of the batch that holds the samples' costs, such
             as `"lengths"` or `"text.lengths"`; None to ask the module.
         dim: the dimension along which batches are cut and outputs joined.
@@ -94,6 +109,11 @@ class OptionsMixin(CheckpointMixin):
             usual causes it is (a loss that is no mean over samples, batch norm, dropout, something
             random), and what to choose. Leaves no trace; takes a second set of replicas while it
             lasts. The result is `first_step`.
+        process_group_backend: with several processes, what moves bytes between them:
+            `"gloo"`, `"nccl"` or `"cpu:gloo,cuda:nccl"`. None for gloo on CPUs, and for both on
+            GPUs.
+        timeout: with several processes, how long one waits for the others before it gives up: a
+            number of seconds, or a `timedelta`. None for torch's own, half an hour with gloo.
         accelerator: as for every Lightning strategy; the Trainer sets it.
         cluster_environment: as for every Lightning strategy; the Trainer sets it.
         checkpoint_io: as for every Lightning strategy; None for `ModulePrefixCheckpointIO()`.
@@ -104,6 +124,10 @@ class OptionsMixin(CheckpointMixin):
             depends on the number of devices is checked when the Trainer is made.
     """
 
+    given_options: Mapping[str, str] = MappingProxyType({})
+    """The options that differ from their defaults, as text."""
+
+    @named_options
     def __init__(
         self,
         *,
@@ -121,11 +145,14 @@ class OptionsMixin(CheckpointMixin):
         buffers: Literal["first", "mean"] = "first",
         executor: Literal["auto", "threads", "inorder"] = "auto",
         check_first_step: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = None,
         accelerator: Accelerator | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
+        self.options_of_all = {n: value for n, value in locals().items() if n in _OF_ALL}
         check_split(split, weights, sample_cost)
         check_engine_options(dim, buffers, executor, gather_overrides)
         check_choice("check_first_step", check_first_step, (False, True))
@@ -133,7 +160,10 @@ class OptionsMixin(CheckpointMixin):
         engine |= {"buffers": buffers, "executor": executor}
         make = _mode_maker(mode, loss_reduction, parallel_modules, move_batch)
         self._make_mode = partial(make, **engine)
-        self._make_split = partial(split_policy, split, weights)
+        self._process_group_backend = process_group_backend
+        self._timeout = check_group_options(process_group_backend, timeout)
+        self._split, self._weights = split, weights
+        self._cost_key, self._mode_name = sample_cost, mode
         self._output_device = output_device
         self._loss_reduction = loss_reduction
         self._is_even = split == "even" and weights is None
@@ -153,12 +183,67 @@ class OptionsMixin(CheckpointMixin):
 
     @parallel_devices.setter
     def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        """Takes the devices, ours or the Trainer's, and checks what depends on them."""
-        self._devices = parallel_devices
+        """Takes the machine's devices, ours or the Trainer's, and checks what depends on them.
+
+        Where several processes share them out, `take_devices` comes next.
+        """
+        self.machine_devices = self._devices = parallel_devices
+        self._own_weights = self._weights
+        self._split_policy: SplitPolicy | None = None
         if parallel_devices:
-            capacities = partial(memory_capacities, parallel_devices)
-            self.split_policy = self._make_split(parallel_devices, capacities)
+            if self._split != "memory":  # which asks devices, that may be another process's
+                self._split_policy = self._new_policy()
             self._resolved_output = resolve_output_device(self._output_device, parallel_devices)
+
+    @override
+    def take_devices(self, own: slice) -> None:
+        machine = self.machine_devices or []
+        self._devices = machine[own]
+        self._own_weights = None if self._weights is None else self._weights[own]
+        self._split_policy = self._new_policy()
+        self._resolved_output = resolve_output_device(self._output_device, self._devices)
+        others = {*machine} - {*self._devices}
+        if self._resolved_output in others:
+            raise ValueError(
+                "output_device: expected None, 'cpu' or one of this process's own devices "
+                f"{list(map(str, self._devices))}, got {self._output_device!r}, which is another "
+                "process's. Leave it out for each process's root device."
+            )
+
+    @property
+    def split_policy(self) -> SplitPolicy:
+        """How many samples each of this process's devices gets."""
+        if self._split_policy is None:
+            self._split_policy = self._new_policy()
+        return self._split_policy
+
+    @split_policy.setter
+    def split_policy(self, split_policy: SplitPolicy) -> None:
+        self._split_policy = split_policy
+
+    def _new_policy(self) -> SplitPolicy:
+        devices, weights = self._devices or [], self._own_weights
+        if weights is not None and len(devices) == len(weights) and not any(weights):
+            weights = None  # the other processes have all samples; of theirs one is worked on here
+        capacities = partial(memory_capacities, devices)
+        return split_policy(self._split, weights, devices, capacities)
+
+    def check_costs(self, module: nn.Module) -> None:
+        """Raises a ValueError if nobody is going to tell the costs by which batches are split.
+
+        In forward mode each module whose call is spread may tell them, also one made later.
+        """
+        is_told = self._cost_key is not None or hasattr(module, "sample_cost")
+        is_split = self._split == "cost" and len(self.machine_devices or ()) > 1
+        if is_split and not is_told and self._mode_name == "step":
+            raise no_costs(module)
+
+    @property
+    @override
+    def own_share(self) -> OwnShare:
+        weights = None if self._own_weights is None else tuple(self._own_weights)
+        rule: Rule = "chunk" if self._split == "chunk" else "even"
+        return OwnShare(len(self._devices or ()), weights, rule)
 
     @property
     @override
@@ -181,10 +266,13 @@ class OptionsMixin(CheckpointMixin):
             "transfer": super().batch_to_device,
             "output_device": self.output_device,
             "split": self.split_policy,
+            "world": self._world,
         }
         return self._make_mode(self.lightning_module, self.parallel_devices, **options | others)
 
     def _new_look(self, mode: Mode, trainer: Trainer) -> Look | None:
+        if self._world is not None:
+            return None
         if isinstance(self.split_policy, Auto):
             return AloneSteps(mode, self.split_policy, trainer)
         if self._is_even and mode.engine.on_cpu and isinstance(mode, StepMode):
@@ -193,11 +281,32 @@ class OptionsMixin(CheckpointMixin):
 
 
 def _mode_maker(
-    mode: str, loss_reduction: str, parallel_modules: Sequence[str], move_batch: bool
+    mode: str, loss_reduction: LossReduction, parallel_modules: Sequence[str], move_batch: bool
 ) -> Callable[..., Mode]:
     check_choice("mode", mode, MODES)
     check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
-    check_mode_options(mode, parallel_modules, move_batch)
+    _check_mode_options(mode, parallel_modules, move_batch)
     if mode == "step":
         return partial(StepMode, loss_reduction=loss_reduction)
-    return partial(ForwardMode, parallel_modules=parallel_modules, move_batch=move_batch)
+    own: dict[str, Any] = {"parallel_modules": parallel_modules, "move_batch": move_batch}
+    return partial(ForwardMode, loss_reduction=loss_reduction, **own)
+
+
+def _check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
+    """Refuses options of forward mode that cannot be, or that step mode would ignore."""
+    check_names("parallel_modules", parallel_modules)
+    check_choice("move_batch", move_batch, (True, False))
+    if mode == "step" and (parallel_modules or not move_batch):
+        named = ("parallel_modules", list(parallel_modules))
+        key, value = named if parallel_modules else ("move_batch", move_batch)
+        raise ValueError(
+            f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
+            "which it has a meaning."
+        )
+
+
+_OF_ALL = (
+    *("mode", "split", "sample_cost", "dim", "gather_overrides", "parallel_modules"),
+    *("move_batch", "loss_reduction", "buffers"),
+)
+"""Those that all processes share."""

@@ -8,14 +8,18 @@ other. `import lightning_dp.pytorch_lightning` makes the second one know the str
 
     pl.Trainer(strategy="dp_custom", devices=4)
     pl.Trainer(strategy=lightning_dp.pytorch_lightning.DataParallelStrategy(mode="forward"))
+
+So is the callback `PredictionGatherer` for its Trainers.
 """
 
+from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
 
 from lightning_dp.options import OptionsMixin
+from lightning_dp.predictions import PredictionGathererMixin
 from lightning_dp.strategy import DataParallelMixin
 
-__all__ = ["DataParallelStrategy"]
+__all__ = ["DataParallelStrategy", "PredictionGatherer"]
 
 
 # To type checkers the mixin's base is lightning's ParallelStrategy; at run time it has none.
@@ -25,6 +29,12 @@ class DataParallelStrategy(  # type: ignore[misc]  # two ParallelStrategy  # noq
     __doc__ = OptionsMixin.__doc__
 
     package = "pytorch_lightning"
+
+
+class PredictionGatherer(  # type: ignore[misc]  # two BasePredictionWriter
+    PredictionGathererMixin, BasePredictionWriter
+):
+    """`lightning_dp.PredictionGatherer` for Trainers of pytorch_lightning."""
 
 
 DataParallelStrategy.register_strategies(StrategyRegistry)

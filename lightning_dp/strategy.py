@@ -13,10 +13,12 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_dp.alone import AloneSteps
+from lightning_dp.between_steps import BetweenStepsMixin, check_callbacks
 from lightning_dp.first_step import FirstStep, check_first_step
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import layer_sync, set_layer_sync
 from lightning_dp.modes import Mode
+from lightning_dp.more_devices import hint_more_devices
 from lightning_dp.options import Look, OptionsMixin
 from lightning_dp.parallel.batch import DeviceUsage
 from lightning_dp.parallel.contexts import Surroundings, context
@@ -24,9 +26,10 @@ from lightning_dp.parallel.likely_cause import note_kept_tensors
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import CostSplit, StepUsage
 from lightning_dp.parallel.workers import Calls, current_participant
+from lightning_dp.processes import begin_alike, check_options, open_fetcher
 
 
-class DataParallelMixin(OptionsMixin):
+class DataParallelMixin(BetweenStepsMixin, OptionsMixin):
     """The strategy for either of Lightning's packages; its options are in `OptionsMixin`."""
 
     strategy_name = "dp_custom"
@@ -39,7 +42,6 @@ class DataParallelMixin(OptionsMixin):
     """What `check_first_step` has found in the latest fit; None if it has not looked yet."""
     usage: Sequence[DeviceUsage] = ()
     """What every device did in the training steps of the latest fit."""
-    _mode: Mode | None = None
     _alone: Look | None = None  # whether all devices need work
 
     def watch(self) -> None:
@@ -53,13 +55,21 @@ class DataParallelMixin(OptionsMixin):
         """Takes the training steps measured since the last call, in order, each of them once.
 
         Empty with one device, after the fit, and if nothing is watched: see `watch`. In forward
-        mode each spread call of the module is a step.
+        mode each spread call of the module is a step. Of several processes each sees its own
+        devices.
 
         Args:
             wait: whether to wait for GPUs to be through with all steps; else those that they are
                 still at are in a later call.
         """
         return [] if self._mode is None else self._mode.engine.meter.take(wait=wait)
+
+    def why_in_turns(self) -> str:
+        """Why replicas on the CPU run one after another in the training steps of this fit."""
+        engine = cast(Mode, self._mode).engine
+        why = engine.executor.why_in_order(engine.meter.kind)
+        is_ours = why == 'executor="inorder"' and self.given_options.get("executor") != "'inorder'"
+        return "two threads would apply the max_norm of an embedding twice" if is_ours else why
 
     def __getstate__(self) -> dict[str, Any]:
         """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""
@@ -72,11 +82,24 @@ class DataParallelMixin(OptionsMixin):
         cast(LightningModule, self.model).to(self.root_device)
 
     @override
+    def connect(self, model: LightningModule) -> None:
+        """Takes the module, before any data is loaded."""
+        self.check_costs(model)
+        super().connect(model)
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         devices = cast(list[torch.device], self.parallel_devices)
         self._close()  # what an interrupted end of an earlier run has left
         super().setup(trainer)
-        if len(devices) == 1:
+        if self._world is not None:
+            check_callbacks(trainer)
+            check_options(self.options_of_all, trainer, self._world)
+            self.open_slices(self._world)
+            begin_alike(cast(LightningModule, self.lightning_module), self._world)
+        if len(devices) == 1 and self._world is None:
+            if trainer.state.fn == TrainerFn.FITTING and "devices" not in self.given_options:
+                hint_more_devices(self.accelerator, devices[0])
             return  # every hook is then the base class's: plain Lightning on one device
         plugin = layer_sync(self)
         if plugin is not None:
@@ -91,11 +114,6 @@ class DataParallelMixin(OptionsMixin):
         if trainer.state.fn == TrainerFn.FITTING:
             self.usage = self._mode.engine.meter.usage
             self.first_step = None
-
-    @override
-    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict=strict)
-        self._resync()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -141,7 +159,11 @@ class DataParallelMixin(OptionsMixin):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("training_step", *args, **kwargs)
+        output = self._step("training_step", *args, **kwargs)
+        if output is None:  # after a step by hand Lightning does not ask
+            module = cast(LightningModule, self.lightning_module)
+            self._asks_why = module.automatic_optimization
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +175,8 @@ class DataParallelMixin(OptionsMixin):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step("predict_step", *args, **kwargs)
+        output = self._step("predict_step", *args, **kwargs)
+        return self.own_rows(output, sum(self.last_sizes))
 
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -191,7 +214,7 @@ class DataParallelMixin(OptionsMixin):
             if self._alone is None or not self._alone.is_alone:
                 with Surroundings():  # of a training step that returned None, no backward has come
                     mode.engine.reducer.reduce_waiting()
-            return result
+            return result if self._world is None else mode.of_closure(result)
 
         return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
 
@@ -207,29 +230,19 @@ class DataParallelMixin(OptionsMixin):
             with replaced(self._mode.engine.reducer, accumulating=True):
                 yield
 
-    # Callbacks may write weights in ways that leave no trace, and they do it at these times.
-
-    @override
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        self._resync()
-
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:
             self._resync()
 
-    @override
-    def on_validation_end(self) -> None:
-        super().on_validation_end()
-        self._resync()
-
     def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
         own = partial(getattr(super(), method), *args, **kwargs)
         if self._mode is None:
             return own()
         batch, *rest = (*args, *kwargs.values())
+        if self._world is not None:
+            open_fetcher(batch, self._world)
         several = partial(self._step_of_all, self._mode, method, batch, tuple(rest))
         alone = self._alone
         output = (
@@ -251,7 +264,8 @@ class DataParallelMixin(OptionsMixin):
         # A split that learns would learn from the check's steps.
         policy = self.split_policy
         split = policy if isinstance(policy, CostSplit) else lambda n: policy(n)
-        with Surroundings(), mode.engine.meter.unmeasured():
+        # Of several processes each looks at its own part of the batch, and asks no other.
+        with Surroundings(), mode.engine.meter.unmeasured(), self.as_only_process():
             self.first_step = check_first_step(
                 cast(LightningModule, self.lightning_module),
                 batch,
@@ -265,11 +279,6 @@ class DataParallelMixin(OptionsMixin):
         mode.engine.resync()
         self.first_step.tell()
 
-    def _resync(self) -> None:
-        if self._mode is not None:
-            with Surroundings():
-                self._mode.engine.resync()
-
     def _close(self) -> None:
         if self._mode is not None:
             with Surroundings():
@@ -277,8 +286,11 @@ class DataParallelMixin(OptionsMixin):
         self._mode = self._alone = None
 
     def __repr__(self) -> str:
-        """What Lightning shows when it refuses a strategy, that of the other package perhaps."""
-        name, other = type(self).__qualname__, "lightning"
+        """Options and devices; until a Trainer has it, which can: Lightning refuses others so."""
+        options = ", ".join(f"{option}={value}" for option, value in self.given_options.items())
+        name, other = f"{type(self).__qualname__}({options})", "lightning"
+        if self.accelerator is not None:
+            return f"<{name} on {', '.join(self.replica_names)}>"
         twin = "lightning_dp.DataParallelStrategy"
         if self.package == other:
             other, twin = "pytorch_lightning", "lightning_dp.pytorch_lightning.DataParallelStrategy"

@@ -7,8 +7,10 @@ with -k, run in this process, where a debugger and prints work; `-n 4` and `-n 0
 import argparse
 import functools
 import gc
+import logging
 import os
 import signal
+import sys
 import tempfile
 import threading
 import warnings
@@ -23,6 +25,7 @@ import pytest
 import torch
 from conformance_table import table
 from hypothesis import HealthCheck, settings
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from places import SIM_DEVICES
 
 from lightning_dp import sim
@@ -42,11 +45,13 @@ CONFORMS = "::test_as_one_device["
 
 SIM_IS_SLOW = {
     "test_callbacks",
+    "test_changes_between_steps",
     "test_classes_made_at_run_time",
     "test_containers_on_self",
     "test_copied_trainers",
     "test_dataloader_iter",
     "test_denoise",
+    "test_drop_in_stages",
     "test_faults",
     "test_first_step",
     "test_forward_calls",
@@ -61,10 +66,14 @@ SIM_IS_SLOW = {
     "test_modules_that_broke_dp",
     "test_peers_models",
     "test_pytorch_lightning",
+    "test_silent_writes",
     "test_state_in_buffers",
     "test_stdlib_lm",
+    "test_step_state",
     "test_steps_set_to_none",
+    "test_strides_of_gradients",
     "test_stuck_replicas",
+    "test_sync_batch_norm",
     "test_trainer_options",
     "test_unusual_steps",
     "test_wrapped_optimizers",
@@ -255,10 +264,38 @@ def no_thread_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def environment_is_restored() -> Iterator[None]:
-    before = dict(os.environ)
+    before, rank = dict(os.environ), rank_zero_only.rank
     yield
     os.environ.clear()
     os.environ.update(before)
+    # Without it loggers of later tests write nothing: the process would be the second of several.
+    rank_zero_only.rank = rank
+
+
+@pytest.fixture(autouse=True)
+def loggers_are_restored() -> Iterator[None]:
+    """A library that a test imports, or a program that it runs, logs to where its output went."""
+    before = {logger: [*logger.handlers] for logger in _loggers()}
+    yield
+    for logger in _loggers():
+        for handler in [*logger.handlers]:
+            if handler not in before.get(logger, ()):
+                logger.removeHandler(handler)
+
+
+def _loggers() -> list[logging.Logger]:
+    known = logging.root.manager.loggerDict.values()
+    return [logging.root, *(logger for logger in known if isinstance(logger, logging.Logger))]
+
+
+@pytest.fixture(autouse=True)
+def hydra_is_restored() -> Iterator[None]:
+    """Hydra keeps the configuration of a program that has ended."""
+    yield
+    if "hydra.core.singleton" in sys.modules:
+        from hydra.core.hydra_config import HydraConfig
+
+        HydraConfig.instance().cfg = None
 
 
 @pytest.fixture(autouse=True)

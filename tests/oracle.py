@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import places
 import pytest
@@ -15,10 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import DataParallelStrategy
+from lightning_dp import DataParallelStrategy, PredictionGatherer
+from lightning_dp.parallel.devices import replica_names
 from lightning_dp.strategy import DataParallelMixin
 
 ON = "cpu"  # the kind of devices that a test is on, see `places`; the oracle is always the CPU
+TOGETHER = False  # whether several processes run the same test, see `again_in_processes`
+DEVICES: int | None = None  # that these have together; None for what the test says
 EPOCHS = 2  # what an epoch leaves must reach the next one
 SAMPLES = 53  # in batches of 25: 25, 25 and a last batch of 3, smaller than K = 4
 BATCH = 25
@@ -78,6 +84,11 @@ def devices_of(k: int) -> list[torch.device]:
     return places.devices(ON, k)
 
 
+def names_of(k: int) -> list[str]:
+    """What replicas on these devices are called."""
+    return replica_names(devices_of(k))
+
+
 def accelerator() -> str:
     """What torch, and a Trainer, call the devices that the test is on: their type."""
     return places.type_of(ON)
@@ -125,7 +136,49 @@ def trainer(devices: int = 1, strategy: Any = "dp_custom", **kwargs: Any) -> Tra
     own = {"log_every_n_steps": 1, "max_epochs": EPOCHS}
     on_one = {"accelerator": "cpu", "devices": 1, "strategy": strategy}
     here = on_one if devices == 1 else on_devices(devices, strategy)
-    return Trainer(**{**QUIET, **own, **here, **kwargs})
+    if devices > 1 or not TOGETHER:
+        return Trainer(**{**QUIET, **own, **here, **kwargs})
+    with as_only_process():
+        alone = Trainer(**{**QUIET, **own, **here, **kwargs})
+    for name in ("fit", "validate", "test", "predict", "save_checkpoint"):
+        setattr(alone, name, as_only_process()(getattr(alone, name)))
+    return alone
+
+
+def in_processes() -> bool:
+    """Whether others run the same test, each with some of its devices."""
+    return TOGETHER
+
+
+@contextmanager
+def as_only_process() -> Iterator[None]:
+    """Meanwhile nothing tells of the processes that run the same test.
+
+    A Trainer takes its environment away as it ends; metrics ask torch whether there are others.
+    """
+    told = ("TORCHELASTIC_", "RANK", "LOCAL_", "GROUP_", "WORLD_SIZE")
+    others = {name: value for name, value in os.environ.items() if not name.startswith(told)}
+    with (
+        mock.patch.dict(os.environ, others, clear=True),
+        mock.patch.object(torch.distributed, "is_initialized", return_value=False),
+    ):
+        yield
+
+
+def predicted(job: Trainer, module: LightningModule, data: Any) -> Any:
+    """What `predict` gives for all samples, in every process."""
+    if job.world_size == 1:
+        return job.predict(module, data)
+    gatherer = PredictionGatherer()
+    job.callbacks.append(gatherer)
+    job.predict(module, data)
+    job.callbacks.remove(gatherer)
+    return of_first(job, gatherer.predictions)
+
+
+def of_first(job: Trainer, value: Any) -> Any:
+    """What the first of all processes has."""
+    return value if job.world_size == 1 else job.strategy.broadcast(value)
 
 
 @dataclass
@@ -150,6 +203,17 @@ def run(
     **kwargs: Any,
 ) -> Run:
     """Fits, validates, tests and predicts, always from the same seed."""
+    with as_only_process() if TOGETHER and devices == 1 else nullcontext():
+        return _run(make, devices, strategy, data, **kwargs)
+
+
+def _run(
+    make: Callable[[], LightningModule],
+    devices: int,
+    strategy: dict[str, Any] | None,
+    data: Callable[[], Any],
+    **kwargs: Any,
+) -> Run:
     torch.manual_seed(0)
     module = make()
     job = trainer(devices, DataParallelStrategy(**(strategy or {})), **kwargs)
@@ -157,7 +221,7 @@ def run(
     result = Run(module, job, dict(job.callback_metrics), dict(job.logged_metrics))
     result.validated = job.validate(module, data(), verbose=False)
     result.tested = job.test(module, data(), verbose=False)
-    result.predictions = job.predict(module, data())
+    result.predictions = predicted(job, module, data())
     return result
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -39,3 +41,24 @@ def tensors() -> int:
     """How many there are."""
     gc.collect()
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+class Clock:
+    """Virtual time: that of steps as they say it, however busy the machine is."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._at_once: Counter[int] = Counter()  # seconds of threads since the time was read
+        self._lock = threading.Lock()
+
+    def work(self, seconds: float, alone: bool = False) -> None:
+        """This thread works for so long; `alone`, while all others wait."""
+        with self._lock:
+            self._at_once[0 if alone else threading.get_ident()] += seconds
+
+    def __call__(self) -> float:
+        with self._lock:
+            waiting = self._at_once.pop(0, 0.0)
+            self._now += waiting + max(self._at_once.values(), default=0.0)
+            self._at_once.clear()
+            return self._now

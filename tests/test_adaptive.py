@@ -7,6 +7,7 @@ import pytest
 
 from lightning_dp.parallel.split.adaptive import Adaptive
 from lightning_dp.parallel.split.arithmetic import Sizes, even, minimax
+from lightning_dp.parallel.split.policies import split_policy
 from lightning_dp.parallel.split.usage import StepUsage
 
 Speeds = list[tuple[float, float]]
@@ -165,3 +166,20 @@ def test_caps_are_kept_and_the_others_share_the_rest() -> None:
         split.learn(StepUsage(sizes, seconds(sizes, SLOW_LAST)))
     best = minimax(64, *map(list, zip(*SLOW_LAST, strict=True)), caps=caps)
     assert max(seconds(split(64, caps), SLOW_LAST)) <= 1.05 * max(seconds(best, SLOW_LAST))
+
+
+def test_it_begins_with_given_shares_and_learns_from_there() -> None:
+    split = split_policy("adaptive", [1, 2, 3], ["cpu"] * 3)
+    assert split(12) == (2, 4, 6)
+    run(split, 12, [(0.0, 0.01)] * 3, 15)
+    assert split(12) == (4, 4, 4)
+    right = split_policy("adaptive", [3, 1], ["cpu"] * 2)
+    run(right, 8, [(0.0, 0.01), (0.0, 0.03)], 100)
+    assert right(8) == (6, 2), "no reason to leave what was right"
+
+
+def test_shares_to_begin_with_leave_no_device_out() -> None:
+    with pytest.raises(ValueError, match=r"weights: expected numbers above 0 .*got \[0, 1\]"):
+        split_policy("adaptive", [0, 1], ["cpu"] * 2)
+    with pytest.raises(ValueError, match="weights: expected 3 numbers, one per device, got 2"):
+        split_policy("adaptive", [1, 1], ["cpu"] * 3)

@@ -85,13 +85,13 @@ def test_run_folder_holds_config_checkpoints_and_metrics(
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows if row["val/acc"]] == ["0", "1"]
-    samples = [row["dp/cpu/replica_1/samples"] for row in rows]
+    samples = [row["dp/cpu:1/samples"] for row in rows]
     cells = [cell for cell in samples if cell]
     assert cells == ["47.9", "48.0", "48.0"], "every tenth step of 30, of which the first shows"
 
     metrics = read_json(folder / "metrics.json")
     assert metrics["test/acc"] == result.metrics["test/acc"] > 0.5
-    assert metrics["devices"] == ["cpu", "cpu"]
+    assert metrics["devices"] == ["cpu:0", "cpu:1"]
     assert metrics["samples_per_device"] == [1441, 1439], "720 per epoch"
     assert len(metrics["busy_seconds_per_device"]) == 2
     assert all(seconds > 0 for seconds in metrics["busy_seconds_per_device"])
@@ -110,6 +110,7 @@ def test_run_folder_holds_config_checkpoints_and_metrics(
 FEW = ("trainer.max_epochs=1", "trainer.limit_train_batches=2", "test=false", "logger=none")
 
 
+@pytest.mark.slow
 def test_without_matplotlib_one_line_says_what_to_install(
     configure: Configure,
     tmp_path: Path,
@@ -126,6 +127,22 @@ def test_without_matplotlib_one_line_says_what_to_install(
     assert (tmp_path / "run" / "metrics.json").is_file()
 
 
+def test_the_table_says_that_replicas_took_turns(
+    configure: Configure, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("trainer.devices=2", "strategy.executor=inorder")
+    result = run_in_process(train, configure(*ON_CPU, *FEW, *options))
+    printed = capsys.readouterr().out
+    assert result.devices == ("cpu:0", "cpu:1") and all(
+        f"│ {d} " in printed for d in result.devices
+    )
+    (line,) = [line for line in printed.splitlines() if "took turns" in line]
+    assert line == result.note
+    assert 'in all steps (executor="inorder")' in line
+    assert "one device needs at most about" in line
+
+
+@pytest.mark.slow
 @pytest.mark.sim_only("GPUs cannot be given a speed.")
 def test_devices_can_become_unequal(configure: Configure, tmp_path: Path) -> None:
     on_sim = ("trainer=sim", "trainer.devices=2", "callbacks=slow_device")
@@ -148,6 +165,7 @@ def test_speeds_are_for_as_many_simulated_devices(devices: str, configure: Confi
         train(cfg)
 
 
+@pytest.mark.slow
 def test_weights_become_shares(configure: Configure, tmp_path: Path) -> None:
     strategy = ("strategy.output_device=cpu", "strategy.weights=[1,2,3]")
     run_in_process(
@@ -169,6 +187,7 @@ def test_single_is_one_device_whatever_trainer_devices_says(
     assert OmegaConf.load(tmp_path / "run" / "config.yaml").trainer.devices == 1
 
 
+@pytest.mark.slow
 def test_checkpoint_is_evaluated_and_resumed(
     configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +212,7 @@ def test_checkpoint_is_evaluated_and_resumed(
     assert (resumed["epoch"], resumed["global_step"]) == (1, 12)
 
 
+@pytest.mark.slow
 def test_a_run_is_evaluated_with_its_own_model_and_data(
     configure: Configure, tmp_path: Path
 ) -> None:
@@ -255,6 +275,7 @@ def test_training_can_be_left_out(configure: Configure, tmp_path: Path) -> None:
 def test_strategy_options_are_the_arguments_of_the_class() -> None:
     options = dict(OmegaConf.load(CONF / "strategy" / "dp_custom.yaml"))
     assert options.pop("_target_") == "lightning_dp.DataParallelStrategy"
+    options.pop("defaults")
     # What every Lightning strategy takes (self, accelerator, precision_plugin, ...) is no option.
     of_lightning = inspect.signature(ParallelStrategy.__init__).parameters
     arguments = inspect.signature(lightning_dp.DataParallelStrategy.__init__).parameters
@@ -269,7 +290,8 @@ def test_every_strategy_option_has_a_comment() -> None:
             assert before.startswith("#"), line
 
 
-GROUP_FILES = sorted(CONF.glob("*/*.yaml"))
+# A search needs Hydra's plugin, and no evaluation has one: see test_program_choices.py.
+GROUP_FILES = sorted(f for f in CONF.glob("*/*.yaml") if f.parent.name != "hparams_search")
 
 
 def group_files() -> list[Any]:
@@ -422,8 +444,10 @@ def test_quiet_drops_the_known_messages_only(caplog: pytest.LogCaptureFixture) -
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     with caplog.at_level(logging.INFO, logger.name), quiet():
         logger.info("💡 Tip: buy this")
-        logger.info("GPU available: False")
+        logger.info("GPU available: False, used: False")
+        logger.info("GPU available: True (cuda), used: False")
         warnings.warn("The 'x' does not have many workers", UserWarning, stacklevel=1)
         with pytest.raises(UserWarning, match="real"):
             warnings.warn("a real problem", UserWarning, stacklevel=1)
-    assert [record.getMessage() for record in caplog.records] == ["GPU available: False"]
+    kept = [record.getMessage() for record in caplog.records]
+    assert kept == ["GPU available: True (cuda), used: False"]

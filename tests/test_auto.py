@@ -95,7 +95,7 @@ def families() -> list[Any]:
         enumerate(conformance.OPTIONS), enumerate(FAMILIES)
     ):
         own = conformance.OPTIONS[option]
-        if "split" in own.strategy() or "weights" in own.strategy():
+        if "split" in own.strategy(4) or "weights" in own.strategy(4):
             continue
         if own.manual or family != "adversarial":
             on = KINDS[(i + j) % len(KINDS)]
@@ -112,7 +112,7 @@ def test_as_one_device_whoever_works(
     family: str, option: str, on: str, ways: Ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = conformance.OPTIONS[option]
-    auto = replace(own, strategy=lambda: {**own.strategy(), "split": "auto"})
+    auto = replace(own, strategy=lambda k: {**own.strategy(k), "split": "auto"})
 
     def several(*_: Any) -> Any:
         return conformance.several_devices_with(family, auto)
@@ -402,8 +402,9 @@ def test_usage_and_the_monitor_know_what_the_root_has_done_alone() -> None:
     expected = [sum(column) for column in zip(*job.sizes, strict=True)]
     assert [usage.samples for usage in job.strategy.usage] == expected
     assert list(monitor.total.samples) == expected and monitor.total.steps == len(job.sizes)
-    assert job.strategy.usage[0].busy_seconds > job.strategy.usage[1].busy_seconds > 0
-    assert monitor.total.busy_seconds[0] > monitor.total.busy_seconds[1]
+    seconds = [usage.busy_seconds for usage in job.strategy.usage]
+    assert all(second > 0 for second in seconds)
+    assert monitor.total.busy_seconds == pytest.approx(seconds)
 
 
 def test_replicas_that_have_rested_end_their_threads() -> None:
@@ -609,6 +610,7 @@ def test_a_batch_that_does_not_fit_the_root_never_goes_there(
 # What it costs
 
 
+@pytest.mark.slow
 def test_a_step_of_the_root_alone_enters_few_functions() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         options = {"split": "auto", "executor": "inorder"}

@@ -241,6 +241,18 @@ def test_a_batch_size_is_a_number_of_samples(n: Any) -> None:
         infer_for(Telling(n), zeros(4))
 
 
+@pytest.mark.parametrize("batch", [zeros(4), {"x": zeros(4, 3), "y": [1] * 4}, [zeros(4), 5]])
+def test_a_batch_size_that_nothing_has_is_refused_and_not_given_to_every_replica(
+    batch: Any,
+) -> None:
+    with pytest.raises(
+        BatchSizeError, match=r"Telling.batch_size: expected .* \(4,\), got 7. Return"
+    ):
+        infer_for(Telling(7), batch)
+    assert infer_for(Telling(4), batch).size == 4
+    assert infer_for(Telling(1), batch).size == 1  # all of it is one sample
+
+
 def test_an_attribute_that_is_a_number_is_no_method() -> None:
     module = nn.Identity()
     module.batch_size = 32  # as Lightning's scaler of batch sizes has it

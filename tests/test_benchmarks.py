@@ -15,16 +15,28 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import arithmetic, contest, entries, figure, machine, nets, report
+from benchmarks import (
+    arithmetic,
+    contest,
+    entries,
+    figure,
+    machine,
+    nets,
+    overhead,
+    processes,
+    report,
+)
 from benchmarks.contest import Contestant, ContestantError, Entry, Rules, Turn, Turns
 from benchmarks.job import Job, share
 from benchmarks.models import WORKLOADS
 from benchmarks.pace import Pace
 from benchmarks.peers import PEERS, comm
 from benchmarks.peers.dp_custom import SimpleProfiler
+from benchmarks.peers.dp_custom_processes import Rows
 from benchmarks.peers.loop import run, wrapping
 from benchmarks.peers.ring_ddp import Ring, buckets
 from benchmarks.peers.torch_data_parallel import Known
+from benchmarks.peers.trainer import model_of
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import gradients
@@ -33,6 +45,7 @@ from programs import ROOT, read_json
 from torch import Tensor, nn
 
 from lightning_dp import sim
+from lightning_dp.forecast import Link
 
 RUN = ROOT / "tests" / "benchmarks" / "run.py"
 EXACT = {"atol": 1e-10, "rtol": 1e-9}
@@ -152,6 +165,33 @@ def test_shares_are_all_of_a_batch(model: str) -> None:
     for key in keys:
         assert torch.equal(torch.cat([part[key] for part in parts]), batch[key])
         assert [len(part[key]) for part in parts] == [3, 2, 2]
+
+
+@pytest.mark.parametrize("model", WORKLOADS)
+def test_rows_are_those_of_the_batches_whoever_loads_which(model: str) -> None:
+    batches = WORKLOADS[model].batches(7)
+    rows = Rows(batches)
+    for number in (0, 3, 4, 9):
+        parts = [
+            rows.__getitems__(range(7 * number + a, 7 * number + b)) for a, b in ((0, 4), (4, 7))
+        ]
+        batch = batches[number % len(batches)]
+        keys = list(batch) if isinstance(batch, dict) else range(len(batch))
+        for key in keys:
+            assert torch.equal(torch.cat([part[key] for part in parts]), batch[key])
+
+
+def test_a_model_that_logs_its_loss_in_each_step_trains_the_same() -> None:
+    plain, logging = (
+        trained("one device", "mlp", steps=4, options=o) for o in ({}, {"logs": True})
+    )
+    assert logging == plain
+    model, logged = model_of(Job("", "mlp", options={"logs": True})), []
+    vars(model)["log"] = lambda name, value, **options: logged.append((name, value, options))
+    loss = model.training_step(WORKLOADS["mlp"].batches(2)[0], 0)
+    ((name, value, options),) = logged
+    assert name == "train/loss" and torch.equal(value, loss) and not value.requires_grad
+    assert options["on_step"] and options["sync_dist"]
 
 
 def test_models_are_of_the_kinds_that_they_stand_for() -> None:
@@ -331,7 +371,7 @@ def test_who_cannot_take_part_says_why() -> None:
     job = Job("", "gan", "sim", 2)
     found, why_not = entries.entries(job, list(PEERS), entries.Ours())
     assert [e.name for e in found] == ["one device", "one share", "dp_custom", "nn.DataParallel"]
-    assert len(why_not) == 4 and all(": " in reason for reason in why_not)
+    assert len(why_not) == 5 and all(": " in reason for reason in why_not)
     assert [e.job.devices for e in found] == [1, 2, 2, 2]
 
 
@@ -390,6 +430,24 @@ def test_a_table_has_a_line_for_each_and_says_who_trains_something_else() -> Non
     assert other.startswith("slow: a loss of 1.1")
     (text,) = report.stages("dp_custom", turns(0.5))
     assert "apply 250.00" in text and "between them 250.00" in text
+
+
+def test_the_forecast_of_processes_is_of_one_process_and_a_share() -> None:
+    own = {
+        name: turns(s) for name, s in {"1 x 4": 0.4, "shares alone": 0.2, "torch DDP": 0.3}.items()
+    }
+    slow, fast = Link(1e9, 0.0), Link(1e15, 0.0)
+    told = processes.forecasts(own, {2: fast, 4: fast})
+    # What four devices take from each other, two and one take less of.
+    assert told["2 x 2"] == pytest.approx(0.3, rel=1e-3)
+    assert told["4 x 1"] == pytest.approx(0.25, rel=1e-3)
+    slower = processes.forecasts(own, {2: slow, 4: slow})
+    assert all(slower[name] > told[name] for name in told)
+    found = processes.result({**own, "2 x 2": Turns(failure="it ended")}, told)
+    assert found["1 x 4"]["to torch DDP"]["median"] == pytest.approx(4 / 3)
+    lines = processes.table(found)
+    assert len(lines) == 5 and any("failed: it ended" in line for line in lines)
+    assert processes.forecasts({**own, "1 x 4": Turns(failure="it ended")}, {2: slow}) == {}
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.svg"])
@@ -471,6 +529,27 @@ def test_on_virtual_time_two_runs_have_the_same_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ours_in_several_processes_trains_the_same_and_the_forecast_stands_beside_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "processes.json"
+    few = ["--rounds", "2", "--steps", "2", "--warm-up", "4", "--cores", "2", "--samples", "8"]
+    command = [sys.executable, str(RUN.with_name("processes.py")), "--only", "mlp", *few]
+    done = subprocess.run(
+        [*command, "--json", str(file)], capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = read_json(file)["results"]
+    assert [result["logs"] for result in found] == [False, True]
+    for result in found:
+        own = result["contestants"]
+        assert not [name for name in own if own[name]["failure"]], done.stdout
+        losses = {name: own[name]["loss"] for name in own if name != "shares alone"}
+        assert losses == pytest.approx(dict.fromkeys(losses, losses["1 x 4"]), rel=1e-4)
+        assert all(own[name]["forecast"] > 0 for name in ("2 x 2", "4 x 1"))
+
+
+@pytest.mark.slow
 def test_who_fails_is_left_out_and_says_why() -> None:
     good, bad = Job("one device", "mlp", samples=4), Job("dp_custom", "mlp", samples=4)
     found = [Entry("good", good), Entry("bad", Job(**{**vars(bad), "options": {"split": "?"}}))]
@@ -490,3 +569,13 @@ def test_who_does_not_answer_has_failed_and_is_ended() -> None:
     finally:
         contestant.close(patience=0.0)
     assert [process.poll() for process in contestant._processes] != [None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("face", ["on_the_cpu", "on_separate_devices", "in_a_trainer"])
+def test_every_face_of_the_overhead_is_measured(face: str) -> None:
+    if face == "on_separate_devices":
+        sim.enable(SIM_DEVICES)
+    with pytest.warns() if face == "in_a_trainer" else contextlib.nullcontext():
+        found = getattr(overhead, face)(2, 3)
+    assert found and all(times.seconds for times in found.values())

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from lightning_dp import DataParallelStrategy, ModulePrefixCheckpointIO
+from lightning_dp.checkpointing import atomic_files
 from lightning_dp.checkpointing.io import AtomicTorchCheckpointIO, ModulePrefixMixin
 
 EXACT = {"atol": 0.0, "rtol": 0.0}
@@ -727,6 +728,7 @@ print(in_the_middle, "kills while a file was written,", in_between, "between two
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 @pytest.mark.parametrize(
     ("kind", "kills"),
@@ -747,3 +749,21 @@ def test_the_signature_is_that_of_lightnings() -> None:
         ours = inspect.signature(getattr(ModulePrefixCheckpointIO, name)).parameters
         base = list(inspect.signature(getattr(CheckpointIO, name)).parameters)
         assert list(ours)[: len(base)] == base, "before 2.6 there was no weights_only"
+
+
+@pytest.mark.parametrize(
+    ("given", "on_windows", "on_linux"),
+    [
+        ("file:///C:/runs/last.ckpt", "C:/runs/last.ckpt", "/C:/runs/last.ckpt"),
+        ("file:///c:", "c:", "/c:"),
+        ("file://C:/runs/last.ckpt", "C:/runs/last.ckpt", "C:/runs/last.ckpt"),
+        ("file:///runs/last.ckpt", "/runs/last.ckpt", "/runs/last.ckpt"),
+        ("file:///CD:/last.ckpt", "/CD:/last.ckpt", "/CD:/last.ckpt"),
+        ("C:\\runs\\last.ckpt", "C:\\runs\\last.ckpt", "C:\\runs\\last.ckpt"),
+        ("/C:/last.ckpt", "/C:/last.ckpt", "/C:/last.ckpt"),
+        ("s3://C:/last.ckpt", "s3://C:/last.ckpt", "s3://C:/last.ckpt"),
+    ],
+)
+def test_addresses_of_local_files(given: str, on_windows: str, on_linux: str) -> None:
+    assert atomic_files._without_scheme(given, on_windows=True) == on_windows
+    assert atomic_files._without_scheme(given, on_windows=False) == on_linux

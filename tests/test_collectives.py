@@ -19,6 +19,7 @@ from oracle import (
     assert_same,
     devices_of,
     gradients,
+    names_of,
     run,
 )
 from patience import quickest, soon
@@ -310,7 +311,7 @@ def assert_refused(step: Step, match: str, sizes: tuple[int, ...] = (3, 2, 1)) -
 
 
 def device(k: int) -> str:
-    return str(devices_of(3)[k])
+    return names_of(3)[k]
 
 
 def test_a_replica_that_ends_its_step_is_named() -> None:

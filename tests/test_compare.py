@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from lightning.pytorch import LightningDataModule
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from patience import Clock
 from programs import read_json
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -36,31 +36,39 @@ FEW = (
     "model.width=2",
     "data.batch_size=16",
     "logger=none",
-    "callbacks=model_checkpoint",
+    "callbacks=last_checkpoint",
 )
-LINE = re.compile(r"^4 devices: ([\d.]+) ms per step; 1 device: ([\d.]+) ms$", re.MULTILINE)
+LINE = re.compile(
+    r"^4 devices: ([\d.]+) ms per step; 1 device: ([\d.]+) ms"
+    r"(: one device would be faster here: .*)?$",
+    re.MULTILINE,
+)
 PER_SAMPLE, PER_CALL, FIRST = 0.006, 0.03, 0.8
 
 Configure = Callable[..., DictConfig]
 
 
-class SleepsForSamples(DigitsCNN):
+CLOCK = Clock()
+
+
+@pytest.fixture
+def virtual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "clock", CLOCK)
+
+
+class WorksForSamples(DigitsCNN):
     """Each sample takes its time: four devices at once need a quarter of it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(PER_SAMPLE * len(batch[0]))
+        CLOCK.work(PER_SAMPLE * len(batch[0]))
         return super().training_step(batch, batch_idx)
 
 
-LOCK = threading.Lock()
-
-
-class SleepsForCalls(DigitsCNN):
+class WorksForCalls(DigitsCNN):
     """Each call takes its time, one after another: four devices need four times as much."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with LOCK:
-            time.sleep(PER_CALL)
+        CLOCK.work(PER_CALL, alone=True)
         return super().training_step(batch, batch_idx)
 
 
@@ -68,7 +76,7 @@ class SlowFirst(DigitsCNN):
     """Its first step makes what the others use."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        time.sleep(PER_CALL if batch_idx else FIRST)
+        CLOCK.work(PER_CALL if batch_idx else FIRST)
         return super().training_step(batch, batch_idx)
 
 
@@ -138,33 +146,49 @@ def times(line: str) -> tuple[float, float]:
 # --- what is measured -----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("virtual")
 def test_devices_that_share_the_work_are_told_as_faster(
     configure: Configure, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    as_program(train)(configure(*FEW, of_class(SleepsForSamples)))
-    together, alone = times(last_line(capsys))
-    assert alone >= 16 * PER_SAMPLE * 1e3
-    assert 4 * PER_SAMPLE * 1e3 <= together < 0.7 * alone
+    as_program(train)(configure(*FEW, of_class(WorksForSamples)))
+    line = last_line(capsys)
+    assert times(line) == pytest.approx((4 * PER_SAMPLE * 1e3, 16 * PER_SAMPLE * 1e3))
+    assert "faster" not in line
 
 
+@pytest.mark.usefixtures("virtual")
 def test_devices_that_wait_for_each_other_are_told_as_slower(
     configure: Configure, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    as_program(train)(configure(*FEW, of_class(SleepsForCalls)))
-    together, alone = times(last_line(capsys))
-    assert alone >= PER_CALL * 1e3
-    assert together >= 4 * PER_CALL * 1e3
-    assert together > 1.5 * alone
+    as_program(train)(configure(*FEW, of_class(WorksForCalls)))
+    line = last_line(capsys)
+    assert times(line) == pytest.approx((4 * PER_CALL * 1e3, PER_CALL * 1e3))
+    assert line.endswith(": one device would be faster here: trainer.devices=1 or strategy=dp_auto")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ways"),
+    [
+        ({}, "trainer.devices=1 or strategy=dp_auto"),
+        ({"devices": ["cpu", "cpu"]}, "strategy=single or strategy=dp_auto"),
+        ({"split": "auto"}, "trainer.devices=1"),
+    ],
+)
+def test_where_one_device_is_faster_it_says_how_to_take_one(strategy: Any, ways: str) -> None:
+    told = compare._faster(OmegaConf.create(strategy))
+    assert told == f"one device would be faster here: {ways}"
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("virtual")
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_replicas_run_as_they_are_told_to(configure: Configure, executor: str) -> None:
-    cfg = configure(*FEW, of_class(SleepsForSamples), f"strategy.executor={executor}")
+    cfg = configure(*FEW, of_class(WorksForSamples), f"strategy.executor={executor}")
     job = begin(cfg)
     job.data.setup("fit")
+    samples = 4 if executor == "threads" else 16
     together, alone = times(str(compared(cfg, job)))
-    assert together < 0.7 * alone if executor == "threads" else together >= 16 * PER_SAMPLE * 1e3
+    assert (together, alone) == pytest.approx((samples * PER_SAMPLE * 1e3, 16 * PER_SAMPLE * 1e3))
 
 
 @pytest.mark.slow
@@ -312,10 +336,10 @@ def test_the_job_comes_out_the_same_with_it_and_without(
 def test_a_watch_ends_a_fit_and_leaves_out_its_first_step(configure: Configure) -> None:
     """The first one is slow, and the others are enough before there are many."""
     cfg = configure(*FEW, "strategy=single", f"data._target_={HERE}.Streamed", of_class(SlowFirst))
-    job, watch = begin(cfg), Stopwatch([], enough=5 * PER_CALL)
+    job, watch = begin(cfg), Stopwatch([], 5 * PER_CALL, CLOCK)
     job.trainer.callbacks.append(watch)
     job.trainer.fit_loop.min_epochs = 0
     job.trainer.limit_train_batches = 100
     job.trainer.fit(job.model, datamodule=job.data)
-    assert 1 <= len(watch.seconds) < 20
-    assert max(watch.seconds) < FIRST
+    assert 2 <= len(watch.seconds) < 20
+    assert watch.seconds == pytest.approx([PER_CALL] * len(watch.seconds))

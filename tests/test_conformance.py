@@ -131,7 +131,7 @@ class Option:
 
     Attributes:
         trainer: arguments of the Trainer, on both sides.
-        strategy: arguments of the strategy, which one device has no use for.
+        strategy: arguments of the strategy on so many devices; one has no use for them.
         mixin: what it changes in the module.
         precision: "double" to be exact, or a precision of the Trainer.
         manual: whether it makes sense for modules with manual optimisation.
@@ -139,7 +139,7 @@ class Option:
     """
 
     trainer: dict[str, Any] = field(default_factory=dict)
-    strategy: Callable[[], dict[str, Any]] = dict
+    strategy: Callable[[int], dict[str, Any]] = lambda _: {}
     mixin: type | None = None
     precision: str = "double"
     manual: bool = True
@@ -147,7 +147,18 @@ class Option:
 
 
 def strategy(**options: Any) -> Option:
-    return Option(strategy=lambda: options)
+    return Option(strategy=lambda _: options)
+
+
+def unevenly(n: int, devices: list[torch.device]) -> tuple[int, ...]:
+    """The last but one gets most, and those before it nothing."""
+    k = len(devices)
+    return (*[0] * (k - 2), n - n // 3, n // 3) if k > 1 else (n,)
+
+
+def repeated(k: int) -> list[str]:
+    """Each device twice."""
+    return [str(device) for device in devices_of(max(1, k // 2)) for _ in "ab"][:k]
 
 
 OPTIONS: dict[str, Option] = {
@@ -167,7 +178,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "lbfgs": Option(mixin=WithClosures, manual=False, devices=2),
     "two-optimizers": Option(
-        strategy=lambda: {"mode": "forward"}, mixin=TwoOptimizers, manual=False
+        strategy=lambda _: {"mode": "forward"}, mixin=TwoOptimizers, manual=False
     ),
     "schedule-step": Option(mixin=ScheduledBySteps, manual=False, devices=4),
     "schedule-epoch": Option(mixin=ScheduledByEpochs, manual=False),
@@ -179,17 +190,17 @@ OPTIONS: dict[str, Option] = {
     "split-adaptive": strategy(split="adaptive"),
     "split-auto": strategy(split="auto"),
     "split-cost": strategy(split="cost"),
-    "split-own": strategy(split=lambda n, devices: (0, n - n // 3, n // 3)),
-    "weights": strategy(weights=[1, 3, 2]),
+    "split-own": strategy(split=unevenly),
+    "weights": Option(strategy=lambda k: {"weights": [1, 3, 2, 1, 2, 5][:k]}),
     # Places and ways
     "forward": strategy(mode="forward"),
     "output-cpu": strategy(output_device="cpu"),
     "output-1": strategy(output_device=1),
     "buffers-mean": strategy(buffers="mean"),
     "threads": strategy(executor="threads"),
-    "inorder": Option(strategy=lambda: {"executor": "inorder"}, devices=4),
+    "inorder": Option(strategy=lambda _: {"executor": "inorder"}, devices=4),
     "manual": Option(mixin=TwoOptimizers, manual=False),
-    "repeated": Option(strategy=lambda: {"devices": [str(d) for d in devices_of(2) for _ in "ab"]}),
+    "repeated": Option(strategy=lambda k: {"devices": repeated(k)}, devices=4),
 }
 
 
@@ -231,6 +242,7 @@ class Record:
     """All that a job leaves behind."""
 
     start: dict[str, Tensor]
+    state: dict[str, Tensor]
     checkpoint: dict[str, Any]
     callback_metrics: dict[str, Tensor]
     logged_metrics: dict[str, Tensor]
@@ -238,7 +250,14 @@ class Record:
     predictions: Any
 
     def compared(self) -> dict[str, Any]:
-        kept = ("checkpoint", "callback_metrics", "logged_metrics", "tested", "predictions")
+        kept = (
+            "state",
+            "checkpoint",
+            "callback_metrics",
+            "logged_metrics",
+            "tested",
+            "predictions",
+        )
         return {name: getattr(self, name) for name in kept}
 
 
@@ -269,17 +288,21 @@ def record(job: Trainer, module: Family) -> Record:
     job.fit(module, data, data)
     with TemporaryDirectory() as folder:
         job.save_checkpoint(path := Path(folder) / "saved.ckpt")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        saved = job.is_global_zero and torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint: Any = oracle.of_first(job, saved)
     checkpoint.pop("lightning_dp", None)  # what an adaptive split has learnt
+    state = {name: value.clone() for name, value in module.state_dict().items()}
     metrics = (dict(job.callback_metrics), dict(job.logged_metrics))
     tested = job.test(module, data, verbose=False)
-    return Record(start, checkpoint, *metrics, tested, job.predict(module, data))
+    predictions = oracle.predicted(job, module, data)
+    return Record(start, state, checkpoint, *metrics, tested, predictions)
 
 
 @cache
 def one_device(name: str, key: str, where: str) -> Record:
     option = OPTIONS[key]
-    return record(trainer_of(1, where, option, strategy="auto"), kind_of(name, option)())
+    with oracle.as_only_process():
+        return record(trainer_of(1, where, option, strategy="auto"), kind_of(name, option)())
 
 
 def expected(name: str, key: str) -> Record:
@@ -298,10 +321,9 @@ def several_devices(name: str, key: str) -> Record:
 def several_devices_with(name: str, option: Option) -> Record:
     module = kind_of(name, option)()
     mode = {"mode": module.mode} if module.mode == "forward" else {}
-    strategy = DataParallelStrategy(**{**option.strategy(), **mode})
-    return record(
-        trainer_of(option.devices, oracle.accelerator(), option, strategy=strategy), module
-    )
+    devices = oracle.DEVICES or option.devices
+    strategy = DataParallelStrategy(**{**option.strategy(devices), **mode})
+    return record(trainer_of(devices, oracle.accelerator(), option, strategy=strategy), module)
 
 
 def distance(a: dict[str, Tensor], b: dict[str, Tensor], names: list[str]) -> float:

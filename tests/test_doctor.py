@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import __main__ as program
 from lightning_dp import sim
-from lightning_dp.app import doctor
-from lightning_dp.app.own_workload import own_workloads
+from lightning_dp.app.doctor import command as doctor
+from lightning_dp.app.doctor.own_workload import own_workloads
 from lightning_dp.doctor import OWN_TWO, Law, Plan, Report, Result, examine
 from lightning_dp.doctor.advice import NO_TIME, Timing, advice, first_steps, timings
 from lightning_dp.doctor.bandwidth import Link, measured_links
@@ -98,6 +98,9 @@ class NoData(Tiny):
         (["~callbacks", "model=x"], "train", ["~callbacks", "model=x"]),
         (["+a=1"], "train", ["+a=1"]),
         (["train", "model=x"], "train", ["model=x"]),
+        (["train", "--help"], "train", ["--help"]),
+        (["evaluate", "run=x"], "evaluate", ["run=x"]),
+        (["env", "--json"], "env", ["--json"]),
         (["doctor", "--devices", "cpu:4"], "doctor", ["--devices", "cpu:4"]),
         (["doctor", "experiment=gan"], "doctor", ["experiment=gan"]),
     ],
@@ -113,10 +116,21 @@ def test_a_first_word_is_a_verb(
     module.assert_called_once_with(f"lightning_dp.app.{verb}")
 
 
-def test_an_unknown_verb_says_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["lightning-dp", "docter"])
-    with pytest.raises(SystemExit, match=r"expected one of train, doctor, .* got 'docter'"):
-        program.main()
+@pytest.mark.parametrize(
+    "word, meant", [("docter", "doctor"), ("evalaute", "evaluate"), ("nwe", "new"), ("xyz", None)]
+)
+def test_an_unknown_verb_says_which_there_are(
+    word: str,
+    meant: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-dp", word])
+    assert program.main() == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: expected one of train, ") and f"got {word!r}." in told
+    assert told.count("\n") == 1
+    assert told.endswith(f"Did you mean {meant!r}?\n") == (meant is not None)
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -142,7 +156,7 @@ def test_devices_are_named_by_kind_number_or_list(text: str, expected: list[str]
 
 def test_without_devices_there_are_replicas_on_the_cpu_or_all_accelerators() -> None:
     for found, expected in (([CPU], [CPU] * 4), ([torch.device("cuda", 0)],) * 2):
-        with mock.patch("lightning_dp.app.doctor.all_devices", return_value=found):
+        with mock.patch("lightning_dp.app.doctor.command.all_devices", return_value=found):
             assert doctor.devices_named(None) == expected
 
 
@@ -161,7 +175,7 @@ def test_without_devices_there_are_replicas_on_the_cpu_or_all_accelerators() -> 
         (["--module", "test_doctor.TinyData"], "--module: expected a LightningModule"),
         (["--data", "test_doctor.TinyData"], "--data: expected beside --module"),
         (["word"], "expected options, or KEY=VALUE such as experiment=digits, got 'word'"),
-        (["experiment=nonsense"], "experiment=nonsense: "),
+        (["experiment=nonsense"], "experiment: expected one of contrastive, denoise, digits, "),
         (["--module", "test_doctor.Tiny", "experiment=gan"], "--module: expected to be alone"),
     ],
 )
@@ -216,7 +230,7 @@ def test_a_fault_is_the_exit_status_and_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     law = Law("parts", lambda bench: Finding(float("nan"), 0.0, ("sim:5", "sim:5 -> cpu"), "odd"))
-    with mock.patch("lightning_dp.app.doctor.LAWS", (law, law)):
+    with mock.patch("lightning_dp.app.doctor.command.LAWS", (law, law)):
         code, found = run(tmp_path, "--devices", "cpu:2", "--only", "parts")
     printed = capsys.readouterr().out
     assert code == 1 and found["verdict"] == "fail"
@@ -245,13 +259,13 @@ def test_ctrl_c_ends_the_doctor(stop: BaseException, tmp_path: Path) -> None:
             stop.__context__ = KeyboardInterrupt()
         raise stop
 
-    with mock.patch("lightning_dp.app.doctor.examine", examine):
+    with mock.patch("lightning_dp.app.doctor.command.examine", examine):
         assert doctor.main(["--devices", "cpu:2"]) == 130
 
 
 def test_nothing_is_timed_where_laws_do_not_hold(tmp_path: Path) -> None:
     law = Law("broken", lambda bench: Finding(1.0))
-    with mock.patch("lightning_dp.app.doctor.LAWS", (law,)):
+    with mock.patch("lightning_dp.app.doctor.command.LAWS", (law,)):
         plan = doctor._plan(doctor._parser().parse_args([]), [CPU] * 2, [], 0.0)
     assert plan.workloads == OWN_TWO
     plan = Plan(plan.devices, plan.laws, plan.workloads, output=tmp_path / "doctor.json")
@@ -400,7 +414,7 @@ def test_step_times_end_when_time_does(tmp_path: Path) -> None:
     batches = workload.batches(0)
     everything = times_in_one_process(workload, batches, [CPU] * 2, tmp_path, lambda: 60.0)
     assert set(everything) == {"one device", "threads", "inorder"}
-    assert all(0 < seconds < 5 for seconds in everything.values())
+    assert all(seconds > 0 for seconds in everything.values())
     least = times_in_one_process(workload, batches, [CPU] * 2, tmp_path, lambda: 0.0)
     assert set(least) == {"one device"}
     (none,) = timings([workload], [CPU] * 2, tmp_path, None, lambda: -1.0)
@@ -448,6 +462,7 @@ def test_ways_that_were_not_timed_are_named(capsys: pytest.CaptureFixture[str]) 
     assert "No DDP" not in text
 
 
+@pytest.mark.slow
 def test_a_process_knows_how_long_it_has_been_there() -> None:
     program = """if True:
         import time
@@ -485,7 +500,7 @@ def test_ddp_that_gives_no_times_says_why_and_is_ended(
 
 @pytest.mark.slow
 def test_ddp_is_timed_in_processes_of_its_own() -> None:
-    command = [sys.executable, "-m", "lightning_dp.app.doctor_process", "--devices", "cpu:2"]
+    command = [sys.executable, "-m", "lightning_dp.app.doctor.process", "--devices", "cpu:2"]
     processes = DdpProcesses(command, [CPU] * 2)
     try:
         tasks = {name: {"samples": 8, "steps": 2} for name in ("convnet", "transformer")}
@@ -553,7 +568,7 @@ def test_the_watchdog_knows_what_the_doctor_was_at() -> None:
 def test_a_device_that_hangs_ends_the_doctor_with_a_report(tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
-        "from lightning_dp.app import doctor\n"
+        "from lightning_dp.app.doctor import command as doctor\n"
         "from lightning_dp.doctor import Law, examination\n"
         "examination.STUCK = 1.0\n"
         "doctor.LAWS = (Law('stuck', lambda bench: time.sleep(99)),)\n"

@@ -145,7 +145,7 @@ def test_a_replica_on_the_cpu_that_computes_wrongly_is_named(tmp_path: Path) -> 
     with mock.patch.multiple(parts._Work, __init__=numbered, forward=wrong_for_one):
         (result,) = prove(Bench([CPU] * 3, tmp_path), laws("devices compute"))
     assert len(calls) == 4
-    assert result.verdict == "fail" and result.culprits == ("replica 1 on cpu",)
+    assert result.verdict == "fail" and result.culprits == ("cpu:1",)
 
 
 # --- a link that corrupts ------------------------------------------------------------------------

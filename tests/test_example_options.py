@@ -90,7 +90,7 @@ def test_a_script_without_a_gpu_says_what_else_there_is(
     ("name", "override", "message"),
     [
         ("stdlib_lm", "data.batch_size=0", "batch_size: expected a whole number of at least 1"),
-        ("stdlib_lm", "data.max_length=1.5", "max_length: expected a whole number of at least 1"),
+        ("stdlib_lm", "data.max_length=1.5", "data.max_length: expected a whole number for"),
         ("stdlib_lm", "data.files=2", "files: expected a whole number of at least 3, got 2"),
         ("stdlib_lm", "model.layers=0", "layers: expected a whole number of at least 1, got 0"),
         ("digits", "data.batch_size=0", "batch_size: expected a whole number of at least 1, got 0"),

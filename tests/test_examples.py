@@ -1,5 +1,6 @@
 """Every file in examples/ runs as a script, and as `python -m lightning_dp experiment=NAME`."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ RUN_ELSEWHERE = set(NAMES) - {"digits"}
 """Scripts that have tests of their own."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -46,6 +48,7 @@ def test_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
+            "-Wdefault",
             str(script),
             "--accelerator=cpu",
             "--devices=2",
@@ -59,6 +62,9 @@ def test_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "test/" in done.stdout
+    # No advertisement, and no warning that is about others' code.
+    noise = "Tip|Warning|deprecated|litlogger|workers|available: False"
+    assert not re.search(noise, done.stdout + done.stderr)
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -38,11 +38,13 @@ def hangs_end_the_tests() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.mark.slow
 def test_faults_of_all_kinds_leave_nothing_behind() -> None:
     for case in fault_cases(24, seed=1, on=("cpu",)):
         assert not (left := run_fault(case)), (str(case), left)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["by hand", "drop-in", "forward"])
 def test_interrupts_where_something_is_replaced_leave_nothing_behind(mode: str) -> None:
     cases = interrupts([Setting(mode, "threads")], seed=1)

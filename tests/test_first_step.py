@@ -208,6 +208,7 @@ def test_the_verdict_names_the_cause_and_what_to_choose(
         assert report.causes[name] in str(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

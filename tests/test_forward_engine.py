@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of, gradients
+from oracle import assert_equal_trees, devices_of, gradients, names_of
 from patience import soon, tensors
 from places import as_parameters, not_on_sim, on_separate
 from spreading import (
@@ -509,7 +509,7 @@ def test_an_error_in_a_replica_arrives_once_and_training_goes_on() -> None:
     with engine_of(net) as engine:
         with engine.spreading(), pytest.raises(LookupError, match=r"^no such word") as caught:
             net(inputs())
-        note = f"in replica 2 on {devices_of(3)[2]}, forward, samples 5 to 5 of 6"
+        note = f"in replica 2 on {names_of(3)[2]}, forward, samples 5 to 5 of 6"
         assert said(caught.value).count(note) == said(caught.value).count("in replica") == 1
         assert "forward" not in net.__dict__
         net.armed = one.armed = False

@@ -16,28 +16,34 @@ FLOORS = [
     ["__main__"],
     ["app"],
     ["doctor"],
-    ["__init__", "convert", "pytorch_lightning"],
+    ["__init__", "convert"],
+    ["pytorch_lightning"],
     ["strategy"],
     ["first_step", "options"],
-    ["alone", "fewer_devices"],
+    ["alone", "between_steps", "fewer_devices", "more_devices"],
     ["modes"],
+    ["forward_in_processes"],
     [
         "manual_optimization",
         "dataloader_iter",
         "layer_sync",
         "metrics",
+        "predictions",
         "spread_check",
         "transfer_hooks",
     ],
     ["state", "checkpointing", "monitor"],
-    ["one_process", "table", "lightning_private"],
+    ["processes", "table", "forecast", "adverts"],
+    ["lightning_private"],
     ["parallel.data_parallel", "parallel.manual"],
     ["parallel.stages"],
-    ["parallel.step", "parallel.forward", "parallel.primitives"],
+    ["parallel.forward_losses"],
+    ["parallel.step", "parallel.forward", "parallel.followed_gradients", "parallel.primitives"],
     ["parallel.out_of_memory", "parallel.root_memory"],
     ["parallel.engine"],
     ["parallel.call", "parallel.gradients", "parallel.meter"],
     ["parallel.replicas", "parallel.workers", "parallel.likely_cause"],
+    ["parallel.processes"],
     ["parallel.batch"],
     ["parallel.links"],
     [
@@ -48,7 +54,12 @@ FLOORS = [
         "parallel.replaced",
         "keys",
     ],
-    ["parallel.torch_compile", "parallel.torch_storage"],
+    [
+        "parallel.torch_compile",
+        "parallel.torch_losses",
+        "parallel.torch_parametrize",
+        "parallel.torch_storage",
+    ],
     ["parallel.torch_private", "parallel.checks"],
     ["parallel.contexts"],
 ]
@@ -57,6 +68,8 @@ FLOORS = [
 PRIVATE_NAMES = {
     "parallel.torch_private",
     "parallel.torch_compile",
+    "parallel.torch_losses",
+    "parallel.torch_parametrize",
     "parallel.torch_storage",
     "lightning_private",
 }
@@ -65,7 +78,8 @@ PRIVATE_NAMES = {
 WINGS = {
     ".".join(file.parent.relative_to(PACKAGE).parts)
     for file in PACKAGE.rglob("__init__.py")
-    if file.parent not in (PACKAGE, PACKAGE / "parallel")
+    # The template is a project of its own.
+    if file.parent not in (PACKAGE, PACKAGE / "parallel", PACKAGE / "app" / "template")
 }
 LEVELS = {room: level for level, floor in enumerate(reversed(FLOORS)) for room in floor}
 
@@ -121,6 +135,18 @@ def test_a_wing_is_asked_for_what_it_offers() -> None:
     assert not past, past
 
 
+def test_a_program_is_asked_for_what_its_room_offers() -> None:
+    rooms = {f"lightning_dp.{wing}" for wing in WINGS if wing.startswith("app.")}
+    past = [
+        f"{file} imports {name} from {target}"
+        for file in (PACKAGE / "app").rglob("*.py")
+        for target, name in imports(file)
+        for room in rooms
+        if target.startswith(f"{room}.") and room != f"lightning_dp.app.{file.parent.name}"
+    ]
+    assert len(rooms) > 3 and not past, past
+
+
 @pytest.mark.parametrize("wing", sorted(WINGS - {"app", "sim"}))
 def test_a_wing_says_what_is_decided_there_and_names_what_it_offers(wing: str) -> None:
     tree = ast.parse((PACKAGE / Path(*wing.split(".")) / "__init__.py").read_text())
@@ -141,12 +167,11 @@ def test_every_room_has_its_floor() -> None:
     assert rooms - {"sim"} == set(LEVELS)
 
 
-def test_the_readme_names_every_room() -> None:
-    text = (ROOT / "README.md").read_text()
-    house = text[text.index("## How it works") : text.index("## Developing")]
-    rooms = {f for f in PACKAGE.rglob("*.py") if not {"app", "sim"} & set(f.parts)}
-    names = {file.stem for file in rooms} - {"__init__", "__main__"}
-    unnamed = {name for name in names if not re.search(rf"\b{name}(\.py)?`", house)}
+@pytest.mark.parametrize("folder", [PACKAGE, PACKAGE / "parallel"], ids=["package", "engine"])
+def test_a_docstring_names_the_rooms_beside_the_wings(folder: Path) -> None:
+    told = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    names = {file.stem for file in folder.glob("*.py")} - {"__init__", "__main__"}
+    unnamed = {name for name in names if not re.search(rf"\b{name}(\.py)?`", told)}
     assert not unnamed, unnamed
 
 

@@ -5,12 +5,15 @@ A test is named after the name that it is about, so that a new release tells whi
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import lightning
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -19,8 +22,10 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from several_processes import run_in_processes
 from torch import nn
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, RunningSum
 
 from lightning_dp import lightning_private as private
 
@@ -67,6 +72,31 @@ def test_forward_cache_of_a_metric_is_what_is_logged() -> None:
     trainer = _trainer(limit_train_batches=1, limit_val_batches=0)
     trainer.fit(Logs())
     assert trainer.callback_metrics["mean"] == 7
+
+
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_num_vals_seen_tells_where_a_window_keeps_its_latest_update(updates: int) -> None:
+    metric = RunningSum(window=2)
+    for _ in range(updates):
+        metric.update(1.0)
+    private.window_stays(metric)
+    metric.update(10.0)
+    assert metric.compute() == 11 + min(1, updates - 1)
+
+
+def test_results_take_what_is_logged() -> None:
+    seen: list[Any] = []
+
+    class Looks(BoringModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            self.log("value", 1.0)
+            seen.append(dict(private.results_of(self.trainer)))
+            return output
+
+    trainer = _trainer(limit_train_batches=1, limit_val_batches=0)
+    trainer.fit(Looks())
+    assert list(seen[0]) == ["training_step.value"]
 
 
 def test_defaults_are_of_the_states_of_a_metric() -> None:
@@ -214,3 +244,76 @@ def test_logger_connector_tells_when_logs_are_due() -> None:
     steps, rows = _fit(limit_train_batches=6, log_every_n_steps=3)
     assert steps.due == [False, False, True, False, False, True]
     assert rows.steps == [2, 5]
+
+
+def _ranks() -> tuple[int, int]:
+    environment = TorchElasticEnvironment()
+    private.join_process_group(environment, "gloo")
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+@pytest.mark.slow
+def test_init_dist_connection_makes_the_process_group() -> None:
+    assert run_in_processes(_ranks, 2) == [(0, 2), (1, 2)]
+
+
+def test_current_fx_name_is_that_of_the_running_hook() -> None:
+    class Hooked(BoringModel):
+        def on_train_batch_start(self, *_: Any) -> None:
+            seen.append(private.running_hook(self))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(private.running_hook(self))
+            return super().training_step(batch, batch_idx)
+
+    seen: list[str | None] = []
+    module = Hooked()
+    assert private.running_hook(module) is None
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    Trainer(accelerator="cpu", devices=1, fast_dev_run=True, **quiet).fit(module)
+    assert seen == ["on_train_batch_start", "training_step"]
+
+
+def test_FxValidator_knows_where_modules_may_log() -> None:
+    assert private.may_log("training_step") and private.may_log("on_train_epoch_end")
+    hooks = ("setup", "configure_optimizers", "on_fit_start", "train_dataloader", "nowhere")
+    assert not any(map(private.may_log, hooks))
+
+
+def test_signal_connector_calls_sigterm_notifier_fn_and_broadcast_sigterm_tensor() -> None:
+    """Ours in place of Lightning's; a Trainer with one process asks before no batch."""
+    told: list[Any] = []
+
+    class Ending(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+            told.append(trainer.received_sigterm)
+            private.set_sigterm_received(trainer)
+            told.append(trainer.received_sigterm)
+
+    trainer = _trainer(limit_train_batches=3, callbacks=[Ending()])
+    private.replace_sigterm(
+        trainer, lambda signum, frame: told.append(signum), lambda: told.append("before")
+    )
+    with pytest.raises(SIGTERMException):
+        trainer.fit(BoringModel())
+    assert told == [signal.SIGTERM, "before", False, True]
+    private.restore_sigterm(trainer)
+    assert "_sigterm_notifier_fn" not in vars(trainer._signal_connector)
+    assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
+
+
+def test_combined_loader_and_data_fetcher_are_those_of_a_fit() -> None:
+    seen: list[Any] = []
+
+    class Looking(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            seen.append((private.training_loaders(trainer), private.prefetched_batches(trainer)))
+
+    trainer = _trainer(limit_train_batches=1, callbacks=[Looking()])
+    assert private.training_loaders(trainer) == [] and private.prefetched_batches(trainer) == 0
+    trainer.fit(BoringModel())
+    [(loaders, ahead)] = seen
+    assert loaders == [trainer.train_dataloader] and ahead == 0
+    assert {"_combined_loader", "_data_fetcher"} <= vars(trainer.fit_loop).keys()

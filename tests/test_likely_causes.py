@@ -375,3 +375,30 @@ def test_hostile_objects_on_self_do_not_replace_the_error() -> None:
 
     text = failed(Holder, error=LookupError)
     assert text.startswith("device 25") and "in replica 0 on" in text
+
+
+# What is no cause, and a batch that is none
+
+
+def loss_of_nobody(x: Tensor) -> Tensor:
+    """Fails in a function, where nothing is called `self`, or it is None."""
+    self = None
+    return x @ torch.ones(3, 3) if self is None else x
+
+
+def test_a_function_is_no_object_that_replicas_share() -> None:
+    class Failing(oracle.Classifier):
+        example_input_array = None
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return loss_of_nobody(batch[0].cpu())
+
+    assert "one object" not in failed(Failing)
+
+
+@pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+def test_a_single_sample_is_named() -> None:
+    data = DataLoader(oracle.samples(20), batch_size=None)
+    text = failed(oracle.Classifier, data)
+    assert "likely cause: the batch may be a single sample, a row of 10 numbers and a label" in text
+    works_on_one_device(oracle.Classifier, data)

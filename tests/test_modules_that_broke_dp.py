@@ -236,6 +236,7 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @not_on_sim  # which cannot compile
 @pytest.mark.parametrize(
     ("backend", "mode"),

@@ -1,16 +1,21 @@
 """DataParallelMonitor: what each device did, exactly, in loggers and in a picture; and no trace."""
 
+import base64
 import copy
+import itertools
 import pickle
+import re
 import struct
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import matplotlib
+import matplotlib.figure
 import matplotlib.pyplot
 import oracle
 import pytest
@@ -18,15 +23,31 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.loggers import CSVLogger, Logger
-from oracle import BATCH, EPOCHS, SAMPLES, Classifier, assert_same, devices_of, loader, run, trainer
+from matplotlib.text import Text
+from oracle import (
+    BATCH,
+    EPOCHS,
+    SAMPLES,
+    Classifier,
+    assert_same,
+    devices_of,
+    loader,
+    names_of,
+    run,
+    trainer,
+)
 from places import on_separate
 from programs import ROOT
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
-from lightning_dp.monitor.history import History, Period
-from lightning_dp.monitor.picture import draw
+from lightning_dp.monitor.history import Fit, History, Period
+from lightning_dp.monitor.picture import as_png, figure_of, save
 from lightning_dp.parallel import meter
+from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.split.usage import StepUsage
+from lightning_dp.parallel.workers.apply import EXECUTORS, Executor
+from lightning_dp.parallel.workers.trial import Trial
 
 STEPS = EPOCHS * 3
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -231,8 +252,7 @@ def test_what_nobody_takes_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_step_is_logged_under_the_names_of_the_devices(on: str) -> None:
     rows = Rows()
     watched(devices=2, logger=rows)
-    own = [""] * 2 if oracle.are_separate() else ["/replica_0", "/replica_1"]
-    names = [f"{device}{part}" for device, part in zip(devices_of(2), own, strict=True)]
+    names = names_of(2)
     values = ["samples", "busy_seconds", "waiting_seconds", *(["peak_MiB"] * (on != "cpu"))]
     keys = {f"dp/{name}/{value}" for name in names for value in values}
     assert [step for step, _ in rows.rows] == list(range(STEPS)) == rows.steps_of_lightning
@@ -260,8 +280,8 @@ def test_mixed_devices_have_names_of_their_own(on: str) -> None:
     job.fit(Classifier(), loader(), loader())
     samples = {key for key in rows.rows[0][1] if key.endswith("samples")}
     assert samples == {
-        f"dp-{one}-replica_0-samples",
-        f"dp-{one}-replica_1-samples",
+        f"dp-{one}:0-samples",
+        f"dp-{one}:1-samples",
         f"dp-{other}-samples",
     }
 
@@ -285,9 +305,198 @@ def test_gradient_accumulation_logs_a_row_per_optimizer_step(on: str) -> None:
 def test_csv_has_a_column_for_each(tmp_path: Path) -> None:
     monitor = watched(devices=2, logger=CSVLogger(tmp_path, name="", version=""))
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
-    column = header.split(",").index("dp/cpu/replica_1/samples")
+    column = header.split(",").index("dp/cpu:1/samples")
     cells = [row.split(",")[column] for row in rows]
     assert sum(float(cell) for cell in cells if cell) == monitor.total.samples[1]
+
+
+# --- one name per replica -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_a_replica_has_the_same_name_wherever_it_is_shown(
+    on: str, mode: str, executor: str, tmp_path: Path
+) -> None:
+    class FailsAtLast(Forward):
+        def forward(self, x: Any) -> Any:
+            if self.training and self.trainer.global_step == 2 and len(x) == 1:
+                raise Stop("at last")
+            return super().forward(x)
+
+    rows, monitor = Rows(), DataParallelMonitor()
+    options: dict[str, Any] = {"mode": mode, "executor": executor}
+    strategy = DataParallelStrategy(**options)
+    job = trainer(3, strategy, callbacks=[monitor], logger=rows)
+    with pytest.raises(Stop) as caught:
+        job.fit(FailsAtLast(), loader(), loader())
+    names = names_of(3)
+    assert len(set(names)) == 3
+    assert list(monitor.replicas) == list(job.strategy.replica_names) == names
+    assert [usage.name for usage in job.strategy.usage] == names
+    assert all(name in text for name, text in zip(names, map(str, job.strategy.usage), strict=True))
+    assert {key.split("/")[1] for _, row in rows.rows for key in row} == set(names)
+    assert [row.device for row in monitor.summary()] == names
+    assert [line.split()[0] for line in str(monitor).splitlines()[1:4]] == names
+    told = str(getattr(caught.value, "__notes__", caught.value.args))
+    assert f"in replica 0 on {names[0]}, " in told
+    assert all(name in repr(job.strategy) for name in names)
+    drawn = monitor.plot(tmp_path / "devices.svg").read_text()  # texts are comments there
+    assert all(f" {name} -->" in drawn for name in names)
+
+
+# --- taking turns ---------------------------------------------------------------------------------
+
+
+WHY = {
+    "told to": ({"executor": "inorder"}, {}, r'executor="inorder"'),
+    "deterministic": ({}, {"deterministic": True}, r"where algorithms are deterministic"),
+}
+
+
+@pytest.mark.on("cpu")
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("why", WHY)
+def test_it_says_that_replicas_took_turns(why: str, mode: str) -> None:
+    own, options, expected = WHY[why]
+    strategy = DataParallelStrategy(**{"mode": mode, **own})
+    monitor = watched(devices=2, module=Forward(), strategy=strategy, **options)
+    note = str(monitor.note)
+    assert re.match(rf"The replicas took turns in all steps \(.*{expected}\): ", note), note
+    together, alone = map(float, re.findall(r"(\d+\.\d) ms", note))
+    assert 0 < alone <= together
+    assert str(monitor).splitlines()[-1] == note
+    assert note.split("(")[0] in monitor._repr_mimebundle_()["text/html"]
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_replicas_at_work_together_take_no_turns(on: str, executor: str) -> None:
+    monitor = watched(devices=2, strategy=DataParallelStrategy(executor=executor))
+    # Devices that compute by themselves only get their work in turns.
+    assert (monitor.note is None) == (executor == "threads" or on != "cpu")
+
+
+@pytest.mark.on("cpu")
+@pytest.mark.parametrize("faster", ["threads", "turns"])
+def test_the_choice_is_told_with_what_it_goes_by(
+    faster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ways that take so long, whatever the machine is at.
+    seconds = {True: 0.002, False: 0.004 if faster == "threads" else 0.001}
+    monkeypatch.setattr(Trial, "medians", property(lambda trial: seconds))
+    monitor = watched(devices=2, max_epochs=20)
+    if faster == "threads":
+        assert monitor.note is None
+        return
+    measured = 'executor="auto" measured: in turns they take 50% of the time in threads'
+    note = str(monitor.note)
+    assert measured in note and f"of {monitor.total.steps} steps" in note
+
+
+@pytest.mark.on("cpu")
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_limit_of_norms_is_named_as_the_reason(executor: str) -> None:
+    class Words(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(4, 3, max_norm=1.0)
+
+    note = watched(module=Words(), strategy=DataParallelStrategy(executor=executor)).note
+    told_to = "executor=" if executor == "inorder" else "two threads would apply the max_norm of"
+    assert f"({told_to}" in str(note)
+
+
+@pytest.mark.on("cpu")
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_checkpoint_around_the_replicas_is_named_as_the_reason(executor: str) -> None:
+    class Checkpointed(Forward):
+        def loss(self, batch: Any) -> torch.Tensor:
+            x, y = batch
+            return torch.nn.functional.cross_entropy(checkpoint(self, x, use_reentrant=False), y)
+
+    strategy = DataParallelStrategy(mode="forward", executor=executor)
+    told_to = "executor=" if executor == "inorder" else "an activation checkpoint"
+    assert f"({told_to}" in str(watched(module=Checkpointed(), strategy=strategy).note)
+
+
+def test_of_short_fits_auto_says_that_it_was_measuring() -> None:
+    executor = Executor([torch.device("cpu")] * 2)
+    executor.choose("step", 2)
+    assert "still measuring" in executor.why_in_order("step")
+    executor.choose("step", 2, compiles=True)
+    assert executor.why_in_order("step").startswith("compiled modules")
+
+
+def test_one_replica_alone_takes_no_turns() -> None:
+    strategy = DataParallelStrategy(weights=[0, 1], executor="inorder")
+    assert watched(devices=2, strategy=strategy).note is None
+
+
+# --- notebooks ------------------------------------------------------------------------------------
+
+
+def test_rows_say_what_each_device_did(on: str) -> None:
+    monitor = watched(devices=2, strategy=DataParallelStrategy(weights=[3, 1]))
+    rows, total = monitor.summary(), monitor.total
+    assert tuple(row.samples for row in rows) == total.samples
+    assert sum(row.share for row in rows) == pytest.approx(1) and rows[0].share > 0.7
+    assert tuple(row.peak_bytes for row in rows) == total.peak_bytes
+    for row in rows:
+        assert row._asdict()["device"] == row.device
+        together = row.busy_seconds + row.waiting_seconds
+        assert row.busy_share * together == pytest.approx(row.busy_seconds)
+    assert ("peak memory" in str(monitor)) == (on != "cpu")
+
+
+def test_a_notebook_shows_picture_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor = watched(devices=2)
+    shown = monitor._repr_mimebundle_(include=None, exclude=None)
+    assert shown["text/plain"] == str(monitor)
+    picture = re.search(r'src="data:image/png;base64,([^"]+)"', shown["text/html"])
+    assert picture is not None and base64.b64decode(picture[1]).startswith(PNG)
+    assert shown["text/html"].count("<tr>") == 3 and "cpu:1" in shown["text/html"]
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    shown = monitor._repr_mimebundle_()
+    assert "pip install matplotlib" in shown["text/html"] and "<tr>" in shown["text/html"]
+
+
+def test_a_monitor_without_a_fit_shows_itself() -> None:
+    monitor = DataParallelMonitor()
+    assert monitor.summary() == [] and monitor.note is None
+    assert monitor._repr_mimebundle_() == {"text/plain": str(monitor)}
+    assert str(monitor) == "DataParallelMonitor: no training step on several devices was measured"
+    for draws in (monitor.figure, monitor.plot):
+        with pytest.raises(ValueError, match=r"plot: expected .* got none\. "):
+            draws()
+
+
+def test_a_figure_is_one_of_matplotlib_and_shows_itself(tmp_path: Path) -> None:
+    monitor = watched(devices=2)
+    for figure in (monitor.figure(), monitor.plot()):
+        assert isinstance(figure, matplotlib.figure.Figure)
+        assert figure._repr_png_() == monitor.figure()._repr_png_()
+        assert pickle.loads(pickle.dumps(figure)).axes
+    assert matplotlib.pyplot.get_fignums() == []
+
+
+@pytest.mark.parametrize(
+    ("suffix", "begin"), [("png", PNG), ("PNG", PNG), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
+def test_the_suffix_says_what_is_written(suffix: str, begin: bytes, tmp_path: Path) -> None:
+    monitor = watched(devices=2)
+    path = tmp_path / "new" / f"devices.{suffix}"
+    assert monitor.plot(path) == path
+    assert path.read_bytes().startswith(begin)
+
+
+@pytest.mark.parametrize("name", ["devices", "devices.jpg", "devices.png.gz", ".png", "a.svgz"])
+def test_other_suffixes_are_refused_before_anything_is_drawn(name: str, tmp_path: Path) -> None:
+    monitor = watched(devices=2)
+    monitor.figure = None  # type: ignore[method-assign,assignment]  # nobody draws
+    with pytest.raises(ValueError, match=r"^plot: expected .*\.png, \.svg, \.pdf, got '.*\.png\.$"):
+        monitor.plot(tmp_path / "new" / name)
+    assert not list(tmp_path.iterdir())
 
 
 # --- where it is to keep quiet, and what else happens to a callback -------------------------------
@@ -407,7 +616,7 @@ def period_of(sizes: tuple[int, ...], peak: int = 0) -> Period:
 PICTURES = {
     "two": (["cuda:0", "cuda:1"], (24, 8), 2**30, 2**33),
     "four replicas on the CPU": (["cpu"] * 4, (7, 6, 6, 6), 0, 0),
-    "one has nothing": (["sim:0", "sim:1", "sim:2"], (5, 5, 0), 2**20, 2**36),
+    "one has nothing": (["xpu:0", "xpu:1", "xpu:2"], (5, 5, 0), 2**20, 2**36),
     "nobody has anything": (["cpu", "cpu"], (0, 0), 0, 0),
     "eight": ([f"cuda:{i}" for i in range(8)], (4,) * 8, 2**34, 2**35),
     "twenty": ([f"cuda:{i}" for i in range(20)], (4,) + (0,) * 19, 2**34, 2**35),
@@ -415,34 +624,74 @@ PICTURES = {
 }
 
 
+def fit_of(devices: list[str], period: Period, capacity: int = 0, note: str | None = None) -> Fit:
+    """A fit of two such periods."""
+    names = replica_names(list(map(torch.device, devices)))
+    return Fit(names, devices, period + period, [period] * 2, [capacity] * len(devices), note)
+
+
 @pytest.mark.parametrize("name", PICTURES)
 def test_picture_is_a_png_of_reasonable_size(name: str, tmp_path: Path) -> None:
     devices, sizes, peak, capacity = PICTURES[name]
-    period = period_of(sizes, peak)
-    path = tmp_path / "new" / "devices.png"
-    assert draw(path, devices, period + period, [period] * 2, [capacity] * len(sizes)) == path
+    path = tmp_path / "devices.png"
+    save(figure_of(fit_of(devices, period_of(sizes, peak), capacity)), path, ".png")
     width, height = size_of(path)
     assert 1000 <= width <= 1400 and 400 <= height <= 1200
     assert 10_000 < path.stat().st_size < 300_000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("steps", [1, 60, 30_000])
+def test_the_texts_of_a_picture_stay_apart_and_inside(steps: int, name: str) -> None:
+    devices, sizes, peak, capacity = PICTURES[name]
+    note = "The replicas took turns in all steps: while one works, the others wait. " * 3
+    half = fit_of(devices, period_of(sizes, peak), capacity, note)
+    long = [replace(period, steps=steps) for period in half.periods]
+    figure = figure_of(replace(half, total=sum(long, Period()), periods=long))
+    as_png(figure)  # places everything
+    drawn = figure.findobj(lambda one: isinstance(one, Text) and one.get_text().strip())
+    boxes = [
+        (text.get_text(), text.get_window_extent())
+        for text in drawn
+        if text.get_visible() and not is_beyond_its_axis(text, figure)
+    ]
+    assert len(boxes) > 10
+    for text, box in boxes:
+        assert box.x0 >= 0 and box.y0 >= 0, text
+        assert box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text
+    for (text, box), (other, another) in itertools.combinations(boxes, 2):
+        assert not box.overlaps(another), f"{text!r} is over {other!r}"
+
+
+def is_beyond_its_axis(text: Text, figure: matplotlib.figure.Figure) -> bool:
+    """Whether it is of a tick that is not drawn."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick in axis.get_major_ticks():
+                if text in (tick.label1, tick.label2):
+                    return not low <= tick.get_loc() <= high
+    return False
+
+
 def test_picture_of_a_real_training(on: str, tmp_path: Path) -> None:
-    path = watched().plot(str(tmp_path / "devices.png"))
+    path = watched().plot(str(tmp_path / "new" / "devices.png"))
     assert size_of(path)[0] > 1000
 
 
 def test_drawing_touches_nothing_of_the_programs_own(tmp_path: Path) -> None:
     figures, style = matplotlib.pyplot.get_fignums(), dict(matplotlib.rcParams)
-    period = period_of((3, 1), 2**20)
-    arguments = (["sim:0", "sim:1"], period, [period], [0, 0])
-    plain = draw(tmp_path / "plain.png", *arguments).read_bytes()
+    fit = fit_of(["xpu:0", "xpu:1"], period_of((3, 1), 2**20), note="Something else.")
+    plain = as_png(figure_of(fit))
     assert (matplotlib.pyplot.get_fignums(), dict(matplotlib.rcParams)) == (figures, style)
     with matplotlib.style.context("dark_background"):
-        assert draw(tmp_path / "dark.png", *arguments).read_bytes() == plain
-    thread = threading.Thread(target=draw, args=(tmp_path / "thread.png", *arguments))
+        assert as_png(figure_of(fit)) == plain
+    found: list[bytes] = []
+    thread = threading.Thread(target=lambda: found.append(as_png(figure_of(fit))))
     thread.start()
     thread.join()
-    assert (tmp_path / "thread.png").read_bytes() == plain
+    assert found == [plain]
 
 
 def test_without_matplotlib_it_says_what_to_install(

@@ -78,6 +78,7 @@ class Kernel:
 
     def __init__(self, manager: Any, client: Any) -> None:
         self._manager, self._client = manager, client
+        self.shown: dict[str, str] = {}  # what the latest cell ends with, by its kind
 
     def run(self, cell: str, *, until: Callable[[], bool] = lambda: False) -> tuple[str, str]:
         """What a cell prints, and the name of the error it ends with.
@@ -98,6 +99,8 @@ class Kernel:
                 continue
             if kind == "stream":
                 text += content["text"]
+            if kind == "execute_result":
+                self.shown = content["data"]
             if kind == "error":
                 error = content["ename"]
                 text += "\n".join(content["traceback"])
@@ -155,6 +158,7 @@ def is_due(steps: Path, limits: list[int]) -> bool:
     return due
 
 
+@pytest.mark.slow
 def test_an_interrupt_in_the_middle_of_fit(kernel: Kernel, tmp_path: Path) -> None:
     steps = tmp_path / "steps"
     for cell in (IMPORTS, MODULE, DATA):
@@ -225,3 +229,21 @@ def test_devices_that_earlier_cells_have_used(kernel: Kernel) -> None:
     assert "sizes (3, 3, 2, 2)" in kernel.works(FIT)
     on_sim = FIT.replace("trainer()", "trainer(accelerator='sim')")
     assert "sizes (3, 3, 2, 2)" in kernel.works(on_sim)
+
+
+@pytest.mark.slow
+def test_a_monitor_shows_itself(kernel: Kernel) -> None:
+    for cell in (IMPORTS, MODULE, DATA):
+        kernel.works(cell)
+    kernel.works("""
+        monitor = lightning_dp.DataParallelMonitor()
+        trainer(callbacks=[monitor]).fit(Net(), data)
+    """)
+    kernel.works("monitor")
+    assert "<img" in kernel.shown["text/html"] and "cpu:3" in kernel.shown["text/plain"]
+    for cell in ("monitor.plot()", "monitor.figure()"):
+        kernel.shown = {}
+        kernel.works(cell)
+        assert kernel.shown["image/png"].startswith("iVBORw0KGgo")
+    kernel.works("monitor.summary()")
+    assert "DeviceSummary(device='cpu:0', samples=18" in kernel.shown["text/plain"]

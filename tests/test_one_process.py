@@ -56,5 +56,5 @@ def test_an_interactive_environment_is_not_refused(
 @pytest.mark.parametrize("make", [lambda: "dp_custom", DataParallelStrategy])
 def test_several_machines_are_refused(make: Any) -> None:
     assert trainer(3, make(), num_nodes=1).num_nodes == 1
-    with pytest.raises(ValueError, match=r"num_nodes: expected 1, .* got 2\. .*strategy='ddp'"):
+    with pytest.raises(ValueError, match=r"num_nodes: expected 1, .* got 2\. .*torchrun"):
         trainer(3, make(), num_nodes=2)

@@ -6,8 +6,9 @@ taken where the option's documentation allows it, and refused by name everywhere
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,9 @@ ALLOWED = {
     ("move_batch", "True"),
     ("check_first_step", "True"),
     ("sample_cost", "'no'"),
+    ("timeout", "5"),
+    ("timeout", "1.5"),
+    ("timeout", "numpy float"),
     ("parallel_modules", "[]"),
     ("parallel_modules", "devices"),  # they are names, if not of submodules of this one
 }
@@ -129,3 +133,55 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert (
         DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], split=sizes)(torch.ones(4, 2)).shape[0] == 4
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"outputdevice": 1}, r"got 'outputdevice'\. Did you mean 'output_device'\?"),
+        ({"splt": "auto"}, r"got 'splt'\. Did you mean 'split'\?"),
+        ({"Weights": [1, 2]}, r"got 'Weights'\. Did you mean 'weights'\?"),
+        ({"find_unused_parameters": True}, r"got 'find_unused_parameters'\. They are \['mode', "),
+    ],
+)
+@pytest.mark.parametrize("subclass", [False, True])
+def test_an_option_that_is_none_is_refused_by_name(
+    options: dict[str, Any], told: str, subclass: bool
+) -> None:
+    kind = type("Own", (DataParallelStrategy,), {}) if subclass else DataParallelStrategy
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}: expected .*{told}") as caught:
+        kind(**options)
+    assert "\n" not in str(caught.value) and "Mixin" not in str(caught.value)
+
+
+def test_options_have_names() -> None:
+    with pytest.raises(TypeError, match=r"^DataParallelStrategy: expected .* mode='forward'"):
+        DataParallelStrategy("forward")  # type: ignore[call-arg]  # on purpose
+
+
+def test_a_strategy_shows_its_options_and_devices() -> None:
+    options: dict[str, Any] = {"mode": "step", "split": "auto", "weights": None, "dim": 1}
+    strategy = DataParallelStrategy(**options)
+    before = "<DataParallelStrategy(split='auto', dim=1) for a Trainer of lightning; one of pytorch"
+    assert repr(strategy).startswith(before)
+    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=3, logger=False)
+    after = "<DataParallelStrategy(split='auto', dim=1) on cpu:0, cpu:1, cpu:2>"
+    assert repr(trainer.strategy) == repr(copy.deepcopy(strategy)) == after
+    named = Trainer(strategy="dp_custom_forward", accelerator="cpu", devices=1, logger=False)
+    assert repr(named.strategy) == "<DataParallelStrategy(mode='forward') on cpu>"
+    own = DataParallelStrategy(devices=["cpu", "cpu"], weights=[1, 3])
+    assert "(devices=['cpu', 'cpu'], weights=[1, 3]) for a Trainer" in repr(own)
+
+
+def test_a_strategy_of_odd_values_shows_itself() -> None:
+    class Odd(Sequence[float]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, i: Any) -> Any:
+            return [1.0, 2.0][i]
+
+        def __repr__(self) -> str:
+            raise RuntimeError("no text")
+
+    assert "weights=<Odd instance" in repr(DataParallelStrategy(weights=Odd()))

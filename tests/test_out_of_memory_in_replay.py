@@ -132,6 +132,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "executor"), CASES)
 def test_what_was_replayed_is_undone_with_the_step(where: str, executor: str) -> None:
     fails.add(where)

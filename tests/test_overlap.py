@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import cache
@@ -11,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from oracle import ByHand, Classifier, assert_same, devices_of, run
+from patience import soon
 from places import not_on_sim, on_accelerators, on_separate
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -592,6 +594,42 @@ def test_little_is_left_after_the_backward(
     assert during < (k + 2) * bucket
     if preset != "nvlink4":  # whose copies take less than the additions
         assert after > during + LAYERS / 4 * bucket
+
+
+@sim_only
+@pytest.mark.parametrize(("first", "then"), [(1, 3), (3, 1), (2, 0)])
+def test_which_thread_sends_a_bucket_is_no_matter_on_virtual_time(
+    first: int, then: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is that of the replica whose backward comes last, by the machine's load."""
+    monkeypatch.setattr(packing, "BUCKET_BYTES", LAYER_BYTES)
+    devices, senders = devices_of(4), set[int]()
+    filled: list[list[int]] = [[] for _ in range(LAYERS)]
+    fill, send = Overlap._fill, Overlap._send
+
+    def late(self: Overlap, j: int, r: int, *args: Any) -> None:
+        if r == (first if j >= LAYERS / 2 else then):
+            assert soon(lambda: len(filled[j]) == 3)
+        fill(self, j, r, *args)
+        filled[j].append(r)
+
+    def watched(self: Overlap, *args: Any) -> None:
+        senders.add(threading.get_ident())
+        send(self, *args)
+
+    try:
+        for device in devices:
+            torch.sim.set_speed(device, flops_per_second=1e9)
+        for source, target in itertools.permutations(devices, 2):
+            torch.sim.set_link(source, target, bytes_per_second=1e9, seconds=1e-6)
+        expected = seconds_of_a_step(4)
+        monkeypatch.setattr(Overlap, "_fill", late)
+        monkeypatch.setattr(Overlap, "_send", watched)
+        assert seconds_of_a_step(4) == expected and len(senders) > 1
+    finally:
+        torch.sim.set_links(None)
+        for device in devices:
+            torch.sim.set_speed(device)
 
 
 class Manual(ByHand, Classifier):

@@ -112,6 +112,7 @@ def pytest_with_two_gpus(folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_process_with_two_gpus(tmp_path: Path) -> None:
     (tmp_path / "test_here.py").write_text(TWO_GPUS)
     here = ("-p", "conftest", str(tmp_path / "test_here.py"), "-v", "-n0")

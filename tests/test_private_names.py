@@ -28,6 +28,9 @@ PACKAGE = ROOT / "lightning_dp"
 ROOMS = {"parallel/torch_private.py": "test_torch_private.py"}
 ROOMS["parallel/torch_storage.py"] = "test_torch_storage.py"
 ROOMS["parallel/torch_compile.py"] = "test_torch_compile.py"
+ROOMS["parallel/torch_parametrize.py"] = "test_torch_parametrize.py"
+ROOMS["parallel/torch_losses.py"] = "test_torch_losses.py"
+ROOMS["processes/torch_loaders.py"] = "processes/test_torch_loaders.py"
 ROOMS["lightning_private.py"] = "test_lightning_private.py"
 
 PUBLIC = {
@@ -36,6 +39,7 @@ PUBLIC = {
     "_current_frames": "of sys: documented",
     "_is_gil_enabled": "of sys: documented",
     "_exit": "of os: documented",
+    "_repr_png_": "of IPython: documented",
     "_target_": "of Hydra's configs: documented",
     "_convert_": "of Hydra's configs: documented",
     "_partial_": "of Hydra's configs: documented",

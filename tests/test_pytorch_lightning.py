@@ -181,3 +181,23 @@ def test_callbacks_see_it_as_they_see_every_strategy(tmp_path: Path) -> None:
     job.fit(pl_oracle.Classifier(), pl_oracle.loader(), pl_oracle.loader())
     loaded = pl_oracle.Classifier.load_from_checkpoint(saving.best_model_path)
     assert job.validate(loaded, pl_oracle.loader(), verbose=False)
+
+
+def test_predictions_are_gathered_by_a_callback_of_its_own(on: str) -> None:
+    gatherer = lightning_dp.pytorch_lightning.PredictionGatherer()
+    job = pl_oracle.trainer(3, callbacks=[gatherer])
+    returned = job.predict(pl_oracle.Classifier(), pl_oracle.loader())
+    oracle.assert_equal_trees(gatherer.predictions, returned, "predictions", atol=0.0, rtol=0.0)
+    assert [i for batch in gatherer.indices for i in batch] == list(range(oracle.SAMPLES))
+    assert not isinstance(gatherer, lightning_dp.PredictionGatherer)
+
+
+@pytest.mark.slow
+def test_one_import_registers_the_strategy_with_the_packages_that_are_there() -> None:
+    both = "import sys, lightning_dp; assert 'pytorch_lightning' not in sys.modules"
+    other = (
+        "import pytorch_lightning as pl, lightning_dp; "
+        "pl.Trainer(strategy='dp_custom', accelerator='cpu', devices=2, logger=False)"
+    )
+    for code in (both, other):
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -2,65 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from typing import Any
 
 import oracle
 import pytest
-import torch
-from lightning.pytorch import Callback
-from oracle import Classifier, loader
-from torch import Tensor, nn
+from long_runs import Busy, Count, check_flat
+from oracle import loader
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.devices import allocated_memory
 
 pytestmark = [pytest.mark.usefixtures("on", "one_thread"), pytest.mark.slow]
 
 STEPS = 2_000
 PER_EPOCH = 50
-
-
-class Busy(Classifier):
-    """Logs, measures, collects and binds, as real modules do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(10)
-        self.outputs: list[Tensor] = []
-        self.mask: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.mask = torch.ones_like(x[0])
-        return self.net(self.norm(x) * self.mask)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/loss", self.loss(batch))
-        self.outputs.append(batch[0])
-
-    def on_validation_epoch_end(self) -> None:
-        self.outputs.clear()
-
-
-class Count(Callback):
-    """At the end of every epoch: tensors, modules, threads, and bytes where they are counted."""
-
-    def __init__(self, devices: list[torch.device]) -> None:
-        self.devices = devices
-        self.counts: list[dict[str, int]] = []
-
-    def on_train_epoch_end(self, job: Any, module: Any) -> None:
-        gc.collect()
-        objects = gc.get_objects()
-        counts = {
-            "tensors": sum(issubclass(type(o), Tensor) for o in objects),
-            "modules": sum(issubclass(type(o), nn.Module) for o in objects),
-            "objects": len(objects),
-            "threads": threading.active_count(),
-        }
-        counts |= {str(d): allocated_memory(d) for d in self.devices}
-        self.counts.append(counts)
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
@@ -73,10 +27,7 @@ def test_2000_steps_of_fit_and_validate_leave_nothing_behind(mode: str) -> None:
     before = threading.active_count()
     job.fit(Busy(), train, val)
     assert job.global_step == STEPS
-    early, late = count.counts[5], count.counts[-1]
-    slack = {"objects": 200}  # Lightning keeps a little of every epoch
-    for name, number in late.items():
-        assert number <= early[name] + slack.get(name, 0), (name, early, late)
+    check_flat(count.counts)
     assert threading.active_count() == before
 
 
@@ -90,6 +41,4 @@ def test_many_runs_of_one_trainer_leave_nothing_behind(mode: str) -> None:
         job.fit(module, data, data)
         job.validate(module, data, verbose=False)
         job.predict(module, data)
-    early, late = count.counts[5], count.counts[-1]
-    for name, number in late.items():
-        assert number <= early[name] + 200 * (name == "objects"), (name, early, late)
+    check_flat(count.counts)

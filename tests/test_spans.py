@@ -94,10 +94,11 @@ def test_a_stretch_of_accelerators_is_not_the_hosts(slow: type[SlowDevices]) -> 
 
 
 def test_a_stretch_of_the_cpu_is_the_hosts() -> None:
+    begin = time.perf_counter()
     stretch = Stretch([torch.device("cpu")])
     time.sleep(0.01)
     stretch.end()
-    assert stretch.is_over() and 0.01 <= stretch.seconds < 1
+    assert stretch.is_over() and 0.01 <= stretch.seconds <= time.perf_counter() - begin
 
 
 @pytest.mark.sim_only("GPUs cannot be given a speed.")

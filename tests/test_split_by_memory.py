@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import DataParallelStrategy
+from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.parallel.split.arithmetic import even
 from lightning_dp.parallel.split.memory import Memory
 from lightning_dp.parallel.split.usage import StepUsage
@@ -92,6 +92,38 @@ def test_replicas_on_the_cpu_stay_even() -> None:
     split = Memory([0, 0, 0], lambda: [0, 0, 0])
     split.learn(StepUsage((3, 3, 2), (1.0,) * 3, 1.0, (0, 0, 0), (0, 0, 0)))
     assert split(8) == (3, 3, 2)
+
+
+SHARED = "share one memory"
+
+
+@pytest.mark.on("cpu")
+def test_replicas_on_the_cpu_are_told_once_that_there_is_nothing_to_learn(
+    on: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for split, times in (("memory", 1), ("even", 0)):
+        caplog.clear()
+        job = trainer(2, DataParallelStrategy(split=split), max_steps=3, max_epochs=-1)
+        job.fit(LanguageModel(), words(8, 3))
+        said = [r.getMessage() for r in caplog.records if SHARED in r.getMessage()]
+        assert len(said) == times and not any("\n" in text for text in said)
+
+
+def test_the_drop_in_tells_it_too(caplog: pytest.LogCaptureFixture) -> None:
+    net = DataParallel(nn.Linear(4, 1), ["cpu", "cpu"], split="memory")
+    for _ in range(3):
+        net(torch.ones(5, 4)).sum().backward()
+    net.close()
+    assert [SHARED in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.sim_only("On a GPU there is one device here.")
+def test_devices_with_a_memory_of_their_own_are_told_nothing(
+    on: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = trainer(2, DataParallelStrategy(split="memory"), max_steps=3, max_epochs=-1)
+    job.fit(LanguageModel(), words(8, 3))
+    assert not any(SHARED in record.getMessage() for record in caplog.records)
 
 
 def test_caps_are_kept() -> None:
@@ -187,6 +219,7 @@ def imbalance(split: str) -> float:
     return max(peaks) / (sum(peaks) / 4)
 
 
+@pytest.mark.slow
 @on_sim
 def test_peaks_are_equal_where_the_scores_of_8192_words_take_the_memory(devices: Any) -> None:
     even_, memory = imbalance("even"), imbalance("memory")

@@ -56,6 +56,7 @@ def one_device() -> dict[str, oracle.Run]:
     return {p: run(make, 1, data=data, precision=p) for p in ("32-true", "64-true")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_everything_is_as_on_one_device(on: str, k: int, one_device: dict[str, oracle.Run]) -> None:
     for precision, one in one_device.items():
@@ -80,6 +81,7 @@ def test_the_loads_of_the_table_are_those_of_the_devices(on: str, split: str) ->
     assert [int(part["lengths"].sum()) for part in parts] == expected
 
 
+@pytest.mark.slow
 def test_cost_balances_what_other_splits_do_not() -> None:
     source = StdlibSource()
     source.setup("fit")

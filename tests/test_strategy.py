@@ -18,6 +18,7 @@ from oracle import (
     assert_same,
     devices_of,
     loader,
+    names_of,
     run,
     samples,
     trainer,
@@ -107,16 +108,20 @@ def test_devices_of_the_strategy_replace_those_of_the_trainer() -> None:
     assert job.world_size == 1 and job.global_rank == 0
 
 
-def test_under_a_launcher_of_several_processes_it_is_still_one(
+def test_under_a_launcher_the_processes_share_out_the_devices_of_a_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0"}
     more = {"LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "localhost"}
     for name, value in {**variables, **more, "MASTER_PORT": "12345"}.items():
         monkeypatch.setenv(name, value)
-    job = trainer(2)
-    assert (job.world_size, job.global_rank, job.local_rank) == (1, 0, 0)
-    assert job.is_global_zero
+    job = trainer(3)
+    assert (job.world_size, job.global_rank, job.local_rank) == (2, 1, 1)
+    assert job.num_devices == 1 and not job.is_global_zero
+    with pytest.raises(ValueError, match=r"num_nodes: expected 1, as 2 processes .* got 2"):
+        trainer(4, num_nodes=2)
+    with pytest.raises(ValueError, match=r"devices: expected at least 2, .* got 1"):
+        trainer(1, DataParallelStrategy())
 
 
 def test_one_device_is_plain_lightning() -> None:
@@ -255,7 +260,7 @@ def test_an_exception_in_replica_2_arrives_once_and_leaves_nothing_behind(
     module = kind()
     strategy = DataParallelStrategy(executor=executor)
     job = trainer(3, strategy, callbacks=[Watching()], num_sanity_val_steps=0)
-    note = rf"in replica 2 on {devices_of(3)[2]}, {stage}, samples 17 to 24 of 25"
+    note = rf"in replica 2 on {names_of(3)[2]}, {stage}, samples 17 to 24 of 25"
     if stage == "backward" and on != "cpu":  # autograd's thread of the device knows no replica
         note = "failed in backward"
     with pytest.raises(kind.error, match=note) as caught:

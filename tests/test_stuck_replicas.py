@@ -14,7 +14,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from oracle import ByHand, Classifier, assert_same, devices_of, loader
+from oracle import ByHand, Classifier, assert_same, devices_of, loader, names_of
 from patience import soon
 from spreading import EXACT, engine_of, inputs
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ def test_an_interrupt_names_the_replica_and_its_line_and_leaves_it_behind(
     with pytest.raises(KeyboardInterrupt):
         executor.run("work", tasks_of(int, hold, int))
     text = named(caplog)
-    assert f"replica 1 on {devices_of(3)[1]}, samples of 1" in text
+    assert f"replica 1 on {names_of(3)[1]}, samples of 1" in text
     assert f"{__file__}:" in text and "in wait: self.release.wait()  # stuck" in text
     assert trap.thread is not None and trap.thread.is_alive()
     # A later run has threads of its own.
@@ -273,7 +273,9 @@ def test_a_backward_that_is_stuck(trap: Trap, caplog: Any) -> None:
     with pytest.raises(SystemExit):
         fit(StuckInBackward, "step", "threads", trap)
     text = named(caplog)
-    assert "replica 1 on cpu, backward, samples" in text and "in wait: self.release.wait()" in text
+    assert (
+        "replica 1 on cpu:1, backward, samples" in text and "in wait: self.release.wait()" in text
+    )
 
 
 class Held(nn.Module):

@@ -126,11 +126,11 @@ def test_workers_add_up_what_they_have_computed(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: set[str] = set()
-    add = slices.add_to_each
+    add = slices._add_up
     monkeypatch.setattr(
         slices,
-        "add_to_each",
-        lambda *args: (threads.add(threading.current_thread().name), add(*args)),
+        "_add_up",
+        lambda share: (threads.add(threading.current_thread().name), add(share)),
     )
     found = {}
     for executor in ("inorder", "threads"):

@@ -305,7 +305,7 @@ def test_an_error_in_backward_names_replica_and_samples() -> None:
     batch[2:] = 1
     with engine_of(Regression(step), (2, 3)) as engine:
         loss = engine.train("training_step", engine.scatter(batch))
-        note = r"in replica 1 on cpu, backward, samples 2 to 4 of 5"
+        note = r"in replica 1 on cpu:1, backward, samples 2 to 4 of 5"
         with pytest.raises(ZeroDivisionError, match=note):
             loss.backward()
 

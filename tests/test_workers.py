@@ -7,15 +7,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
 import pytest
 import torch
-from oracle import devices_of
+from oracle import devices_of, names_of
+from patience import Clock
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_dp.parallel.links import spans
 from lightning_dp.parallel.workers.apply import Executor, ExecutorName, Task
 
 pytestmark = pytest.mark.usefixtures("on")
@@ -209,7 +212,7 @@ def test_an_exception_arrives_as_it_is_with_a_note(how: ExecutorName) -> None:
     def fail() -> None:
         raise raised
 
-    note = rf"in replica 1 on {devices_of(3)[1]}, samples of 1"
+    note = rf"in replica 1 on {names_of(3)[1]}, samples of 1"
     with pytest.raises(OddError, match=note) as caught:
         run(int, fail, int, how=how)
     assert caught.value is raised and caught.value.reason == "because"
@@ -270,21 +273,23 @@ def test_an_interrupt_at_any_moment_ends_the_run_when_all_tasks_have_ended() -> 
     executor.close()
 
 
-def test_auto_takes_threads_where_they_overlap_and_in_order_where_they_do_not() -> None:
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # whose time is the host's
+def test_auto_takes_threads_where_they_overlap_and_in_order_where_they_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(spans, "time", SimpleNamespace(perf_counter=clock))
     executor = Executor(devices_of(3), "auto")
     where: list[bool] = []
 
     def wait() -> None:
         where.append(threading.current_thread() is threading.main_thread())
-        time.sleep(0.015)
-
-    lock = threading.Lock()
+        clock.work(0.015)
 
     def exclude() -> None:
         where.append(threading.current_thread() is threading.main_thread())
         in_thread = threading.current_thread() is not threading.main_thread()
-        with lock:
-            time.sleep(0.018 if in_thread else 0.003)
+        clock.work(0.018 if in_thread else 0.003, alone=True)
 
     def chosen(work: Callable[[], None]) -> bool:
         for _ in range(20):

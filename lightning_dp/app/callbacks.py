@@ -1,7 +1,11 @@
 """Callbacks of the programs."""
 
+import logging
 import operator
 import os
+import statistics
+import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +13,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+
+log = logging.getLogger(__name__)
 
 
 class InterruptedCheckpoint(Callback):
@@ -39,7 +45,114 @@ class InterruptedCheckpoint(Callback):
         # Lightning sets the attribute from outside the class, where type checkers do not see it.
         dry = getattr(trainer, "fast_dev_run", False)
         if training and alone and trainer.global_step > 0 and not dry:
-            trainer.save_checkpoint(self.path, weights_only=False)
+            _validate_anew(trainer)
+            try:
+                trainer.save_checkpoint(self.path, weights_only=False)
+            except OSError as error:  # what has ended the training is to be told, not this
+                log.warning("%s was not written: %s", self.path, error)
+
+
+def _validate_anew(trainer: Trainer) -> None:
+    """A validation without its end begins anew when training goes on.
+
+    Of what it has logged nothing is in the checkpoint. Without this Lightning would validate on the
+    rest alone, or not at all, and callbacks that monitor would find nothing.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    batches = loop.batch_progress
+    is_through = batches.is_last_batch and batches.current.completed == batches.current.ready
+    if trainer.validating or is_through:
+        progress: Any = loop.val_loop.batch_progress
+        progress.reset()
+        # For Lightning: a validation that has begun with a batch, and none of which is through.
+        progress.total.ready = progress.total.started = 1
+        # Nor is the epoch through, whose end the callbacks that monitor have not seen.
+        epochs: Any = trainer.fit_loop.epoch_progress
+        epochs.current.processed = epochs.current.completed
+        epochs.total.processed = epochs.total.completed
+
+
+class GoesOn(Callback):
+    """Says where a training goes on from a checkpoint, or that nothing is left of it.
+
+    A training that early stopping has ended is over, as one that has had all its epochs: Lightning
+    would train one more epoch each time it goes on.
+
+    Args:
+        path: the checkpoint.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path, self._is_told = path, False
+        self._patience: list[int] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Keeps the patience that is asked for: Lightning restores what it was."""
+        self._patience = [c.patience for c in trainer.early_stopping_callbacks]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """There are epochs left, unless early stopping has seen enough."""
+        for stopping, patience in zip(
+            trainer.early_stopping_callbacks, self._patience, strict=True
+        ):
+            stopping.patience = patience
+        if any(c.wait_count >= c.patience for c in trainer.early_stopping_callbacks):
+            trainer.should_stop = True
+            self._tell_end(trainer, "callbacks.early_stopping.patience")
+            return
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        is_within = progress.current.completed and not progress.is_last_batch
+        batch = f", batch {progress.current.completed}" if is_within else ""
+        epochs = trainer.max_epochs or -1
+        last = f" (the last is {epochs - 1})" if epochs > 0 else ""
+        at = f"epoch {trainer.current_epoch}{last}{batch}, step {trainer.global_step}"
+        self._tell(trainer, f"the training goes on at {at}")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Without a start there was nothing to train."""
+        if not self._is_told:
+            self._tell_end(trainer, "trainer.max_epochs (or max_steps)")
+
+    def _tell_end(self, trainer: Trainer, key: str) -> None:
+        done = f"{trainer.current_epoch} epochs and {trainer.global_step} steps"
+        self._tell(trainer, f"nothing is left to train after {done}; a larger {key} goes on")
+
+    def _tell(self, trainer: Trainer, text: str) -> None:
+        self._is_told = True
+        if trainer.is_global_zero:
+            log.info("%s: %s", self._path, text)
+
+
+class StepTimes(Callback):
+    """Measures how long training steps take, from the end of one to the end of the next.
+
+    So loading counts, and what comes between two epochs does not. Of a long training the latest
+    steps count.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seconds: deque[float] = deque(maxlen=1024)
+        self._latest: float | None = None
+
+    @property
+    def milliseconds(self) -> float | None:
+        """The median; None if no step has followed another."""
+        return statistics.median(self._seconds) * 1e3 if self._seconds else None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begins anew."""
+        self._latest = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Notes the time since the step before."""
+        now = time.perf_counter()
+        if self._latest is not None:
+            self._seconds.append(now - self._latest)
+        self._latest = now
 
 
 class SamplesTested(Callback):

@@ -52,6 +52,8 @@ _NOTHING_ELSE: Mapping[str, Any] = {
 """Options of the Trainers that only take steps."""
 
 log = logging.getLogger(__name__)
+clock: Callable[[], float] = time.perf_counter
+"""What times the steps."""
 
 
 def compared(cfg: DictConfig, job: Job) -> str | None:
@@ -66,6 +68,8 @@ def compared(cfg: DictConfig, job: Job) -> str | None:
     if not isinstance(trainer.strategy, DataParallelStrategy):
         kind = type(trainer.strategy).__name__
         return f"not compared with 1 device: {kind} starts processes, which take no steps in turns"
+    if trainer.world_size > 1:
+        return f"not compared with 1 device: {trainer.world_size} processes take no steps in turns"
     try:
         with isolate_rng(), muted():
             together, alone = _seconds_per_step(cfg, job)
@@ -73,7 +77,16 @@ def compared(cfg: DictConfig, job: Job) -> str | None:
         log.debug("The comparison with one device has failed.", exc_info=True)
         said = str(error).strip().split("\n")[0]
         return f"not compared with 1 device: {type(error).__name__}: {said}"
-    return f"{devices} devices: {together * 1e3:.1f} ms per step; 1 device: {alone * 1e3:.1f} ms"
+    line = f"{devices} devices: {together * 1e3:.1f} ms per step; 1 device: {alone * 1e3:.1f} ms"
+    return line if together <= alone else f"{line}: {_faster(cfg.trainer.strategy)}"
+
+
+def _faster(strategy: DictConfig) -> str:
+    """What to do where one device is faster."""
+    # Devices that the strategy names are taken whatever the Trainer is told.
+    ways = ["strategy=single" if strategy.get("devices") else "trainer.devices=1"]
+    ways += [] if strategy.get("split") == "auto" else ["strategy=dp_auto"]
+    return f"one device would be faster here: {' or '.join(ways)}"
 
 
 def _seconds_per_step(cfg: DictConfig, job: Job) -> tuple[float, float]:
@@ -83,12 +96,12 @@ def _seconds_per_step(cfg: DictConfig, job: Job) -> tuple[float, float]:
     ways: dict[str, Callable[[], Strategy]]
     ways = {"one": partial(SingleDeviceStrategy, job.trainer.strategy.root_device), **several}
     times: defaultdict[str, list[float]] = defaultdict(list)
-    end = time.monotonic() + SECONDS
+    end = clock() + SECONDS
     for i in range(ROUNDS):
-        if i and time.monotonic() > end:
+        if i and clock() > end:
             break  # a few steps of each have taken long enough
         for name, make in ways.items():
-            watch = Stopwatch(_devices(job.trainer), SECONDS / ROUNDS / len(ways))
+            watch = Stopwatch(_devices(job.trainer), SECONDS / ROUNDS / len(ways), clock)
             _take_steps(cfg, job, make(), batches, watch, devices=1 if name == "one" else None)
             times[name] += watch.seconds
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}

@@ -65,7 +65,8 @@ def _check_cpu(devices: object) -> None:
     if type(devices) is not int or devices < 1:
         raise ValueError(
             "trainer.devices: expected a number of CPU replicas, at least 1, got "
-            f"{devices!r}. Try trainer.devices={CPU_REPLICAS}, or trainer.accelerator=gpu for GPUs."
+            f"{devices!r}. Try trainer.devices={CPU_REPLICAS}, or trainer.accelerator=gpu for "
+            "GPUs; in a list, strategy.devices, a device may repeat: [cpu,cpu]."
         )
 
 

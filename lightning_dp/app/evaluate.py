@@ -1,5 +1,6 @@
 """Tests what a training has left: ``python -m lightning_dp.app.evaluate run=FOLDER``."""
 
+import sys
 import warnings
 
 import hydra
@@ -8,7 +9,8 @@ from omegaconf import DictConfig
 from lightning_dp.app import report
 from lightning_dp.app.build import begin
 from lightning_dp.app.devices import register_resolvers
-from lightning_dp.app.run import as_program
+from lightning_dp.app.run import as_program, check_flags, composed_in_one_line, table_in_the_end
+from lightning_dp.app.together import agree_on_run_folder
 from lightning_dp.app.trained import as_trained, task_overrides
 
 register_resolvers()
@@ -29,10 +31,17 @@ def evaluate(cfg: DictConfig) -> report.Report:
     return result
 
 
+def main() -> None:
+    """Entry point of the command line."""
+    check_flags(sys.argv[1:])
+    agree_on_run_folder()
+    with table_in_the_end(), composed_in_one_line("eval"):
+        _main()
+
+
 @hydra.main(version_base="1.3", config_path="pkg://lightning_dp.conf", config_name="eval")
 @as_program
-def main(cfg: DictConfig) -> None:
-    """Entry point of the command line."""
+def _main(cfg: DictConfig) -> None:
     evaluate(cfg)
 
 

@@ -1,6 +1,7 @@
 """Keeps a few of Lightning's messages, and no others, off the screen."""
 
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -9,7 +10,7 @@ from lightning_dp.parallel.contexts import context
 # Where Lightning's rank_zero_info logs.
 _LOGGER = "lightning.pytorch.utilities.rank_zero"
 _MESSAGES = (
-    "💡 Tip:",
+    "GPU available: False",
     "TPU available: False",
     "HPU available: False",
     # Said twice: "Loaded model weights from ..." follows.
@@ -24,8 +25,6 @@ _WARNINGS = (
     r"Checkpoint directory .* exists and is not empty",
     # A resumed run has a run folder of its own.
     r"The dirpath has changed from",
-    # Lightning's own use of torch, nothing that a user could change.
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     # Asked for: the test of strategy=ddp runs on the same devices as its training.
     r"Using `DistributedSampler` with the dataloaders",
 )
@@ -40,7 +39,7 @@ def quiet(enabled: bool = True) -> Iterator[None]:
     logger = logging.getLogger(_LOGGER)
     logger.addFilter(_is_wanted)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _beside_progress_bars():
             for message in _WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             yield
@@ -50,3 +49,32 @@ def quiet(enabled: bool = True) -> Iterator[None]:
 
 def _is_wanted(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_MESSAGES)
+
+
+@context
+def _beside_progress_bars() -> Iterator[None]:
+    """Lightning's messages appear above a progress bar, not behind its last word.
+
+    A bar replaces `sys.stderr` while it is drawn; Lightning's handler keeps the one of its start.
+    """
+    own = [
+        h
+        for h in logging.getLogger("lightning.pytorch").handlers
+        if type(h) is logging.StreamHandler
+    ]
+    streams = [handler.setStream(_Stderr()) for handler in own]
+    try:
+        yield
+    finally:
+        for handler, stream in zip(own, streams, strict=True):
+            handler.setStream(stream)
+
+
+class _Stderr:
+    """`sys.stderr` as it is at the time of writing."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,11 +12,16 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from lightning_dp.app.callbacks import SamplesTested
+from lightning_dp import DataParallelStrategy
+from lightning_dp.app.callbacks import SamplesTested, StepTimes
+from lightning_dp.app.run import note
+from lightning_dp.app.together import of_all
 from lightning_dp.monitor import DataParallelMonitor
 from lightning_dp.parallel.batch import DeviceUsage
+from lightning_dp.parallel.devices import replica_names
 
 PICTURE = "devices.png"
+PROFILE = "profile"
 
 C = TypeVar("C", bound=Callback)
 
@@ -28,10 +34,11 @@ class Report:
     devices: tuple[str, ...]
     # What each device did, by names in metrics.json, without what nobody measures.
     per_device: Mapping[str, Sequence[float]]
+    note: str | None = None  # what these numbers alone do not say
 
 
 def training_of(trainer: Trainer) -> dict[str, list[float]]:
-    """Returns what each device did in the training so far, as far as its strategy knows."""
+    """Returns what each device of all processes did in the training so far, as far as is known."""
     usage: Sequence[DeviceUsage] = getattr(trainer.strategy, "usage", ())
     monitor = _first(trainer, DataParallelMonitor)
     # It knows what a device did while others worked.
@@ -45,21 +52,38 @@ def training_of(trainer: Trainer) -> dict[str, list[float]]:
         "waiting_seconds_per_device": [round(seconds, 4) for seconds in waiting],
         "peak_bytes_per_device": [*peaks] if any(peaks) else [],
     }
-    return {name: values for name, values in columns.items() if values}
+    return _of_all(trainer, {name: values for name, values in columns.items() if values})
+
+
+def note_of(trainer: Trainer) -> str | None:
+    """Returns what the monitor has to say of the training besides numbers."""
+    monitor = _first(trainer, DataParallelMonitor)
+    return monitor.note if monitor else None
 
 
 def tested_of(trainer: Trainer) -> dict[str, list[float]]:
     """Returns the samples that each device worked on in the latest test."""
     counter = _first(trainer, SamplesTested)
     samples = counter.per_device if counter else ()
-    return {"test_samples_per_device": [*samples]} if samples else {}
+    return _of_all(trainer, {"test_samples_per_device": [*samples]} if samples else {})
 
 
 def device_names(trainer: Trainer) -> tuple[str, ...]:
-    """Returns the names of the devices of all processes; nodes are taken to be alike."""
+    """Returns the names of the replicas of all processes; of other strategies nodes are alike."""
     strategy = trainer.strategy
+    if isinstance(strategy, DataParallelStrategy):
+        return tuple(chain.from_iterable(of_all(strategy.replica_names)))
     devices = getattr(strategy, "parallel_devices", None) or [strategy.root_device]
-    return tuple(str(device) for device in devices) * trainer.num_nodes
+    return tuple(replica_names([*devices] * trainer.num_nodes))
+
+
+def _of_all(trainer: Trainer, columns: dict[str, list[float]]) -> dict[str, list[float]]:
+    """The columns of all processes, one after another."""
+    if not isinstance(trainer.strategy, DataParallelStrategy):
+        return columns
+    told = of_all(columns)
+    names = dict.fromkeys(chain.from_iterable(told))
+    return {name: [*chain.from_iterable(own.get(name, []) for own in told)] for name in names}
 
 
 def metrics_of(trainer: Trainer) -> dict[str, float]:
@@ -69,22 +93,33 @@ def metrics_of(trainer: Trainer) -> dict[str, float]:
 
 def write_config(cfg: DictConfig, folder: Path) -> None:
     """Writes the configuration with all interpolations resolved to ``config.yaml``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(cfg, resolve=True), encoding="utf-8")
+    text = OmegaConf.to_yaml(cfg, resolve=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(
+            f"paths.output_dir: expected a folder to write to, got {str(folder)!r} "
+            f"({error.strerror}). Give another one, or leave it out."
+        ) from error
 
 
 def finish(report: Report, trainer: Trainer, folder: Path) -> None:
     """Writes ``metrics.json`` and ``devices.png``, and prints what came out; one process does."""
     if trainer.is_global_zero:
-        content = {**report.metrics, "devices": report.devices, **report.per_device}
+        times = _first(trainer, StepTimes)
+        took = {"ms_per_step": round(times.milliseconds, 3)} if times and times.milliseconds else {}
+        content = {**report.metrics, "devices": report.devices, **took, **report.per_device}
         text = json.dumps(content, indent=2)
         (folder / "metrics.json").write_text(text + "\n", encoding="utf-8")
+        note.info("metrics.json:\n%s", text)
         _show(report, folder, _draw_devices(trainer, folder))
 
 
 def say(line: str | None, trainer: Trainer) -> None:
     """Prints a line, if there is one, as it is; one process does."""
     if line is not None and trainer.is_global_zero:
+        note.info(line)
         Console().print(line, highlight=False, soft_wrap=True, markup=False)
 
 
@@ -108,7 +143,8 @@ def _show(report: Report, folder: Path, picture: str | None) -> None:
         console.print(_table(report))
     else:
         console.print("devices:", ", ".join(report.devices), highlight=False)
-    for line in (picture, f"run folder: {folder}"):
+    profiles = [f"profile: {file}" for file in sorted(folder.glob(f"*{PROFILE}*.txt"))]
+    for line in (report.note, picture, *profiles, f"run folder: {folder}"):
         if line is not None:
             console.print(line, highlight=False, soft_wrap=True, markup=False)
 

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import lightning as L
 from lightning.pytorch import Callback
@@ -11,6 +11,8 @@ from lightning.pytorch import Callback
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.app.devices import check_devices
 from lightning_dp.monitor import Period
+from lightning_dp.more_devices import on_purpose
+from lightning_dp.table import OneLineParser
 
 _ACCELERATORS = ("cpu", "sim", "gpu")
 _EVERY = 5
@@ -32,11 +34,8 @@ def whole_number(least: int) -> Callable[[str], int]:
     return parse
 
 
-class ScriptParser(argparse.ArgumentParser):
-    """Parses the options of an example, `--accelerator`, `--devices` and `--epochs` among them.
-
-    An option that cannot be used ends the script with one line on stderr and exit code 2.
-    """
+class ScriptParser(OneLineParser):
+    """Parses the options of an example, `--accelerator`, `--devices` and `--epochs` among them."""
 
     def __init__(
         self, description: str, *, accelerator: str = "cpu", devices: int, epochs: int
@@ -52,13 +51,10 @@ class ScriptParser(argparse.ArgumentParser):
         )
         self.add_argument("--epochs", type=whole_number(1), default=epochs, help="epochs to train")
 
-    def error(self, message: str) -> NoReturn:
-        """Ends the script, without the list of all options."""
-        self.exit(2, f"error: {message}\n")
-
     def parse(self) -> argparse.Namespace:
         """The options of the command line; simulated devices exist from then on, if asked for."""
         args = self.parse_args()
+        on_purpose()  # --devices has a number
         try:
             if args.accelerator == "sim":
                 from lightning_dp import sim

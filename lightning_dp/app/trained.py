@@ -1,12 +1,14 @@
 """What a training says in its run folder about its model, its data and its checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+
+from lightning_dp.checkpointing import files
 
 _GROUPS = ("model", "data")
 
@@ -30,8 +32,21 @@ def as_trained(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
                 value = OmegaConf.select(composed, inner)
                 OmegaConf.update(cfg[group], inner, value, force_add=True)
     if cfg.ckpt_path is None:
-        cfg.ckpt_path = str(Path(cfg.run) / "checkpoints" / "last.ckpt")
+        cfg.ckpt_path = str(_best_of(Path(cfg.run) / "checkpoints"))
     return cfg
+
+
+def _best_of(folder: Path) -> Path:
+    """The checkpoint that a training has tested: the best one, as the last one says, or that."""
+    last = folder / "last.ckpt"
+    states: Mapping[str, Any] = files.read(last).get("callbacks", {}) if last.is_file() else {}
+    for state in states.values():
+        # Of several ModelCheckpoints the one with a metric knows what is best.
+        if isinstance(state, Mapping) and state.get("monitor") and state.get("best_model_path"):
+            best = Path(state["best_model_path"])
+            found = [path for path in (folder / best.name, best) if path.is_file()]
+            return [*found, last][0]
+    return last
 
 
 def task_overrides() -> Sequence[str]:

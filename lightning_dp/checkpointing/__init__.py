@@ -7,6 +7,7 @@ Lightning gets at it (`io`, `strategy_hooks`).
 
 from lightning_dp.checkpointing import files as files
 from lightning_dp.checkpointing import safetensors_files as safetensors_files
+from lightning_dp.checkpointing.atomic_files import replacing as replacing
 from lightning_dp.checkpointing.contents import add_to as add_to
 from lightning_dp.checkpointing.contents import added_to as added_to
 from lightning_dp.checkpointing.contents import as_lightnings as as_lightnings

@@ -31,8 +31,15 @@ _writing: set[str] = set()  # the names of this process's temporary files
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
     """The path of a local file; None for an address such as `s3://bucket/file`."""
-    name = os.fspath(path).removeprefix("file://")
+    name = _without_scheme(os.fspath(path), on_windows=os.name == "nt")
     return None if "://" in name else Path(name)
+
+
+def _without_scheme(name: str, *, on_windows: bool) -> str:
+    """A path without `file://`; on Windows also without the slash before the letter of a drive."""
+    bare = name.removeprefix("file://")
+    is_after_slash = bare != name and re.match(r"/[A-Za-z]:(/|\\|$)", bare)
+    return bare[1:] if on_windows and is_after_slash else bare
 
 
 @context

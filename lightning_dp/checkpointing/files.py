@@ -139,7 +139,7 @@ def _load(file: BinaryIO, path: PathLike, map_location: Any, weights_only: bool)
     if foreign is not None:
         raise ValueError(
             f"{path}: expected a checkpoint of torch, Lightning or safetensors, got {foreign} "
-            f"({size:,} bytes)."
+            f"({size:,} bytes). Give a file that one of these has written."
         )
     try:
         return torch.load(file, map_location=map_location, weights_only=weights_only)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_dp import DataParallelStrategy
+from lightning_dp import DataParallelStrategy, __version__
 from lightning_dp.doctor.bandwidth import measured_links
 from lightning_dp.doctor.bench import muted
 from lightning_dp.doctor.compilers import cxx_compiler, missing_for_sim
 from lightning_dp.doctor.machine import host_memory, processor
-from lightning_dp.parallel.devices import counts_memory
+from lightning_dp.parallel.devices import all_devices, counts_memory
 
 PACKAGES = ("lightning-dp", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core")
 VARIABLES = (
@@ -32,7 +32,7 @@ def environment(devices: Sequence[torch.device], host: Mapping[str, Any]) -> dic
     """All of it, as it is in the report; the links are measured. The host was looked at before."""
     distinct = list(dict.fromkeys(devices))
     return {
-        "versions": _versions(),
+        "versions": versions(),
         "machine": host,
         "gil": not _is_free_threaded(),
         "cuda": _cuda(),
@@ -45,7 +45,8 @@ def environment(devices: Sequence[torch.device], host: Mapping[str, Any]) -> dic
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a run depends on, as far as they are installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -53,7 +54,13 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     found["torch"] = torch.__version__  # with the build
+    found["lightning-dp"] = __version__  # of a checkout that is not installed too
     return found
+
+
+def shown_devices() -> dict[str, Any]:
+    """All devices of this machine, and what drives them; nothing is measured."""
+    return {"cuda": _cuda(), "devices": [_device(device) for device in all_devices()]}
 
 
 def _is_free_threaded() -> bool:

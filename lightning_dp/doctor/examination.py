@@ -26,6 +26,7 @@ from lightning_dp.doctor.proof import COMPILED, LAWS, prove
 from lightning_dp.doctor.timing import fair_threads
 from lightning_dp.doctor.watchdog import Watchdog
 from lightning_dp.doctor.workloads import Workload
+from lightning_dp.parallel.devices import replica_names
 
 SECONDS = 48.0  # from the start of the process, after which nothing more is timed
 FOR_COMPILER = 27.0  # of these, after which a compiler is waited for no more
@@ -115,7 +116,7 @@ def _proof(
     start: float,
 ) -> None:
     bench = Bench(replicas_on(plan.devices), folder)
-    names = ", ".join(map(str, bench.devices))
+    names = ", ".join(replica_names(bench.devices))
     print(f"\nProof: replicas on {names}; {bench.root} alone is the measure", flush=True)
     found.proof = results = prove(bench, plan.laws, watchdog.tell)
     watchdog.tell(COMPILED.name)

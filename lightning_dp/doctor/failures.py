@@ -15,7 +15,13 @@ from lightning_dp.doctor.bench import Bench, Job, Watch, as_vector, relative
 from lightning_dp.doctor.law import Finding, SkippedLaw, worst
 from lightning_dp.doctor.steps import after_ten_steps, has_double
 from lightning_dp.doctor.subjects import Classifier
-from lightning_dp.parallel.devices import allocated_memory, counts_memory, memory_capacity
+from lightning_dp.parallel.devices import (
+    allocated_memory,
+    counts_memory,
+    memory_capacity,
+    replica_names,
+    replica_text,
+)
 
 MOST = 4  # samples for which one device has memory, in the law about that
 
@@ -43,7 +49,7 @@ class _Failing(Classifier):
 def error_in_a_replica(bench: Bench) -> Finding:
     """It arrives as it was, names its replica, leaves no thread, and harms no later training."""
     job = _job(bench, _Failing)
-    who = f"replica {len(bench.devices) - 1} on {bench.devices[-1]}"
+    who = replica_text(len(bench.devices) - 1, replica_names(bench.devices))
     try:
         bench.trainer(job, bench.strategy()).fit(bench.module(job), bench.batches(job))
     except PlantedError as error:

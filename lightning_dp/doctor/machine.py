@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lightning_dp.parallel.devices import cores
+
 
 def machine() -> dict[str, Any]:
     """What the report says of it."""
@@ -21,13 +23,6 @@ def machine() -> dict[str, Any]:
         "load": load(),
         "memory_bytes": host_memory(),
     }
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def load() -> float:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from lightning_dp.doctor.bench import Bench, as_vector, has_float64, pinned, relative, synchronize
 from lightning_dp.doctor.law import Finding, SkippedLaw, worst
 from lightning_dp.doctor.subjects import Classifier
+from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.links import to_device_coalesced
 from lightning_dp.parallel.primitives import gather, parallel_apply, replicate, scatter
 
@@ -163,9 +164,8 @@ def replicas_have_the_roots_weights(bench: Bench) -> Finding:
 
 
 def _who(bench: Bench, k: int) -> str:
-    """A replica's device; which replica, where several share it."""
-    device = bench.devices[k]
-    return str(device) if bench.devices.count(device) == 1 else f"replica {k} on {device}"
+    """A replica's name."""
+    return replica_names(bench.devices)[k]
 
 
 def _of_parts(off: Mapping[str, float], allowed: float, remark: str) -> Finding:

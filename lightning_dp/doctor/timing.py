@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.doctor.bench import muted, quiet_trainer, synchronize
-from lightning_dp.doctor.machine import cores, load
+from lightning_dp.doctor.machine import load
 from lightning_dp.doctor.workloads import Workload
-from lightning_dp.parallel.devices import memory_capacity, peak_memory, reset_peak_memory
+from lightning_dp.parallel.devices import cores, memory_capacity, peak_memory, reset_peak_memory
 
 WARM_UP = 3  # steps that are not counted: caches, graphs, the first unequal shards
 LEAST_STEPS = 2  # that are, however long they take
@@ -49,25 +49,31 @@ class Stopwatch(Callback):
     Args:
         devices: those that are waited for before a step and after it.
         enough: seconds of steps after which the fit ends.
+        clock: what tells the time, in seconds.
     """
 
-    def __init__(self, devices: Sequence[torch.device], enough: float = SECONDS) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        enough: float = SECONDS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.seconds: list[float] = []
-        self._devices, self._enough = devices, enough
+        self._devices, self._enough, self._clock = devices, enough, clock
         self._start = self._begin = 0.0
         self._others = WARM_UP
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Starts the step's time when the devices have nothing to do."""
         synchronize(self._devices)
-        self._start = time.perf_counter()
+        self._start = self._clock()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **kwargs: Any
     ) -> None:
         """Ends it when they are through."""
         synchronize(self._devices)
-        now = time.perf_counter()
+        now = self._clock()
         self._begin = self._begin or now  # the first step makes what the others use
         is_late = now - self._begin > self._enough and trainer.world_size == 1
         if self._others and not is_late:

@@ -26,6 +26,7 @@ class Workload:
         strategy: options of the strategy, such as the mode.
         trainer: options of the Trainer, such as the precision.
         grows: whether batches are to grow until a step takes long enough to be timed.
+        loader: makes the DataLoader of the user's own data, for batches of other sizes.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Workload:
     strategy: Mapping[str, Any] = field(default_factory=dict)
     trainer: Mapping[str, Any] = field(default_factory=dict)
     grows: bool = False
+    loader: Callable[[], Any] | None = None
 
 
 class _Timed(LightningModule):

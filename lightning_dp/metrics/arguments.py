@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 
+from lightning_dp.metrics.one_call import StepAttributes
 from lightning_dp.parallel.batch import (
     Join,
     StepDims,
@@ -20,6 +20,7 @@ from lightning_dp.parallel.batch import (
     tree,
     weighted_mean,
 )
+from lightning_dp.parallel.contexts import Contexts
 from lightning_dp.parallel.split import Order
 
 AnyMetric: TypeAlias = Metric | MetricCollection
@@ -29,7 +30,7 @@ MetricMethod: TypeAlias = Literal["forward", "update", "reset"]
 class MetricCall(NamedTuple):
     """A call that a replica made on the module's own metric; tensors are detached copies.
 
-    `as_called` gives the metric, on its device, the attributes that it had when it was called.
+    `bound` is what the step had bound by then on the metric and on modules in it.
     """
 
     key: tuple[object, ...]  # equal for the same call on different replicas
@@ -37,7 +38,11 @@ class MetricCall(NamedTuple):
     method: MetricMethod
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    as_called: Callable[[torch.device], AbstractContextManager[None]]
+    bound: Sequence[tuple[StepAttributes, Mapping[str, Any]]]
+
+    def as_called(self, device: torch.device) -> Contexts:
+        """While it lasts, the module's own metric has the attributes that it was called with."""
+        return Contexts(attributes.as_at(values, device) for attributes, values in self.bound)
 
 
 def join_arguments(
@@ -63,8 +68,15 @@ def _averages_numbers(call: MetricCall) -> bool:
     To other metrics a number is a sum, an extreme or a sample of its own, and a step that passes
     a weight beside it counts itself: all these are right call by call.
     """
-    is_mean = isinstance(call.metric, MeanMetric | CatMetric)
-    return is_mean and len(call.args) + len(call.kwargs) == 1
+    if len(call.args) + len(call.kwargs) != 1:
+        return False
+    metrics = [m for m in call.metric.modules() if isinstance(m, Metric)]
+    return all([isinstance(m, MeanMetric | CatMetric) for m in metrics if not _wraps(m)])
+
+
+def _wraps(metric: Metric) -> bool:
+    """Whether it hands its calls on to other metrics."""
+    return any([isinstance(m, AnyMetric) for m in metric.modules() if m is not metric])
 
 
 class _CannotJoin(Exception):

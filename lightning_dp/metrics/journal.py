@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,19 +19,32 @@ from torch import nn
 
 from lightning_dp.lightning_private import batch_value, own_device
 from lightning_dp.metrics.arguments import MetricCall
-from lightning_dp.metrics.logs import LateLog, LogCall, brought_to, log_call, log_late, merged_log
+from lightning_dp.metrics.logs import (
+    LateLog,
+    LogCall,
+    brought_to,
+    check_keys,
+    log_call,
+    log_late,
+    merged_log,
+    names_of,
+    option_names,
+)
 from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import StepAttributes, names_of_metric, state_of_metric
 from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
-from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, is_per_sample, replay
+from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, replay, standing_alone
 from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards, StepDims
 from lightning_dp.parallel.contexts import Contexts
-from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.replaced import StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
-from lightning_dp.parallel.split import Order, batch_order
+from lightning_dp.parallel.split import Order
 from lightning_dp.state import ModuleState
+
+if TYPE_CHECKING:
+    from lightning_dp.metrics.exchange import Exchange
+    from lightning_dp.parallel.processes import World
 
 Call: TypeAlias = LogCall | MetricCall
 Row: TypeAlias = dict[int, Any]
@@ -44,8 +57,8 @@ class Journal:
     What is logged leaves some devices at once, for which the host waits before it is read.
     """
 
-    def __init__(self, leaving: Collection[torch.device] = ()) -> None:
-        self._leaving = leaving
+    def __init__(self, names: Sequence[str], leaving: Collection[torch.device] = ()) -> None:
+        self._names, self._leaving = names, leaving
         self.calls: list[Call] = []
         self.metrics: ReplicaMetrics | None = None
 
@@ -55,14 +68,18 @@ class Journal:
             value.fail()
         if self.metrics is not None and isinstance(value, nn.Module):
             value = self.metrics.original(value)
-        self.calls.append(log_call(name, value, args, kwargs, self._leaving))
+        self.calls.append(log_call(name, value, args, kwargs, self._leaving, self._names))
 
 
 class Journals(ReplicaRules):
     """The journals of all replicas of a LightningModule.
 
+    With a `world` of several processes, what the replicas of all of them say is joined and replayed
+    in each, as if they were of one. A process without samples replays what the others say.
+
     Attributes:
         replays: whether what the replicas say reaches the module.
+        exchange: what tells the processes of each other, if there are several.
     """
 
     def __init__(
@@ -70,12 +87,19 @@ class Journals(ReplicaRules):
         module: LightningModule,
         devices: Sequence[torch.device],
         output_device: torch.device,
+        world: World | None = None,
     ) -> None:
         self._module = module
         self._output_device = output_device
+        self.exchange: Exchange | None = None
+        if world is not None:
+            from lightning_dp.metrics.exchange import Exchange
+
+            self.exchange = Exchange(world, output_device)
         self._crosses = any(device != output_device for device in devices)
         leaving = devices if output_device.type == "cpu" else ()
-        self._journals = [Journal(leaving) for _ in devices]
+        names = option_names(type(module).log)
+        self._journals = [Journal(names, leaving) for _ in devices]
         self._devices = list(devices)
         self._submodules: list[list[nn.Module]] = []
         self._attributes: dict[int, StepAttributes] = {}
@@ -122,6 +146,8 @@ class Journals(ReplicaRules):
         """A step begins; what lasts while its replicas run, and the journals record."""
         for journal in self._journals:
             journal.calls.clear()
+        if self.exchange is not None:
+            self.exchange.syncs.in_step = True
         self._follow(replicas.submodules)
         self._state.begin(replicas, active)
         # Replica 0 is the user's module: it records only while the step lasts.
@@ -132,7 +158,8 @@ class Journals(ReplicaRules):
         """Gives the module what the replicas have left; what is to be logged."""
         changes = self._state.changes(shards.active)  # not those of the calls that follow
         logs = self._replay(shards) if self.replays else []
-        self._state.settle(changes, replicas, shards)
+        counts = self.exchange is None or not self.exchange.is_idle
+        self._state.settle(changes, replicas, shards, keeps_items=counts)
         return logs
 
     def undo(self) -> None:
@@ -153,6 +180,8 @@ class Journals(ReplicaRules):
                 journal.metrics = ReplicaMetrics(pair, record, device, self._attributes)
             else:
                 journal.metrics = None
+        if self.exchange is not None:
+            self.exchange.follow(submodules, self._attributes)
 
     def _measuring(self, active: Sequence[int]) -> Iterator[AbstractContextManager[None]]:
         """Contexts in which metrics record what the replicas that work do with them."""
@@ -166,23 +195,28 @@ class Journals(ReplicaRules):
 
     def _replay(self, shards: Shards) -> list[LateLog]:
         """Makes the calls of metrics; what is to be logged."""
+        names: list[str] = []
         sizes, order = shards.active_sizes, shards.active_order
         journals: Sequence[list[Call]] = [self._journals[k].calls for k in shards.active]
         if self._crosses:
             journals = brought_to(self._output_device, journals)
+        if self.exchange is not None:
+            journals, sizes, order, names = self.exchange.of_all(journals, shards, self._devices)
         called = {c.metric: None for calls in journals for c in calls if isinstance(c, MetricCall)}
         if called:
             self._metric_states.keep(list(called))
         logs: list[LateLog] = []
-        for row in _aligned(journals, sizes, order, shards.dims):
+        for row in aligned(journals, sizes, order, shards.dims):
             present = [sizes[i] for i in row]
             calls: list[Any] = list(row.values())
             if isinstance(calls[0], MetricCall):
                 positions = None if order is None else [order[i] for i in row]
-                self._replay_metric(calls, present, positions, shards.dims)
+                replay(calls, present, positions, shards.dims, self._module)
+                if self.exchange is not None:
+                    self.exchange.syncs.count_as_of_all(calls)
                 continue
             if len(row) < len(journals):
-                self._refuse(calls[0].name, row, shards)
+                check_keys(calls[0].name, row, names or names_of(shards, self._devices))
             merged = merged_log(calls, present, self._output_device, shards.dims)
             logs.append(LateLog(merged, batch_value(merged.value)))
         return logs
@@ -191,33 +225,9 @@ class Journals(ReplicaRules):
         """Logs them, last of all: that cannot be undone."""
         if self._metric_states.kept:
             self._metric_states.drop()
+        samples = None if self.exchange is None else self.exchange.end()
         if logs:
-            log_late(self._module, logs)
-
-    def _replay_metric(
-        self, calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dims: StepDims
-    ) -> None:
-        """Errors of a metric say which one: its call is not made where the step makes it."""
-        try:
-            replay(calls, sizes, order, dims)
-        except BaseException as error:
-            metric, modules = calls[0].metric, self._module.named_modules()
-            name = next((name for name, module in modules if module is metric), "")
-            of = f"the metric {name} ({type(metric).__qualname__})"
-            add_note(error, f"[in {calls[0].method} of {of}, for the batch of all replicas]")
-            raise
-
-    def _refuse(self, key: str, present: Row, shards: Shards) -> NoReturn:
-        names = [
-            f"replica {k} on {self._devices[k]} ({shards.sizes[k]} samples)" for k in shards.active
-        ]
-        got = [name for i, name in enumerate(names) if i in present]
-        missing = [name for i, name in enumerate(names) if i not in present]
-        raise ValueError(
-            f"self.log({key!r}): expected the same keys from every replica, got it from "
-            f"{', '.join(got)}, but not from {', '.join(missing)}. Log it for every shard; "
-            "a value that some shards lack can be logged through a torchmetrics metric."
-        )
+            log_late(self._module, logs, samples)
 
 
 class _Recording:
@@ -248,13 +258,16 @@ class _Recording:
         except torch.OutOfMemoryError:
             self._journals.undo()
             raise
+        finally:
+            if (exchange := self._journals.exchange) is not None:
+                exchange.syncs.in_step = False
         if kind is None and not self._is_rerun:
             self._journals.log(logs)
         elif kind is None or issubclass(kind, torch.OutOfMemoryError):
             self._journals.undo()
 
 
-def _aligned(
+def aligned(
     journals: Sequence[Sequence[Call]],
     sizes: Sequence[int],
     order: Order | None,
@@ -275,11 +288,7 @@ def _aligned(
                 of_metrics.setdefault(call.key, []).append(row)
             row[k] = call
             counts[call.key] += 1
-    alone = {
-        key: _one_by_one(own, sizes, order)
-        for key, own in of_metrics.items()
-        if is_per_sample([list(row.values()) for row in own], sizes, dims)
-    }
+    alone = standing_alone(of_metrics, sizes, order, dims) if of_metrics else {}
     aligned: list[Row] = []
     for (key, n), row in rows.items():
         if key not in alone:
@@ -287,9 +296,3 @@ def _aligned(
         elif n == 0:
             aligned.extend(alone[key])
     return aligned
-
-
-def _one_by_one(rows: list[Row], sizes: Sequence[int], order: Order | None) -> list[Row]:
-    alone = [{k: row[k]} for k in range(len(sizes)) for row in rows if k in row]
-    places = None if order is None or len(alone) != sum(sizes) else batch_order(order)
-    return alone if places is None else [alone[i] for i in places]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from inspect import signature
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from inspect import Parameter, signature
 from itertools import compress
 from numbers import Number
 from typing import Any, NamedTuple
@@ -12,12 +13,23 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_dp.lightning_private import batch_value, keep_batch_value
-from lightning_dp.parallel.batch import StepDims, weighted_mean
+from lightning_dp.lightning_private import batch_value, keep_batch_value, results_of
+from lightning_dp.parallel.batch import Shards, StepDims, weighted_mean
+from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.devices import replica_names, replica_text
 from lightning_dp.parallel.links import to_device_coalesced
+from lightning_dp.parallel.replaced import replaced
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.
 _OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]
+
+
+def option_names(log: Callable[..., Any]) -> Sequence[str]:
+    """The names of the options that a module's own `log` takes by position."""
+    options = list(signature(log).parameters.values())
+    if any(option.kind is Parameter.VAR_POSITIONAL for option in options):
+        return _OPTIONS  # it hands them on
+    return [o.name for o in options[3:] if o.kind is Parameter.POSITIONAL_OR_KEYWORD]
 
 
 class LogCall(NamedTuple):
@@ -36,21 +48,49 @@ class LateLog(NamedTuple):
     batch_value: Any
 
 
-def log_late(module: LightningModule, logs: Sequence[LateLog]) -> None:
-    """Makes the calls, when the metrics may have other values already."""
-    for call, value in logs:
-        is_later = value is not (latest := batch_value(call.value))
-        if is_later:
-            keep_batch_value(call.value, value)
-        try:
-            module.log(call.name, call.value, **call.options)
-        except torch.OutOfMemoryError as error:
-            raise RuntimeError(
-                f"self.log({call.name!r}): expected room for the values that a step logs, got: "
-                f"{error} Make the batch smaller."
-            ) from error
-        if is_later:
-            keep_batch_value(call.value, latest)
+def log_late(module: LightningModule, logs: Sequence[LateLog], samples: int | None = None) -> None:
+    """Makes the calls, when the metrics may have other values already.
+
+    Args:
+        module: the user's.
+        logs: the calls.
+        samples: how many samples all processes have, if the values are those of several.
+    """
+    with nullcontext() if samples is None else _for_all(module, samples):
+        for call, value in logs:
+            is_later = value is not (latest := batch_value(call.value))
+            if is_later:
+                keep_batch_value(call.value, value)
+            try:
+                module.log(call.name, call.value, **call.options)
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError(
+                    f"self.log({call.name!r}): expected room for the values that a step logs, got: "
+                    f"{error} Make the batch smaller."
+                ) from error
+            if is_later:
+                keep_batch_value(call.value, latest)
+
+
+@context
+def _for_all(module: LightningModule, samples: int) -> Iterator[None]:
+    """While it lasts, logged values are of all processes already, over so many samples.
+
+    Whatever the module's own `log` hands on: "to be synced, by rank 0 alone" has Lightning neither
+    sync nor warn that nobody does, and the batch that it knows is this process's part.
+    """
+    results = results_of(module.trainer)
+    if results is None:
+        yield
+        return
+    own = results.log
+
+    def log(*args: Any, batch_size: int | None = None, **options: Any) -> None:
+        of_all = {**options, "sync_dist": True, "rank_zero_only": True}
+        own(*args, batch_size=samples if batch_size is None else batch_size, **of_all)
+
+    with replaced(results, log=log):
+        yield
 
 
 def log_call(
@@ -59,12 +99,15 @@ def log_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     leaving: Collection[torch.device] = (),
+    names: Sequence[str] = _OPTIONS,
 ) -> LogCall:
     """From the arguments of `self.log`; copies tensors, to which the step may still write.
 
+    Options given by position have these names.
+
     Those on devices that they are `leaving` go to the host, and are there when it has waited.
     """
-    options = {**dict(zip(_OPTIONS, args, strict=False)), **kwargs}
+    options = {**dict(zip(names, args, strict=False)), **kwargs}
     if isinstance(value, Tensor) and options.get("enable_graph"):
         value = value.clone()
     elif isinstance(value, Tensor):
@@ -107,6 +150,26 @@ def merged_log(
         numbers = _as_numbers(calls, device)
         value = _merged(numbers, weights, options.get("reduce_fx", "mean"))
     return first._replace(value=value, options=options)
+
+
+def names_of(
+    shards: Shards, devices: Sequence[torch.device], process: int | None = None
+) -> list[str]:
+    """The replicas that work, for people."""
+    names = replica_names(devices, process)
+    return [f"{replica_text(k, names)} ({shards.sizes[k]} samples)" for k in shards.active]
+
+
+def check_keys(key: str, present: Collection[int], names: Sequence[str]) -> None:
+    """Raises an error if some of the replicas with these names have not logged a key."""
+    missing = [name for i, name in enumerate(names) if i not in present]
+    if missing:
+        raise ValueError(
+            f"self.log({key!r}): expected the same keys from every replica, got it from "
+            f"{', '.join(names[i] for i in present)}, but not from {', '.join(missing)}. Log it "
+            "for every shard; a value that some shards lack can be logged through a torchmetrics "
+            "metric."
+        )
 
 
 def brought_to(device: torch.device, journals: Sequence[Sequence[Any]]) -> list[list[Any]]:

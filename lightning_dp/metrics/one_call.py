@@ -183,13 +183,13 @@ class StepAttributes:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._root = root
+        self.root = root
         self._before: Attributes = {}
         self._after: Attributes | None = None
 
     def begin_step(self) -> None:
         """Notes what there is."""
-        self._before, self._after = {**vars(self._root), **buffer_table(self._root)}, None
+        self._before, self._after = {**vars(self.root), **buffer_table(self.root)}, None
 
     def as_at(self, bound: Mapping[str, Any], device: torch.device) -> Lasting:
         """While it lasts, the metric is as it was when a replica called it, after it bound these.
@@ -197,14 +197,14 @@ class StepAttributes:
         To be used once the replicas' steps have ended.
         """
         if self._after is None:
-            self._after = named_values(self._root)
+            self._after = named_values(self.root)
         after, before = self._after, self._before
         late = {n: before[n] for n, v in after.items() if n in before and v is not before[n]}
         early = {n: to_device(v, device) for n, v in bound.items() if v is not after.get(n)}
-        parameters = dict(parameter_table(self._root))
+        parameters = dict(parameter_table(self.root))
         bound_after = {n: after[n] for n in [*late, *early] if n in after}
         detached = _detached(parameters)
-        return _Bound(self._root, {**detached, **late, **early}, {**bound_after, **parameters})
+        return _Bound(self.root, {**detached, **late, **early}, {**bound_after, **parameters})
 
 
 class _Bound(Lasting):

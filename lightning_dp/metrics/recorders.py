@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric
 from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.contexts import Contexts, Lasting
+from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.errors import add_note, is_a
 from lightning_dp.parallel.replaced import StandIn, replaced
 from lightning_dp.parallel.replicas import layers_in
@@ -38,6 +37,9 @@ class ReplicaMetrics:
         record: takes the calls.
         device: the replica's.
         attributes: what steps bind on the root's metrics and modules in them, by their ids.
+
+    Attributes:
+        modules: the metrics and modules in them, by the ids of the root's.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class ReplicaMetrics:
             for root, own in pairs
             if id(root) in attributes
         }
-        self._modules = list(modules.values())
+        self.modules = modules
         self._roots: dict[int, nn.Module] = {}
         self._recorders: list[_Recorder] = []
         for root, own in pairs:
@@ -80,8 +82,18 @@ class ReplicaMetrics:
 
     def begin_step(self) -> None:
         """From here on they record."""
-        for module in self._modules:
+        for module in self.modules.values():
             module.begin_step()
+        for recorder in self._recorders:
+            recorder.put_on()
+
+    def pause(self) -> None:
+        """They are as they are, until they `go_on` recording."""
+        for recorder in self._recorders:
+            recorder.take_off()
+
+    def go_on(self) -> None:
+        """After a pause; where there was none it does nothing."""
         for recorder in self._recorders:
             recorder.put_on()
 
@@ -89,7 +101,7 @@ class ReplicaMetrics:
         """They accumulate again; to be told twice does no harm."""
         for recorder in self._recorders:
             recorder.take_off()
-        for module in self._modules:
+        for module in self.modules.values():
             module.end_step()
 
     def check_values(self, kind: type[BaseException] | None) -> None:
@@ -151,7 +163,9 @@ class _Recorder:
         self._shadows = {n: StandIn(own, n, getattr(self, n)) for n in _SHADOWED}
 
     def put_on(self) -> None:
-        """Stands in front of the methods."""
+        """Stands in front of the methods; to be told twice does no harm."""
+        if self._standing is not None:
+            return
         attributes = vars(self._own)
         self._replaced = {name: attributes[name] for name in _SHADOWED if name in attributes}
         # Known to those who put everything back after an interrupt.
@@ -217,15 +231,8 @@ class _Recorder:
         weights = self._replica.weights_move
         bound = [(there, here.bound(weights=weights)) for here, there in self._inner]
         arguments = _snapshot(args), _snapshot(kwargs)
-        call = MetricCall(key, self._metric, method, *arguments, partial(_as_called, bound))
+        call = MetricCall(key, self._metric, method, *arguments, bound)
         self._replica.record(call)
-
-
-def _as_called(
-    bound: list[tuple[StepAttributes, dict[str, Any]]], device: torch.device
-) -> Contexts:
-    """While it lasts, the module's own metric has the attributes that a replica called it with."""
-    return Contexts(attributes.as_at(values, device) for attributes, values in bound)
 
 
 def all_in(metric: nn.Module) -> list[nn.Module]:

@@ -9,17 +9,22 @@ in shard order.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.wrappers import Running
 
-from lightning_dp.lightning_private import keep_batch_value
+from lightning_dp.lightning_private import keep_batch_value, window_stays
 from lightning_dp.metrics.arguments import AnyMetric, MetricCall, join_arguments
 from lightning_dp.parallel.batch import StepDims, to_device
-from lightning_dp.parallel.split import Order
+from lightning_dp.parallel.errors import add_note
+from lightning_dp.parallel.split import Order, batch_order
+
+Key: TypeAlias = tuple[object, ...]
+Row: TypeAlias = dict[int, Any]
 
 
 def is_metric(module: nn.Module) -> bool:
@@ -28,14 +33,34 @@ def is_metric(module: nn.Module) -> bool:
 
 
 def replay(
+    calls: Sequence[MetricCall],
+    sizes: Sequence[int],
+    order: Order | None,
+    dims: StepDims,
+    module: nn.Module,
+) -> None:
+    """Makes the same call of these replicas, in shard order, on the module's own metric.
+
+    Errors say which one that is: the call is not made where the step makes it.
+    """
+    try:
+        _replay(calls, sizes, order, dims)
+    except BaseException as error:
+        metric = calls[0].metric
+        name = next((name for name, own in module.named_modules() if own is metric), "")
+        of = f"the metric {name} ({type(metric).__qualname__})"
+        add_note(error, f"[in {calls[0].method} of {of}, for the batch of all replicas]")
+        raise
+
+
+def _replay(
     calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dims: StepDims
 ) -> None:
-    """Makes the same call of these replicas, in shard order, on the module's own metric."""
     metric, method = calls[0].metric, calls[0].method
     if method == "reset":
         metric.reset()
         return
-    device = _device(metric)
+    device = device_of(metric)
     try:
         _call(calls, sizes, order, dims, device)
     except torch.OutOfMemoryError as error:
@@ -62,7 +87,24 @@ def _call(
             metric(*args, **kwargs) if method == "forward" else metric.update(*args, **kwargs)
 
 
-def is_per_sample(rows: Sequence[Sequence[Any]], sizes: Sequence[int], dims: StepDims) -> bool:
+def standing_alone(
+    rows_of: Mapping[Key, Sequence[Row]],
+    sizes: Sequence[int],
+    order: Order | None,
+    dims: StepDims,
+) -> dict[Key, list[Row]]:
+    """The calls of metrics that were made sample by sample, one in a row, in the batch's order.
+
+    Each row has the n-th calls with one key, by the number of the replica.
+    """
+    return {
+        key: _one_by_one(rows, sizes, order)
+        for key, rows in rows_of.items()
+        if _is_per_sample([list(row.values()) for row in rows], sizes, dims)
+    }
+
+
+def _is_per_sample(rows: Sequence[Sequence[Any]], sizes: Sequence[int], dims: StepDims) -> bool:
     """Whether the replicas called a metric once per sample, or each a number of times of its own.
 
     Row n has the n-th calls of those replicas that made so many.
@@ -70,10 +112,17 @@ def is_per_sample(rows: Sequence[Sequence[Any]], sizes: Sequence[int], dims: Ste
     if any(len(row) < len(sizes) for row in rows):
         return True
     is_count = len(rows) > 1 and all(size == len(rows) for size in sizes)
-    return is_count and join_arguments(rows[0], sizes, _device(rows[0][0].metric), dims) is None
+    return is_count and join_arguments(rows[0], sizes, device_of(rows[0][0].metric), dims) is None
 
 
-def _device(metric: AnyMetric) -> torch.device:
+def _one_by_one(rows: Sequence[Row], sizes: Sequence[int], order: Order | None) -> list[Row]:
+    alone = [{k: row[k]} for k in range(len(sizes)) for row in rows if k in row]
+    places = None if order is None or len(alone) != sum(sizes) else batch_order(order)
+    return alone if places is None else [alone[i] for i in places]
+
+
+def device_of(metric: AnyMetric) -> torch.device:
+    """Where a metric, or the first one of a collection, has its states."""
     members = [m for m in metric.modules() if isinstance(m, Metric)]
     return members[0].device
 
@@ -81,18 +130,26 @@ def _device(metric: AnyMetric) -> torch.device:
 def _call_in_order(calls: Sequence[MetricCall], device: torch.device) -> None:
     metric = calls[0].metric
     moved = [(to_device(call.args, device), to_device(call.kwargs, device)) for call in calls]
-    for args, kwargs in moved:
-        metric.update(*args, **kwargs)
+    _update_in_order(metric, moved)
     if calls[0].method == "forward":
         for member in metric.modules():
             if isinstance(member, Metric):
                 keep_batch_value(member, None)  # it may have a graph, which cannot be copied
         batch = copy.deepcopy(metric)
         batch.reset()
-        for args, kwargs in moved:
-            batch.update(*args, **kwargs)
+        _update_in_order(batch, moved)
         batch.compute()
         _take_batch_values(metric, batch)
+
+
+def _update_in_order(metric: AnyMetric, arguments: Sequence[tuple[Any, Any]]) -> None:
+    """One update for each shard; where a window counts updates, they are one: of the batch."""
+    windows = [m for m in metric.modules() if isinstance(m, Running)]
+    for n, (args, kwargs) in enumerate(arguments):
+        if n:
+            for window in windows:
+                window_stays(window)
+        metric.update(*args, **kwargs)
 
 
 def _take_batch_values(metric: AnyMetric, batch: AnyMetric) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lightning_dp.parallel.split import StepUsage
 
@@ -64,6 +67,87 @@ class Period:
     def imbalance(values: Sequence[float]) -> float:
         """The largest value over the mean: 1 where all are equal, K where one has everything."""
         return max(values) * len(values) / sum(values) if any(values) else 1.0
+
+
+class DeviceSummary(NamedTuple):
+    """What a replica did in a fit: a row of `DataParallelMonitor.summary()`."""
+
+    device: str
+    """The replica's name: that of its device, with a number where several replicas share it."""
+    samples: int
+    """Samples in all steps together."""
+    share: float
+    """Its part of all samples, from 0 to 1."""
+    busy_seconds: float
+    """Seconds in which the device worked for it, in all steps together."""
+    waiting_seconds: float
+    """Seconds of these steps in which it did not."""
+    busy_share: float
+    """Its busy time over both, from 0 to 1."""
+    peak_bytes: int
+    """The most bytes in use on the device in any step; 0 where devices do not count them."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fit as it is shown: its replicas, root first, in total and over time."""
+
+    names: Sequence[str]  # of the replicas
+    devices: Sequence[str]  # theirs
+    total: Period
+    periods: Sequence[Period]
+    capacities: Sequence[int]  # bytes that the devices have; 0 where nobody knows
+    note: str | None = None  # what else is to be said
+
+    def rows(self) -> list[DeviceSummary]:
+        """What each replica did."""
+        total = self.total
+        both = list(map(operator.add, total.busy_seconds, total.waiting_seconds))
+        shares = [x / y if y else 0.0 for x, y in zip(total.busy_seconds, both, strict=True)]
+        columns = total.samples, total.shares, total.busy_seconds, total.waiting_seconds
+        return list(map(DeviceSummary, self.names, *columns, shares, total.peak_bytes))
+
+
+class Turns:
+    """The steps in which replicas on the CPU ran one after another, and why they did.
+
+    Example:
+        >>> turns = Turns()
+        >>> turns.why = 'executor="inorder"'
+        >>> turns.add(StepUsage((2, 2), (0.01, 0.01), 0.022, in_turns=True))
+        >>> print(turns.note(of=1).partition(": ")[2])
+        while one works, the others wait. Such a step took 22.0 ms; one device needs at most about \
+20.0 ms.
+    """
+
+    KEPT = 256
+    """Latest steps whose times are kept: the first ones take longer."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.why = ""
+        self._alone = deque[float](maxlen=self.KEPT)
+        self._together = deque[float](maxlen=self.KEPT)
+
+    def add(self, step: StepUsage) -> None:
+        """Takes in the next step, if it is one of these."""
+        if step.in_turns:
+            self.steps += 1
+            # They do together what one device does: what is fixed in a step even several times.
+            self._alone.append(sum(step.busy_seconds))
+            self._together.append(step.step_seconds)
+
+    def note(self, of: int) -> str | None:
+        """What to say, if it is at least half `of` all steps."""
+        if not self.steps or 2 * self.steps < of:
+            return None
+        which = "all" if self.steps == of else f"{self.steps:,} of {of:,}"
+        together, alone = map(statistics.median, (self._together, self._alone))
+        return (
+            f"The replicas took turns in {which} steps ({self.why}): while one works, the others "
+            f"wait. Such a step took {together * 1e3:.1f} ms; one device needs at most about "
+            f"{alone * 1e3:.1f} ms."
+        )
 
 
 class History:

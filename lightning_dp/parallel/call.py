@@ -75,6 +75,13 @@ class ReplicaCall(ABC):
         """The outputs on their way to the host, which does not wait for these devices yet."""
         return to_device_together(outputs, HOST, later=devices)
 
+    def tell(self, outputs: list[Any], shards: Shards) -> Any:
+        """The outputs, as `gather` takes them; what other processes are to hear is in the shards.
+
+        Only where there are several processes.
+        """
+        return outputs
+
     @abstractmethod
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """What one device would have returned, where the replicas that work returned `outputs`."""

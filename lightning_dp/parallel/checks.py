@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import reprlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, ParamSpec, cast
 
 from torch import nn
 from torch.optim import Optimizer
+
+P = ParamSpec("P")
 
 _MOST_DIMS = 64  # of a torch tensor
 _SHORT = reprlib.Repr()
@@ -79,3 +84,35 @@ def check_names(key: str, names: object) -> None:
     if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
         one = f"[{names!r}]" if isinstance(names, str) else "['generator', 'discriminator']"
         raise ValueError(f"{key}: expected a list of names, got {told(names)}. Write {one}.")
+
+
+def named_options(init: Callable[P, None]) -> Callable[P, None]:
+    """Makes an `__init__` refuse what is none of its options, in the name of the object's class.
+
+    Options that differ from their defaults are kept in `given_options`, as text.
+    """
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    defaults = {parameter.name: told(parameter.default) for parameter in parameters}
+
+    @wraps(init)
+    def checked(*args: P.args, **options: P.kwargs) -> None:
+        this, *unnamed = cast(tuple[Any, ...], args)
+        owner = type(this).__qualname__
+        if unnamed:
+            raise TypeError(
+                f"{owner}: expected options by name, got {told(unnamed[0])} without one. Write "
+                f"{next(iter(defaults))}={told(unnamed[0])}, or the name that you mean."
+            )
+        for name in options.keys() - defaults.keys():
+            raise TypeError(f"{owner}: expected one of its options, got {name!r}. {_hint(name)}")
+        # By what they look like: a comparison of arrays is no answer.
+        texts = {name: told(value) for name, value in options.items()}
+        this.given_options = {n: text for n, text in texts.items() if text != defaults[n]}
+        init(*args, **options)
+
+    def _hint(name: str) -> str:
+        squeezed = {known.replace("_", ""): known for known in defaults}
+        close = difflib.get_close_matches(name.replace("_", "").lower(), squeezed, n=1)
+        return f"Did you mean {squeezed[close[0]]!r}?" if close else f"They are {[*defaults]}."
+
+    return checked

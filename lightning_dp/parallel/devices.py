@@ -26,6 +26,13 @@ def all_devices() -> list[torch.device]:
     return gpus or [torch.device("cpu")]
 
 
+def cores() -> int:
+    """The processor's, as many as this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list[torch.device]:
     """Turns what the user wrote, as the option `key`, into existing devices; one may repeat."""
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
@@ -60,6 +67,31 @@ def resolve_output_device(
             "Use 'cpu', or leave it out for the root device."
         )
     return devices[output_device]
+
+
+def replica_names(devices: Sequence[torch.device], process: int | None = None) -> list[str]:
+    """What each replica is called everywhere: in logs, errors, tables and pictures.
+
+    The device's name; where several replicas share it, their numbers on it follow. Of several
+    processes each says which it is.
+
+    Example:
+        >>> replica_names([torch.device("cpu")] * 2)
+        ['cpu:0', 'cpu:1']
+        >>> replica_names([torch.device(name) for name in ("cuda:0", "cuda:0", "cuda:1")], 3)
+        ['process3/cuda:0:0', 'process3/cuda:0:1', 'process3/cuda:1']
+    """
+    before = "" if process is None else f"process{process}/"
+    own = list(devices)
+    numbers = [
+        f":{own[:k].count(device)}" if own.count(device) > 1 else "" for k, device in enumerate(own)
+    ]
+    return [f"{before}{device}{number}" for device, number in zip(own, numbers, strict=True)]
+
+
+def replica_text(k: int, names: Sequence[str]) -> str:
+    """A replica for people: its number and its name, of the names of all."""
+    return f"replica {k} on {names[k]}"
 
 
 def minus_one_is_cpu(device: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ from lightning_dp.parallel.replicas import BufferCopies, ReplicaRules, Replicas,
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
 from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, fewest_samples
 
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import World
+
 
 class Engine:
     """Runs something on all replicas of a module, each on its shard of the batch.
@@ -59,11 +62,11 @@ class Engine:
         cost_key: the batch's entry that holds costs; None to ask the module, see `sample_costs`.
         buffers: which buffers the root keeps after a training step, see `reduce_buffers`.
         executor: how the replicas run, see `Executor`.
-        scalars: how 0-dim outputs are gathered, see `gather`.
-        overrides: how outputs under certain keys are gathered, see `gather`.
+        scalars, overrides: how 0-dim outputs and those under certain keys are gathered.
         rules: how special submodules are replicated.
         context: entered around every apply, for what replicas leave behind besides outputs.
         overlap: whether gradients leave devices while the backward runs.
+        world: the processes that train together; None if this is the only one.
     """
 
     expects_samples: ClassVar[bool] = False  # what is cut is a batch, not some call's arguments
@@ -87,15 +90,19 @@ class Engine:
         rules: ReplicaRules | None = None,
         context: StepContext = lambda *_: nullcontext(),
         overlap: bool = True,
+        world: World | None = None,
     ) -> None:
         self.module = self.asked = module  # which says by its methods how batches are cut
         self.devices = list(devices)
+        self.world = world
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
         self.on_cpu = all(device.type == "cpu" for device in devices)
-        self.meter = Meter(devices)
+        self.meter = Meter(devices, None if world is None else world.rank)
         stays = self.meter.is_by_counts if overlap and not self.on_cpu else None
         self.reducer = Reducer(self.replicas, buffers, self.devices, stays)
+        if world is not None:
+            self.reducer.join(world)
         self.ahead = None if self.on_cpu else Ahead([*devices, output_device])
         self._sends_home = output_device.type == "cpu" and not self.on_cpu
         self.ranges = Ranges()  # the stages, as profilers see them
@@ -108,7 +115,7 @@ class Engine:
         # Two threads would shorten the same row of a weight twice.
         in_order = self.on_cpu and limits_norms(self.module)
         how: ExecutorName = "inorder" if in_order else executor
-        self.executor = Executor(devices, how, self.replicas.lose)
+        self.executor = Executor(devices, how, self.replicas.lose, self.meter.names)
         self._dim, self._columns, self._cost_key = dim, columns, cost_key
         self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
@@ -142,7 +149,7 @@ class Engine:
         self.reducer.before_backward(joint, can_fail=not self.on_cpu)
         if self.on_cpu and not joint.crosses:
             # A backward for each replica: on the calling thread they would queue.
-            tasks = joint.tasks(gradient, keep_graph, self.devices)
+            tasks = joint.tasks(gradient, keep_graph, self.devices, self.reducer.before_last)
             self.executor.run(joint.name, tasks, goes_on=True)
             self.meter.add(tasks)
             spread = self.executor.spreading(joint.name)
@@ -209,7 +216,7 @@ class Engine:
     @stage("replicate")
     def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
         """The replicas, up to date on the devices that have samples."""
-        self.reducer.settle()
+        self.reducer.settle(trains=call.training)
         self.forget_step()
         buffers: BufferCopies = "changed"
         if call.training:
@@ -221,7 +228,7 @@ class Engine:
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
         compiles = self.replicas.compiled.may_come
-        in_threads = self.executor.choose(call.name, len(shards.active), in_order=compiles)
+        in_threads = self.executor.choose(call.name, len(shards.active), compiles=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
             self.replicas.share_parameters(call.has_backward and not in_threads)
@@ -233,7 +240,7 @@ class Engine:
         self.last_sizes = shards.sizes
         training = call.training
         shards.dims.has_seen(shards.sizes)
-        self.calls = Calls(shards.active_sizes, shards.active_order, self._dim)
+        self.calls = Calls(shards.active_sizes, shards.active_order, self._dim, self.world)
         call.begin(shards)
         if training and not shards.whole:
             self.meter.start(shards.sizes)
@@ -247,9 +254,10 @@ class Engine:
             if self._sends_home and call.gathers:  # what replicas have logged has left already
                 outputs = call.leave(outputs, self.devices)
                 host_waits_for(*self.devices)
+            outputs = outputs if self.world is None else call.tell(outputs, shards)
         if training:
             self.reducer.after_forward(shards)
-            self.meter.count(shards.sizes)
+            self.meter.count(shards.sizes, call.name, in_turns=self.calls.one_by_one)
             self.meter.add(tasks)
         else:
             self.replicas.adopt_rows(shards.active)
@@ -280,13 +288,12 @@ class Engine:
 
     def resync(self) -> None:
         """Makes the next step copy everything to the replicas, changed or not."""
-        self.reducer.settle()
-        self.reducer.reduce_waiting()
+        self.reducer.resync()
         self._stale = set(range(len(self.devices)))
 
     def close(self) -> None:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
-        self.reducer.settle()
+        self.reducer.close()
         self.executor.close()
         self.ahead = None
         self.meter.read_peaks()

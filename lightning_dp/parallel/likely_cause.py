@@ -23,7 +23,8 @@ from lightning_dp.parallel.errors import add_note
 
 _DEPTH = 4
 _MOST = 20_000  # objects that are looked at
-_NO_HELPERS = (type, FunctionType, ModuleType, nn.Module, str, bytes, int, float, torch.device)
+_VALUES = (str, bytes, int, float, type(None), torch.device)
+_NO_HELPERS = (type, FunctionType, ModuleType, nn.Module, *_VALUES)
 _FRAMEWORKS = ("lightning", "pytorch_lightning", "lightning_fabric", __name__.partition(".")[0])
 """A trainer, and what we put on a replica, are no helpers."""
 
@@ -68,6 +69,7 @@ class LikelyCause:
         yield from self._shared(held, error)
         yield from self._padding(numbers)
         yield from self._whole_batch(numbers, held)
+        yield from self._one_sample()
 
     def _elsewhere(self, held: list[_Found], text: str) -> Iterator[str]:
         """A tensor of a plain object lies on another device, of which the error speaks."""
@@ -128,6 +130,16 @@ class LikelyCause:
             f"{n} is the size of the whole batch, and {size} that of this shard{which}: take sizes "
             "from what the step is given"
         )
+
+    def _one_sample(self) -> Iterator[str]:
+        """A row of numbers beside one number: what a DataLoader yields with batch_size=None."""
+        part, n = self.shards.parts[self.k], sum(self.shards.sizes)
+        dims = [x.dim() for x in tree.leaves(part) if _is_tensor(x)]
+        if sorted(dims) == [0, 1]:
+            yield (
+                f"the batch may be a single sample, a row of {n} numbers and a label, which was "
+                "read as so many samples: give the DataLoader a batch_size"
+            )
 
 
 def note_kept_tensors(error: BaseException, module: nn.Module, devices: set[torch.device]) -> None:

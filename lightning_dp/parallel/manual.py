@@ -8,30 +8,30 @@ of the whole batch, of which every replica has a copy of its own.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards, gather
+from lightning_dp.parallel.followed_gradients import FollowedGradients
 from lightning_dp.parallel.gradients import (
-    GradientsAside,
     Graph,
     JointBackward,
     agreed_items,
     backward_at_once,
-    clear_gradients,
     items_of,
     join_losses,
     loss_weights,
 )
-from lightning_dp.parallel.links import gradients_on, joining_device
+from lightning_dp.parallel.links import joining_device
 from lightning_dp.parallel.step import EvaluationStep
-from lightning_dp.parallel.torch_private import norm_of_each, version
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import JointLoss, World
 
 T = TypeVar("T")
 
@@ -44,12 +44,13 @@ class ManualStep(EvaluationStep):
     """
 
     training = True
-    _gradients: _FollowedGradients
+    _gradients: FollowedGradients
 
     def begin(self, shards: Shards) -> None:
         """The replicas' gradients follow the root's from here on."""
         super().begin(shards)
-        self._gradients = _FollowedGradients(self.engine.replicas.parameters, shards.active)
+        replicas, world = self.engine.replicas, self.engine.world
+        self._gradients = FollowedGradients(replicas.parameters, shards.active, world)
 
     def leave(self, outputs: list[Any], devices: Collection[torch.device]) -> list[Any]:
         """With what losses are means over, which is told by an attribute."""
@@ -74,26 +75,75 @@ class ManualStep(EvaluationStep):
             self._gradients.drop()
 
     def joined(self, outputs: Sequence[Any]) -> Any:
-        """What one device would have, where the replicas have `outputs`."""
+        """What one device would have, where the replicas have `outputs`.
+
+        Of several processes, numbers and losses are those of all; the rest is of this one's
+        replicas.
+        """
+        own, world = self._joined_here(outputs), self.engine.world
+        return own if world is None else self._joined_across(world, own, outputs)
+
+    def _joined_across(self, world: World, own: Any, outputs: Sequence[Any]) -> Any:
+        number: Any = own.get("loss") if isinstance(own, Mapping) else own
+        is_tensor = isinstance(number, Tensor)
+        is_number = isinstance(number, float) or (
+            is_tensor and number.is_floating_point() and not number.dim()
+        )
+        are_counted = isinstance(outputs[0], Tensor) and items_of(outputs[0]) is not None
+        counts = self._counts(outputs) if are_counted else None
+        is_sum = self.engine.loss_reduction == "sum" and isinstance(own, Tensor)
+        # What is no number takes part: in another process it may be one.
+        value = float(number) if is_number else None
+        joint = self._across(world, value, counts, is_sum=is_sum)
+        if joint.value is None or not is_number:
+            return own
+        of_all = torch.full_like(number, joint.value) if is_tensor else joint.value
+        return {**own, "loss": of_all} if isinstance(own, Mapping) else of_all
+
+    def _across(
+        self,
+        world: World,
+        value: float | None,
+        counts: Sequence[float] | None,
+        *,
+        is_sum: bool,
+        has_graph: bool = False,
+    ) -> JointLoss:
+        """What all processes have, where this one's replicas have a value."""
+        from lightning_dp.parallel.processes import OwnLoss, join_processes
+
+        samples = 0 if world.is_idle else sum(self.shards.active_sizes)
+        items = None if counts is None else sum(counts)
+        return join_processes(OwnLoss(value, samples, items, has_graph), world, is_sum=is_sum)
+
+    def _joined_here(self, outputs: Sequence[Any]) -> Any:
         engine = self.engine
         if engine.loss_reduction == "sum" and isinstance(outputs[0], Tensor):
             return gather(outputs, engine.output_device, overrides={"": "sum"})
         if isinstance(outputs[0], Tensor) and items_of(outputs[0]) is not None:
-            return join_losses(self._graphs(outputs), engine.output_device)
+            return join_losses(self._graphs(outputs, self._counts(outputs)), engine.output_device)
         return super().gather(list(outputs), self.shards)
 
-    def _graphs(self, losses: Sequence[Tensor]) -> list[Graph]:
-        counts = agreed_items([items_of(loss) for loss in losses])
-        reduction = self.engine.loss_reduction
-        weights = loss_weights(self.shards.active_sizes, reduction, counts)
-        return list(map(Graph, self.shards.active, losses, weights))
+    def _counts(self, losses: Sequence[Tensor]) -> list[float] | None:
+        return agreed_items([items_of(loss) for loss in losses])
 
-    def once(self, call: Callable[[], T], *, leaves_trace: bool = True) -> T:
+    def _graphs(self, losses: Sequence[Tensor], counts: Sequence[float] | None) -> list[Graph]:
+        engine, sizes = self.engine, self.shards.active_sizes
+        weights = loss_weights(sizes, engine.loss_reduction, counts)
+        graphs, means = list(map(Graph, self.shards.active, losses, weights)), engine.own_means
+        if counts is None and means is not None and means.looks_left and not engine.calls.crossed:
+            means.look(self.name, graphs, sizes)
+        return graphs
+
+    def once(
+        self, call: Callable[[], T], *, leaves_trace: bool = True, uses_gradients: bool = False
+    ) -> T:
         """Does something to the root, on the host; the replicas' weights and gradients follow.
 
-        If it may write to gradients and leave no trace, all of them are copied again.
+        If it may write to gradients and leave no trace, all of them are copied again. Before it
+        uses gradients, processes tell each other of those that the step's code has bound.
         """
-        self._gradients.check_agreement()
+        self._gradients.check_agreement(across=uses_gradients)
         self._gradients.adopt()
         result = call()
         if not leaves_trace:
@@ -128,17 +178,36 @@ class ManualStep(EvaluationStep):
                     f"Expected the backward of a loss of one element, got {got}. Take its mean "
                     "over the samples."
                 )
-        graphs = self._graphs(losses)
-        with torch.no_grad():
-            # Nobody asks for its value on the host, which would wait for it.
-            joint = join_losses(graphs, joining_device(losses, self.engine.output_device))
-        if any([loss.requires_grad for loss in losses]):
+        joint, graphs, has_graph = self._joint_loss(losses)
+        if has_graph:
             run, crosses = self._backward, self.engine.calls.crossed
             devices = [*self.engine.devices, self.engine.output_device]
-            backward = JointBackward(self.name, self.shards, graphs, crosses, run, devices)
+            crossings = self.engine.calls.crossings
+            backward = JointBackward(
+                self.name, self.shards, graphs, crosses, run, devices, crossings, is_last=False
+            )
             backward.inputs = inputs
             joint = backward.attach(joint)
         return self.once(lambda: call(joint))
+
+    def _joint_loss(self, losses: Sequence[Tensor]) -> tuple[Tensor, list[Graph], bool]:
+        """Its value, the replicas' graphs, and whether a backward will give gradients."""
+        engine, counts = self.engine, self._counts(losses)
+        graphs = self._graphs(losses, counts)
+        has_graph = any([loss.requires_grad for loss in losses])
+        with torch.no_grad():
+            # Nobody asks for its value on the host, which would wait for it.
+            joint = join_losses(graphs, joining_device(losses, engine.output_device))
+            if engine.world is None:
+                return joint, graphs, has_graph
+            is_sum = engine.loss_reduction == "sum"
+            told = (float(joint), counts)
+            of_all = self._across(engine.world, *told, is_sum=is_sum, has_graph=has_graph)
+            if of_all.value is None:  # of no sample
+                return joint, graphs, has_graph
+            graphs = [replace(graph, weight=graph.weight * of_all.share) for graph in graphs]
+            value = torch.full_like(joint, of_all.value)
+            return value, graphs, of_all.has_graph
 
     def _backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         reducer = self.engine.reducer
@@ -157,118 +226,6 @@ class ManualStep(EvaluationStep):
             self.engine.calls.rendezvous.call(list(calls.values()), as_replicas=False)
         reducer.after_backward()
         self._gradients.put_back()
-
-
-class _FollowedGradients:
-    """Gradients of the root, of which the replicas that work have copies.
-
-    The first of these leads: what its code does to its gradients is done to the root's.
-    """
-
-    def __init__(self, parameters: Sequence[Sequence[Tensor]], active: Sequence[int]) -> None:
-        self._root = parameters[0]
-        self._leader = parameters[active[0]]
-        self._others = [parameters[k] for k in active if k > 0]
-        self._seen: list[tuple[Tensor | None, int]] | None = None
-        self._leaders: list[tuple[Tensor | None, int]] = []
-        self._aside = GradientsAside(())
-
-    def follow(self) -> None:
-        """Gives the replicas copies of those gradients that are not as when they last followed."""
-        now = _marks(self._root)
-        before = self._seen or [(None, -1)] * len(now)
-        changed = [i for i, (a, b) in enumerate(zip(before, now, strict=True)) if _differ(a, b)]
-        for replica in self._others:
-            gradients = [self._root[i].grad for i in changed]
-            for i, copy in zip(changed, _copies(gradients, replica), strict=True):
-                replica[i].grad = copy
-        self._seen, self._leaders = now, _marks(self._leader)
-
-    def forget(self) -> None:
-        """Makes the replicas follow all gradients anew."""
-        self._seen = None
-
-    def check_agreement(self) -> None:
-        """Raises an error if the replicas' code has bound different gradients.
-
-        Those are of the shards, and only the leader's would count. What is computed from the
-        batch's gradient is the same everywhere. Norms are compared: one copy from each device.
-        """
-        bound = self._bound_anew()
-        if not bound or not self._others:
-            return
-        norms = [
-            _norms([replica[i].grad for i in bound]) for replica in (self._leader, *self._others)
-        ]
-        for i, *values in zip(bound, *norms, strict=True):
-            are_alike = all(math.isclose(value, values[0], rel_tol=1e-3) for value in values)
-            if not are_alike and not all(map(math.isnan, values)):
-                raise RuntimeError(
-                    "Expected p.grad = ... to be the same on every replica, got gradients with "
-                    f"norms {[round(value, 6) for value in values]} for a parameter of shape "
-                    f"{tuple(self._root[i].shape)}: each is of a replica's own samples. Use "
-                    "self.manual_backward(loss), after which p.grad is that of the whole batch, "
-                    'or DataParallelStrategy(mode="forward").'
-                )
-
-    def _bound_anew(self) -> list[int]:
-        """Positions of the gradients that the replicas' code has bound since they followed."""
-        if self._seen is None:  # the others have none when a step begins
-            columns = zip(*self._others, strict=True)
-            return [i for i, own in enumerate(columns) if any(p.grad is not None for p in own)]
-        pairs = enumerate(zip(self._leader, self._leaders, strict=True))
-        return [i for i, (p, (seen, _)) in pairs if p.grad is not None and p.grad is not seen]
-
-    def adopt(self) -> None:
-        """Gives the root what the leader's code did to its gradients, if the root is idle."""
-        if self._leader is self._root or self._seen is None:
-            return
-        pairs = zip(self._leaders, _marks(self._leader), strict=True)
-        changed = [i for i, (before, now) in enumerate(pairs) if _differ(before, now)]
-        gradients = [self._leader[i].grad for i in changed]
-        for i, copy in zip(changed, _copies(gradients, self._root), strict=True):
-            self._root[i].grad = copy
-
-    def put_aside(self) -> None:
-        """Lets a backward begin with no gradients but on the root."""
-        self._aside = GradientsAside(chain.from_iterable(self._others))
-
-    def put_back(self) -> None:
-        """After the backward, whose gradients are on the root, the others have theirs again."""
-        self._aside.put_back()
-
-    def drop(self) -> None:
-        """Ends the step: gradients are the root's alone."""
-        clear_gradients(chain.from_iterable(self._others))
-        self._aside = GradientsAside(())
-        self._seen, self._leaders = None, []
-
-
-def _marks(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:
-    """The gradients and how often they have been written to."""
-    gradients = [parameter.grad for parameter in parameters]
-    return [(g, -1 if g is None else version(g)) for g in gradients]
-
-
-def _differ(before: tuple[Tensor | None, int], now: tuple[Tensor | None, int]) -> bool:
-    return before[0] is not now[0] or before[1] != now[1]
-
-
-def _copies(gradients: list[Tensor | None], of: Sequence[Tensor]) -> list[Tensor | None]:
-    """Copies of gradients on the device of other parameters."""
-    if not of:
-        return []
-    moved = gradients_on(of[0].device, gradients)
-    pairs = zip(moved, gradients, strict=True)
-    return [g.detach().clone() if g is not None and g is old else g for g, old in pairs]
-
-
-def _norms(gradients: Sequence[Tensor | None]) -> list[float]:
-    """Where there is no gradient, -1."""
-    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients if g is not None]
-    norms: Sequence[Tensor] = norm_of_each(dense)
-    values = iter(torch.stack([norm.double() for norm in norms]).tolist() if dense else ())
-    return [-1.0 if g is None else next(values) for g in gradients]
 
 
 def _all_of(inputs: Sequence[Any]) -> list[Tensor] | None:

@@ -17,6 +17,7 @@ from lightning_dp.parallel.devices import (
     allocated_memory,
     busy_clock,
     peak_memory,
+    replica_names,
     reset_peak_memory,
 )
 from lightning_dp.parallel.links import Span
@@ -62,13 +63,15 @@ class PeakMemory:
 class Meter:
     """What the devices have done since the engine was made, and if asked for, in every step."""
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.usage = [DeviceUsage(device) for device in devices]  # since the engine was made
+    def __init__(self, devices: Sequence[torch.device], process: int | None = None) -> None:
+        self.names = replica_names(devices, process)
+        self.usage = list(map(DeviceUsage, devices, self.names))  # since the engine was made
         self._devices = list(devices)
         self._memory = PeakMemory(devices)
         self._steps: StepMeter | None = None
         self.is_watched = False  # training steps are measured
         self._counted: Sizes = ()
+        self.kind = ""  # of work, as the executor knows the latest training step
 
     def watch(self) -> None:
         """Measures every training step from now on."""
@@ -89,9 +92,11 @@ class Meter:
         if self._steps is not None:
             self._steps.start(sizes)
 
-    def count(self, sizes: Sizes) -> None:
-        """The training step's forward is done."""
-        self._counted = sizes
+    def count(self, sizes: Sizes, kind: str = "", *, in_turns: bool = False) -> None:
+        """The training step's forward is done, by replicas one after another perhaps."""
+        self._counted, self.kind = sizes, kind
+        if self._steps is not None:
+            self._steps.note(in_turns=in_turns)
         for usage, size in zip(self.usage, sizes, strict=True):
             usage.samples += size
 
@@ -196,6 +201,11 @@ class StepMeter:
         if self._running is not None:
             self._running.spent[k] += seconds
 
+    def note(self, *, in_turns: bool) -> None:
+        """How the running step's replicas ran."""
+        if self._running is not None:
+            self._running.in_turns = in_turns
+
     def stop(self) -> None:
         """The step's work has been handed to the devices."""
         step, self._running = self._running, None
@@ -261,6 +271,7 @@ class _Step:
         self._began = time.perf_counter()
         self._wall = 0.0
         self._counted: list[float] = []
+        self.in_turns = False
 
     def stop(self) -> None:
         self._wall = time.perf_counter() - self._began
@@ -282,4 +293,5 @@ class _Step:
         # Only on the CPU do the workers see all of a step: elsewhere its backward is not theirs.
         total = max(self._wall, *busy) if self._on_cpu else max(busy)
         peaks, before = tuple(self.peak_bytes), tuple(self._start_bytes)
-        return StepUsage(self._sizes, tuple(busy), total, peaks, before)
+        in_turns = self.in_turns and self._on_cpu and sum(map(bool, self._sizes)) > 1
+        return StepUsage(self._sizes, tuple(busy), total, peaks, before, in_turns)

@@ -90,9 +90,10 @@ class RecoveringEngine(Engine):
         """Makes further attempts at a step until one fits.
 
         If no split fits, the error says the largest batch that does: all its parts were tried at
-        once, and with one sample more each device ran out, with no garbage in its memory. What a
-        step logs or keeps is left out of trials. If no replica used up the memory, the first error
-        is raised again.
+        once, and with one sample more each device ran out, with no garbage in its memory. It is
+        an upper bound: what a step logs or keeps is left out of trials, and takes as many samples
+        from each device as have its bytes, one as a rule. If no replica used up the memory, the
+        first error is raised again.
         """
         events: list[str] = []
         self._clean, self._excused = {}, set()
@@ -148,10 +149,10 @@ class RecoveringEngine(Engine):
         fits = self.planner.fits(training=training)
         shares = ", ".join(f"{d} {size}" for d, size in zip(self.devices, fits, strict=True))
         raise torch.OutOfMemoryError(
-            f"{name}: expected a batch of at most {most} samples, the largest that fits now "
-            f"({shares}; what a step logs or keeps comes on top), got {n}. Make the batch smaller "
-            f"(accumulate_grad_batches keeps the effective size), or use more or larger devices. "
-            f"The last device said: {text}"
+            f"{name}: expected a batch of at most {most} samples ({shares}; more do not fit now, "
+            f"and what a step logs or keeps may cost about one of each device's), got {n}. Make "
+            f"the batch smaller (accumulate_grad_batches keeps the effective size), or use more or "
+            f"larger devices. The last device said: {text}"
         )
 
     def _report(self, name: str, events: list[str]) -> None:

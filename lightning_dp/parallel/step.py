@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.batch import Shards, without_rows
 from lightning_dp.parallel.call import PLAIN, ReplicaCall, Transfer
 from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.gradients import (
@@ -21,18 +21,37 @@ from lightning_dp.parallel.gradients import (
     Graph,
     JointBackward,
     LossReduction,
+    OwnMeans,
     StepOutput,
     agreed_items,
+    as_told,
     join_losses,
     loss_of,
     loss_weights,
     wait_for_autograd,
 )
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
+from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.torch_private import hooked
 from lightning_dp.parallel.workers import Calls
 
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import JointLoss, Losses, World
+
 _LOSS, _VALUE, _NUM_ITEMS = map(attrgetter, ("loss", "value", "num_items"))
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+
+class _Joined(NamedTuple):
+    """What the replicas of one process have returned."""
+
+    returned: list[int]  # those that have a loss
+    sizes: list[int]  # of their shards
+    steps: list[StepOutput]
+    graphs: list[Graph]
+    loss: Tensor | None
+    items: float | None
+    has_graph: bool
 
 
 class StepParallel(RecoveringEngine):
@@ -66,6 +85,7 @@ class StepParallel(RecoveringEngine):
     ) -> None:
         super().__init__(module, devices, **options)
         self.loss_reduction: LossReduction = loss_reduction
+        self.own_means = OwnMeans() if loss_reduction == "mean" else None
         self.has_own_backward = False  # code that nobody knows makes the joint loss's backward
 
     def train(self, method: str, batch: Any, *args: Any) -> Any:
@@ -136,6 +156,7 @@ class TrainingStep(EvaluationStep):
 
     training = True
     has_backward = True
+    _losses: Losses | None = None  # what processes tell each other
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """The replica's own method; what the root has done to parameters must not reach others."""
@@ -153,38 +174,90 @@ class TrainingStep(EvaluationStep):
             for step, sent in zip(steps, super().leave(parts, devices), strict=True)
         ]
 
-    def gather(self, outputs: list[Any], shards: Shards) -> Any:
+    def tell(self, outputs: list[Any], shards: Shards) -> _Joined:
+        """Other processes hear of the loss once, also if this process does the step again.
+
+        Out of memory is its own affair: others have gone on.
+        """
+        from lightning_dp.parallel.processes import Losses, OwnLoss
+
+        joined = self._joined_here(outputs, shards)
+        if self._losses is None or self._losses.told is None:
+            world, loss = self.engine.world, joined.loss
+            value, dtype = (None, None) if loss is None else (float(loss), loss.dtype)
+            is_idle = world is not None and world.is_idle
+            samples = 0 if is_idle else sum(joined.sizes) or sum(shards.sizes)
+            buffers = self.engine.reducer.buffers_between
+            writes = buffers is not None and buffers.has_written()
+            own = OwnLoss(value, samples, joined.items, joined.has_graph, dtype, writes)
+            self._losses = Losses(own)
+        shards.losses[:] = [self._losses]
+        return joined
+
+    def gather(self, outputs: list[Any] | _Joined, shards: Shards) -> Any:
         """The joint loss, with its backward."""
+        own = outputs if isinstance(outputs, _Joined) else self._joined_here(outputs, shards)
+        returned, sizes, steps, graphs, joint, items, has_graph = own
+        world = self.engine.world
+        if world is not None:
+            joined = self._of_all_processes(world)
+            joint = self._value_of(joined)
+            graphs = [replace(graph, weight=graph.weight * joined.share) for graph in graphs]
+            items, has_graph = joined.items, joined.has_graph
+        if joint is not None and has_graph:
+            joint = self._with_backward(joint, graphs, shards)
+        if not steps or steps[0].extras is None:
+            return joint
+        order = None if shards.order is None else [shards.order[k] for k in returned]
+        extras = [step.extras for step in steps]
+        joined_extras = self.engine.join(extras, sizes=sizes, order=order, dims=shards.dims)
+        if world is not None and world.is_idle:
+            joined_extras = without_rows(joined_extras, shards.dims.dim, sum(shards.sizes))
+        whole = {"loss": joint, **joined_extras}
+        if steps[0].tells_items:
+            whole["num_items"] = as_told(items, steps[0].num_items, self.engine.output_device)
+        return whole
+
+    def _joined_here(self, outputs: list[Any], shards: Shards) -> _Joined:
         returned: list[int] = []
         steps: list[StepOutput] = []
         for k, output in zip(shards.active, outputs, strict=True):
             if output is not None:
                 returned.append(k)
                 steps.append(StepOutput.parse(output))
-        if not returned:
-            return None
-        sizes = [shards.sizes[k] for k in returned]
+        sizes = [*map(shards.sizes.__getitem__, returned)]
         counts = agreed_items(list(map(_NUM_ITEMS, steps)))
         weights = loss_weights(sizes, self.engine.loss_reduction, counts)
-        losses, values = map(_LOSS, steps), map(_VALUE, steps)
-        joint = self._joint_loss(list(map(Graph, returned, losses, weights, values)), shards)
-        if steps[0].extras is None:
-            return joint
-        order = None if shards.order is None else [shards.order[k] for k in returned]
-        extras = [step.extras for step in steps]
-        joined = self.engine.join(extras, sizes=sizes, order=order, dims=shards.dims)
-        has_count = counts and steps[0].tells_items
-        return {"loss": joint, **joined, **({"num_items": sum(counts or ())} if has_count else {})}
-
-    def _joint_loss(self, graphs: list[Graph], shards: Shards) -> Tensor:
-        engine = self.engine
+        losses, values = [*map(_LOSS, steps)], map(_VALUE, steps)
+        graphs = list(map(Graph, returned, losses, weights, values))
+        means, crosses = self.engine.own_means, self.engine.calls.crossed
+        if counts is None and means is not None and means.looks_left and not crosses:
+            means.look(self.name, graphs, sizes)
+        items = None if counts is None else sum(counts)
+        joint, has_graph = None, any(map(_REQUIRES_GRAD, losses))
         with torch.no_grad():  # the joint loss has a backward of its own
-            joint = join_losses(graphs, engine.output_device)
-        if not any([graph.loss.requires_grad for graph in graphs]):
-            return joint
+            if graphs:
+                joint = join_losses(graphs, self.engine.output_device)
+        return _Joined(returned, sizes, steps, graphs, joint, items, has_graph)
+
+    def _with_backward(self, joint: Tensor, graphs: list[Graph], shards: Shards) -> Tensor:
+        engine = self.engine
         crosses, devices = engine.calls.crossed, [*engine.devices, engine.output_device]
-        backward = JointBackward(self.name, shards, graphs, crosses, engine.backward, devices)
+        run, crossings = engine.backward, engine.calls.crossings
+        backward = JointBackward(self.name, shards, graphs, crosses, run, devices, crossings)
         return backward.attach(joint, engine.requested_parameters())
+
+    def _of_all_processes(self, world: World) -> JointLoss:
+        losses, buffers = cast("Losses", self._losses), self.engine.reducer.buffers_between
+        joined = losses.join(world, is_sum=self.engine.loss_reduction == "sum")
+        if buffers is not None:
+            buffers.told(joined)
+        return joined
+
+    def _value_of(self, joined: JointLoss) -> Tensor | None:
+        if joined.value is None:
+            return None
+        return torch.tensor(joined.value, dtype=joined.dtype, device=self.engine.output_device)
 
     def finish(self, result: Any, gradient: Tensor | None = None) -> None:
         """The joint loss's backward."""
@@ -199,10 +272,12 @@ class TrainingStep(EvaluationStep):
 
     @context
     def without_trace(self) -> Iterator[None]:
-        """Gradients are afterwards as they were."""
-        aside = GradientsAside(chain.from_iterable(self.engine.replicas.parameters))
+        """Gradients are afterwards as they were, and other processes do not hear of it."""
+        engine = self.engine
+        aside = GradientsAside(chain.from_iterable(engine.replicas.parameters))
         try:
-            yield
+            with replaced(engine, world=None), replaced(engine.reducer, between=None):
+                yield
         finally:
             aside.put_back()
 

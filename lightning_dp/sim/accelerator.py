@@ -71,7 +71,8 @@ class SimAccelerator(Accelerator):
             raise ValueError(
                 f"devices: expected different ids from 0 to {count - 1}, or a number from 1 to "
                 f"{count}, of simulated devices, got {devices!r}. For more devices call "
-                "lightning_dp.sim.enable(device_count=...) first."
+                "lightning_dp.sim.enable(device_count=...) first; for several replicas on one take "
+                "DataParallelStrategy(devices=['sim:0', 'sim:0'])."
             )
         return ids
 

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_dp.parallel.batch import Shards, tree
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import version
-from lightning_dp.state.containers import Merge, Path
+from lightning_dp.state.containers import Merge, Path, refill
 from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
 from lightning_dp.state.module_attributes import ModuleAttributes
 
@@ -100,9 +100,19 @@ class ModuleState:
             [(m, *n) for m, before in self._rebound(active[0]) for n in m.rebound(active, before)],
         )
 
-    def settle(self, changes: Changes, replicas: Replicas, shards: Shards) -> None:
-        """Gives the module what the replicas' steps left on them."""
+    def settle(
+        self, changes: Changes, replicas: Replicas, shards: Shards, *, keeps_items: bool = True
+    ) -> None:
+        """Gives the module what the replicas' steps left on them.
+
+        Without `keeps_items` containers have afterwards what was in them before: of samples that
+        count elsewhere. Attributes that were bound anew stay, which may be counts of steps.
+        """
         if any(changes):
+            if not keeps_items:
+                for container in changes.containers:
+                    refill(container.value, container.items)
+                changes = changes._replace(containers=[])
             self._settle(changes, replicas, shards)
         self._is_settled = True
 

@@ -118,7 +118,7 @@ class Contestant:
         self._patience = patience
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # `close` closes it
         port = str(_free_port())
-        ranks = range(entry.job.devices) if entry.is_many else range(1)
+        ranks = range(_count(entry))
         self._processes = [self._start(entry, rank, port) for rank in ranks]
         self._answers: list[SimpleQueue[str | None]] = [SimpleQueue() for _ in self._processes]
         self._readers = [
@@ -131,14 +131,15 @@ class Contestant:
     def _start(self, entry: Entry, rank: int, port: str) -> subprocess.Popen[bytes]:
         job = entry.job
         # Who has a share of the devices has a share of the cores.
-        divides = entry.is_many or job.peer == "one share"
-        threads = str(max(1, job.cores // job.devices if divides else job.cores))
+        count = _count(entry)
+        parts = job.devices if job.peer == "one share" else count
+        threads = str(max(1, job.cores // parts))
         if job.virtual:
             threads = "1"  # what is computed on the host does not count
         path = os.pathsep.join([str(entry.package), str(TESTS), os.environ.get("PYTHONPATH", "")])
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        if entry.is_many:
-            values = (str(rank), str(job.devices), str(rank), "0", "127.0.0.1", port)
+        if count > 1:
+            values = (str(rank), str(count), str(rank), "0", "127.0.0.1", port)
             own |= dict(zip(OF_PROCESSES, values, strict=True))
         others = {key: value for key, value in os.environ.items() if key not in OF_PROCESSES}
         return subprocess.Popen(
@@ -284,6 +285,11 @@ def _hold(contestants: Sequence[Contestant], rules: Rules, say: Callable[[str], 
     for round_ in range(rules.rounds):
         each(measure, in_turns(list(there), round_))
     each(trace, [name for name in there if name in rules.traces])
+
+
+def _count(entry: Entry) -> int:
+    """Of its processes."""
+    return entry.job.devices if entry.is_many else entry.job.processes
 
 
 def _read(pipe: IO[bytes], answers: SimpleQueue[str | None]) -> None:

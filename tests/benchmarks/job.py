@@ -27,7 +27,8 @@ class Job:
         virtual: whether time is virtual.
         links: of simulated devices, on virtual time; see `torch.sim.set_links`.
         flops: a simulated device's operations per second, on virtual time.
-        options: of `DataParallelStrategy`.
+        options: of `DataParallelStrategy`, and `logs`: whether each step logs its loss.
+        processes: that share the devices out between them, where a peer does that.
     """
 
     peer: str
@@ -40,6 +41,7 @@ class Job:
     links: str | None = None
     flops: float = 1e9
     options: Mapping[str, Any] = field(default_factory=dict)
+    processes: int = 1
 
     def to_json(self) -> str:
         """The job as text."""
@@ -49,6 +51,16 @@ class Job:
     def from_json(cls, text: str) -> Job:
         """The job that a text is of."""
         return cls(**json.loads(text))
+
+    @property
+    def logs(self) -> bool:
+        """Whether each step logs its loss, that of all devices."""
+        return bool(self.options.get("logs"))
+
+    @property
+    def strategy_options(self) -> dict[str, Any]:
+        """The strategy's own options."""
+        return {key: value for key, value in self.options.items() if key != "logs"}
 
     def with_devices(self, count: int) -> Job:
         """The same for another number of devices."""

@@ -197,9 +197,9 @@ def on_separate_devices(k: int, steps: int) -> dict[str, Times]:
     return times
 
 
-def _measured(times: Times, function: Callable[[], None]) -> None:
+def _measured(times: Times, function: Callable[..., None], *args: Any) -> None:
     with times.measured():
-        function()
+        function(*args)
 
 
 class _Kernels:

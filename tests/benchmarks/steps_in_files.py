@@ -2,17 +2,20 @@
 
     python tests/benchmarks/steps_in_files.py [--devices 4] [--on cpu] [--most 40]
     python tests/benchmarks/steps_in_files.py --max-files 16 --max-frames 300
+    torchrun --nproc-per-node 2 tests/benchmarks/steps_in_files.py --devices 4
 
 A small MLP is trained through Lightning's Trainer. After a warm-up a step is watched on all
 threads, from the end of a batch to the end of the next one. Counted are the calls of Python
 functions in lightning_dp alone, also those in which a generator goes on. Of a few steps the one
-with the fewest counts. With bounds, the exit code tells whether they hold.
+with the fewest counts. Of several processes the first one tells what it has entered, and by which
+messages it has waited for the others. With bounds, the exit code tells whether they hold.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -30,6 +33,8 @@ import lightning_dp
 from lightning_dp.parallel.workers import ExecutorName
 
 PACKAGE = Path(lightning_dp.__file__).parent
+MESSAGES = frozenset({"allgather", "_allgather_base", "allreduce", "broadcast", "barrier"})
+"""Methods of torch's process groups that the package, Lightning or torchmetrics call."""
 WATCHED = 3
 """Steps; the one of the fewest frames counts."""
 
@@ -57,10 +62,11 @@ class Entered:
 
     Attributes:
         calls: how often each function was called, by its file and its name.
+        messages: how often each kind of message went to other processes, whoever has sent it.
     """
 
-    def __init__(self, calls: Counter[tuple[str, str]]) -> None:
-        self.calls = calls
+    def __init__(self, calls: Counter[tuple[str, str]], messages: Counter[str]) -> None:
+        self.calls, self.messages = calls, messages
 
     @property
     def frames(self) -> int:
@@ -83,17 +89,22 @@ class _Watch(Callback):
         self.steps: list[Entered] = []
         self._warm_up = warm_up
         self._calls: Counter[Any] | None = None
+        self._messages: Counter[str] = Counter()
 
-    def count(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and self._calls is not None:
+    def count(self, frame: FrameType, event: str, called: Any) -> None:
+        if self._calls is None:
+            return
+        if event == "call":
             self._calls[frame.f_code] += 1
+        elif event == "c_call" and called.__name__ in MESSAGES:
+            self._messages[called.__name__] += 1
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         calls, self._calls = self._calls, None
         if calls is not None:
-            self.steps.append(Entered(_of_package(calls)))
+            self.steps.append(Entered(_of_package(calls), self._messages))
         if self._warm_up <= trainer.global_step < self._warm_up + WATCHED:
-            self._calls = Counter()
+            self._calls, self._messages = Counter(), Counter()
 
 
 def _of_package(calls: Counter[Any]) -> Counter[tuple[str, str]]:
@@ -161,9 +172,13 @@ def main() -> int:
 
         sim.enable()
     entered = plain_step(options.devices, options.on)
+    if int(os.environ.get("RANK", "0")):
+        return 0
     for (file, name), calls in entered.calls.most_common(options.most):
         print(f"{calls:6}  {file}: {name}")
     print("\n" + "\n".join(f"{calls:6}  {file}" for file, calls in entered.files.most_common()))
+    for message, calls in entered.messages.items():
+        print(f"{calls:6}  messages: {message}")
     print(f"\n{len(entered.files)} files, {len(entered.calls)} functions, {entered.frames} frames")
     fits = len(entered.files) <= options.max_files and entered.frames <= options.max_frames
     return 0 if fits else 1

@@ -155,13 +155,15 @@ def test_streams_and_events_are_there() -> None:
     assert stream == torch.accelerator.current_stream(2) == torch.sim.default_stream(2)
     assert stream.device == torch.device("sim:2")
     start, end = (torch.sim.Event("sim:2", enable_timing=True) for _ in range(2))
+    begin = time.perf_counter()
     start.record(stream)
     time.sleep(0.01)
     end.record(stream)
     end.synchronize()
     stream.synchronize()
     stream.wait_event(end)
-    assert end.query() and 5 < start.elapsed_time(end) < 5000
+    most = (time.perf_counter() - begin) * 1e3
+    assert end.query() and 5 < start.elapsed_time(end) <= most
     torch.ones(2, device="sim:2").record_stream(stream)
     with stream:
         assert torch.sim.current_stream(2) == stream
@@ -506,7 +508,13 @@ def test_devices_overlap_and_a_slow_one_is_slow() -> None:
 
     together = quickest(lambda: seconds(all_at_once), 0.55)
     assert 0.3 <= together < 0.55  # the slow device's time; one after the other would be 0.6
-    assert max(took[:3]) < took[3]
+    assert took[3] >= 0.3
+
+    def fast_ones() -> float:
+        all_at_once()
+        return max(took[:3])
+
+    assert quickest(fast_ones, 0.3) < 0.3
 
 
 def test_two_threads_on_one_device_share_its_time() -> None:

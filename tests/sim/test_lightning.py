@@ -198,6 +198,11 @@ def test_devices_are_numbers_ids_or_all(devices: int | str | list[int], ids: lis
     assert SimAccelerator.get_parallel_devices(ids) == [torch.device("sim", index) for index in ids]
 
 
+def test_a_device_that_repeats_is_the_strategys_to_take() -> None:
+    with pytest.raises(ValueError, match=r"different ids .* \[0, 0\].*Strategy\(devices=\['sim:0'"):
+        SimAccelerator.parse_devices([0, 0])
+
+
 @pytest.mark.parametrize(
     "devices", [[8], [-1, 0], [1, 1], 9, -2, "12", "x", [0.5], [True], "1,x", None]
 )

@@ -35,10 +35,7 @@ def sample_costs(module: nn.Module, batch: Any, n: int, key: str | None = None) 
     elif hasattr(module, "sample_cost"):
         found = module.sample_cost(batch)  # type: ignore[operator]  # a method, not a submodule
     else:
-        raise CostError(
-            f"split='cost': expected a method sample_cost(batch) on {type(module).__qualname__}, "
-            "or sample_cost='lengths' to name an entry of the batch. Define one of them."
-        )
+        raise no_costs(module)
     costs = _as_numbers(found)
     if costs is None or costs.shape != (n,) or not (costs.isfinite() & (costs >= 0)).all():
         shape = "" if costs is None else f" of shape {tuple(costs.shape)}"
@@ -47,6 +44,15 @@ def sample_costs(module: nn.Module, batch: Any, n: int, key: str | None = None) 
             f"{type(found).__qualname__}{shape}: {found!r:.60}. Give one number per sample."
         )
     return [float(cost) for cost in costs]
+
+
+def no_costs(module: nn.Module) -> CostError:
+    """The error where neither the module nor an option says what samples cost."""
+    return CostError(
+        f"split='cost': expected a method sample_cost(batch) on {type(module).__qualname__}, "
+        "or sample_cost='lengths' to name an entry of the batch, got neither. Define one of them, "
+        "or use split='even'."
+    )
 
 
 def _as_numbers(found: Any) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, count
@@ -19,6 +20,7 @@ class DeviceUsage:
 
     Attributes:
         device: the device.
+        name: the replica's name, which is the device's unless several share it.
         samples: training samples it was given; in forward mode the rows of all spread calls.
         busy_seconds: time spent in its forward and backward, as its worker saw it; in forward
             mode in its forward. Accelerators compute asynchronously: there it is the time that
@@ -28,6 +30,7 @@ class DeviceUsage:
     """
 
     device: torch.device
+    name: str
     samples: int = 0
     busy_seconds: float = 0.0
     peak_bytes: int = 0
@@ -38,7 +41,8 @@ class Shards:
     """A batch after split and scatter: a size and a part per device, None where the size is 0.
 
     It is `whole` if nothing was cut: the root has the batch as it is. `order` has the positions of
-    each shard's samples in the batch, if they are not consecutive.
+    each shard's samples in the batch, if they are not consecutive. `losses`, of
+    `parallel.processes`, are there if other processes are to hear of them when the step ends.
     """
 
     sizes: Sizes
@@ -46,6 +50,7 @@ class Shards:
     whole: bool = False
     order: Order | None = field(default=None, repr=False)
     dims: StepDims = field(default_factory=StepDims, repr=False, compare=False)
+    losses: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @cached_property
     def active(self) -> list[int]:
@@ -73,3 +78,12 @@ class Shards:
     def place(self, stage: str, k: int) -> str:
         """Completes the sentence "in replica 2 on cuda:1, ..." in an error."""
         return f", {stage}, {self.samples(k)}"
+
+
+def warn_of_nothing_to_cut(dim: int) -> None:
+    """Of a step's batch without a size, which only one device gets."""
+    warnings.warn(
+        "The batch has no tensor and no list that could be cut: it runs on the root device alone. "
+        f"Yield tensors whose dim {dim} counts the samples.",
+        stacklevel=2,
+    )

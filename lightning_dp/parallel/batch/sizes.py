@@ -23,7 +23,6 @@ about the number: what has another length goes to every replica.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
@@ -90,6 +89,8 @@ def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = Fa
             f"{type(module).__qualname__}.batch_size: expected the number of samples as an int of "
             f"at least 0, got {told!r:.80}. Return how many samples the batch has."
         )
+    if not cuts_itself and told > 1:
+        _check_there_is(told, module, batch, dim)
     return Inferred(told, "columns") if cuts_itself or columns else _told(batch, dim, told)
 
 
@@ -158,6 +159,16 @@ def _told(batch: Any, dim: int, n: int) -> Inferred:
     if has_columns_alone or not (has_lists or has_samples):
         return Inferred(n, "columns")
     return Inferred(n, "lists" if has_lists else "samples")
+
+
+def _check_there_is(n: int, module: nn.Module, batch: Any, dim: int) -> None:
+    """Raises an error if nothing in a batch has n rows or items: all of it would go everywhere."""
+    found = {row.size for row in (*_rows(batch, dim), *_entries(batch, dim), *_labels(batch))}
+    if n not in found and _samples(batch) != n:
+        raise BatchSizeError(
+            f"{type(module).__qualname__}.batch_size: expected the length of something in the "
+            f"batch along dim {dim} {(*found,)}, got {n}. Return that number. {WAY_OUT}"
+        )
 
 
 def _plain_columns(batch: Any, dim: int) -> int | None:
@@ -284,12 +295,3 @@ def _labels(batch: Any) -> list[Counted]:
     """The outermost lists without tensors."""
     lists = _parts(batch, lambda node: not has_tensors(node) and has_names(node))
     return [Counted(path, len(node), node) for path, node in lists if tree.is_list(node)]
-
-
-def warn_of_nothing_to_cut(dim: int) -> None:
-    """Of a step's batch without a size, which only one device gets."""
-    warnings.warn(
-        "The batch has no tensor and no list that could be cut: it runs on the root device alone. "
-        f"Yield tensors whose dim {dim} counts the samples.",
-        stacklevel=2,
-    )

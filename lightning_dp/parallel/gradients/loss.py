@@ -11,17 +11,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.gradients.items import count_of, numbers_of
 from lightning_dp.parallel.links import joining_device, on_streams, side_streams
 from lightning_dp.parallel.torch_private import keeps_graph, will_run
 from lightning_dp.parallel.workers import Task
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import Crossings
 
 LossReduction: TypeAlias = Literal["mean", "sum"]
 LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
@@ -85,7 +89,7 @@ class StepOutput:
             )
         told = output.get("num_items") if is_mapping else None
         told = getattr(loss, "num_items", None) if told is None else told
-        items = None if told is None else _count(told)
+        items = None if told is None else count_of(told)
         extras = {k: v for k, v in output.items() if k not in cls._KEYS} if is_mapping else None
         return cls(loss, items, extras, is_mapping and "num_items" in output)
 
@@ -96,40 +100,12 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
-def items_of(loss: Tensor) -> float | Tensor | None:
-    """What a loss is a mean over, if its attribute `num_items` tells: a number or a tensor."""
-    items = getattr(loss, "num_items", None)
-    return None if items is None else _count(items)
-
-
-def _count(items: Any) -> float | Tensor:
-    if not isinstance(items, int | float) and not (
-        isinstance(items, Tensor) and items.numel() == 1
-    ):
-        got = tuple(items.shape) if isinstance(items, Tensor) else type(items).__qualname__
-        raise TypeError(
-            f"Expected num_items to be a number or a tensor of one element, got {got}. Give the "
-            "number of items that the loss is a mean over."
-        )
-    return items
-
-
-def _numbers(counts: Sequence[float | Tensor]) -> list[float]:
-    """The values of counts on several devices, for which the host waits once."""
-    tensors = [count.detach().reshape(()) for count in counts if isinstance(count, Tensor)]
-    if not tensors:
-        return cast(list[float], list(counts))
-    device = joining_device(tensors, torch.device("cpu"))
-    values = iter(torch.stack([tensor.to(device) for tensor in tensors]).tolist())
-    return [next(values) if isinstance(count, Tensor) else count for count in counts]
-
-
 def agreed_items(counts: Sequence[float | Tensor | None]) -> list[float] | None:
     """The replicas' item counts, or None where the losses are means over samples."""
     told = [count for count in counts if count is not None]
     if not told:
         return None
-    known = _numbers(told)
+    known = numbers_of(told)
     if len(known) < len(counts) or min(known) < 0:
         numbers = iter(known)
         got = [None if count is None else next(numbers) for count in counts]
@@ -186,10 +162,12 @@ class JointBackward:
     its gradient be. Where the graph of one replica goes on in that of another (`crosses`), none of
     them has a backward of its own. All of it runs on the streams that are current on the `devices`
     when it is made, by the method `run`, whose owner it does not keep alive: a graph that reaches
-    what holds it is never freed.
+    what holds it is never freed. Through `crossings` it goes on in other processes; whether it
+    `is_last` is for these to know.
     """
 
     inputs: Sequence[Any] = ()  # of each replica, whose gradients alone are wanted
+    _end: Tensor | None = None  # of what goes on in other processes
 
     def __init__(
         self,
@@ -199,7 +177,11 @@ class JointBackward:
         crosses: bool,
         run: Run,
         devices: Sequence[torch.device],
+        crossings: Crossings | None = None,
+        *,
+        is_last: bool = True,
     ) -> None:
+        self._crossings, self._is_last = crossings, is_last
         self.name = name
         self.shards = shards
         self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
@@ -217,10 +199,14 @@ class JointBackward:
         return _joint_loss(*inputs)
 
     def tasks(
-        self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
+        self,
+        gradient: Tensor,
+        keep_graph: bool,
+        devices: Sequence[torch.device],
+        before_last: Callable[[], None] | None = None,
     ) -> list[Task]:
-        """The replicas' own backwards."""
-        return [
+        """The replicas' own backwards; something may have to be called before the last one."""
+        tasks = [
             Task(
                 graph.replica,
                 devices[graph.replica],
@@ -229,6 +215,9 @@ class JointBackward:
             )
             for graph in self.graphs
         ]
+        if before_last is not None and tasks:
+            tasks[-1] = replace(tasks[-1], call=partial(_after, before_last, tasks[-1].call))
+        return tasks
 
     @property
     def fills(self) -> Sequence[int]:
@@ -246,12 +235,25 @@ class JointBackward:
         try:
             # Autograd's thread has other ones.
             with on_streams(self._streams) if self._streams else nullcontext():
+                if self._crossings is not None:
+                    keep_graph = self._cross(self._crossings, keep_graph)
                 run(self, gradient, keep_graph)
         except torch.OutOfMemoryError:
             # What they hold is needed to do the step again.
+            self._crossings = None
             self.graphs.clear()
             self.shards.parts.clear()
             raise
+
+    def _cross(self, crossings: Crossings, keep_graph: bool) -> bool:
+        """Begins at the end of the crossings, too; whether the graph is to be kept."""
+        self.graphs = [graph for graph in self.graphs if graph.loss is not self._end]
+        losses = [graph.loss for graph in self.graphs]
+        end, keep_graph = crossings.end_for(losses, keep_graph, is_last=self._is_last)
+        self._end = end
+        if end is not None:
+            self.graphs.append(Graph(next(iter(self.shards.active), 0), end, 1.0))
+        return keep_graph
 
 
 class _JointLoss(torch.autograd.Function):
@@ -270,6 +272,11 @@ class _JointLoss(torch.autograd.Function):
 
 
 _joint_loss: Callable[..., Tensor] = _JointLoss.apply
+
+
+def _after(first: Callable[[], None], call: Callable[[], Any]) -> Any:
+    first()
+    return call()
 
 
 def _check_can_run(node: Any) -> None:

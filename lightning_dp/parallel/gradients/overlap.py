@@ -73,6 +73,7 @@ class Overlap:
         self._ways = {device: own_stream(device, "sums") for device in devices}
         self._there: dict[int, dict[int, _Taken]] = {}
         self._sent: list[int] = []
+        self._sender = 0  # the replica whose thread has sent the latest bucket
         self._seen: dict[int, list[int]] = {}
         self.is_open = True
         self._watch(packing, set(blocked))
@@ -127,13 +128,16 @@ class Overlap:
         with self._lock:
             there[r] = _Taken(own, ready)
             if len(there) == len(self._rows):
-                self._send(j, packing)
+                self._send(j, r, packing)
 
-    def _send(self, j: int, packing: Packing) -> None:
+    def _send(self, j: int, sender: int, packing: Packing) -> None:
         taken = [self._there[j][r] for r in range(len(self._rows))]
+        # First for whose thread has sent the bucket before: virtual time sees no lock, and takes
+        # the order of the two from this event.
+        first, self._sender = self._sender, sender
         with on_streams([*self._ways.values()]):
-            for caller, (_, ready) in zip(self._callers, taken, strict=True):
-                self._ways[caller.device].wait_event(ready)
+            for r in sorted(range(len(taken)), key=lambda r: r != first):
+                self._ways[self._callers[r].device].wait_event(taken[r].ready)
             self._sent.append(j)
             packing.sums.send(j, [gradients for gradients, _ in taken])
 

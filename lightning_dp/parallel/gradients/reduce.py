@@ -6,28 +6,29 @@ Gradients are summed, not averaged: the losses' weights are already in them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain, compress, count, repeat
-from operator import attrgetter, is_, is_not
-from typing import Literal, TypeAlias, cast
+from operator import attrgetter, is_not
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff, write_without_trace
+from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff
 from lightning_dp.parallel.gradients.at_once import wait_for_autograd
+from lightning_dp.parallel.gradients.buffers import Buffers, reduce_buffers
 from lightning_dp.parallel.gradients.loss import JointBackward
 from lightning_dp.parallel.gradients.overlap import Overlap
-from lightning_dp.parallel.gradients.slices import Spread, add_in_slices, are_large
-from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
+from lightning_dp.parallel.gradients.slices import Spread, reduce_gradients
 from lightning_dp.parallel.replicas import Replicas
-from lightning_dp.parallel.torch_private import add_to_each, hooked
+from lightning_dp.parallel.torch_private import hooked
 
-Buffers: TypeAlias = Literal["first", "mean"]
-BUFFERS: tuple[Buffers, ...] = ("first", "mean")
+if TYPE_CHECKING:
+    from lightning_dp.parallel.gradients.between import Between
+    from lightning_dp.parallel.gradients.buffers_between import BuffersBetween
+    from lightning_dp.parallel.processes import World
+
 _GRAD = attrgetter("grad")
-_IS_NONE = partial(is_, None)
 
 
 class Reducer:
@@ -37,6 +38,11 @@ class Reducer:
     root's own share of the gradient. They are called with the sums; so parameters with hooks are
     reduced in every backward, also while gradients accumulate.
     """
+
+    between: Between | None = None  # the processes, if there are several
+    buffers_between: BuffersBetween | None = None
+    before_last: Callable[[], None] | None = None
+    """Called before the last replica's backward: what it fills is complete, and may leave."""
 
     def __init__(
         self,
@@ -57,6 +63,28 @@ class Reducer:
         self._devices = devices
         self._overlap = None if stays is None else Overlap(stays)
 
+    def join(self, world: World) -> None:
+        """Gradients are those of all processes from now on."""
+        from lightning_dp.parallel.gradients.between import Between
+        from lightning_dp.parallel.gradients.buffers_between import BuffersBetween
+
+        self.between = Between(world)
+        self.buffers_between = BuffersBetween(self._replicas, world, self._buffers)
+
+    def close(self) -> None:
+        """Settles what is open here alone: after an error other processes do not come."""
+        if self.between is not None:
+            self.between.cancel()
+        self.between = self.buffers_between = None
+        self.settle()
+
+    def resync(self) -> None:
+        """Leaves nothing open, in all processes: what steps did to their buffers becomes alike."""
+        self.settle()
+        self.collect_waiting()
+        if self.buffers_between is not None:
+            self.buffers_between.share()
+
     def after_forward(self, shards: Shards) -> None:
         """Notes what is to be settled, after the backward or before the next step.
 
@@ -66,6 +94,8 @@ class Reducer:
         self._forwarded = shards.active
         if not self.root_keeps_its_buffers(shards):
             self._unsettled = shards
+        if self.buffers_between is not None:
+            self.buffers_between.after_forward(sum(shards.sizes))
         if not torch.is_grad_enabled():
             self._settle_forward()
 
@@ -77,8 +107,15 @@ class Reducer:
         """
         self._in_backward = True
         with_hooks = hooked(self._replicas.root_parameters)
+        if self.between is not None:
+            self._begin_between(self.between, with_hooks)
         if with_hooks or can_fail:
             self._take_aside(with_hooks, can_fail)
+        self.before_last = None
+        # Else processes have more to tell each other, each in the midst of other buckets.
+        is_alone = not joint.crosses and not with_hooks and not can_fail
+        if self.between is not None and is_alone and len(self._replicas.parameters) == 1:
+            self.before_last = self.between.leave_early  # all replicas fill the root's gradients
         if self._overlap is not None and not self.accumulating:
             self._begin_overlap(self._overlap, joint, with_hooks)
 
@@ -92,6 +129,14 @@ class Reducer:
             root.grad = None
         if can_fail:
             self._earlier = GradientsAside(chain.from_iterable(parameters))
+
+    def _begin_between(self, between: Between, with_hooks: Sequence[int]) -> None:
+        root = self._replicas.root_parameters
+        waiting = between.own_among([root[i] for i in with_hooks])
+        if waiting:  # these have hooks since the latest backward, which accumulated
+            reduce_gradients(self._replicas.parameters, self._replicas.packing)
+            between.sum_(waiting)
+        between.begin(root, with_hooks, stay=self.accumulating)
 
     def _begin_overlap(
         self, overlap: Overlap, joint: JointBackward, with_hooks: Sequence[int]
@@ -119,22 +164,41 @@ class Reducer:
             earlier.add()
             if earlier.has_any and self._left_on_replicas():
                 self._reduce(spread)
+        if self.between is not None and not self.accumulating:
+            self.between.finish()
+        if self.buffers_between is not None:
+            self.buffers_between.after_step()
 
     def reduce_waiting(self) -> None:
-        """Reduces what has accumulated on the replicas, if no backward has come to do so."""
+        """Reduces what has accumulated, if no backward has come to do so."""
+        self.collect_waiting()
+        if self.between is not None:
+            self.between.sum_waiting()
+
+    def collect_waiting(self) -> None:
+        """Brings what has accumulated on the replicas to the root; processes keep their own."""
         if self._waiting:
             self._waiting = False
             reduce_gradients(self._replicas.parameters, self._replicas.packing)
 
-    def settle(self) -> None:
-        """Does what a step left open whose backward did not come or did not end."""
+    def settle(self, *, trains: bool = False) -> None:
+        """Does what a step left open whose backward did not come or did not end.
+
+        If a training step comes next, it may read buffers that another process's step has written.
+        """
         if self._in_backward:
             self._in_backward = False
             wait_for_autograd(self._devices)
+            if self.between is not None:
+                self.between.cancel()
         self._settle_forward()
+        if self.buffers_between is not None:
+            self.buffers_between.after_step()
         is_open = self._overlap is not None and self._overlap.is_open
         if self._hooked or self._earlier is not None or is_open:
             self._put_back()
+        if trains and self.buffers_between is not None:
+            self.buffers_between.before_step()
 
     def undo(self) -> None:
         """Takes back what a step has left that is to be run again."""
@@ -160,6 +224,8 @@ class Reducer:
         if not hooked:
             return
         reduce_gradients(list(zip(*(parameters for parameters, _, _ in hooked), strict=True)))
+        if self.between is not None:
+            self.between.sum_([parameters[0] for parameters, _, _ in hooked])
         for _, hooks, _ in hooked:
             hooks.put_back()
         self._hooked = []
@@ -169,6 +235,8 @@ class Reducer:
     def _put_back(self) -> None:
         if self._overlap is not None:
             self._overlap.cancel()
+        if self.between is not None:
+            self.between.cancel()
         if self._earlier is not None:
             self._earlier.put_back()
             self._earlier = None
@@ -188,111 +256,3 @@ class Reducer:
             buffers = self._replicas.buffers_of_steps
             worked = [buffers[k] for k in shards.active]
             reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
-
-
-def reduce_gradients(
-    parameters: Sequence[Sequence[Tensor]],
-    packing: Packing | None = None,
-    spread: Spread | None = None,
-) -> None:
-    """Adds the replicas' gradients to the root's and clears theirs.
-
-    A parameter without a gradient on any replica keeps None.
-
-    Of the kinds that `packing` is for, they travel in buckets where these are complete. Where
-    nothing has to travel, the workers add them up, if there is a way to `spread` calls.
-    """
-    root, others = parameters[0], parameters[1:]
-    if not root or not others:
-        return
-    device = root[0].device
-    sums = list(map(_GRAD, root))
-    terms = [list(map(_GRAD, replica)) for replica in others]
-    is_elsewhere = any([replica[0].device != device for replica in others])
-    if is_elsewhere or not (spread and are_large(root) and add_in_slices(sums, terms, spread)):
-        done = packing.sums.add(sums, terms) if packing and is_elsewhere else set()
-        if len(done) < len(root):
-            _add_rest(root, sums, terms, done)
-    for parameter in chain.from_iterable(others):
-        parameter.grad = None
-
-
-def _add_rest(
-    root: Sequence[Tensor],
-    sums: list[Tensor | None],
-    terms: Sequence[list[Tensor | None]],
-    done: set[int],
-) -> None:
-    """Adds those gradients that did not travel in buckets."""
-    before = list(sums)
-    for gradients in terms:
-        for i in done:
-            gradients[i] = None
-        if any(map(is_not, gradients, repeat(None))):
-            _add(sums, gradients_on(root[0].device, gradients))
-    for parameter, total, old in zip(root, sums, before, strict=True):
-        if total is not old and total is not None:
-            parameter.grad = as_accumulated(total, parameter)
-
-
-@torch.no_grad()
-def reduce_buffers(
-    root: Sequence[Tensor | None],
-    replicas: Sequence[Sequence[Tensor | None]],
-    sizes: Sequence[int],
-    policy: Buffers,
-) -> None:
-    """Gives the root the buffers that a training step left on the replicas that worked.
-
-    By policy those of the first of these, or the mean of all, weighted by their samples (what has
-    no mean, such as integers or tensors of several shapes, keeps those of the first). They are
-    written without a trace, as batch norm writes to its own: graphs that have saved them stay
-    usable. A root's of another shape or dtype takes theirs.
-    """
-    weights = [n / sum(sizes) for n in sizes]
-    for i, target in enumerate(root):
-        values = [value for replica in replicas if (value := replica[i]) is not None]
-        if target is None or not values:
-            continue
-        values = [value.to(target.device) for value in values]
-        value = values[0]
-        are_alike = all(other.shape == value.shape for other in values)
-        if policy == "mean" and value.is_floating_point() and are_alike:
-            value = _mean(torch.stack(values), weights)
-        write_without_trace(target, value)
-
-
-def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """The mean along dim 0; where all are equal, their value: constants collect no rounding."""
-    terms = [value * weight for value, weight in zip(values, weights, strict=True)]
-    return torch.where(values.eq(values[0]).all(0), values[0], torch.stack(terms).sum(0))
-
-
-def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient with the strides that autograd gives it; fused optimizers rely on them.
-
-    They are the parameter's, where its memory is dense; else those of contiguous rows.
-    """
-    are_plain = can_be_packed(parameter) and can_be_packed(gradient)
-    if not are_plain or gradient.stride() == parameter.stride():
-        return gradient
-    like = torch.empty_like(parameter, dtype=gradient.dtype)
-    if like.stride() != parameter.stride():
-        return gradient.contiguous()
-    return like.copy_(gradient)
-
-
-def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
-    """Adds gradients to sums, in place; where there is no sum yet, the gradient becomes it."""
-    targets, terms = sums, gradients
-    # Nearly always all are there, and this look is much shorter than the loop.
-    if any(map(_IS_NONE, chain(sums, gradients))):
-        targets, terms = [], []
-        for i, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
-            if total is None:
-                sums[i] = gradient
-            elif gradient is not None:
-                targets.append(total)
-                terms.append(gradient)
-    if targets:
-        add_to_each(cast(list[Tensor], targets), cast(list[Tensor], terms))

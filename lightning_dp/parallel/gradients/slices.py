@@ -1,4 +1,4 @@
-"""Sums on the CPU in slices: each worker adds up its share of all gradients.
+"""Sums: the replicas' gradients are added to the root's; on the CPU in slices, by all workers.
 
 On the calling thread alone the sums would wait for memory, or wake a team of OpenMP's threads,
 which gets in the way of the workers' own. The bits are the same: each element is still added in the
@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
-from operator import is_not
-from typing import Any, TypeAlias
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not
+from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
-from lightning_dp.parallel.links import can_be_packed
+from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
 from lightning_dp.parallel.torch_private import add_to_each
 
 Spread: TypeAlias = Callable[[Sequence[Callable[[], None]]], object]
 """Makes calls at the same time, one in each worker, and returns when all have ended."""
 
+_GRAD = attrgetter("grad")
+_IS_NONE = partial(is_, None)
 _IS_THERE: Any = partial(is_not, None)
 
 SLICED = 2**20
@@ -99,3 +102,78 @@ def _add_up(share: Sequence[Sequence[Tensor]]) -> None:
     """
     sums = [total for total, *terms in share for _ in terms]
     add_to_each(sums, [term for _, *terms in share for term in terms])
+
+
+def reduce_gradients(
+    parameters: Sequence[Sequence[Tensor]],
+    packing: Packing | None = None,
+    spread: Spread | None = None,
+) -> None:
+    """Adds the replicas' gradients to the root's and clears theirs.
+
+    A parameter without a gradient on any replica keeps None.
+
+    Of the kinds that `packing` is for, they travel in buckets where these are complete. Where
+    nothing has to travel, the workers add them up, if there is a way to `spread` calls.
+    """
+    root, others = parameters[0], parameters[1:]
+    if not root or not others:
+        return
+    device = root[0].device
+    sums = list(map(_GRAD, root))
+    terms = [list(map(_GRAD, replica)) for replica in others]
+    is_elsewhere = any([replica[0].device != device for replica in others])
+    if is_elsewhere or not (spread and are_large(root) and add_in_slices(sums, terms, spread)):
+        done = packing.sums.add(sums, terms) if packing and is_elsewhere else set()
+        if len(done) < len(root):
+            _add_rest(root, sums, terms, done)
+    for parameter in chain.from_iterable(others):
+        parameter.grad = None
+
+
+def _add_rest(
+    root: Sequence[Tensor],
+    sums: list[Tensor | None],
+    terms: Sequence[list[Tensor | None]],
+    done: set[int],
+) -> None:
+    """Adds those gradients that did not travel in buckets."""
+    before = list(sums)
+    for gradients in terms:
+        for i in done:
+            gradients[i] = None
+        if any(map(is_not, gradients, repeat(None))):
+            _add(sums, gradients_on(root[0].device, gradients))
+    for parameter, total, old in zip(root, sums, before, strict=True):
+        if total is not old and total is not None:
+            parameter.grad = as_accumulated(total, parameter)
+
+
+def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient with the strides that autograd gives it; fused optimizers rely on them.
+
+    They are the parameter's, where its memory is dense; else those of contiguous rows.
+    """
+    are_plain = can_be_packed(parameter) and can_be_packed(gradient)
+    if not are_plain or gradient.stride() == parameter.stride():
+        return gradient
+    like = torch.empty_like(parameter, dtype=gradient.dtype)
+    if like.stride() != parameter.stride():
+        return gradient.contiguous()
+    return like.copy_(gradient)
+
+
+def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
+    """Adds gradients to sums, in place; where there is no sum yet, the gradient becomes it."""
+    targets, terms = sums, gradients
+    # Nearly always all are there, and this look is much shorter than the loop.
+    if any(map(_IS_NONE, chain(sums, gradients))):
+        targets, terms = [], []
+        for i, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
+            if total is None:
+                sums[i] = gradient
+            elif gradient is not None:
+                targets.append(total)
+                terms.append(gradient)
+    if targets:
+        add_to_each(cast(list[Tensor], targets), cast(list[Tensor], terms))

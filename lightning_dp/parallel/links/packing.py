@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.links.lanes import Lane
 from lightning_dp.parallel.links.pipeline import Pipeline, copy_each
 from lightning_dp.parallel.links.streams import are_accelerators
 from lightning_dp.parallel.links.summing import Summing, kind
@@ -35,14 +35,13 @@ class Packing:
         self._kinds = list(map(kind, tensors))
         self.buckets = [
             Bucket(positions, [tensors[i] for i in positions])
-            for positions in buckets(tensors)
+            for positions in sorted(buckets(tensors))  # as a forward needs them
             if can_be_packed(tensors[positions[0]])
         ]
         packed = set().union(*(bucket.positions for bucket in self.buckets))
         self.alone = [i for i in range(len(tensors)) if i not in packed]  # cannot be packed
         self._staged: dict[torch.device, list[Packed] | None] = {}
-        self._leaving: dict[torch.device, set[Lane]] = {}  # that still read what is staged there
-        self._pipeline = Pipeline(self._leaving)
+        self._pipeline = Pipeline()
         self.sums = Summing(self.buckets, BUCKET_BYTES)  # of several devices' tensors
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
@@ -63,21 +62,22 @@ class Packing:
         return packed, [own[i] for i in range(len(tensors))]
 
     def staged(self, device: torch.device) -> list[Packed] | None:
-        """Memory through which they pass on a device: one for all buckets, in turn.
+        """Memory through which they pass on a device: the buckets have two places, in turn.
 
-        None where there was no room for it.
+        One is packed while another leaves. None where there was no room for it.
         """
         if device not in self._staged:
             self._staged[device] = self._memory_on(device)
         return self._staged[device]
 
     def _memory_on(self, device: torch.device) -> list[Packed] | None:
-        size = max((bucket.bytes for bucket in self.buckets), default=0)
+        size = max([bucket.bytes for bucket in self.buckets], default=0)
+        room = partial(torch.zeros, size, dtype=torch.uint8, device=device)
         try:
-            memory = torch.zeros(size, dtype=torch.uint8, device=device)
+            memory = [room() for _ in self.buckets[:2]]
         except torch.OutOfMemoryError:
             return None
-        return [bucket.in_memory(memory) for bucket in self.buckets]
+        return [bucket.in_memory(memory[j % 2]) for j, bucket in enumerate(self.buckets)]
 
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
         """Copies tensors of these kinds, which are on one device, to memory for them.
@@ -100,14 +100,8 @@ class Packing:
 
     def _stage(self, here: Packed, sources: Sequence[Tensor]) -> None:
         """Packs a bucket where it is to leave from, when what was there before has left."""
-        self._claim(here.flat.device)
+        self._pipeline.claim(here.flat)
         copy_to_each(here.views, sources)
-
-    def _claim(self, device: torch.device) -> None:
-        """From here on, what is staged on a device may be written to."""
-        for way in self._leaving.get(device, ()):
-            way.leave()
-        self._leaving.pop(device, None)  # last: an interrupt may come in between
 
     def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
@@ -134,7 +128,7 @@ class Packing:
             return [part.to(device) for part in parts]
         here, there = staged[j], arrived[j]
         self._stage(here, parts)
-        self._claim(device)
+        self._pipeline.claim(there.flat)
         there.flat.copy_(here.flat, non_blocking=are_accelerators(here.flat.device, device))
         return there.views
 
@@ -198,6 +192,9 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         own = tensor.dtype, tensor.requires_grad
         positions, size = open_buckets.get(own, ([], 0))
         added = tensor.numel() * tensor.element_size()
+        if added >= BUCKET_BYTES:
+            yield [i]
+            continue
         if positions and size + added > BUCKET_BYTES:
             yield positions
             positions, size = [], 0

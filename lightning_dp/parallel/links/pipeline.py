@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_dp.parallel.links.lanes import Lane, lane
 from lightning_dp.parallel.links.routes import chain
-from lightning_dp.parallel.links.streams import are_accelerators
+from lightning_dp.parallel.links.streams import are_accelerators, current_stream
 
 PIECES = 8
 """A device passes on what it has of a bucket once it has this part of it, or so many bytes.
@@ -29,12 +29,12 @@ LEAST_BYTES = 2**20
 class Pipeline:
     """The way from one accelerator down a chain of others, into memory that stays there.
 
-    By which lanes something is `leaving` an accelerator is noted there: what is packed must not be
-    written to before it has left.
+    What is packed must not be written to before it has left.
     """
 
-    def __init__(self, leaving: dict[torch.device, set[Lane]]) -> None:
-        self._leaving = leaving
+    def __init__(self) -> None:
+        # By address, what is packed there: it leaves on a lane, or has left by an event.
+        self._leaving: dict[int, Lane | torch.Event] = {}
         self._first: set[Lane] = set()  # lanes for which the current streams have not waited yet:
         self._next: set[Lane] = set()  # from what is packed, and from device to device
         self._same: list[tuple[Tensor, Tensor]] = []  # of one device: from where, and to where
@@ -57,11 +57,23 @@ class Pipeline:
         # First: an interrupt may come in between.
         self._first.add(first)
         self._next.update(others)
-        self._leaving.setdefault(here.device, set()).add(first)
+        self._leaving[here.data_ptr()] = first
         size = max(-(-here.numel() // PIECES), LEAST_BYTES // here.element_size())
+        if not others:
+            size = here.numel()
         arrived: list[torch.Event] = []
         for way in (first, *others):
             arrived = way.pass_on(tensors[way.source], tensors[way.target], size, arrived)
+        self._leaving[here.data_ptr()] = first.left()
+
+    def claim(self, packed: Tensor) -> None:
+        """From here on, the current stream may write to what was packed."""
+        leaving = self._leaving.get(packed.data_ptr())
+        if isinstance(leaving, Lane):
+            leaving.leave()
+        elif leaving is not None:
+            current_stream(packed.device).wait_event(leaving)
+        self._leaving.pop(packed.data_ptr(), None)  # last: an interrupt may come in between
 
     def settle(self) -> None:
         """Waits for what was sent, if nobody could because it was interrupted."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
 
@@ -33,6 +33,13 @@ kind = attrgetter("shape", "dtype", "layout")
 """What packed tensors must not differ in from those that they were packed for."""
 
 _PAGE = 4096  # bytes; less is never cut
+
+_FIRST = 1 / 8
+"""Of a bucket's bytes, the most that a piece of the first bucket has.
+
+A backward fills it last, so the step waits until it has passed every device. The pieces of others
+have at most as many bytes as all buckets before them: they leave that much earlier.
+"""
 _PLAIN = frozenset([Tensor])
 
 
@@ -47,16 +54,18 @@ class Summing:
         self._buckets = buckets
         shared = [bucket.bytes for bucket in buckets if len(bucket.positions) > 1]
         self._most = max([_PAGE, bucket_bytes, *shared])  # bytes of a piece
-        numbers = count()
-        self._pieces = [self._cut(bucket, numbers) for bucket in buckets]
+        numbers, before = count(), accumulate([0, *[bucket.bytes for bucket in buckets]])
+        self._pieces = [self._cut(*pair, numbers) for pair in zip(buckets, before, strict=False)]
         self._windows: dict[torch.device, _Window | None] = {}
         self._is_at_work = False  # or was interrupted
 
-    def _cut(self, bucket: Bucket, numbers: count[int]) -> list[_Piece]:
-        if bucket.bytes <= self._most:
+    def _cut(self, bucket: Bucket, before: int, numbers: count[int]) -> list[_Piece]:
+        """The pieces of a bucket that comes after so many bytes of others."""
+        most = min(self._most, max(_PAGE, int(_FIRST * self._most), before))
+        if bucket.bytes <= most or len(bucket.positions) > 1:
             return [_Piece(next(numbers), bucket)]
         elements = range(bucket.length)
-        step = self._most // bucket.dtype.itemsize
+        step = most // bucket.dtype.itemsize
         parts = [elements[start : start + step] for start in elements[::step]]
         return [_Slice(next(numbers), bucket, part) for part in parts]
 

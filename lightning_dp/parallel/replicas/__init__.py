@@ -20,4 +20,5 @@ from lightning_dp.parallel.replicas.replicate import BufferCopies as BufferCopie
 from lightning_dp.parallel.replicas.replicate import ParameterCopies as ParameterCopies
 from lightning_dp.parallel.replicas.replicate import Replicas as Replicas
 from lightning_dp.parallel.replicas.structure import AttributeVersions as AttributeVersions
+from lightning_dp.parallel.replicas.structure import ModuleStructure as ModuleStructure
 from lightning_dp.parallel.replicas.structure import ReplicaRules as ReplicaRules

@@ -7,11 +7,15 @@ rows: to shorten is all that a forward does to them, and it does the same wherev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from lightning_dp.parallel.torch_private import parameter_table
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import World
 
 Limited = nn.Embedding | nn.EmbeddingBag
 
@@ -49,3 +53,18 @@ class LimitedNorms:
             other = parameters[i].data.to(own.device)
             norms = [rows.norm(norm_type, dim=1, keepdim=True) for rows in (own, other)]
             own.copy_(torch.where(norms[1] < norms[0], other, own))
+
+    @torch.no_grad()
+    def share(self, world: World) -> None:
+        """Shortens the rows that are still long here, and that another process has shortened."""
+        for i in self.positions:
+            module, weight = self.modules[i], self._parameters[i].data
+            most, norm_type = float(module.max_norm or 0.0), module.norm_type
+            norms = weight.norm(norm_type, dim=1)
+            # A row may be longer by rounding after it was shortened.
+            is_long = norms > most * (1 + 8 * torch.finfo(norms.dtype).eps)
+            counts = is_long.to(torch.int32)
+            world.sum_(counts)
+            rows = (is_long & (counts < world.size)).nonzero()[:, 0]
+            if len(rows):
+                torch.embedding_renorm_(weight, rows, most, norm_type)

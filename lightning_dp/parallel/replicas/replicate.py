@@ -171,7 +171,7 @@ class Replicas:
         versioned = self._silent is not None or bool(self._sharing.positions)
         self._followed = state = ParameterState.of(self._structure.parameters, versions=versioned)
         self._all_trained = all(state.requires_grad)
-        limited = set() if self._limited is None else self._limited.positions
+        limited = set() if self.limited is None else self.limited.positions
         silent = limited | (set() if self._silent is None else self._silent.look())
         self._weights.refresh([r.weights for r in others], state, parameters, silent)
         if self._shared is not None and self._shared.apart:
@@ -199,7 +199,7 @@ class Replicas:
         something to one: see `check_shared`.
         """
         share, roots = share and not self._buffers.leaves, self._structure.parameters
-        positions = self._sharing.choose(roots, share, self._followed, self._limited)
+        positions = self._sharing.choose(roots, share, self._followed, self.limited)
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
                 # Now, and not in the midst of a backward that has little memory left.
@@ -224,16 +224,16 @@ class Replicas:
         buffers = state.noticed(active) if state.positions else nullcontext()
         if self._shared is None or self._all_trained:
             return buffers
-        limited = set() if self._limited is None else self._limited.positions
+        limited = set() if self.limited is None else self.limited.positions
         return self._shared.noticed(active, buffers, limited)
 
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""
-        if self._limited is None:
+        if self.limited is None:
             return
         for k in active:
             if k > 0 and not self._others[k - 1].shares_memory:
-                self._limited.adopt(self._others[k - 1].parameters)
+                self.limited.adopt(self._others[k - 1].parameters)
 
     def keep(self, k: int, position: int, name: str) -> None:
         """Lets a submodule of replica k keep what it has bound, until the root's is bound anew."""
@@ -277,9 +277,9 @@ class Replicas:
         self._are_lost = False
         with torch.inference_mode(False), torch.no_grad():
             self._structure = structure = ModuleStructure(self._root, self._rules)
-            self.attributes = structure.attributes
+            self.attributes, self.read_buffers = structure.attributes, structure.read_buffers
             limited = LimitedNorms(structure.modules, structure.parameters)
-            self._limited = limited if limited.modules else None
+            self.limited = limited if limited.modules else None
             is_elsewhere = any(device != self._devices[0] for device in self._devices)
             self._silent = SilentWrites(structure.parameters) if is_elsewhere else None
             self._weights = weights = WeightCopies(structure.parameters)

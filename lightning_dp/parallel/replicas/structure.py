@@ -8,7 +8,7 @@ from operator import is_not, itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dp.parallel.replicas.hidden_layers import layers_in
 from lightning_dp.parallel.torch_compile import compiled_call
@@ -124,6 +124,11 @@ class ModuleStructure:
     def reads_buffers(self) -> bool:
         """Whether a forward may read a buffer. Batch norm in training writes to its own only."""
         return any(type(m) not in _NORMS or not m.training for m in self._with_buffers)
+
+    def read_buffers(self) -> list[Tensor | None]:
+        """Those that a forward may read."""
+        readers = [m for m in self._with_buffers if type(m) not in _NORMS or not m.training]
+        return [buffer for module in readers for buffer in buffer_table(module).values()]
 
 
 class AttributeVersions:

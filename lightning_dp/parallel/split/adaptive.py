@@ -6,6 +6,7 @@ No tensor and no device in here: sizes and seconds in, sizes out.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +26,7 @@ SIGNAL = 3
 """How many times the noise a gain has to be, to be taken for a difference of the devices."""
 
 PATIENCE = 20
-"""Steps in which an uneven split gains no more than noise, after which it is even again."""
+"""Steps in which a split gains no more than noise over the first one, which then comes back."""
 
 WARM_UP = 1
 """First steps that do not count: they build caches."""
@@ -130,9 +131,10 @@ def _are_far(low: int, high: int) -> bool:
 class Adaptive:
     """A split that follows the devices' speeds, so that all end at the same time.
 
-    It begins even. Every few steps it solves `minimax` for what it has learnt of each device, and
-    takes that if it makes the slowest one faster by 1 % or more. A gain that could be noise,
-    since the times of one device differ as much among each other, moves nothing.
+    It begins even, or with shares in proportion to given weights. Every few steps it solves
+    `minimax` for what it has learnt of each device, and takes that if it makes the slowest one
+    faster by 1 % or more. A gain that could be noise, since the times of one device differ as much
+    among each other, moves nothing.
 
     Example:
         >>> split = Adaptive(2)
@@ -143,8 +145,10 @@ class Adaptive:
         (8, 4)
     """
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int, weights: Sequence[float] | None = None) -> None:
         self._k = k
+        # Lines by which the first split is made.
+        self._first = [(0.0, 1 / weight) for weight in weights or [1.0] * k]
         self._devices = [DeviceTime() for _ in range(k)]
         self._caps: tuple[int | None, ...] = (None,) * k
         self._lines: list[tuple[float, float]] | None = None
@@ -163,7 +167,7 @@ class Adaptive:
     @property
     def lines(self) -> list[tuple[float, float]]:
         """Of each device `(fixed, per_sample)`, by which batches are split."""
-        return self._lines or self._even
+        return self._lines or self._first
 
     @property
     def measured_lines(self) -> list[tuple[float, float]] | None:
@@ -203,11 +207,6 @@ class Adaptive:
         lines = state["lines"]
         self._lines = None if lines is None else [(float(a), float(b)) for a, b in lines]
 
-    @property
-    def _even(self) -> list[tuple[float, float]]:
-        """Lines by which a split is even."""
-        return [(0.0, 1.0)] * self._k
-
     def _solved(self, n: int, lines: list[tuple[float, float]]) -> Sizes:
         fixed, per_sample = zip(*lines, strict=True)
         return _solve(n, fixed, per_sample, self._caps)
@@ -229,12 +228,12 @@ class Adaptive:
             self._lines, self._doubts = lines, 0
 
     def _doubt(self, sizes: Sizes) -> None:
-        """Goes back to even if for long nothing but noise has spoken for another split."""
+        """Goes back to the first if for long nothing but noise has spoken for another split."""
         if self._lines is None or self._noise < REST:
             self._doubts = 0
             return
-        even = self._last_end(self._solved(sum(sizes), self._even))
-        is_worth = even - self._last_end(sizes) >= SIGNAL * self._noise * even
+        first = self._last_end(self._solved(sum(sizes), self._first))
+        is_worth = first - self._last_end(sizes) >= SIGNAL * self._noise * first
         self._doubts = 0 if is_worth else self._doubts + 1
         if self._doubts >= PATIENCE:
             self._lines, self._doubts = None, 0

@@ -5,6 +5,7 @@ No tensor and no device in here: sizes and bytes in, sizes out.
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from typing import Any, TypeAlias
 
 from lightning_dp.parallel.split.arithmetic import Sizes, minimax
 from lightning_dp.parallel.split.usage import Caps, StepUsage
+
+log = logging.getLogger("lightning_dp")
 
 STEPS = 16
 """Latest steps that are remembered: the heaviest of their batches is the one to fit."""
@@ -67,6 +70,7 @@ class Memory:
         self._fixed: list[float] = []
         self._per_sample = 1.0
         self._free: list[float] = []
+        self._has_told = False  # that no device counts
 
     def __call__(self, n: int, caps: Caps | None = None) -> Sizes:
         """The sizes for a batch of n samples, none above its cap."""
@@ -86,6 +90,12 @@ class Memory:
     def learn(self, step: StepUsage) -> None:
         """Takes in a step: each device's samples, its bytes before the step and at its peak."""
         if not any(step.peak_bytes):
+            if not self._has_told:
+                log.warning(
+                    "split='memory': CPU replicas share one memory, so there is nothing to learn, "
+                    "and every batch is split evenly. Use split='even' on the CPU."
+                )
+            self._has_told = True
             return
         points = [
             _Point(sum(step.sizes[k] for k in members), step.start_bytes[i], step.peak_bytes[i])

@@ -98,10 +98,13 @@ class Capacity:
     def within(self, wanted: Sizes) -> Sizes:
         """Sizes as wanted, but none above its cap; the others share what is left over.
 
-        They do in proportion to what they were to have; who was to have nothing comes last.
+        They do in proportion to what they were to have; who was to have nothing comes last. Where
+        the caps leave no room, sizes stay as wanted: memory has room now, or its error is clear.
         """
         caps = self.caps
         if caps is None or all(c is None or n <= c for n, c in zip(wanted, caps, strict=True)):
+            return wanted
+        if not self.has_room(sum(wanted)):
             return wanted
         per_sample = [1 / n if n else float("inf") for n in wanted]
         return minimax(sum(wanted), [0.0] * len(wanted), per_sample, caps)
@@ -229,7 +232,7 @@ class Planner:
         capacity = self._capacity[training]
         caps = capacity.caps
         if self._learner is not None:
-            sizes = self._learner(n, caps)
+            sizes = self._learner(n, caps if capacity.has_room(n) else None)
         else:
             wanted = self._policy(n)
             sizes = wanted if caps is None else capacity.within(wanted)

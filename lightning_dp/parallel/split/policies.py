@@ -62,16 +62,21 @@ def check_split(
 
 
 def _check_weights(weights: Sequence[float], split: str | OwnSplit) -> None:
-    if split != "even":
+    if split not in ("even", "adaptive"):
         raise ValueError(
-            f"weights: expected None with split={told(split)}, got {told(weights)}. "
-            "Leave out one of the two: weights are a split of their own."
+            f"weights: expected None with split={told(split)}, got {told(weights)}. Leave out one "
+            "of the two: weights are a split of their own, or what split='adaptive' begins with."
         )
     is_list = isinstance(weights, Sequence) and not isinstance(weights, str | bytes)
     if not is_list or not all(map(_is_weight, weights)) or not any(weights):
         raise ValueError(
             f"weights: expected a list of finite numbers of at least 0, not all 0, got "
             f"{told(weights)}. Give each device its share, such as [1, 3, 3, 3]."
+        )
+    if split == "adaptive" and not all(weights):
+        raise ValueError(
+            f"weights: expected numbers above 0 with split='adaptive', got {told(weights)}. It "
+            "tries every device; leave devices out, or use split='even'."
         )
 
 
@@ -99,8 +104,6 @@ def split_policy(
         return CostSplit(k)
     if split == "auto":
         return Auto(k)
-    if split == "adaptive":
-        return Adaptive(k)
     if split == "memory":
         if capacities is None:
             raise ValueError(
@@ -109,15 +112,15 @@ def split_policy(
             )
         capacities()  # raises an error now where devices do not count their memory
         return Memory([list(devices).index(device) for device in devices], capacities)
-    if weights is None:
-        return partial(_fixed_sizes, split, k)
-    shares = tuple(_plain(w) for w in weights)
-    if len(shares) != k:
+    shares = None if weights is None else tuple(plain_weight(w) for w in weights)
+    if shares is not None and len(shares) != k:
         raise ValueError(
             f"weights: expected {k} numbers, one per device, got {len(shares)}: {list(shares)}. "
             "Give every device a weight (0 leaves it idle)."
         )
-    return partial(_weighted_sizes, shares)
+    if split == "adaptive":
+        return Adaptive(k, shares)
+    return partial(_fixed_sizes, split, k) if shares is None else partial(_weighted_sizes, shares)
 
 
 @lru_cache(maxsize=256)
@@ -160,7 +163,7 @@ def _is_size(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
 
 
-def _plain(weight: Any) -> float:
+def plain_weight(weight: Any) -> float:
     """A weight as exact arithmetic takes it, which numbers of NumPy are not."""
     return int(weight) if isinstance(weight, Integral) else float(weight)
 

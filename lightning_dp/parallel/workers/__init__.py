@@ -4,13 +4,14 @@ Decided here: threads or one after another (`apply`, `trial`), how the host wait
 and what happens when one fails (`calls`), what becomes of one that does not end (`left_behind`), of
 workers (`worker`) when the process forks or ends (`process`), what of the caller's thread a worker
 has (`thread_state`), where replicas meet in the middle of a call
-(`rendezvous`, seen from one replica as `participant`), and what they do there together
-(`collectives`, `sync_batch_norm`).
+(`rendezvous`, seen from one replica as `participant`) and with those of other processes (`across`),
+and what they do there together (`collectives`, `sync_batch_norm`).
 """
 
 from lightning_dp.parallel.workers import collectives as collectives
 from lightning_dp.parallel.workers import left_behind as left_behind
 from lightning_dp.parallel.workers import sync_batch_norm as sync_batch_norm
+from lightning_dp.parallel.workers.across import as_one_replica as as_one_replica
 from lightning_dp.parallel.workers.apply import EXECUTORS as EXECUTORS
 from lightning_dp.parallel.workers.apply import Executor as Executor
 from lightning_dp.parallel.workers.apply import ExecutorName as ExecutorName

@@ -15,8 +15,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from lightning_dp.parallel.checks import check_choice
+from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.links import Stretch
+from lightning_dp.parallel.torch_parametrize import cached_values
 from lightning_dp.parallel.torch_private import saved_tensors_functions
 from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.calls import Calls
@@ -29,6 +31,20 @@ from lightning_dp.parallel.workers.worker import Worker, start_workers
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
 EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
+SHARED_VALUES = (
+    "Expected no torch.nn.utils.parametrize.cached() where replicas run at once or wait for each "
+    "other, got one: torch has one cache for all, so a replica would compute with another one's "
+    'weights, on their device. Choose executor="inorder", or, where replicas meet in a step '
+    "(collectives, synced batch norm, manual optimisation), leave cached() out."
+)
+WHY = {
+    "inorder": 'executor="inorder"',
+    "deterministic": 'executor="auto" takes them in order where algorithms are deterministic',
+    "compiles": "compiled modules are called one at a time",
+    "cached": "parametrize.cached() has one cache for all threads",
+    "checkpoint": "an activation checkpoint computes again in one order only",
+}
+"""Why work is done in order, unless that is faster."""
 
 
 class Executor:
@@ -47,16 +63,20 @@ class Executor:
         devices: Sequence[torch.device],
         how: ExecutorName = "auto",
         on_left_behind: Callable[[], None] = lambda: None,
+        names: Sequence[str] | None = None,
     ) -> None:
         check_choice("executor", how, EXECUTORS)
         self._on_left_behind = on_left_behind
         self._devices = list(devices)
+        self._names = replica_names(devices) if names is None else names
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
         self._how = how
+        self._shares_values = False  # calls have used the one cache of parametrizations
         self._workers: list[Worker] = []
         self._trials: defaultdict[tuple[str, int], Trial] = defaultdict(Trial)
         self._latest: dict[str, Trial] = {}
         self._in_threads: dict[str, bool] = {}
+        self._why: dict[str, str] = {}  # the latest work of a kind ran so
         watch(self)
 
     def run(
@@ -85,11 +105,13 @@ class Executor:
             calls: knows what the replicas need if they meet; None if they will not.
         """
         calls = calls or Calls()
+        calls.names = self._names
         if not goes_on:
             self.choose(kind, len(tasks))
         trial = self._latest.get(kind)
         measured = trial is not None and trial.is_measured
         stretch = Stretch(self._devices) if measured else None
+        values = cached_values()
         try:
             calls.begin(tasks, ThreadState.capture(self._devices), self._start)
             if len(tasks) > 1 and self._in_threads[kind]:
@@ -106,10 +128,14 @@ class Executor:
             if trial is not None and stretch is not None:
                 stretch.end()
                 trial.add(stretch)
+        if cached_values() is not values and len(tasks) > 1:
+            self._shares_values = True
+            if self._in_threads[kind] or calls.have_met:
+                raise RuntimeError(SHARED_VALUES) from (failure and failure[1])
         if failure is not None:
             task, error = failure
             if task is not None:
-                who = f"replica {task.replica} on {task.device}{task.context()}"
+                who = calls.who(task.replica) + task.context()
                 add_note(error, f"[in {who}{task.cause(error)}]")
             raise error
         return results
@@ -145,30 +171,48 @@ class Executor:
         workers = self.dismiss()
         for participant in stuck:
             task = participant.task
-            who = f"replica {task.replica} on {task.device}{task.context()}"
+            who = participant.name + task.context()
             leave_behind(who, workers[task.replica].thread)
 
-    def choose(self, kind: str, count: int, *, in_order: bool = False) -> bool:
+    def choose(self, kind: str, count: int, *, compiles: bool = False) -> bool:
         """Decides whether so many tasks of a kind, and what goes on with them, run in threads.
 
-        `in_order` leaves no choice.
+        Modules that torch.compile may compile leave no choice.
         """
-        in_threads = self._how == "threads"
+        why: str = self._how
+        in_threads = why == "threads"
+        saving = None if why == "inorder" else saved_tensors_functions()
         self._latest.pop(kind, None)
-        if in_order:
-            in_threads = False
-        elif self._how == "auto" and not torch.are_deterministic_algorithms_enabled():
+        if compiles:
+            in_threads, why = False, "compiles"
+        elif saving and is_checkpointing(saving):
+            # It knows tensors by their order alone, which threads would not repeat.
+            in_threads, why = False, "checkpoint"
+        elif self._shares_values and why != "inorder":
+            in_threads, why = False, "cached"
+        elif why == "auto" and torch.are_deterministic_algorithms_enabled():
+            why = "deterministic"
+        elif why == "auto":
             trial = self._latest[kind] = self._trials[kind, count]
             trial.begin()
             in_threads = trial.threads
-        # A checkpoint knows tensors by their order alone, which threads would not repeat.
-        saving = saved_tensors_functions() if in_threads else None
-        self._in_threads[kind] = in_threads and not (saving and is_checkpointing(saving))
-        return self._in_threads[kind]
+        self._in_threads[kind], self._why[kind] = in_threads, why
+        return in_threads
 
     def is_in_threads(self, kind: str) -> bool:
         """Whether the latest work of a kind ran in threads."""
         return self._in_threads.get(kind, True)
+
+    def why_in_order(self, kind: str) -> str:
+        """Why work of a kind is done in order, for people."""
+        if (why := self._why[kind]) in WHY:
+            return WHY[why]
+        trials = [trial for (own, _), trial in self._trials.items() if own == kind]
+        seconds = max(trials, key=lambda trial: trial.count).medians
+        if len(seconds) < 2 or seconds[True] <= seconds[False]:
+            return 'executor="auto" was still measuring both ways'
+        part = seconds[False] / seconds[True]
+        return f'executor="auto" measured: in turns they take {part:.0%} of the time in threads'
 
     def spreading(self, kind: str) -> Callable[[Sequence[Callable[[], None]]], object] | None:
         """Makes calls in the workers, one in each; None if the latest work of a kind was in order.

@@ -8,6 +8,7 @@ for a rendezvous is one made, and the host goes on there.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import threading
 import time
@@ -15,8 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lightning_dp.parallel.devices import replica_text
 from lightning_dp.parallel.errors import described, is_a
 from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.workers import left_behind
@@ -36,6 +38,9 @@ from lightning_dp.parallel.workers.participant import (
 from lightning_dp.parallel.workers.rendezvous import Rendezvous
 from lightning_dp.parallel.workers.thread_state import ThreadState
 
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import Crossings, World
+
 
 class Calls:
     """The replicas' calls in one apply.
@@ -44,27 +49,40 @@ class Calls:
         sizes: samples of these replicas; None if they are not known.
         order: the positions of their samples in the batch; None for the batch's own order.
         dim: the dimension along which the batch was cut.
+        world: the processes that have replicas; None if this is the only one.
     """
 
     thread_state: ThreadState  # the host's, for the workers
     start: Callable[[Participant], None]  # lets a participant's worker do its task
+    names: Sequence[str] = ()  # of all replicas, those without a call too
 
     def __init__(
-        self, sizes: Sequence[int] | None = None, order: Order | None = None, dim: int = 0
+        self,
+        sizes: Sequence[int] | None = None,
+        order: Order | None = None,
+        dim: int = 0,
+        world: World | None = None,
     ) -> None:
         self.sizes = None if sizes is None else list(sizes)
         self.order = order
         self.dim = dim
+        self.world = world
         self.participants: list[Participant] = []
         self.one_by_one = False  # only one replica runs at a time
         self.is_open = True  # the calls have not all ended
         self.broken: BaseException | None = None  # what has ended them all
         self.crossed = False  # the graph of one replica goes on in that of another
         self.is_conducting = False  # all stand still, and the host acts
+        self.is_idle = world is not None and world.is_idle  # others get nothing from here
+        self.crossings: Crossings | None = None  # where the graph goes on in other processes
         self._rendezvous: Rendezvous | None = None
         self._lock = threading.Lock()
         # Something has come about; what, is in the participants: an interrupt must not lose it.
         self._events: SimpleQueue[None] = SimpleQueue()
+
+    def who(self, replica: int) -> str:
+        """Which replica it is, for people."""
+        return replica_text(replica, self.names)
 
     # The replicas' side
 
@@ -111,6 +129,11 @@ class Calls:
     # The host's side
 
     @property
+    def have_met(self) -> bool:
+        """Whether a replica has asked for a rendezvous."""
+        return self._rendezvous is not None
+
+    @property
     def has_failed(self) -> bool:
         """Whether a replica has failed, or all have been ended."""
         return self.broken is not None or any([p.error is not None for p in self.participants])
@@ -123,14 +146,25 @@ class Calls:
         self.participants = list(map(partial(Participant, self), tasks))
 
     def run_in_threads(self) -> None:
-        """All at once, in their workers."""
-        for participant in self.participants:
-            participant.state = RUNNING  # of all, before the first one can ask for a rendezvous
-        for participant in self.participants:
-            self.start(participant)
-        self.wait()
-        if self._rendezvous is not None:
-            self._rendezvous.serve()
+        """All at once, in their workers; Python collects garbage before and after, not meanwhile.
+
+        Torch takes the lock of a random generator and then makes an object of Python's. Should that
+        begin a collection, which lets other threads go on when it frees a tensor, another replica
+        may wait for the lock and keep this one from going on, for ever.
+        """
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            for participant in self.participants:
+                participant.state = RUNNING  # of all, before the first can ask for a rendezvous
+            for participant in self.participants:
+                self.start(participant)
+            self.wait()
+            if self._rendezvous is not None:
+                self._rendezvous.serve()
+        finally:
+            if collects:
+                gc.enable()
 
     def run_in_order(self, *, moves: bool) -> None:
         """One after another on this thread; once one comes to a rendezvous, in their workers.
@@ -224,7 +258,7 @@ class Calls:
         if is_a(broken, RendezvousError):
             return broken
         failed = next((p for p in self.participants if p.error is broken), None)
-        by = "the run was interrupted" if failed is None else f"replica {failed.replica} failed"
+        by = "the run was interrupted" if failed is None else f"{failed.name} failed"
         return ReplicaStopped(f"Expected all replicas to meet, but {by}: {described(broken)}")
 
     def _do_task(self, participant: Participant) -> None:

@@ -1,8 +1,9 @@
 """Collectives: what replicas tell each other in the middle of a call.
 
-Called in a replica, each of them waits until all replicas that have samples have called it, and
-gives all of them what one device would have with the whole batch. Outside of replicas there is
-nobody to wait for: they return what they were given, as on one device.
+Called in a replica, each of them waits until all replicas that have samples have called it, in
+all processes, and gives all of them what one device would have with the whole batch. Outside of
+replicas one process has nobody to wait for: they return what they were given, as on one device. Of
+several processes each is then as one replica, by `host`.
 
 Gradients flow through: the graph of one replica then goes on in the others, and the step's backward
 runs through all of them at once.
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Number
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,12 @@ from torch import Tensor
 from lightning_dp.parallel.batch import gather, to_device, tree, weighted_mean
 from lightning_dp.parallel.links import on_streams
 from lightning_dp.parallel.torch_private import is_in_backward
+from lightning_dp.parallel.workers.across import (
+    check_not_inside,
+    everybody,
+    in_backward,
+    of_processes,
+)
 from lightning_dp.parallel.workers.calls import Calls
 from lightning_dp.parallel.workers.participant import Act, current_participant
 
@@ -31,7 +38,7 @@ _OPS = {name: name for name in ("mean", "sum", "min", "max", "product")}
 _OPS |= {"avg": "mean", "prod": "product"}
 
 
-def all_gather(x: T) -> T:
+def all_gather(x: T, host: Calls | None = None) -> T:
     """The batch's `x`, in every replica: tensors are joined as a step's outputs are.
 
     Tensors with a row for each sample are concatenated in the order of the batch, whatever the
@@ -40,28 +47,33 @@ def all_gather(x: T) -> T:
 
     Args:
         x: a tensor, or containers of tensors of the same structure on every replica.
+        host: of a process, outside of its replicas; see `as_one_replica`.
 
     Raises:
         RendezvousError: a replica ended its call, or is at another collective.
+        ProcessesApartError: a process is at another collective.
         GatherError: the structures differ.
     """
-    return meet("all_gather", x, _all_gather)
+    return meet("all_gather", x, _all_gather, host)
 
 
-def reduce(x: T, op: Any = "mean") -> T:
+def reduce(x: T, op: Any = "mean", host: Calls | None = None) -> T:
     """The replicas' tensors or numbers `x` in one, in every replica.
 
     Args:
         x: a tensor of the same shape on every replica, or a number.
         op: `"mean"` (or `"avg"`), weighted by shard size, which makes of the shards' means that of
             the batch; `"sum"`, `"min"`, `"max"`, `"product"`; or a `torch.distributed.ReduceOp`.
+        host: as in `all_gather`.
 
     Raises:
         RendezvousError: a replica ended its call, or is at another collective.
+        ProcessesApartError: a process is at another collective.
         ValueError: an unknown `op`, or the shapes differ.
     """
-    name = op if current_participant() is None else _name_of(op)
-    return meet(f"reduce with op={name!r}", x, partial(_reduce, name))
+    name = op if current_participant() is None and host is None else _name_of(op)
+    what = f"reduce with op={name!r}"
+    return meet(what, x, partial(_reduce, name, what), host)
 
 
 def broadcast(x: T, src: int = 0) -> T:
@@ -69,10 +81,11 @@ def broadcast(x: T, src: int = 0) -> T:
 
     Args:
         x: anything; what is not a tensor or a container of tensors is shared.
-        src: which replica's, counted among those that have samples.
+        src: which replica's, counted among those that have samples, in all processes.
 
     Raises:
         RendezvousError: a replica ended its call, or is at another collective.
+        ProcessesApartError: a process is at another collective.
         ValueError: there is no such replica.
     """
     return meet(f"broadcast from {src}", x, partial(_broadcast, src))
@@ -86,40 +99,46 @@ def barrier(name: str | None = None) -> None:
 
     Raises:
         RendezvousError: a replica ended its call, or is at another collective.
+        ProcessesApartError: a process is at another collective.
     """
     what = "barrier" if name is None else f"barrier {name!r}"
-    meet(what, None, lambda calls, values: values)
+
+    def act(calls: Calls, values: list[None]) -> list[None]:
+        of_processes(calls, what, None)
+        return values
+
+    meet(what, None, act)
 
 
 def decide(decision: bool, *, everybody: bool = True) -> bool:
     """Whether all replicas, or with `everybody=False` any of them, say so."""
-    rule = all if everybody else any
+    rule, what = all if everybody else any, "reduce_boolean_decision"
 
     def act(calls: Calls, values: list[bool]) -> list[bool]:
-        return [rule(values)] * len(values)
+        return [rule(of_processes(calls, what, rule(values)))] * len(values)
 
-    return meet("reduce_boolean_decision", bool(decision), act)
+    return meet(what, bool(decision), act)
 
 
 def must_meet(what: str) -> bool:
     """Whether there are other replicas to wait for, in a collective that people know as `what`."""
     participant = current_participant()
     if participant is None and is_in_backward():
-        raise RuntimeError(
-            f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
-            "recomputes the part of the step that calls it, where the replicas do not meet. Leave "
-            "this part out of the checkpoint."
-        )
+        raise in_backward(what)
     if participant is None:
         return False
     participant.calls.check()
-    return len(participant.calls.participants) > 1
+    return len(participant.calls.participants) > 1 or participant.calls.world is not None
 
 
-def meet(what: str, x: T, act: Act) -> T:
-    """What `act` makes of the replicas' `x`, see `Participant.meet`; `x` if there are no others."""
-    if not must_meet(what) or (participant := current_participant()) is None:
-        return x
+def meet(what: str, x: T, act: Act, host: Calls | None = None) -> T:
+    """What `act` makes of the replicas' `x`, see `Participant.meet`; `x` if there are no others.
+
+    Outside of replicas a process's `host` acts at once.
+    """
+    participant = current_participant()
+    if not must_meet(what) or participant is None:
+        return x if participant is not None or host is None else cast(T, act(host, [x])[0])
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     result: T = participant.meet(what, (x, modes), partial(_in_replicas_modes, act))
     return result
@@ -137,25 +156,28 @@ def _in_replicas_modes(act: Act, calls: Calls, brought: list[Any]) -> Sequence[A
 
 
 def _all_gather(calls: Calls, values: list[Any]) -> list[Any]:
-    linked = [link(calls, value) for value in values]
-    options: dict[str, Any] = {"dim": calls.dim, "sizes": calls.sizes, "order": calls.order}
-    joined = [gather(linked, device, **options) for device in _devices(calls)]
-    return [_own(node, linked) for node in joined]
+    there = everybody(calls, "all_gather", [link(calls, value) for value in values])
+    options: dict[str, Any] = {"dim": calls.dim, "sizes": there.sizes, "order": there.order}
+    with there.naming():
+        joined = [gather(there.values, device, **options) for device in _devices(calls)]
+    return [_own(node, there.values) for node in joined]
 
 
-def _reduce(op: str, calls: Calls, values: list[Any]) -> list[Any]:
-    if not all(isinstance(value, Tensor | Number) for value in values):
+def _reduce(op: str, what: str, calls: Calls, values: list[Any]) -> list[Any]:
+    there = everybody(calls, what, [link(calls, value) for value in values])
+    if not all(isinstance(value, Tensor | Number) for value in there.values):
         return values
     device = calls.participants[0].device
-    tensors = [torch.as_tensor(to_device(link(calls, value), device)) for value in values]
+    tensors = [torch.as_tensor(to_device(value, device)) for value in there.values]
     shapes = [tuple(tensor.shape) for tensor in tensors]
-    if len(set(shapes)) > 1:
-        raise ValueError(
-            f"Expected tensors of one shape to reduce, got {shapes}. Use all_gather for those that "
-            "have a row for each sample."
-        )
-    total = _reduced(op, tensors, calls.sizes or [1] * len(tensors)).to(tensors[0].dtype)
-    if not isinstance(values[0], Tensor):
+    with there.naming():
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"Expected tensors of one shape to reduce, got {shapes}. Use all_gather for those "
+                "that have a row for each sample."
+            )
+    total = _reduced(op, tensors, there.sizes or [1] * len(tensors)).to(tensors[0].dtype)
+    if not isinstance(there.values[0], Tensor):
         return [total.item()] * len(values)
     return [total.to(device, copy=True) for device in _devices(calls)]
 
@@ -173,14 +195,22 @@ def _reduced(op: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
 
 
 def _broadcast(src: int, calls: Calls, values: list[Any]) -> list[Any]:
-    if not 0 <= src < len(values):
+    what = f"broadcast from {src}"
+    rank = 0 if calls.world is None else calls.world.rank
+    counts = dict(of_processes(calls, what, (rank, len(values))))  # without idle ones
+    total = sum(counts.values())
+    if not 0 <= src < total:
         raise ValueError(
-            f"broadcast: expected src from 0 to {len(values) - 1}, one of the {len(values)} "
-            f"replicas that have samples, got {src}."
+            f"broadcast: expected src from 0 to {total - 1}, one of the {total} replicas that "
+            f"have samples, got {src}."
         )
-    source = link(calls, values[src])
+    k = src - sum(count for r, count in counts.items() if r < rank)
+    is_here = 0 <= k < counts.get(rank, 0)
+    told = of_processes(calls, what, [link(calls, values[k])] if is_here else None)
+    [source] = next(one for one in told if one is not None)
     copies = [_own(to_device(source, device), [source]) for device in _devices(calls)]
-    copies[src] = values[src]
+    if is_here:
+        copies[k] = values[k]
     return copies
 
 
@@ -202,18 +232,12 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, calls: Calls) -> Tensor:
         ctx.calls = weakref.ref(calls)  # a graph that reaches what holds it is never freed
+        ctx.set_materialize_grads(False)  # what nobody has used in any process gets none
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        calls = ctx.calls()
-        if calls is not None and calls.is_open and not calls.is_conducting:
-            raise RuntimeError(
-                "Expected no backward and no torch.autograd.grad through a collective (all_gather, "
-                "or batch norm with sync_batchnorm=True) inside of training_step: other replicas "
-                "are part of this graph, and their losses are not there yet. Return the loss, or "
-                'use DataParallelStrategy(mode="forward").'
-            )
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+        check_not_inside(ctx.calls, "all_gather, or batch norm with sync_batchnorm=True")
         return gradient, None
 
 

@@ -166,6 +166,11 @@ class Participant:
         return self.task.device
 
     @property
+    def name(self) -> str:
+        """Which one it is, for people."""
+        return self.calls.who(self.replica)
+
+    @property
     def is_lost(self) -> bool:
         """Whether the host may have been interrupted before it had told the worker to start."""
         return self.state is RUNNING and not self.is_awake
@@ -222,4 +227,4 @@ class Participant:
                 doing = "has ended its closure"
             case phase:
                 doing = phase.value
-        return f"replica {self.replica} on {self.device} {doing}"
+        return f"{self.name} {doing}"

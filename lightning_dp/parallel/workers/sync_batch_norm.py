@@ -1,6 +1,7 @@
 """Batch norm over all replicas: the mean and the variance of the whole batch.
 
-Every replica takes the moments of its shard; they meet, and merge them into those of the batch
+Every replica takes the moments of its shard; they meet, and merge them into those of the batch, and
+so do processes
 (Chan et al., "Algorithms for computing the sample variance", 1983: no large numbers are
 subtracted). The merged moments are functions of all replicas' inputs: the step's backward goes
 through all graphs, and so brings each replica what the others' losses owe it.
@@ -8,7 +9,7 @@ through all graphs, and so brings each replica what the others' losses owe it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.torch_private import BatchNorm, check_batch_norm_input
+from lightning_dp.parallel.workers.across import of_processes
 from lightning_dp.parallel.workers.calls import Calls
 from lightning_dp.parallel.workers.collectives import link, meet, must_meet
 
@@ -43,21 +45,30 @@ def forward(self: BatchNorm, x: Tensor) -> Tensor:
 
 
 def _merge(calls: Calls, moments: list[Moments]) -> list[Moments]:
-    total = sum(n for n, _, _ in moments)
-    if total == 1:
+    device = calls.participants[0].device
+    own = _merged([(n, link(calls, mean), link(calls, var)) for n, mean, var in moments], device)
+    n, mean, var = _merged(of_processes(calls, "batch norm", own), device)
+    if n == 1:
         raise ValueError(
             "Expected more than 1 value per channel when training with batch norm, got 1 in the "
             "whole batch. Use larger batches, or drop_last=True in the DataLoader."
         )
-    device = calls.participants[0].device
-    linked = [(link(calls, mean), link(calls, var)) for _, mean, var in moments]
-    means = torch.stack([mean.to(device) for mean, _ in linked])
-    variances = torch.stack([var.to(device) for _, var in linked])
+    return [(n, mean.to(p.device), var.to(p.device)) for p in calls.participants]
+
+
+def _merged(moments: Sequence[Moments], device: torch.device) -> Moments:
+    """The moments of all values, where they were taken of parts."""
+    if len(moments) == 1:
+        n, mean, var = moments[0]
+        return n, mean.to(device), var.to(device)
+    total = sum(n for n, _, _ in moments)
+    means = torch.stack([mean.to(device) for _, mean, _ in moments])
+    variances = torch.stack([var.to(device) for _, _, var in moments])
     shares = torch.tensor([[n / total] for n, _, _ in moments], dtype=means.dtype)
     weights = shares.to(device, non_blocking=True)  # the host need not wait
     mean = (weights * means).sum(0)
     var = (weights * (variances + (means - mean).square())).sum(0)
-    return [(total, mean.to(p.device), var.to(p.device)) for p in calls.participants]
+    return total, mean, var
 
 
 @torch.no_grad()

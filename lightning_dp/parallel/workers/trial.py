@@ -30,7 +30,7 @@ class Trial:
     def __init__(self) -> None:
         self.threads = True  # how the present piece of work is to run
         self.is_measured = False  # whether its time is to be added
-        self._count = 0  # pieces of work so far
+        self.count = 0  # pieces of work so far
         self._in_a_row = 0  # of these by the present way
         self._interval = self._left = 0  # pieces from one probe to the next, and to its end
         self._seconds = {way: deque[float](maxlen=self.KEPT) for way in (True, False)}
@@ -41,8 +41,8 @@ class Trial:
         """Starts another piece of work."""
         self._read()
         way = self._next()
-        self._in_a_row = self._in_a_row + 1 if self._count and way == self.threads else 1
-        self._count += 1
+        self._in_a_row = self._in_a_row + 1 if self.count and way == self.threads else 1
+        self.count += 1
         self.threads = way
         # The probe, and what runs beside it.
         self.is_measured = self._left < self.PROBE or self._interval - self._left < self.KEPT
@@ -52,7 +52,12 @@ class Trial:
     @property
     def has_ended(self) -> bool:
         """Whether both ways are known; from here on the slower one is only a probe."""
-        return self._count > 2 * self.TURNS * self.IN_A_ROW and all(self._seconds.values())
+        return self.count > 2 * self.TURNS * self.IN_A_ROW and all(self._seconds.values())
+
+    @property
+    def medians(self) -> dict[bool, float]:
+        """Seconds of a piece of work in threads (True) and in order, as far as they are known."""
+        return {way: statistics.median(times) for way, times in self._seconds.items() if times}
 
     def add(self, stretch: Stretch) -> None:
         """Adds to the time of the present piece of work, if it is measured."""
@@ -61,10 +66,10 @@ class Trial:
     def _next(self) -> bool:
         """Whether the next piece of work is to run in threads."""
         in_threads, in_order = self._seconds.values()
-        turn = self._count // self.IN_A_ROW
+        turn = self.count // self.IN_A_ROW
         if turn < 2 * self.TURNS or not in_threads or not in_order:
             return turn % 2 == 0
-        seconds = {way: statistics.median(times) for way, times in self._seconds.items()}
+        seconds = self.medians
         faster = seconds[True] <= seconds[False]
         self._left -= 1
         if self._left < 0:

@@ -90,7 +90,7 @@ void take_bytes(c10::DeviceIndex index, int64_t bytes) {
         OutOfMemoryError, false, device_name, " out of memory. Tried to allocate ", readable(bytes), ". ", device_name,
         " has a limit of ", readable(memory.limit), " of which ", readable(memory.limit - memory.allocated),
         " is free; ", readable(memory.allocated), " is in use (peak ", readable(memory.peak),
-        "). The limit is set by torch.sim.set_memory_limit.");
+        "). The limit is set by torch.sim.set_memory_limit; a GPU would say \"CUDA out of memory\".");
   }
   ++memory.allocations;
   memory.allocated += bytes;

@@ -10,6 +10,7 @@ from __future__ import annotations
 from benchmarks.peers import (
     accelerate_ddp,
     dp_custom,
+    dp_custom_processes,
     lightning_ddp,
     one_device,
     ring_ddp,
@@ -22,6 +23,7 @@ PEERS: dict[str, Peer] = {
     "one device": one_device.PEER,
     "one share": one_device.SHARE,
     "dp_custom": dp_custom.PEER,
+    "dp_custom in processes": dp_custom_processes.PEER,
     "torch DDP": torch_ddp.PEER,
     "Lightning ddp": lightning_ddp.PEER,
     "nn.DataParallel": torch_data_parallel.PEER,

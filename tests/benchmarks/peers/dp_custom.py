@@ -20,7 +20,7 @@ WAITS = f"{Paced.__name__}."
 
 def train(job: Job, pace: Pace) -> None:
     """By the strategy, with the job's options of it; the option `stages` is for the benchmark."""
-    options = dict(job.options)
+    options = job.strategy_options
     profiler = SimpleProfiler(pace.stages) if options.pop("stages", False) else None
     strategy = lightning_dp.DataParallelStrategy(devices=job.torch_devices, **options)
     fit(

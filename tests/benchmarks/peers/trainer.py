@@ -61,15 +61,38 @@ class Paced(Callback):
             trainer.should_stop = True
 
 
+def model_of(job: Job) -> LightningModule:
+    """The job's model; one that logs has its loss, of all devices, logged in each step."""
+    model = workload(job.model).make()
+    if job.logs:
+        model.__class__ = type(type(model).__name__, (_Logging, type(model)), {})
+    return model
+
+
+class _Logging(LightningModule):
+    """Logs the loss of each step, as most modules do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The model's own."""
+        returned = super().training_step(batch, batch_idx)
+        loss = returned["loss"] if isinstance(returned, dict) else returned
+        self.log("train/loss", loss.detach(), on_step=True, on_epoch=False, sync_dist=True)
+        return returned
+
+
 def fit(
-    job: Job, pace: Pace, batches: Sequence[Any], own: Sequence[torch.device], **options: Any
+    job: Job,
+    pace: Pace,
+    batches: Sequence[Any] | DataLoader[Any],
+    own: Sequence[torch.device],
+    **options: Any,
 ) -> None:
     """Trains the job's model by a Trainer with these options.
 
     Args:
         job: what is trained.
         pace: how many steps.
-        batches: of this process.
+        batches: of this process, or what loads them.
         own: the devices of this process.
         options: of the Trainer.
     """
@@ -86,4 +109,5 @@ def fit(
         callbacks=[Paced(pace, own)],
         **options,
     )
-    trainer.fit(workload(job.model).make(), loader(job, batches))
+    loads = batches if isinstance(batches, DataLoader) else loader(job, batches)
+    trainer.fit(model_of(job), loads)

@@ -1,0 +1,1 @@
+"""A model and its data, trained by lightning_dp."""

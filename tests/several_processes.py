@@ -1,0 +1,100 @@
+"""Runs a job in several processes that train together, as torchrun would start them.
+
+The processes are forked from a server that has imported everything, so they start at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+SECONDS = 120.0  # a job that takes longer hangs
+
+
+class ProcessesError(AssertionError):
+    """Some processes have failed; says which, with their tracebacks."""
+
+
+def run_in_processes(
+    job: Callable[..., Any],
+    count: int,
+    *args: Any,
+    environ: Mapping[str, str] | None = None,
+    seconds: float = SECONDS,
+    machines: int = 1,
+) -> list[Any]:
+    """What `job(*args)` returns in each of so many processes, in the order of their ranks.
+
+    The job and its arguments are pickled: functions and classes have to be a module's own.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_dp", "oracle", "torchmetrics"])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count // machines),
+        "TORCHELASTIC_RUN_ID": "test",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        **(environ or {}),
+    }
+    pipes, processes = [], []
+    for rank in range(count):
+        machine, local = divmod(rank, count // machines)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local), "GROUP_RANK": str(machine)}
+        here, there = context.Pipe(duplex=False)
+        target = (there, variables | own, job, args)
+        process = context.Process(target=_work, args=target, daemon=False)
+        process.start()
+        there.close()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        answers = _answers(pipes, seconds)
+    finally:
+        for process in processes:
+            process.join(timeout=5 if process.is_alive() else None)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    failed = [f"process {r}:\n{text}" for r, (ok, text) in enumerate(answers) if not ok]
+    if failed:
+        raise ProcessesError("\n".join(failed))
+    return [value for _, value in answers]
+
+
+def _answers(pipes: list[Connection], seconds: float) -> list[tuple[bool, Any]]:
+    answers: list[tuple[bool, Any]] = [(False, "no answer in time")] * len(pipes)
+    open_pipes, end = dict(zip(pipes, range(len(pipes)), strict=True)), time.monotonic() + seconds
+    while open_pipes and (left := end - time.monotonic()) > 0:
+        for pipe in wait(list(open_pipes), timeout=left):
+            rank = open_pipes.pop(pipe)  # type: ignore[call-overload]  # only pipes were waited for
+            try:
+                answers[rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]  # as above
+            except EOFError:
+                answers[rank] = False, "ended without an answer"
+    return answers
+
+
+def _work(answer: Connection, environ: Mapping[str, str], job: Any, args: Any) -> None:
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    try:
+        answer.send_bytes(pickle.dumps((True, job(*args))))
+    except BaseException:
+        with contextlib.suppress(OSError):
+            answer.send_bytes(pickle.dumps((False, traceback.format_exc())))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -1,0 +1,60 @@
+"""Which tensors share a bucket, and in which pieces a bucket passes from device to device."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_dp.parallel.links import Packing, packing
+
+KIB = 2**10
+
+
+def tensors(*kib: int) -> list[Tensor]:
+    return [torch.empty(n * KIB // 4, device="meta") for n in kib]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "BUCKET_BYTES", 64 * KIB)
+
+
+def positions(found: list[Tensor]) -> list[set[int]]:
+    return [bucket.positions for bucket in Packing(found).buckets]
+
+
+def pieces(found: list[Tensor]) -> list[list[int]]:
+    """The KiB of each piece of each bucket."""
+    sums = Packing(found).sums
+    return [[piece.bucket.bytes // KIB for piece in own] for own in sums._pieces]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_tensor_that_fills_a_bucket_leaves_an_open_one_open() -> None:
+    assert positions(tensors(64, 1, 100, 1, 64, 1)) == [{0}, {1, 3, 5}, {2}, {4}]
+
+
+@pytest.mark.usefixtures("small")
+@given(st.lists(st.integers(1, 150), max_size=20))
+def test_each_tensor_is_in_one_bucket_and_none_is_too_full(kib: list[int]) -> None:
+    found = positions(tensors(*kib))
+    assert sorted(i for own in found for i in own) == [*range(len(kib))]
+    assert all(len(own) == 1 or sum(kib[i] for i in own) <= 64 for own in found)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_pieces_of_the_first_bucket_are_the_smallest() -> None:
+    """It leaves last: the step waits until its last piece has passed every device."""
+    assert pieces(tensors(64, 64, 128)) == [[8] * 8, [64], [64, 64]]
+    assert pieces(tensors(20, 64)) == [[8, 8, 4], [20, 20, 20, 4]]
+
+
+@pytest.mark.usefixtures("small")
+@given(st.lists(st.integers(1, 150), max_size=20))
+def test_pieces_are_all_of_a_bucket_and_no_larger_than_what_comes_before(kib: list[int]) -> None:
+    before = 0
+    for own in pieces(tensors(*kib)):
+        assert len(own) == 1 or max(own) <= max(8, min(64, before))
+        before += sum(own)
+    assert before >= sum(kib)

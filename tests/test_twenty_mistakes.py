@@ -1,0 +1,298 @@
+"""What people get wrong in their first hour, and the one line that each of it comes to.
+
+A line says what was expected, what came, and what to do, and names the option, device or leaf.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from lightning.pytorch import Trainer
+from oracle import Classifier, loader, samples
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp import DataParallel, DataParallelStrategy, convert
+from lightning_dp.app.doctor import command as doctor
+from lightning_dp.app.evaluate import evaluate
+from lightning_dp.app.plan import command as plan
+from lightning_dp.app.run import as_program
+from lightning_dp.app.train import train
+from lightning_dp.checkpointing import load_weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+
+SAYS = re.compile(r"[Ee]xpected .+?,? got .+[.)\w] (?:[A-Z(]|--).+", re.DOTALL)
+"""What was expected, what came, and a sentence on what to do."""
+
+
+def one_line(text: str, *names: str) -> None:
+    assert "\n" not in text.strip() and len(text) < 1000, text
+    assert SAYS.search(text), text
+    for name in names:
+        assert name in text, f"{name!r} is not in: {text}"
+
+
+# In Python
+
+
+def made(**options: Any) -> Trainer:
+    """A Trainer with such a strategy on two replicas."""
+    return oracle.trainer(2, DataParallelStrategy(**options), max_epochs=1)
+
+
+def fitted(module: Any = None, data: Any = None, **options: Any) -> None:
+    made(**options).fit(module or Classifier(), data or loader())
+
+
+def stepping(step: Callable[[Any, Any], Any], **methods: Any) -> Any:
+    """A module with such a training step."""
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> Any:
+        return step(self, batch)
+
+    return type("Mine", (Classifier,), {"training_step": training_step, **methods})()
+
+
+def each_loss(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch[0]), batch[1], reduction="none")
+
+
+def some_items(module: Any, batch: Any) -> Any:
+    loss = module.loss(batch)
+    return {"loss": loss, "num_items": 3} if batch[1].numel() % 2 else loss
+
+
+def of_two_sizes() -> DataLoader[Any]:
+    x, y = torch.ones(4, 10), torch.zeros(3, dtype=torch.long)
+    one: Any = [0]
+    return DataLoader(one, batch_size=None, collate_fn=lambda _: {"x": x, "y": y})
+
+
+class Listed(Classifier):
+    """Has a layer where nobody sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [torch.nn.Linear(10, 10)]
+
+
+HALVES = {"batch_size": lambda self, batch: 1000}
+TEXT = {"batch_size": lambda self, batch: "x"}
+COSTS = {"sample_cost": lambda self, batch: torch.ones(3)}
+
+
+def in_python(do: Callable[[], Any], *names: str) -> Any:
+    return pytest.param(do, names, id=names[0])
+
+
+PYTHON = [
+    in_python(lambda: made(mode="foward"), "mode", "'foward'", "['step', 'forward']"),
+    in_python(lambda: made(split="memmory"), "split", "'memmory'", "'memory'"),
+    in_python(lambda: made(executor="thread"), "executor", "'threads'"),
+    in_python(lambda: made(loss_reduction="avg"), "loss_reduction", "'mean'"),
+    in_python(lambda: made(buffers="all"), "buffers", "'first'"),
+    in_python(lambda: made(dim="batch"), "dim", "'batch'"),
+    in_python(lambda: made(timeout=-1), "timeout", "-1"),
+    in_python(lambda: made(output_device=9), "output_device", "from 0 to 1", "got 9"),
+    in_python(lambda: made(output_device="gpu:1"), "output_device: expected a device", "'gpu:1'"),
+    in_python(lambda: made(devices=4), "devices", "got 4", "list"),
+    in_python(lambda: made(devices=["cpu", "cpu:3"]), "devices[1]", "'cpu:3'"),
+    in_python(lambda: made(devices=["cpu", "meta"]), "devices[1]: expected a device", "'meta'"),
+    in_python(lambda: made(weights=[1, 2, 3]), "weights: expected 2 numbers", "got 3"),
+    in_python(lambda: made(weights=[1, -2]), "weights: expected a list", "[1, -2]"),
+    in_python(lambda: made(weights=[0, 0]), "not all 0", "weights", "[0, 0]"),
+    in_python(lambda: made(weights=[1, 2], split="memory"), "split='memory'", "weights"),
+    in_python(lambda: fitted(split=lambda n, d: [n, n]), "with sum 25", "split", "[25, 25]"),
+    in_python(lambda: fitted(split=lambda n, d: [n]), "2 integers", "split", "[25]"),
+    in_python(lambda: made(sample_cost="lengths"), "sample_cost", "split='cost'"),
+    in_python(
+        lambda: fitted(split="cost", sample_cost="lengths"), "sample_cost='lengths'", "['0', '1']"
+    ),
+    in_python(
+        lambda: fitted(stepping(each_loss, **COSTS), split="cost"), "Mine.sample_cost", "25", "(3,)"
+    ),
+    in_python(lambda: made(gather_overrides={"a": "max"}), "gather_overrides['a']", "'max'"),
+    in_python(lambda: made(parallel_modules=["net"]), "parallel_modules", 'mode="forward"'),
+    in_python(lambda: fitted(mode="forward", parallel_modules=["encoder"]), "'encoder'", "'net.0'"),
+    in_python(lambda: made(move_batch=False), "move_batch", 'mode="forward"'),
+    in_python(lambda: fitted(stepping(each_loss)), "a loss of one element", "shape"),
+    in_python(lambda: fitted(stepping(some_items)), "num_items", "None"),
+    in_python(lambda: fitted(stepping(each_loss, **HALVES)), "Mine.batch_size", "(25,)", "1000"),
+    in_python(lambda: fitted(stepping(each_loss, **TEXT)), "Mine.batch_size", "'x'"),
+    in_python(lambda: fitted(data=of_two_sizes()), "batch['x'] has 4", "batch['y'] has 3"),
+    in_python(lambda: fitted(Listed()), "Listed.layers[0]", "nn.ModuleList"),
+    in_python(
+        lambda: DataParallel(Classifier(), ["cpu", "cpu"], output_device=5), "from 0 to 1", "5"
+    ),
+    in_python(lambda: DataParallel(Classifier(), device_ids=["cpu", "gpu"]), "device_ids[1]"),
+    in_python(lambda: DataParallel(torch.optim.SGD([torch.ones(1)])), "an optimizer", "a module"),
+]
+
+
+@pytest.mark.parametrize(("do", "names"), PYTHON)
+def test_in_python(do: Callable[[], Any], names: tuple[str, ...]) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        do()
+    one_line(str(caught.value), *names)
+
+
+def test_a_strategy_of_the_other_package_is_named() -> None:
+    pl = pytest.importorskip("pytorch_lightning")
+    with pytest.raises(
+        ValueError, match="for a Trainer of lightning; one of pytorch_lightning tak"
+    ):
+        pl.Trainer(strategy=DataParallelStrategy(), accelerator="cpu", devices=2, logger=False)
+
+
+# On the command line
+
+EXPERIMENT: dict[str, tuple[str, ...]] = {
+    "trainer.max_epochs=abc": ("trainer.max_epochs", "a whole number or null"),
+    "trainer.log_every_n_steps=x": ("trainer.log_every_n_steps", "'x'"),
+    "trainer.gradient_clip_val=abc": ("trainer.gradient_clip_val", "'abc'"),
+    "trainer.accumulate_grad_batches=0": ("trainer.accumulate_grad_batches", "at least 1"),
+    "trainer.check_val_every_n_epoch=0": ("trainer.check_val_every_n_epoch", "at least 1"),
+    "++trainer.devics=2": ("trainer.devics", "Did you mean trainer.devices?"),
+    "trainer.devices=0": ("trainer.devices", "at least 1"),
+    "trainer.devices=two": ("trainer.devices", "'two'"),
+    "trainer.devices=[0,1]": ("trainer.devices", "[0, 1]"),
+    "seed=abc": ("seed", "'abc'", "null"),
+    "seed=-1": ("seed", "-1"),
+    "compare=maybe": ("compare", "true or false"),
+    "test=perhaps": ("test", "true or false"),
+    "extras.quiet=2": ("extras.quiet", "true or false"),
+    "strategy.weights=[1,2,3]": ("weights", "2 numbers"),
+    "strategy.output_device=9": ("output_device", "from 0 to 1"),
+    "strategy.check_first_step=maybe": ("check_first_step", "'maybe'"),
+    "strategy.devices=[cpu,cpu:7]": ("devices[1]", "'cpu:7'"),
+    "ckpt_path=no.ckpt": ("ckpt_path", "'no.ckpt'", "does not exist"),
+    "init_from=no.ckpt": ("init_from", "'no.ckpt'", "does not exist"),
+    "data.batch_size=many": ("batch_size", "'many'"),
+    "model.width=0": ("width", "at least 1"),
+}
+LIGHTNINGS = {
+    "trainer.max_epochs=-5": ("trainer: `max_epochs`", "-5"),
+    "trainer.limit_train_batches=2.5": ("trainer:", "limit_train_batches", "2.5"),
+    "trainer.accelerator=cpus": ("accelerator='cpus'", "Available names are"),
+    "trainer.precision=fp16": ("'fp16'", "'16-mixed'"),
+    "callbacks.early_stopping.monitor=no": ("Early stopping", "`no`", "`val/loss`"),
+    "callbacks.model_checkpoint.monitor=no": ("ModelCheckpoint(monitor='no')", "'val/loss'"),
+    "model._target_=lightning_dp.nowhere.Net": ("model:", "'lightning_dp.nowhere'"),
+}
+"""In the words of Lightning or Hydra, and in one line all the same."""
+
+
+def refused(program: Any, tmp_path: Path, capsys: Any, name: str, *overrides: str) -> str:
+    """The one line on stderr that a program of ours ends with."""
+    fixed = [f"paths.output_dir={tmp_path / 'run'}", "paths.work_dir=."]
+    with initialize_config_module("lightning_dp.conf", version_base="1.3"):
+        cfg = compose(name, overrides=[*fixed, *overrides])
+    with pytest.raises(SystemExit) as stop:
+        as_program(program)(cfg)
+    assert stop.value.code == 1
+    printed = capsys.readouterr().err
+    assert "Traceback" not in printed
+    *_, line = printed.strip().splitlines()
+    assert line.startswith("error: ") and printed.count("error: ") == 1
+    return line
+
+
+ON_TWO = ("trainer.accelerator=cpu", "trainer.devices=2")
+
+
+@pytest.mark.parametrize("option", EXPERIMENT)
+def test_on_the_command_line(option: str, tmp_path: Path, capsys: Any) -> None:
+    one_line(refused(train, tmp_path, capsys, "train", *ON_TWO, option), *EXPERIMENT[option])
+
+
+@pytest.mark.parametrize("option", LIGHTNINGS)
+def test_in_lightnings_own_words(option: str, tmp_path: Path, capsys: Any) -> None:
+    short = ("trainer.max_epochs=1", "trainer.limit_train_batches=1", "compare=false")
+    line = refused(train, tmp_path, capsys, "train", *ON_TWO, *short, option)
+    assert all(name in line for name in LIGHTNINGS[option]), line
+
+
+def test_a_run_folder_that_cannot_be(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "file").write_text("")
+    option = f"paths.output_dir={tmp_path / 'file' / 'run'}"
+    one_line(refused(train, tmp_path, capsys, "train", *ON_TWO, option), "paths.output_dir")
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ((), ("ckpt_path", "nothing", "run=")),
+        (("run=no",), ("run", "'no'")),
+        (("ckpt_path=no.ckpt",), ("ckpt_path", "'no.ckpt'")),
+    ],
+)
+def test_evaluate(options: tuple[str, ...], names: Any, tmp_path: Path, capsys: Any) -> None:
+    one_line(refused(evaluate, tmp_path, capsys, "eval", *options), *names)
+
+
+def _named(value: Any) -> str:
+    return value.__name__ if isinstance(value, ModuleType) else str(value)
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "names"),
+    [
+        (doctor, "--devices=9", ("--devices", "'9'", "cpu, cuda")),
+        (doctor, "--devices=cpu:x", ("--devices", "'x'", "cpu:4")),
+        (doctor, "--devices=cpu,cpu:9", ("--devices[1]", "'cpu:9'")),
+        (doctor, "--only=nothing", ("--only", "'nothing'")),
+        (plan, "--devices=2", ("--step",)),
+        (plan, "--step=long", ("--step", "'long'")),
+        (convert, "no.ckpt new.ckpt", ("no.ckpt",)),
+        (convert, "text.ckpt new.ckpt", ("text.ckpt", "b'hello'")),
+        (convert, "a.pt text.ckpt", ("DST", "text.ckpt", "--force")),
+        (convert, "a.pt new.pt --like b.pt", ("--like", "b.pt", "['a']")),
+    ],
+    ids=_named,
+)
+def test_programs_that_read_their_own_options(
+    program: ModuleType, arguments: str, names: Any, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.ckpt").write_text("hello")
+    for name in "ab":
+        torch.save({name: torch.ones(3)}, f"{name}.pt")
+    try:
+        code = program.main(arguments.split())
+    except SystemExit as stop:
+        code = stop.code
+    printed = capsys.readouterr().err.strip()
+    assert code in (1, 2) and printed.startswith("error: ")
+    one_line(printed, *names)
+
+
+@pytest.mark.parametrize("program", [doctor, plan, convert], ids=_named)
+def test_an_option_that_is_not_there_is_one_line(program: ModuleType, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as stop:
+        program.main(["--nothing"])
+    assert stop.value.code == 2
+    text = capsys.readouterr().err
+    assert re.fullmatch(r"error: .*--help lists all options\.\n", text), text
+
+
+def test_a_file_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "x.ckpt").write_text("hello")
+    with pytest.raises(ValueError) as caught:
+        load_weights(Classifier(), tmp_path / "x.ckpt")
+    one_line(str(caught.value), "x.ckpt", "b'hello'")
+
+
+def test_single_samples_are_explained() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        fitted(data=DataLoader(TensorDataset(*samples(8).tensors), batch_size=None))
+    assert "give the DataLoader a batch_size" in "".join(caught.value.__notes__)

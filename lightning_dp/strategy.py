@@ -25,7 +25,7 @@ from lightning_dp.parallel.contexts import Surroundings, context
 from lightning_dp.parallel.likely_cause import note_kept_tensors
 from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import CostSplit, StepUsage
-from lightning_dp.parallel.workers import Calls, current_participant
+from lightning_dp.parallel.workers import Calls, OneThread, current_participant
 from lightning_dp.processes import begin_alike, check_options, open_fetcher
 
 
@@ -208,15 +208,25 @@ class DataParallelMixin(BetweenStepsMixin, OptionsMixin):
         mode = self._mode
         if mode is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        engine = mode.engine
+        is_spread = engine.on_cpu and engine.executor.is_in_threads(engine.meter.kind)
+        one_thread = OneThread() if is_spread and engine.meter.kind else None
 
         def with_all_gradients() -> Any:
+            if one_thread is not None:  # an optimizer may call this several times
+                one_thread.end()
             result = closure()
             if self._alone is None or not self._alone.is_alone:
                 with Surroundings():  # of a training step that returned None, no backward has come
-                    mode.engine.reducer.reduce_waiting()
+                    engine.reducer.reduce_waiting()
+                if one_thread is not None:
+                    one_thread.take_for(optimizer)
             return result if self._world is None else mode.of_closure(result)
 
-        return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
+        if one_thread is None:
+            return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
+        with Surroundings(), one_thread:
+            return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
 
     @context
     @override

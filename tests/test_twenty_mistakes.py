@@ -251,6 +251,8 @@ def _named(value: Any) -> str:
         (doctor, "--devices=cpu:x", ("--devices", "'x'", "cpu:4")),
         (doctor, "--devices=cpu,cpu:9", ("--devices[1]", "'cpu:9'")),
         (doctor, "--only=nothing", ("--only", "'nothing'")),
+        (doctor, "--no-advice experiment=gan", ("--no-advice", "experiment=gan")),
+        (doctor, "--only=loss --module=a.B", ("--only", "--module a.B")),
         (plan, "--devices=2", ("--step",)),
         (plan, "--step=long", ("--step", "'long'")),
         (convert, "no.ckpt new.ckpt", ("no.ckpt",)),

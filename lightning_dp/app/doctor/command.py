@@ -108,8 +108,14 @@ def _plan(
     names = ["--devices", ",".join([*map(str, devices), ""])]
     laws = _laws(options.only)
     workloads: Sequence[Workload] = ()
-    if not (options.no_advice or options.only):
+    untimed = "--no-advice" if options.no_advice else "--only" if options.only else None
+    if untimed is None:
         workloads = own_workloads(options.module, options.data, options.overrides) or OWN_TWO
+    elif own:
+        raise ValueError(
+            f"{untimed}: expected nothing of your own beside it, since nothing is timed, got "
+            f"{' '.join(own)}. Leave one of them out."
+        )
     return Plan(
         devices,
         laws,

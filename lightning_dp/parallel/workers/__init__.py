@@ -3,9 +3,9 @@
 Decided here: threads or one after another (`apply`, `trial`), how the host waits for the replicas
 and what happens when one fails (`calls`), what becomes of one that does not end (`left_behind`), of
 workers (`worker`) when the process forks or ends (`process`), what of the caller's thread a worker
-has (`thread_state`), where replicas meet in the middle of a call
-(`rendezvous`, seen from one replica as `participant`) and with those of other processes (`across`),
-and what they do there together (`collectives`, `sync_batch_norm`).
+has, and how many threads the caller takes beside them (`thread_state`), where replicas meet in the
+middle of a call (`rendezvous`, seen from one replica as `participant`) and with those of other
+processes (`across`), and what they do there together (`collectives`, `sync_batch_norm`).
 """
 
 from lightning_dp.parallel.workers import collectives as collectives
@@ -19,3 +19,4 @@ from lightning_dp.parallel.workers.calls import Calls as Calls
 from lightning_dp.parallel.workers.participant import Task as Task
 from lightning_dp.parallel.workers.participant import current_participant as current_participant
 from lightning_dp.parallel.workers.sync_batch_norm import fewest_samples as fewest_samples
+from lightning_dp.parallel.workers.thread_state import OneThread as OneThread

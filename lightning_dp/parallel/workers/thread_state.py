@@ -1,6 +1,7 @@
 """Thread state: what PyTorch keeps per thread, taken along from the caller into a worker.
 
-Process-wide state (the default dtype, deterministic flags) is the main thread's business.
+Process-wide state (the default dtype, deterministic flags) is the main thread's business. So is the
+number of threads that its own operations take, but for what would get in the workers' way.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_dp.parallel.contexts import Contexts
+from lightning_dp.parallel.contexts import Contexts, Lasting
 from lightning_dp.parallel.devices import current_device, hand_over
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.torch_private import (
@@ -135,3 +137,39 @@ class ThreadState:
     def _default_device_on(self, device: torch.device) -> torch.device | None:
         default = self.modes.default_device
         return device if default == self.root else default
+
+
+# An operation on much wakes a team of OpenMP's threads, which then spin for some milliseconds
+# before they sleep (`GOMP_SPINCOUNT` of GNU's OpenMP). After the optimizer's step, on the CPU, the
+# workers compute the next step in these milliseconds: measured, they took up to a third longer.
+
+WAKES = 2**15
+"""For more elements torch wakes a team."""
+
+PAYS = 2**23
+"""For more elements in all, a team saves more time than it takes from the workers."""
+
+
+class OneThread(Lasting):
+    """From `take_for` on, until it ends, the calling thread's operations take one thread."""
+
+    def __init__(self) -> None:
+        self._threads: int | None = None
+        self._caller = 0
+
+    def begin(self) -> None:
+        """All is as it was."""
+
+    def take_for(self, optimizer: Any) -> None:
+        """Leaves the team asleep, if the optimizer's step is better off so."""
+        groups = [group["params"] for group in optimizer.param_groups]
+        sizes = [p.numel() for p in chain.from_iterable(groups) if p.grad is not None]
+        if self._threads is None and max(sizes, default=0) > WAKES and sum(sizes) <= PAYS:
+            self._caller, self._threads = threading.get_ident(), torch.get_num_threads()
+            torch.set_num_threads(1)
+
+    def end(self) -> None:
+        """The caller's own number of threads is as before; another thread has another one."""
+        if self._threads is not None and self._caller == threading.get_ident():
+            torch.set_num_threads(self._threads)
+            self._threads = None

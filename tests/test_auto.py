@@ -383,10 +383,12 @@ def fit(module: Any, k: int = 4, steps: int = 40, *, n: int = 53, **kwargs: Any)
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
 def test_where_python_takes_the_time_the_root_works_alone(mode: str, ways: Ways) -> None:
-    job = fit(Deep(), mode=mode)
-    assert job.sizes[0] == (7, 6, 6, 6) and not any(any(own[1:]) for own in job.sizes[-6:])
+    job = fit(Deep(), mode=mode, steps=80)
+    # On a busy machine others are tried again now and then.
+    alone = [not any(own[1:]) for own in job.sizes[-40:]]
+    assert job.sizes[0] == (7, 6, 6, 6) and sum(alone) > 20, job.sizes
     assert job.strategy.last_sizes == job.sizes[-1]
-    assert ways["alone"] > 15 and not ways["root"]
+    assert ways["alone"] > 20 and not ways["root"]
 
 
 def test_all_are_timed_once_the_executor_knows_its_way() -> None:

@@ -163,7 +163,9 @@ def outputs_in_hooks(devices: int, folder: Path) -> Any:
 
 @job
 def csv_files(devices: int, folder: Path) -> Any:
-    trained(devices, Outputs(), logger=CSVLogger(folder, "log", "one"))
+    trainer = trained(devices, Outputs(), logger=CSVLogger(folder, "log", "one"))
+    # The first process writes the file, maybe after another one has come here.
+    trainer.strategy.barrier()
     file = folder / "log" / "one" / "metrics.csv"
     rows = [line.split(",") for line in file.read_text().splitlines()] if file.exists() else []
     return [[float(x) if x and x[0] in "-0123456789" else x for x in row] for row in rows]

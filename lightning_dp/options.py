@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
@@ -19,12 +19,12 @@ from typing_extensions import override
 from lightning_dp.alone import AloneSteps
 from lightning_dp.checkpointing import CheckpointMixin
 from lightning_dp.fewer_devices import FewerDevicesHint
-from lightning_dp.modes import MODES, ForwardMode, Mode, StepMode
+from lightning_dp.mode_options import mode_maker
+from lightning_dp.modes import Mode, StepMode
 from lightning_dp.parallel.batch import Override, no_costs
-from lightning_dp.parallel.checks import check_choice, check_names, named_options
+from lightning_dp.parallel.checks import check_choice, named_options
 from lightning_dp.parallel.data_parallel import check_engine_options
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
-from lightning_dp.parallel.gradients import LOSS_REDUCTIONS, LossReduction
 from lightning_dp.parallel.split import (
     Auto,
     OwnShare,
@@ -158,7 +158,7 @@ class OptionsMixin(CheckpointMixin):
         check_choice("check_first_step", check_first_step, (False, True))
         engine = {"dim": dim, "cost_key": sample_cost, "overrides": gather_overrides}
         engine |= {"buffers": buffers, "executor": executor}
-        make = _mode_maker(mode, loss_reduction, parallel_modules, move_batch)
+        make = mode_maker(mode, loss_reduction, parallel_modules, move_batch)
         self._make_mode = partial(make, **engine)
         self._process_group_backend = process_group_backend
         self._timeout = check_group_options(process_group_backend, timeout)
@@ -278,31 +278,6 @@ class OptionsMixin(CheckpointMixin):
         if self._is_even and mode.engine.on_cpu and isinstance(mode, StepMode):
             return FewerDevicesHint(mode, trainer)
         return None
-
-
-def _mode_maker(
-    mode: str, loss_reduction: LossReduction, parallel_modules: Sequence[str], move_batch: bool
-) -> Callable[..., Mode]:
-    check_choice("mode", mode, MODES)
-    check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
-    _check_mode_options(mode, parallel_modules, move_batch)
-    if mode == "step":
-        return partial(StepMode, loss_reduction=loss_reduction)
-    own: dict[str, Any] = {"parallel_modules": parallel_modules, "move_batch": move_batch}
-    return partial(ForwardMode, loss_reduction=loss_reduction, **own)
-
-
-def _check_mode_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
-    """Refuses options of forward mode that cannot be, or that step mode would ignore."""
-    check_names("parallel_modules", parallel_modules)
-    check_choice("move_batch", move_batch, (True, False))
-    if mode == "step" and (parallel_modules or not move_batch):
-        named = ("parallel_modules", list(parallel_modules))
-        key, value = named if parallel_modules else ("move_batch", move_batch)
-        raise ValueError(
-            f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
-            "which it has a meaning."
-        )
 
 
 _OF_ALL = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -17,59 +17,27 @@ from lightning_dp.between_steps import BetweenStepsMixin, check_callbacks
 from lightning_dp.first_step import FirstStep, check_first_step
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import layer_sync, set_layer_sync
+from lightning_dp.measured import MeasuredMixin
 from lightning_dp.modes import Mode
 from lightning_dp.more_devices import hint_more_devices
-from lightning_dp.options import Look, OptionsMixin
-from lightning_dp.parallel.batch import DeviceUsage
+from lightning_dp.options import OptionsMixin
 from lightning_dp.parallel.contexts import Surroundings, context
 from lightning_dp.parallel.likely_cause import note_kept_tensors
 from lightning_dp.parallel.replaced import replaced
-from lightning_dp.parallel.split import CostSplit, StepUsage
+from lightning_dp.parallel.split import CostSplit
 from lightning_dp.parallel.workers import Calls, OneThread, current_participant
 from lightning_dp.processes import begin_alike, check_options, open_fetcher
 
 
-class DataParallelMixin(BetweenStepsMixin, OptionsMixin):
+class DataParallelMixin(BetweenStepsMixin, MeasuredMixin):
     """The strategy for either of Lightning's packages; its options are in `OptionsMixin`."""
 
     strategy_name = "dp_custom"
     package: ClassVar[str]
     """The package whose Trainer it is for."""
 
-    last_sizes: tuple[int, ...] = ()
-    """Samples per device in the latest step."""
     first_step: FirstStep | None = None
     """What `check_first_step` has found in the latest fit; None if it has not looked yet."""
-    usage: Sequence[DeviceUsage] = ()
-    """What every device did in the training steps of the latest fit."""
-    _alone: Look | None = None  # whether all devices need work
-
-    def watch(self) -> None:
-        """Measures every training step of this fit from now on, for `measured_steps`."""
-        if self._mode is not None:
-            self._mode.engine.meter.watch()
-        if self._alone is not None:
-            self._alone.is_watched = True
-
-    def measured_steps(self, *, wait: bool = False) -> list[StepUsage]:
-        """Takes the training steps measured since the last call, in order, each of them once.
-
-        Empty with one device, after the fit, and if nothing is watched: see `watch`. In forward
-        mode each spread call of the module is a step. Of several processes each sees its own
-        devices.
-
-        Args:
-            wait: whether to wait for GPUs to be through with all steps; else those that they are
-                still at are in a later call.
-        """
-        return [] if self._mode is None else self._mode.engine.meter.take(wait=wait)
-
-    def why_in_turns(self) -> str:
-        """Why replicas on the CPU run one after another in the training steps of this fit."""
-        engine = cast(Mode, self._mode).engine
-        why = engine.executor.why_in_order(engine.meter.kind)
-        is_ours = why == 'executor="inorder"' and self.given_options.get("executor") != "'inorder'"
-        return "two threads would apply the max_norm of an embedding twice" if is_ours else why
 
     def __getstate__(self) -> dict[str, Any]:
         """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""

@@ -19,8 +19,9 @@ FLOORS = [
     ["__init__", "convert"],
     ["pytorch_lightning"],
     ["strategy"],
-    ["first_step", "options"],
-    ["alone", "between_steps", "fewer_devices", "more_devices"],
+    ["first_step", "measured"],
+    ["options"],
+    ["alone", "between_steps", "fewer_devices", "more_devices", "mode_options"],
     ["modes"],
     ["forward_in_processes"],
     [

@@ -410,16 +410,16 @@ def test_usage_and_the_monitor_know_what_the_root_has_done_alone() -> None:
 
 
 def test_replicas_that_have_rested_end_their_threads() -> None:
-    class Threads(Callback):
-        count = -1
+    counts: list[int] = []
 
+    class Threads(Callback):
         def on_train_batch_end(self, *args: Any) -> None:
             names = [thread.name for thread in threading.enumerate()]
-            self.count = sum(name.startswith("dp-") for name in names)
+            counts.append(sum(name.startswith("dp-") for name in names))
 
-    threads = Threads()
-    fit(Deep(), executor="threads", callbacks=[threads])
-    assert threads.count == 0
+    fit(Deep(), steps=80, executor="threads", callbacks=[Threads()])
+    # On a busy machine others may be tried again later.
+    assert counts[0] == 4 and 0 in counts
 
 
 @pytest.mark.usefixtures("switching")
@@ -499,13 +499,16 @@ def test_an_error_of_the_root_alone_is_the_steps_own_and_the_next_fit_is_right(
 
 
 def test_what_was_learnt_goes_into_the_checkpoint(tmp_path: Path, ways: Ways) -> None:
-    job = fit(Deep(), steps=42)
+    job = fit(Deep(), steps=81)
     job.save_checkpoint(tmp_path / "last.ckpt")
+    learnt = dict(job.strategy.split_policy.state_dict()["choices"]["training_step"])[25]
     sizes = Sizes()
-    options: dict[str, Any] = {"max_steps": 48, "max_epochs": -1, "callbacks": [sizes]}
+    options: dict[str, Any] = {"max_steps": 87, "max_epochs": -1, "callbacks": [sizes]}
     resumed = trainer(4, DataParallelStrategy(split="auto"), **options)
     resumed.fit(Deep(), loader(), loader(8), ckpt_path=tmp_path / "last.ckpt")
-    assert sizes.seen and not any(any(own[1:]) for own in sizes.seen)
+    # The root alone, nearly always: not on a machine that was too busy to tell.
+    others = {sum(map(bool, own[1:])) for own in sizes.seen if sum(own) == 25}
+    assert others == {learnt["best"]}
 
 
 SPLITS = ["even", "auto", "adaptive"]

@@ -20,6 +20,7 @@ from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import version
 from lightning_dp.state.containers import Merge, Path, refill
 from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
+from lightning_dp.state.kept_by_hooks import KeptByHooks
 from lightning_dp.state.module_attributes import ModuleAttributes
 
 _OF_TORCH = frozenset(nn.Module().__dict__)
@@ -66,6 +67,8 @@ class ModuleState:
     that `apart` names for a module.
     """
 
+    _by_hooks: KeptByHooks | None
+
     def __init__(
         self,
         output_device: torch.device,
@@ -83,12 +86,18 @@ class ModuleState:
         else:
             self._begin_with(replicas)
         self._is_settled = False
+        if self._by_hooks is not None:
+            self._by_hooks.begin()
         self._versions = list(map(version, self._tensors))
         if first := active[0]:  # what the root has bound is known
             self._of_first = [dict(module.replicas[first]) for module in self._modules]
 
     def changes(self, active: Sequence[int]) -> Changes:
         """What the replicas' steps have changed: to be asked before metrics are called for all."""
+        if self._by_hooks is not None:
+            self._by_hooks.end(active)
+            if self._by_hooks.is_done:
+                self._by_hooks = None
         containers = self._changed_containers(self._of_all)
         containers |= {m.containers[name] for m, name in self._strays() if name in m.containers}
         versions = map(version, self._tensors)
@@ -143,6 +152,7 @@ class ModuleState:
 
     def _begin_with(self, replicas: Replicas) -> None:
         self._submodules = replicas.submodules
+        self._by_hooks = KeptByHooks.of(replicas.modules[0])
         self._modules = [
             ModuleAttributes(
                 j,

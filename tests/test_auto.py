@@ -382,13 +382,16 @@ def fit(module: Any, k: int = 4, steps: int = 40, *, n: int = 53, **kwargs: Any)
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
-def test_where_python_takes_the_time_the_root_works_alone(mode: str, ways: Ways) -> None:
+def test_where_python_takes_the_time_the_root_works_alone(
+    mode: str, ways: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In order all is done by one thread, whose own time others on the machine do not change much.
+    monkeypatch.setattr(time, "perf_counter", time.thread_time)
     job = fit(Deep(), mode=mode, steps=80)
-    # On a busy machine others are tried again now and then.
-    alone = [not any(own[1:]) for own in job.sizes[-40:]]
-    assert job.sizes[0] == (7, 6, 6, 6) and sum(alone) > 20, job.sizes
+    alone = [not any(own[1:]) for own in job.sizes]
+    assert job.sizes[0] == (7, 6, 6, 6) and sum(alone) > 40, job.sizes  # others are tried again
     assert job.strategy.last_sizes == job.sizes[-1]
-    assert ways["alone"] > 20 and not ways["root"]
+    assert ways["alone"] > 40 and not ways["root"]
 
 
 def test_all_are_timed_once_the_executor_knows_its_way() -> None:

@@ -150,6 +150,47 @@ def test_a_teacher_that_moves_later_is_told_once_and_moves_once_from_then_on() -
     assert len([w for w in caught if "in place" in str(w.message)]) == 1
 
 
+class Shrinking(Classifier):
+    """A step shrinks weights that it trains, in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.shrink(self.net[0].weight)
+        return super().training_step(batch, batch_idx)
+
+    def shrink(self, weight: nn.Parameter) -> None:
+        with torch.no_grad():
+            weight.mul_(0.9)
+
+
+class Binding(Shrinking):
+    """It binds new values instead, as the warning says."""
+
+    def shrink(self, weight: nn.Parameter) -> None:
+        weight.data = 0.9 * weight.data
+
+
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_a_write_to_what_replicas_share_and_train_is_told_once(executor: str) -> None:
+    words = r"A step writes in place to 1 parameters that it trains \(of shapes \[\(16, 10\)\]\)"
+    with pytest.warns(UserWarning, match=words) as caught:
+        run(Shrinking, 3, strategy={"executor": executor})
+    assert len([w for w in caught if "in place" in str(w.message)]) == 1
+
+
+@on_separate
+@pytest.mark.parametrize("make", [Shrinking, Binding])
+def test_replicas_on_devices_of_their_own_write_to_their_own(make: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(make, 3), run(make, 1))
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_values_that_a_step_binds_are_those_of_one_device(executor: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(Binding, 3, strategy={"executor": executor}), run(Binding, 1))
+
+
 DTYPES = [
     torch.float64,
     torch.bfloat16,

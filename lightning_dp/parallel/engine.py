@@ -245,7 +245,8 @@ class Engine:
         if training and not shards.whole:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self.is_rerun)
-        noticed = self.replicas.noticed(shards.active) if training else nullcontext()
+        active, trains = shards.active, call.has_backward
+        noticed = self.replicas.noticed(active, trains=trains) if training else nullcontext()
         with context, noticed, self.replicas.compiled.around_calls():
             tasks = call.tasks(modules, shards, self.devices)
             if self.meter.is_watched:

@@ -218,14 +218,14 @@ class Replicas:
             self._sharing.end()
             self.share_parameters(False)
 
-    def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
+    def noticed(self, active: Sequence[int], *, trains: bool) -> AbstractContextManager[None]:
         """What surrounds a training step: writes to buffers and shared weights are noticed."""
-        state = self._buffer_state
+        state, shared = self._buffer_state, self._shared
         buffers = state.noticed(active) if state.positions else nullcontext()
-        if self._shared is None or self._all_trained:
+        if shared is None or (self._all_trained and not (trains and shared.looks_at_trained)):
             return buffers
         limited = set() if self.limited is None else self.limited.positions
-        return self._shared.noticed(active, buffers, limited)
+        return shared.noticed(active, buffers, limited, trains=trains)
 
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""

@@ -8,9 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Classifier, assert_same, run
+from lightning.pytorch import LightningModule
+from oracle import Classifier, assert_same, run, trainer
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.batch.shards import Shards
 from lightning_dp.state.containers import Merge, copied, refill
 
@@ -158,3 +161,33 @@ def test_a_training_with_a_window_of_losses(options: dict[str, Any]) -> None:
     window = [[float(x) for x in job.module.window] for job in (several, one)]
     assert window[0] == pytest.approx(window[1], abs=1e-12)
     assert several.module.labels == one.module.labels
+
+
+class Recording(LightningModule):
+    """Collects results of samples, as detection and retrieval do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[Any] = []
+        self.by_kind: dict[str, list[Any]] = {"all": []}
+        self.parts: tuple[list[Any], deque[Any]] = ([], deque())
+        self.pairs: list[Any] = []
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        for number in batch.tolist():
+            self.results.append({"id": number, "boxes": [number, [number]]})
+            self.by_kind["all"].append({"id": number})
+            self.parts[0].append([number])
+            self.parts[1].append({"id": number})
+            self.pairs.append((number, {"id": [number]}))
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_results_of_samples_stay_as_they_are_in_later_steps(k: int) -> None:
+    several, one = Recording(), Recording()
+    data = DataLoader(torch.arange(23), batch_size=5)
+    trainer(k, DataParallelStrategy()).test(several, data, verbose=False)
+    trainer(1, "auto").test(one, data, verbose=False)
+    assert [result["id"] for result in one.results] == list(range(23))
+    for name in ("results", "by_kind", "parts", "pairs"):
+        assert getattr(several, name) == getattr(one, name), name

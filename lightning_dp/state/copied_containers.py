@@ -8,7 +8,7 @@ from itertools import chain
 from operator import is_not
 from typing import Any, TypeAlias
 
-from lightning_dp.state.containers import copied, refill
+from lightning_dp.state.containers import copied, is_container
 
 Attributes: TypeAlias = dict[str, Any]
 
@@ -31,7 +31,7 @@ class CopiedContainer:
         """Takes what the root has now, and gives it to the replicas."""
         self.items = copied(self.value)
         for own in self.copies:
-            refill(own, copied(self.value))
+            _fill(own, copied(self.value))
         self.of_root = list(live(self.value))
         self.live = [*self.of_root, *chain.from_iterable(map(live, self.copies))]
         self._contents = Contents(self.live)
@@ -45,6 +45,20 @@ class CopiedContainer:
     def differs(self) -> bool:
         """Whether the root or a replica has other items than it had."""
         return self._contents.differ()
+
+
+def _fill(container: Any, items: Any) -> None:
+    """Gives a container, which stays, other items. What was in it may be the root's by now."""
+    if isinstance(container, tuple):  # whose containers stay, too
+        for own, new in zip(container, items, strict=True):
+            if is_container(new):
+                _fill(own, new)
+        return
+    container.clear()
+    if isinstance(container, dict):
+        container.update(items)
+    else:
+        container.extend(items)
 
 
 class Contents:

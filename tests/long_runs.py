@@ -16,6 +16,7 @@ from oracle import Classifier
 from torch import Tensor, nn
 
 from lightning_dp.parallel.devices import allocated_memory
+from lightning_dp.parallel.workers import Executor
 
 SLACK = {"objects": 200, "resident MiB": 16}
 """Lightning keeps a little of every epoch; memory is given back in large parts, or is not."""
@@ -56,6 +57,8 @@ class Count(Callback):
 
     def on_train_epoch_end(self, job: Any, module: Any) -> None:
         gc.collect()
+        for executor in [o for o in gc.get_objects() if isinstance(o, Executor)]:
+            executor.rest()  # a worker may not have come to let go of its last shard
         objects = gc.get_objects()
         counts = {
             "tensors": sum(issubclass(type(o), Tensor) for o in objects),

@@ -60,6 +60,7 @@ FLOORS = [
         "parallel.torch_losses",
         "parallel.torch_parametrize",
         "parallel.torch_storage",
+        "parallel.torch_engine",
     ],
     ["parallel.torch_private", "parallel.checks"],
     ["parallel.contexts"],
@@ -72,6 +73,7 @@ PRIVATE_NAMES = {
     "parallel.torch_losses",
     "parallel.torch_parametrize",
     "parallel.torch_storage",
+    "parallel.torch_engine",
     "lightning_private",
 }
 """The rooms that may touch private names of others, for everybody."""

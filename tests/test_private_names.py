@@ -27,6 +27,7 @@ from torchmetrics import MeanMetric, MetricCollection
 PACKAGE = ROOT / "lightning_dp"
 ROOMS = {"parallel/torch_private.py": "test_torch_private.py"}
 ROOMS["parallel/torch_storage.py"] = "test_torch_storage.py"
+ROOMS["parallel/torch_engine.py"] = "test_torch_engine.py"
 ROOMS["parallel/torch_compile.py"] = "test_torch_compile.py"
 ROOMS["parallel/torch_parametrize.py"] = "test_torch_parametrize.py"
 ROOMS["parallel/torch_losses.py"] = "test_torch_losses.py"

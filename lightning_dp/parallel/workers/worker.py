@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 from lightning_dp.parallel.contexts import Lasting
+from lightning_dp.parallel.torch_engine import renew_engine
 
 Inbox: TypeAlias = SimpleQueue[Callable[[], None] | None]
 
@@ -56,6 +57,7 @@ def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     """One for each replica; those on the CPU share its threads."""
     on_cpu = sum(device.type == "cpu" for device in devices)
     each = max(1, torch.get_num_threads() // max(1, on_cpu))
+    renew_engine()  # in a forked child, where the workers' first forwards would do it at once
     starting = _Starting()
     with starting:
         for k in range(len(devices)):

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import os
-import signal
+import subprocess
+import sys
 
 import pytest
-import torch
+from programs import ROOT
 
 from lightning_dp.parallel.torch_engine import renew_engine
 
+PROGRAM = """
+import os, signal
+import torch
+from lightning_dp.parallel.torch_engine import renew_engine
+
+signal.alarm(60)
+x = torch.ones(1, requires_grad=True)
+x.sin().backward()
+child = os.fork()
+renew_engine()
+x.sin().backward()
+assert torch.equal(x.grad, 2 * x.cos())
+assert child == 0 or os.waitpid(child, 0)[1] == 0
+"""
+
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, beside threads
-def test_a_child_has_an_engine_of_its_own_after_execution_engine_was_asked() -> None:
-    torch.ones(1, requires_grad=True).sin().backward()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        x = torch.ones(1, requires_grad=True)
-        renew_engine()
-        x.sin().backward()
-        os._exit(
-            0 if x.grad is not None and x.grad.item() == torch.cos(torch.ones(1)).item() else 1
-        )
-    assert os.waitpid(child, 0)[1] == 0
+def test_execution_engine_is_checkpoint_valid_in_a_forked_child() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert renew_engine(), "outside of a backward it says yes"

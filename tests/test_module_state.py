@@ -60,7 +60,7 @@ def test_replicas_begin_with_the_roots_items_after_a_step_that_failed(
     append(replicas)
     if where == "while it is settled":
 
-        def fail(*_: Any) -> Any:
+        def fail(*_: Any, **__: Any) -> Any:
             raise torch.OutOfMemoryError
 
         with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.batch.shards import Shards
-from lightning_dp.state.containers import Merge, copied, refill
+from lightning_dp.state.containers import Merge
+from lightning_dp.state.items import copied, refill
 
 SIZES = (3, 0, 2, 1)
 EXACT = {"atol": 0.0, "rtol": 0.0}
@@ -35,7 +36,7 @@ def joined(own: Any, step: Step, sizes: tuple[int, ...] = SIZES) -> list[Any]:
     after = [own if k == 0 else copied(before) for k, n in enumerate(sizes) if n]
     for container, part in zip(after, (part for part in parts if part is not None), strict=True):
         step(container, part)
-    return list(merge.into((0, "own"), before, after, own))
+    return [path for path, _ in merge.into((0, "own"), before, after, own)]
 
 
 def samples(n: int) -> Tensor:

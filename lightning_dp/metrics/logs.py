@@ -143,7 +143,7 @@ def merged_log(
     options, weights = dict(told[0]), sizes
     if options.get("batch_size") is not None:
         own = [int(other["batch_size"]) for other in told]
-        if dims.counts(first.key, own, sizes) is not False:
+        if dims.counts(first.key, own, sizes, f"batch_size of {first.name!r}") is not False:
             weights, options["batch_size"] = own, sum(own)
     value = first.value
     if isinstance(value, Tensor | Number):

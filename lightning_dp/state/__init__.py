@@ -1,16 +1,16 @@
 """State: what a step leaves on `self` and in its optimizers.
 
 Decided here: how containers that every replica has filled become one (`containers`,
-`copied_containers`), which of the attributes that a step has bound stay (`module_state`, for each
-module `module_attributes`), what hooks keep elsewhere (`kept_by_hooks`), that options of optimizers
-change once (`optimizer_groups`), which optimizers a step can get hold of (`optimizers`), and what
-replicas see in the place of methods of an object that they share (`shared_methods`).
+`copied_containers`, `items`), which of the attributes that a step has bound stay (`module_state`,
+for each module `module_attributes`), what hooks keep elsewhere (`kept_by_hooks`), that options of
+optimizers change once (`optimizer_groups`), which optimizers a step can get hold of (`optimizers`),
+and what replicas see in the place of methods of an object that they share (`shared_methods`).
 """
 
-from lightning_dp.state.containers import copied as copied
-from lightning_dp.state.containers import is_container as is_container
 from lightning_dp.state.copied_containers import Contents as Contents
 from lightning_dp.state.copied_containers import live as live
+from lightning_dp.state.items import copied as copied
+from lightning_dp.state.items import is_container as is_container
 from lightning_dp.state.module_state import ModuleState as ModuleState
 from lightning_dp.state.optimizer_groups import changed_once as changed_once
 from lightning_dp.state.optimizers import Tool as Tool

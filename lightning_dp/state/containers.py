@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from operator import is_
+from functools import partial
+from itertools import repeat
+from operator import ne
 from typing import Any, TypeAlias
 
 import torch
@@ -13,8 +15,33 @@ from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards, gather, to_device, to_device_together, tree
 from lightning_dp.parallel.split import batch_order
+from lightning_dp.state.items import (
+    are_sums,
+    copied,
+    has,
+    has_other_entries,
+    is_container,
+    is_for_counting,
+    is_reordered,
+    overflows,
+    survivors,
+)
 
 Path: TypeAlias = tuple[Any, ...]
+Doubt: TypeAlias = tuple[Path, str]
+"""Where, and what of it self has that one device may not have."""
+
+DIFFERENT = (
+    "A step binds {} to different values on different replicas; self keeps the first replica's. "
+    "Bind a recurrent state to an attribute of its own: then every replica goes on from its own."
+)
+REORDERED = (
+    "A step sorts {}, or puts items before those that were there; self keeps the first replica's."
+)
+NUMBERS = (
+    "All numbers in {} are others after a step. That is all right where the step clears the list "
+    "and appends them. Where it adds to them, self does not have the sums of the whole batch."
+)
 
 _ABSENT = object()
 
@@ -44,54 +71,87 @@ class Merge:
         part._order = None if self._order is None else [self._order[i] for i in present]
         return part
 
-    def into(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
+    def into(
+        self, path: Path, before: Any, after: list[Any], root: Any, *, is_new: bool = False
+    ) -> Iterator[Doubt]:
         """Makes `root` of what it was `before` and is `after` the step on every replica.
 
+        If it is new, the step has bound another one: it has not written to entries of the old one.
+
         Yields:
-            The paths of entries that all replicas have written, with different values: the
-            first one's stays.
+            The paths of what may not be one device's, and why: entries that all replicas have
+            written, with different values, of which the first one's stays, say.
         """
         if any(type(other) is not type(before) for other in [*after, root]):
+            yield path, DIFFERENT
             return
         if isinstance(before, tuple):
             yield from self._entries(path, before, after, root, range(len(before)))
         elif isinstance(before, dict):
             yield from self._into_dict(path, before, after, root)
         else:
-            yield from self._into_list(path, before, after, root)
+            writes = not is_new and any(map(partial(has_other_entries, before), after))
+            if writes and len({len(before), *map(len, after)}) == 1:
+                yield from self._entries(path, before, after, root, range(len(before)))
+            else:
+                yield from self._into_list(path, before, after, root, is_new)
 
-    def _into_list(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
-        if any(_has_other_entries(before, other) for other in after):
-            yield from self._entries(path, before, after, root, range(len(before)))
+    def _into_list(
+        self, path: Path, before: Any, after: list[Any], root: Any, is_new: bool
+    ) -> Iterator[Doubt]:
+        kept = [survivors(before, other) for other in after]
+        tails = [list(other)[len(places) :] for other, places in zip(after, kept, strict=True)]
+        if any(map(partial(is_reordered, before), kept, tails)):
+            yield from self._reordered(path, after, root)
             return
-        gone = [_gone(before, other) for other in after]
-        count = len(before) - gone[0]  # of items that stay
-        kept = list(root)[:count] if root is after[0] else list(root)[gone[0] :]
-        for i, item in enumerate(kept):
-            if is_container(item):
-                others = [other[i] for other in after]
-                yield from self.into((*path, i), before[gone[0] + i], others, item)
-        tails = [list(other)[len(before) - n :] for other, n in zip(after, gone, strict=True)]
-        if any(tails) or gone[0]:
-            in_turn = _overflows(before, tails)
-            new = self._appended(path, tails, in_turn=in_turn)
+        if any(map(ne, map(len, after), repeat(len(before)))):
+            self._dims.varying.add(path)
+        elif not is_new and path not in self._dims.varying and are_sums(before, after):
+            yield path, NUMBERS
+        stay = sorted(set(kept[0]).intersection(*kept))
+        of_root = {i: root[n if root is after[0] else i] for n, i in enumerate(kept[0])}
+        for i in stay:
+            if is_container(of_root[i]):
+                others = [other[own.index(i)] for other, own in zip(after, kept, strict=True)]
+                yield from self.into((*path, i), before[i], others, of_root[i])
+        if any(tails) or len(stay) < len(before):
+            new = self._appended(path, tails, in_turn=overflows(before, tails))
+            items = [*[of_root[i] for i in stay], *new]
+            limit = len(after[0]) if self._slides(path, before, kept, after) else len(items)
             root.clear()
-            root.extend([*kept, *new])
+            root.extend(items[-limit:] if limit else [])
+
+    def _slides(self, path: Path, before: Any, kept: list[Sequence[int]], after: list[Any]) -> bool:
+        """Whether each replica took items from the front, to keep no more than a certain number."""
+        taken = [len(before) - len(places) for places in kept]
+        are_first = [list(range(n, len(before))) for n in taken] == list(map(list, kept))
+        if not all(taken) or not are_first or not any(after):
+            return False
+        are_longer = self._dims.counts((*path, "length"), list(map(len, after)), self._sizes)
+        return any(kept) if are_longer is None else not are_longer
+
+    def _reordered(self, path: Path, after: list[Any], root: Any) -> Iterator[Doubt]:
+        if root is not after[0]:
+            items = to_device(list(after[0]), self._output_device)
+            root.clear()
+            root.extend(items)
+        if not all(agree(after[0], other) for other in after):
+            yield (path, REORDERED)
 
     def _entries(
         self, path: Path, before: Any, after: list[Any], root: Any, keys: Iterator[Any] | range
-    ) -> Iterator[Path]:
+    ) -> Iterator[Doubt]:
         """Entries that were there before the step."""
         for key in keys:
             old = before[key]
-            values = [other[key] if _has(other, key) else _ABSENT for other in after]
+            values = [other[key] if has(other, key) else _ABSENT for other in after]
             if is_container(old):
-                now = root[key] if _has(root, key) else None
+                now = root[key] if has(root, key) else None
                 yield from self.into((*path, key), old, values, now)
             elif not all(value is old for value in values):
                 yield from self._entry((*path, key), old, values, root)
 
-    def _entry(self, path: Path, old: Any, values: list[Any], root: Any) -> Iterator[Path]:
+    def _entry(self, path: Path, old: Any, values: list[Any], root: Any) -> Iterator[Doubt]:
         written = [value for value in values if value is not old]
         by_all = len(written) == len(values)
         new = written[0] if by_all else written[-1]
@@ -100,12 +160,12 @@ class Merge:
         else:
             root[path[-1]] = to_device(new, self._output_device)
         if by_all and not all(agree(new, value) for value in written):
-            yield path
+            yield (path, DIFFERENT)
 
     def _into_dict(
         self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
-    ) -> Iterator[Path]:
-        if _counts(before):
+    ) -> Iterator[Doubt]:
+        if is_for_counting(before):
             self._count(path, before, after, root)
             return
         self._look_for_labels(path, after)
@@ -149,17 +209,34 @@ class Merge:
 
     def _are_of_samples(self, path: Path, numbers: list[int], may_be: bool = True) -> bool:
         """Whether as many new items of every replica belong to samples, and not to the batch."""
-        known = self._dims.counts(path, numbers, self._sizes)
+        known = self._dims.counts(path, numbers, self._sizes, self._named(path))
         if known is None and may_be and numbers == self._sizes:
             self._dims.say(
                 path,
-                f"{tree.name((tree.Attribute(path[1]), *path[2:]), 'self')}: {numbers[0]} more on "
-                "every replica, as many as it has samples, are taken for one per sample. Shards of "
-                "unequal sizes would tell.",
+                f"{self._named(path)}: {numbers[0]} more on every replica, as many as it has "
+                "samples, are taken for one per sample. Shards of unequal sizes would tell.",
                 quietly=set(self._sizes) == {1},
             )
             return True
+        if known is False and numbers[0] > 1:
+            self._dims.say(
+                path,
+                f"{self._named(path)}: {numbers[0]} more on every replica, for shards of "
+                f"{list(self._sizes)} samples, are taken for as many of the batch. If they are of "
+                "some samples only, which are as many by chance, say of which: with an item or a "
+                "row for each sample, or in a dict by sample.",
+            )
+        if known is None and not may_be and numbers == self._sizes:
+            self._dims.say(
+                path,
+                f"{self._named(path)}: one more on every replica, each of one sample, is taken for "
+                "one of the batch, not one per sample. Batches of more samples would tell.",
+            )
         return bool(known)
+
+    @staticmethod
+    def _named(path: Path) -> str:
+        return tree.name((tree.Attribute(path[1]), *path[2:]), "self")
 
     def _gathered(self, path: Path, values: list[Any], i: int = 0) -> Any:
         """What is new at a path, the i-th of several that are."""
@@ -190,13 +267,6 @@ class Merge:
         return [self._gathered(path, list(items), i) for i, items in rows]
 
 
-def is_container(value: Any) -> bool:
-    """Whether steps may put something into a value, or into what is in it."""
-    if type(value) is tuple:
-        return any(map(is_container, value))
-    return isinstance(value, list | dict) or type(value) is deque
-
-
 def agree(a: Any, b: Any) -> bool:
     """Whether two replicas have equal values, each on its device."""
     of_a, of_b = tree.leaves(a), tree.leaves(b)
@@ -204,89 +274,3 @@ def agree(a: Any, b: Any) -> bool:
         tree.equal(x, y.to(x.device) if isinstance(x, Tensor) and isinstance(y, Tensor) else y)
         for x, y in zip(of_a, of_b, strict=True)
     )
-
-
-def copied(node: Any) -> Any:
-    """Containers anew, with the same items.
-
-    Example:
-        >>> before = ([1], deque([2], maxlen=3))
-        >>> after = copied(before)
-        >>> after, after[0] is before[0]
-        (([1], deque([2], maxlen=3)), False)
-    """
-    if isinstance(node, dict):
-        clone = copy.copy(node)
-        for key, item in node.items():
-            clone[key] = copied(item)
-        return clone
-    if type(node) is deque:
-        return deque(map(copied, node), node.maxlen)
-    if type(node) is list or (type(node) is tuple and is_container(node)):
-        return type(node)(map(copied, node))
-    return node
-
-
-def refill(container: Any, items: Any) -> None:
-    """Gives a container, and those in it, the items back that it had when these were copied."""
-    if container is items:
-        return
-    keys = list(items) if isinstance(items, dict) else range(len(items))
-    kept = {key: items[key] for key in keys}
-    for key, item in kept.items():
-        now = container[key] if _has(container, key) else None
-        if is_container(item) and type(now) is type(item):
-            refill(now, item)
-            kept[key] = now
-    if isinstance(container, dict):
-        container.clear()
-        container.update(kept)
-    elif not isinstance(container, tuple):
-        container.clear()
-        container.extend(kept.values())
-
-
-def _has(container: Any, key: Any) -> bool:
-    return key in container if isinstance(container, dict) else key < len(container)
-
-
-def _has_other_entries(before: Any, after: Any) -> bool:
-    """Whether a list has the length that it had, and other items in some of its places."""
-    if len(before) != len(after) or all(map(is_, before, after)):
-        return False
-    same = list(map(_same, before, after))
-    return any(same) and not all(same) and _gone(before, after) == len(before)
-
-
-def _gone(before: Any, after: Any) -> int:
-    """How many items a step has taken from the front: with the others the list begins now.
-
-    Example:
-        >>> [_gone(list("ab"), list(after)) for after in ("abc", "bc", "c", "")]
-        [0, 1, 2, 2]
-    """
-    if len(before) <= len(after) and all(map(is_, before, after)):
-        return 0  # nearly always
-    items, new = list(before), list(after)
-    for n in range(len(items) if new else 0):
-        fits = len(items) - n <= len(new) and _same(items[n], new[0])
-        if fits and all(map(_same, items[n:], new)):
-            return n
-    return len(items)
-
-
-def _overflows(before: Any, tails: Sequence[list[Any]]) -> bool:
-    """Whether a deque got as many items in one step as it holds: those are one per sample."""
-    limit = before.maxlen if isinstance(before, deque) else None
-    return limit is not None and limit > 1 and all(len(tail) == limit for tail in tails)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether two items are the same; copied containers are, if they are of one type."""
-    return a is b or (is_container(a) and type(a) is type(b))
-
-
-def _counts(node: dict[Any, Any]) -> bool:
-    """Whether a dict is for counting: a `Counter`, or a `defaultdict` of numbers."""
-    is_default = isinstance(node, defaultdict) and node.default_factory in (int, float)
-    return isinstance(node, Counter) or is_default

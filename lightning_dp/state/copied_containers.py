@@ -8,7 +8,7 @@ from itertools import chain
 from operator import is_not
 from typing import Any, TypeAlias
 
-from lightning_dp.state.containers import copied, is_container
+from lightning_dp.state.items import copied, is_container, refill, survivors
 
 Attributes: TypeAlias = dict[str, Any]
 
@@ -23,7 +23,7 @@ class CopiedContainer:
 
     def __init__(self, value: Any, replicas: Sequence[Attributes], place: tuple[int, str]) -> None:
         self.value, self.place, self._replicas = value, place, replicas
-        self.is_busy = False
+        self.is_busy = self.collects = False
         self.copies = [copied(value) for _ in replicas[1:]]
         self.renew()
 
@@ -45,6 +45,44 @@ class CopiedContainer:
     def differs(self) -> bool:
         """Whether the root or a replica has other items than it had."""
         return self._contents.differ()
+
+    def take_back(self) -> None:
+        """Gives the root the container and the items that it had."""
+        self._replicas[0][self.place[1]] = self.value
+        refill(self.value, self.items)
+
+    def bind(self, value: Any) -> None:
+        """Has all replicas, those without samples too, refer to what the root has bound anew."""
+        if value is not self.value:
+            for attributes in self._replicas:
+                attributes[self.place[1]] = value
+
+    def of(self, active: Sequence[int]) -> list[Any]:
+        """What the replicas that work have in its place."""
+        return [self._replicas[k].get(self.place[1]) for k in active]
+
+    def is_replaced(self, active: Sequence[int]) -> bool:
+        """Whether a step has bound other values than containers that go on from it.
+
+        Those that go on have some of its items, or another number of them, be it on one replica:
+        another one's samples may have driven all out.
+        """
+        own = [self.value, *self.copies]
+        bound = [new for k, new in zip(active, self.of(active), strict=True) if new is not own[k]]
+        if any(type(new) is not type(self.items) for new in bound):
+            return True
+        self.collects = self.collects or any(map(self._has_kept, bound))
+        others = [new for new in bound if len(new) == len(self.items)]
+        return len(others) == len(bound) > 0 and not self.collects
+
+    def _has_kept(self, new: Any) -> bool:
+        old = self.items
+        if isinstance(new, tuple):
+            return True  # containers, which are looked at for themselves
+        if isinstance(new, dict):
+            common = [key for key in old if key in new]
+            return any(new[key] is old[key] or is_container(old[key]) for key in common)
+        return len(survivors(old, new)) > 0 or any(a is b for a in old for b in new)
 
 
 def _fill(container: Any, items: Any) -> None:

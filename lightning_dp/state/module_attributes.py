@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, judge, tree
-from lightning_dp.state.containers import agree, is_container, refill
+from lightning_dp.state.containers import agree
 from lightning_dp.state.copied_containers import Attributes, CopiedContainer
+from lightning_dp.state.items import is_container
 
 _ABSENT = object()
 
@@ -48,14 +49,16 @@ class ModuleAttributes:
     def _container(self, name: str, value: Any) -> CopiedContainer | None:
         """None where a replica refers to its own layers, and the root to the root's."""
         old = self.containers.get(name)
+        if old is not None and old.value is value:
+            old.put()
+            return old
         copies = old.copies if old else repeat(value)
         for replica, own in zip(self.replicas[1:], copies, strict=False):
             if replica.get(name) is not value and replica.get(name) is not own:
                 return None
-        if old is None or old.value is not value:
-            return CopiedContainer(value, self.replicas, (self.number, name))
-        old.put()
-        return old
+        new = CopiedContainer(value, self.replicas, (self.number, name))
+        new.collects = old is not None and old.collects
+        return new
 
     def places(self) -> Iterator[tuple[ModuleAttributes, Attributes, str, Any]]:
         """Where replicas have something of their own: attributes, the name and the value."""
@@ -82,6 +85,13 @@ class ModuleAttributes:
             )
         }
 
+    def containers_bound(self, first: int, before: Attributes) -> Iterator[CopiedContainer]:
+        """Those in whose place the first replica has another one than it had."""
+        own = self.replicas[first]
+        for name, container in self.containers.items():
+            if own.get(name) is not before.get(name):
+                yield container
+
     def rebound(self, active: Sequence[int], before: Attributes) -> list[tuple[str, bool]]:
         """Attributes that the step bound anew, and whether the replicas disagree on them."""
         first, *others = self.of(active)
@@ -90,7 +100,7 @@ class ModuleAttributes:
             for name, value in first.items()
             if value is not before.get(name, _ABSENT)
             and name not in self.apart
-            and name not in self.containers
+            and (name not in self.containers or self.containers[name].is_replaced(active))
             and not isinstance(value, nn.Module)
         ]
         if first is not self.root:
@@ -107,7 +117,7 @@ class ModuleAttributes:
             del self.root[name]
         self.root.update(self.bound)
         for container in self.containers.values():
-            refill(container.value, container.items)
+            container.take_back()
 
     def holds_tensors(self, name: str, active: Sequence[int]) -> bool:
         """Whether every replica that worked has tensors there, on its own device."""

@@ -18,7 +18,7 @@ from torch import nn
 from lightning_dp.parallel.batch import Shards, tree
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import version
-from lightning_dp.state.containers import Merge, Path, refill
+from lightning_dp.state.containers import Merge, Path
 from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
 from lightning_dp.state.kept_by_hooks import KeptByHooks
 from lightning_dp.state.module_attributes import ModuleAttributes
@@ -26,18 +26,13 @@ from lightning_dp.state.module_attributes import ModuleAttributes
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _PACKAGES = ("torch.", "torchmetrics.")
 _DIFFERENT = (
-    "A step binds {} to different values on different replicas; self keeps the first replica's"
-)
-_OF_ATTRIBUTES = (
-    ", and with tensors every replica goes on from its own. That is all right for values that only "
+    "A step binds {} to different values on different replicas; self keeps the first replica's, "
+    "and with tensors every replica goes on from its own. That is all right for values that only "
     "the step itself reads, such as a recurrent state."
 )
 _IN_PLACE = (
     "A step writes in place to {}, once on every replica: where replicas share it, each of them "
     "does so, and elsewhere self keeps the first one's."
-)
-_OF_ENTRIES = (
-    ". Bind a recurrent state to an attribute of its own: then every replica goes on from its own."
 )
 
 
@@ -98,15 +93,23 @@ class ModuleState:
             self._by_hooks.end(active)
             if self._by_hooks.is_done:
                 self._by_hooks = None
+        first = active[0]
+        anew = list(self._rebound(first))
         containers = self._changed_containers(self._of_all)
         containers |= {m.containers[name] for m, name in self._strays() if name in m.containers}
+        rebound: list[tuple[ModuleAttributes, str, bool]] = []
+        for module, before in anew:  # in most steps there is none
+            containers.update(module.containers_bound(first, before))
+            rebound.extend((module, *found) for found in module.rebound(active, before))
+            values = {(module.number, name) for module, name, _ in rebound}
+            containers = {c for c in containers if c.place not in values}
         versions = map(version, self._tensors)
         written = set(map(id, compress(self._tensors, map(ne, versions, self._versions))))
         modules = self._modules if written else ()
         return Changes(
             sorted(containers, key=attrgetter("place")),
             [(module, name) for module in modules for name in module.written(active, written)],
-            [(m, *n) for m, before in self._rebound(active[0]) for n in m.rebound(active, before)],
+            rebound,
         )
 
     def settle(
@@ -120,7 +123,7 @@ class ModuleState:
         if any(changes):
             if not keeps_items:
                 for container in changes.containers:
-                    refill(container.value, container.items)
+                    container.take_back()
                 changes = changes._replace(containers=[])
             self._settle(changes, replicas, shards)
         self._is_settled = True
@@ -131,10 +134,12 @@ class ModuleState:
         for container in changes.containers:
             number, name = path = container.place
             module = self._by_number[number]
-            after = [replica.get(name) for replica in module.of(active)]
-            if module.root.get(name) is container.value:
-                for entry in merge.into(path, container.items, after, container.value):
-                    self._warn(module, name, entry[2:])
+            after, root = container.of(active), module.root.get(name)
+            if root is container.value or root is after[0]:
+                is_new = root is not container.value
+                for entry, text in merge.into(path, container.items, after, root, is_new=is_new):
+                    self._warn(module, name, entry[2:], text)
+                container.bind(root)
         for module, name in changes.written:
             self._warn(module, name, text=_IN_PLACE)
         for module, name, differs in changes.rebound:
@@ -230,13 +235,12 @@ class ModuleState:
         return [m for m in self._modules if versions[m.number] != self._seen[m.number]]
 
     def _warn(
-        self, module: ModuleAttributes, name: str, path: Path = (), text: str | None = None
+        self, module: ModuleAttributes, name: str, path: Path = (), text: str = _DIFFERENT
     ) -> None:
         key = (module.number, name)
         if key in self._warned:
             return
         self._warned.add(key)
-        text = text or _DIFFERENT + (_OF_ENTRIES if path else _OF_ATTRIBUTES)
         what = f"{module.type_name}.{tree.name(path, name)}"
         warnings.warn(
             f"{text.format(what)} To collect over the batch, append to a list on self, log the "

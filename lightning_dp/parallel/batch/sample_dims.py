@@ -26,6 +26,10 @@ Known: TypeAlias = int | Literal["varies", "constant"]
 Override: TypeAlias = Literal["mean", "sum", "stack", "cat", "first", "list"]
 
 _ASK_AT_MOST = 8
+CHANCE = (
+    "{}: steps before had equal numbers on shards of unequal sizes, which were taken for the whole "
+    "batch's. They were not: now the replicas have {} for shards of {} samples, which add up."
+)
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +133,7 @@ class StepDims:
         self._counts: dict[Path, bool] = {}
         self._looks: Counter[Path] = Counter()
         self._said: set[Path] = set()
+        self.varying: set[Path] = set()  # lists that steps have made longer or shorter
 
     def has_seen(self, sizes: Sequence[int]) -> None:
         """A batch was cut into these sizes."""
@@ -169,14 +174,19 @@ class StepDims:
         family = {known for other, known in self._dims.items() if other[:4] == path[:4]}
         return family.pop() if len(family) == 1 else None
 
-    def counts(self, path: Path, numbers: Sequence[int], sizes: Sequence[int]) -> bool | None:
+    def counts(
+        self, path: Path, numbers: Sequence[int], sizes: Sequence[int], name: str = ""
+    ) -> bool | None:
         """Whether numbers of all replicas count what is theirs alone, and add up.
 
         If not, each is the batch's. None if nothing tells: they are equal, and so are the shards.
+        Unequal shards may have equal numbers by chance: once others tell, a warning does.
         """
         if len(numbers) == 1:
             return True
         if len(set(numbers)) > 1:
+            if self._counts.get(path) is False and name:
+                self.say((*path, "counts"), CHANCE.format(name, list(numbers), list(sizes)))
             self._counts[path] = True
         elif tells(sizes):
             self._counts.setdefault(path, False)

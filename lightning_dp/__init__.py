@@ -3,11 +3,11 @@
 `import lightning_dp` registers the strategy: `Trainer(strategy="dp_custom", devices=4)`.
 
 The engine is `parallel`. For Lightning there are the `strategy`, its `options`, what it has
-`measured`, the `modes` and what is asked of them (`mode_options`), steps of the root `alone`, hooks
-`between_steps`, a word where `fewer_devices` would do or `more_devices` could,
-`manual_optimization`, `dataloader_iter`, forward mode `forward_in_processes`, batch norm
-(`layer_sync`), a warning where nothing is spread (`spread_check`), whose code moves batches
-(`transfer_hooks`), `predictions` of all processes, which of Lightning's lines are left out
+`measured`, the `modes`, of which `forward_mode` is one, and what is asked of them (`mode_options`),
+steps of the root `alone`, hooks `between_steps`, a word where `fewer_devices` would do or
+`more_devices` could, `manual_optimization`, `dataloader_iter`, forward mode `forward_in_processes`,
+batch norm (`layer_sync`), a warning where nothing is spread (`spread_check`), whose code moves
+batches (`transfer_hooks`), `predictions` of all processes, which of Lightning's lines are left out
 (`adverts`); private names (`lightning_private`); the other package (`pytorch_lightning`). Programs
 outside of `app` are `convert`, and what they print on a terminal, `table`. Imports run downwards
 only, and a wing offers what its `__init__` names.

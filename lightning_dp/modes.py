@@ -1,10 +1,11 @@
-"""The two modes: what happens to a batch and to a step of the user's LightningModule."""
+"""What happens to a batch and to a step of the user's LightningModule: step mode."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -13,25 +14,20 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_dp.dataloader_iter import Pulled, takes_iterator
-from lightning_dp.lightning_private import own_device
 from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Journals, is_metric
-from lightning_dp.parallel.batch import Shards, bring, to_device
+from lightning_dp.parallel.batch import Shards, give_back_added, to_device
 from lightning_dp.parallel.call import PlainTransfer
-from lightning_dp.parallel.contexts import Contexts, context
+from lightning_dp.parallel.contexts import Contexts
 from lightning_dp.parallel.engine import Engine
-from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.gradients import LossReduction, NoLossError
+from lightning_dp.parallel.gradients import NoLossError
 from lightning_dp.parallel.manual import ManualStep
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
-from lightning_dp.spread_check import SpreadCheck
 from lightning_dp.state import changed_once, no_step_of_one_replica
 from lightning_dp.transfer_hooks import transfers_plainly
 
 if TYPE_CHECKING:
-    from lightning_dp.forward_in_processes import ForwardInProcesses
     from lightning_dp.parallel.processes import World
 
 ModeName: TypeAlias = Literal["step", "forward"]
@@ -130,8 +126,7 @@ class StepMode(Mode):
         if takes_iterator(getattr(self._module, method), batch):
             return self._step_of_iterator(method, batch)
         # An optimizer's closure may come for the same batch again.
-        again = self._call if batch is self._batch else None
-        shards = None if again is None else again.shards
+        shards = self._call.shards if self._call and batch is self._batch else None
         is_plain = self.engine.ahead is not None and transfers_plainly(self._module)
         kind = PlainTransfer if is_plain else partial
         transfer = kind(self._transfer, dataloader_idx=self._dataloader_idx)
@@ -161,20 +156,23 @@ class StepMode(Mode):
     ) -> Any:
         """Runs a step for a batch, which may have been cut already."""
         engine, training = self.engine, method == "training_step"
+        self._batch, self._call = batch, None
+        call: EvaluationStep
         if training and not self._module.automatic_optimization:
             # Not again if it does not fit: it has moved weights by then.
-            step = ManualStep(engine, method, args, transfer)
-            with self._manual.running(step):
-                return engine.step(step, batch if shards is None else shards)
-        kind = TrainingStep if training else EvaluationStep
-        self._batch, self._call = batch, None
-        call = kind(engine, method, args, transfer)
-        try:
-            output = engine.run(call, batch, shards)
-        except NoLossError as error:
-            _refuse(self._module, error.output)
-            raise
-        self._call = call
+            call = ManualStep(engine, method, args, transfer)
+            with self._manual.running(call):
+                output = engine.step(call, batch if shards is None else shards)
+        else:
+            call = (TrainingStep if training else EvaluationStep)(engine, method, args, transfer)
+            try:
+                output = engine.run(call, batch, shards)
+            except NoLossError as error:
+                _refuse(self._module, error.output)
+                raise
+            self._call = call
+        if isinstance(batch, dict | UserDict):
+            give_back_added(batch, call.shards, engine.output_device)
         return output
 
     def recover_backward(
@@ -187,84 +185,10 @@ class StepMode(Mode):
         self.engine.rerun(call, self._batch, context, error)
 
 
-class ForwardMode(Mode):
-    """The step runs once, with the whole batch; the module's calls are spread over the replicas.
-
-    The engine is a `ForwardParallel`. Without `move_batch` the batch stays where the DataLoader
-    left it. Each of several processes runs it with its part of the batch.
-    """
-
-    _processes: ForwardInProcesses | None = None
-
-    def __init__(
-        self,
-        module: LightningModule,
-        devices: Sequence[torch.device],
-        *,
-        move_batch: bool,
-        loss_reduction: LossReduction = "mean",
-        **options: Any,
-    ) -> None:
-        super().__init__(module, devices, **options)
-        for submodule in module.modules():
-            if is_metric(submodule):
-                submodule.to(self._options["output_device"])  # where the step's tensors are
-        # The mode itself would be a cycle, which keeps replicas alive until it is found.
-        context = partial(_around_forward, self._journals, module, devices[0])
-        own, several = {"context": context, "scalars": "merge", **self._options}, self._processes
-        make: Any = ForwardParallel if several is None else partial(several.engine, loss_reduction)
-        self.engine: ForwardParallel = make(module, devices, **own)
-        self.moves_batch = move_batch
-        self._check = SpreadCheck(module, self.engine)
-
-    def _new_journals(self, world: World | None, devices: Any, output: Any) -> Journals:
-        if world is None:
-            return super()._new_journals(None, devices, output)
-        from lightning_dp.forward_in_processes import ForwardInProcesses
-
-        self._processes = ForwardInProcesses(self._module, world, devices, output)
-        return self._processes.journals
-
-    def batch(self, batch: Any, dataloader_idx: int) -> Any:
-        """Brings the batch to the output device, where the step's own computations are."""
-        if not self.moves_batch:
-            return batch
-        device, ahead = self.engine.output_device, self.engine.ahead
-        if ahead is not None and transfers_plainly(self._module):
-            [batch] = bring([batch], [device], ahead)
-        return self._transfer(batch, device, dataloader_idx=dataloader_idx)
-
-    def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
-        """Calls it once, on this thread."""
-        self._check.begin()
-        call, several = partial(getattr(self._module, method), batch, *args), self._processes
-        with self.engine.spreading(), _at(self._module, self.engine.output_device):
-            output = call() if several is None else several.step(method, call, batch)
-        self._check.end(method, output)
-        return output
-
-    def of_closure(self, result: Any) -> Any:
-        """Of several processes it is of all."""
-        return result if self._processes is None else self._processes.of_closure(result)
-
-    @context
-    def during_backward(self) -> Iterator[None]:
-        """Checkpoints call the module again, and must find the calls spread as they were."""
-        here = _at(self._module, self.engine.output_device)
-        several = nullcontext() if self._processes is None else self._processes.during_backward()
-        with super().during_backward(), self.engine.spreading(), here, several:
-            yield
-
-
 def _refuse(module: LightningModule, output: Any) -> None:
     """Raises Lightning's own error about what a training step returned, if it has one."""
     loop = module.trainer.fit_loop.epoch_loop.automatic_optimization
     loop.output_result_cls.from_training_step_output(output)
-
-
-def _at(module: LightningModule, device: torch.device) -> AbstractContextManager[None]:
-    """While it lasts, `self.device` is where the running code's tensors are."""
-    return replaced(module, **own_device(module, device))
 
 
 def _around_step(
@@ -285,16 +209,3 @@ def _around_step(
     options = changed_once(optimizers, shards.active[0], is_rerun=is_rerun)
     together = [manual.acting_together(manual.step)] if manual.step else []
     return Contexts([options, said, no_step_of_one_replica(replicas), *together])
-
-
-def _around_forward(
-    journals: Journals,
-    module: LightningModule,
-    device: torch.device,
-    replicas: Replicas,
-    hook: str,
-    shards: Shards,
-    is_rerun: bool,
-) -> AbstractContextManager[None]:
-    """What replicas log and measure inside of a spread call is joined as in a step."""
-    return Contexts([journals.around(replicas, shards, is_rerun), _at(module, device)])

@@ -22,6 +22,7 @@ FLOORS = [
     ["first_step", "measured"],
     ["options"],
     ["alone", "between_steps", "fewer_devices", "more_devices", "mode_options"],
+    ["forward_mode"],
     ["modes"],
     ["forward_in_processes"],
     [

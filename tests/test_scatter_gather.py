@@ -219,6 +219,18 @@ def test_objects_that_may_hide_samples_are_refused() -> None:
         assert "split_batch(batch, sizes)" in str(e.value)
 
 
+def test_objects_with_as_many_rows_as_the_batch_are_refused() -> None:
+    of_samples = SimpleNamespace(ids=torch.arange(4), names=torch.zeros(4, 2))
+    of_batch = SimpleNamespace(weights=torch.ones(3), scale=2.0)
+    with pytest.raises(
+        TypeError, match=r"batch\['h'\] of type SimpleNamespace.* ids, names has"
+    ) as e:
+        cut(on_root({"x": torch.zeros(4), "h": of_samples}), (2, 2))
+    assert "split_batch(batch, sizes)" in str(e.value)
+    parts = cut(on_root({"x": torch.zeros(4), "h": of_batch}), (2, 2))
+    assert all(part["h"] is of_batch for part in parts)
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (5, -1), (2, 2, 1)])
 def test_sizes_must_sum_to_the_batch_size(sizes: tuple[int, ...]) -> None:
     with pytest.raises(BatchSizeError, match=r"sum to the batch size 4, got \(.*Let them sum to 4"):

@@ -4,10 +4,12 @@ Decided here: which containers there are (`tree`), which leaves can be cut and h
 many samples a batch has (`sizes`, `lists`) and what they cost (`cost`), what one shard of it is
 (`scatter`; `shards` are all of them) and how it is moved (`to_device`), which dimension of an
 output counts samples (`sample_dims`), what the replicas' outputs are together (`gather`, whose
-table is in `join`), and what is left of them where the sample is not to count (`without_rows`).
+table is in `join`), what a step has `added` to its batch, and what is left of them where the sample
+is not to count (`without_rows`).
 """
 
 from lightning_dp.parallel.batch import tree as tree
+from lightning_dp.parallel.batch.added import give_back_added as give_back_added
 from lightning_dp.parallel.batch.cost import no_costs as no_costs
 from lightning_dp.parallel.batch.cost import sample_costs as sample_costs
 from lightning_dp.parallel.batch.gather import TreeJoin as TreeJoin

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.batch.leaves import CannotCut, Kind, kind_of, pick, slices
+from lightning_dp.parallel.batch.leaves import CannotCut, Kind, kind_of, pick, size_of, slices
 from lightning_dp.parallel.batch.sizes import (
     WAY_OUT,
     BatchSizeError,
@@ -50,7 +50,8 @@ def scatter(
 
     Raises:
         BatchSizeError: the batch has no size or two of them, or `sizes` sum to another one.
-        TypeError: there is an object in the batch that has its own `to` but cannot be cut.
+        TypeError: there is an object in the batch that has its own `to`, or tensors with the
+            batch's size, and cannot be cut.
         ValueError: there is no such device, or not one size per device.
 
     Example:
@@ -159,7 +160,7 @@ class _Cut(NamedTuple):
             return self._list(node)
         pairs = tree.children(node)
         if pairs is None:
-            _check_replicated(node, path)
+            _check_replicated(node, path, self.n, self.dim)
         if not pairs:
             return [node] * len(self.sizes)
         columns = [self.node(child, (*path, key)) for key, child in pairs]
@@ -187,12 +188,21 @@ class _Cut(NamedTuple):
         return [type(node)([node[i] for i in positions]) for positions in self.order]
 
 
-def _check_replicated(leaf: Any, path: tree.Path) -> None:
-    """Raises an error about a leaf that may hold samples that we cannot see."""
+def _check_replicated(leaf: Any, path: tree.Path, n: int, dim: int) -> None:
+    """Raises an error about a leaf that has samples, or may have some that we cannot see."""
     if callable(getattr(leaf, "to", None)):
         raise TypeError(
             f"Expected tensors in mappings, lists, tuples, named tuples or dataclasses, or objects "
             f"with to(), a length and slices, got {tree.name(path)} of type "
             f"{type(leaf).__qualname__}, which cannot be cut. "
+            f"Turn it into one of those in the collate function. {WAY_OUT}"
+        )
+    attributes = {} if isinstance(leaf, type) else getattr(leaf, "__dict__", {})
+    rows = [name for name, value in attributes.items() if size_of(value, dim) == n]
+    if rows and n > 1:
+        raise TypeError(
+            f"Expected samples in mappings, lists, tuples, named tuples or dataclasses, got "
+            f"{tree.name(path)} of type {type(leaf).__qualname__}, whose {', '.join(rows)} has as "
+            f"many rows as the batch has samples, {n}: all of them would go to every replica. "
             f"Turn it into one of those in the collate function. {WAY_OUT}"
         )

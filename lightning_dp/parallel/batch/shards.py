@@ -43,6 +43,7 @@ class Shards:
     It is `whole` if nothing was cut: the root has the batch as it is. `order` has the positions of
     each shard's samples in the batch, if they are not consecutive. `losses`, of
     `parallel.processes`, are there if other processes are to hear of them when the step ends.
+    `added` has the keys of entries that steps have put into the parts.
     """
 
     sizes: Sizes
@@ -51,6 +52,7 @@ class Shards:
     order: Order | None = field(default=None, repr=False)
     dims: StepDims = field(default_factory=StepDims, repr=False, compare=False)
     losses: list[Any] = field(default_factory=list, repr=False, compare=False)
+    added: dict[Any, None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def active(self) -> list[int]:

@@ -27,8 +27,9 @@ _OF_TORCH = frozenset(nn.Module().__dict__)
 _PACKAGES = ("torch.", "torchmetrics.")
 _DIFFERENT = (
     "A step binds {} to different values on different replicas; self keeps the first replica's, "
-    "and with tensors every replica goes on from its own. That is all right for values that only "
-    "the step itself reads, such as a recurrent state."
+    "and with tensors every replica goes on from its own. That is all right for what only the same "
+    "code reads again, as a recurrent state, if batches are of one size and split is not 'cost'. "
+    "In forward mode that code is forward, and the step reads the first shard's."
 )
 _IN_PLACE = (
     "A step writes in place to {}, once on every replica: where replicas share it, each of them "

@@ -62,7 +62,8 @@ class Join:
 
     def counts(self, numbers: Sequence[int], path: tree.Path) -> bool | None:
         """Whether numbers add up; learns from it."""
-        return self.dims.counts((*self.where, *path), numbers, self.sizes, self.name(path))
+        name = self.name(path) if self.warns else ""
+        return self.dims.counts((*self.where, *path), numbers, self.sizes, name)
 
     def say(
         self, path: tree.Path, text: str, leaves: Sequence[Any] = (), *, is_guess: bool = False

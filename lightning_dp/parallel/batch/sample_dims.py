@@ -188,6 +188,8 @@ class StepDims:
             if self._counts.get(path) is False and name:
                 self.say((*path, "counts"), CHANCE.format(name, list(numbers), list(sizes)))
             self._counts[path] = True
+        elif not any(numbers):
+            return self._counts.get(path, False)  # the same either way
         elif tells(sizes):
             self._counts.setdefault(path, False)
         elif path not in self._counts:

@@ -178,6 +178,80 @@ def test_a_write_to_what_replicas_share_and_train_is_told_once(executor: str) ->
     assert len([w for w in caught if "in place" in str(w.message)]) == 1
 
 
+class ShrinkingThroughData(Shrinking):
+    """No counter of versions tells of it."""
+
+    def shrink(self, weight: nn.Parameter) -> None:
+        weight.data.mul_(0.9)
+
+
+class ShrinkingByHand(ByHand, Shrinking):
+    """The optimizer writes as well, once for all replicas; before it the step does."""
+
+
+class ShrinkingAtTheEnd(Shrinking):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.shrink(self.net[0].weight)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class ByHandAndData(ByHand, ShrinkingThroughData):
+    """Both."""
+
+
+class DescendingByHand(Classifier):
+    """No optimizer: the step subtracts its gradients, as in many a tutorial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter -= 0.05 * parameter.grad
+
+
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+@pytest.mark.parametrize(
+    "make",
+    [
+        ShrinkingThroughData,
+        ShrinkingByHand,
+        ShrinkingAtTheEnd,
+        ByHandAndData,
+        DescendingByHand,
+    ],
+)
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_writes_that_only_values_show_or_that_are_beside_an_optimizers_are_told(
+    make: Any, executor: str
+) -> None:
+    with pytest.warns(UserWarning, match="A step writes in place to [14] parameters") as caught:
+        run(make, 3, strategy={"executor": executor})
+    assert len([w for w in caught if "in place" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_what_an_optimizer_writes_by_hand_is_not_told(executor: str) -> None:
+    class Twice(ByHand, Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            super().training_step(batch, batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    assert_same(run(Twice, 3, strategy={"executor": executor}), run(Twice, 1), atol=1e-5)
+
+
 @on_separate
 @pytest.mark.parametrize("make", [Shrinking, Binding])
 def test_replicas_on_devices_of_their_own_write_to_their_own(make: Any) -> None:

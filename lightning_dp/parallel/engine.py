@@ -245,8 +245,7 @@ class Engine:
         if training and not shards.whole:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self.is_rerun)
-        active, trains = shards.active, call.has_backward
-        noticed = self.replicas.noticed(active, trains=trains) if training else nullcontext()
+        noticed = self.replicas.noticed(shards.active) if training else nullcontext()
         with context, noticed, self.replicas.compiled.around_calls():
             tasks = call.tasks(modules, shards, self.devices)
             if self.meter.is_watched:

@@ -9,6 +9,7 @@ of the whole batch, of which every replica has a copy of its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -145,7 +146,9 @@ class ManualStep(EvaluationStep):
         """
         self._gradients.check_agreement(across=uses_gradients)
         self._gradients.adopt()
-        result = call()
+        shared = self.engine.replicas.shared_writes
+        with nullcontext() if shared is None else shared.trained.acting():
+            result = call()
         if not leaves_trace:
             self._gradients.forget()
         self.follow()

@@ -49,7 +49,7 @@ class Replicas:
     """
 
     _has_links: bool  # of buffers
-    _shared: SharedWrites | None
+    shared_writes: SharedWrites | None
     attributes: AttributeVersions
     compiled: Compilations
     modules: list[nn.Module]
@@ -174,8 +174,8 @@ class Replicas:
         limited = set() if self.limited is None else self.limited.positions
         silent = limited | (set() if self._silent is None else self._silent.look())
         self._weights.refresh([r.weights for r in others], state, parameters, silent)
-        if self._shared is not None and self._shared.apart:
-            self._shared.refresh()
+        if self.shared_writes is not None and self.shared_writes.apart:
+            self.shared_writes.refresh()
 
     def refresh_parameters(self, active: Iterable[int]) -> None:
         """Brings the parameters of some replicas up to date, in the middle of a step.
@@ -187,8 +187,8 @@ class Replicas:
             others = [self._others[k - 1] for k in active if k > 0]
             self._weights.refresh([replica.weights for replica in others], state)
             self._buffers.copy_leaves([replica.buffers for replica in others])
-            if self._shared is not None and self._shared.apart:
-                self._shared.refresh()
+            if self.shared_writes is not None and self.shared_writes.apart:
+                self.shared_writes.refresh()
 
     def share_parameters(self, share: bool) -> None:
         """Lets replicas on the root's device compute with the root's own parameters, or no longer.
@@ -218,14 +218,14 @@ class Replicas:
             self._sharing.end()
             self.share_parameters(False)
 
-    def noticed(self, active: Sequence[int], *, trains: bool) -> AbstractContextManager[None]:
+    def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
         """What surrounds a training step: writes to buffers and shared weights are noticed."""
-        state, shared = self._buffer_state, self._shared
+        state, shared = self._buffer_state, self.shared_writes
         buffers = state.noticed(active) if state.positions else nullcontext()
-        if shared is None or (self._all_trained and not (trains and shared.looks_at_trained)):
+        if shared is None or (self._all_trained and not shared.trained.is_looking):
             return buffers
         limited = set() if self.limited is None else self.limited.positions
-        return shared.noticed(active, buffers, limited, trains=trains)
+        return shared.noticed(active, buffers, limited)
 
     def adopt_rows(self, active: Iterable[int]) -> None:
         """Gives the root the rows of embeddings that a forward has shortened on replicas."""
@@ -297,4 +297,4 @@ class Replicas:
             self._buffer_state.follow(structure, [structure.buffer_tables, *tables])
             self._all_trained = self._has_links = False
             own = [r.weights if r.shares_memory else None for r in self._others]
-            self._shared = SharedWrites(structure.parameters, own) if any(own) else None
+            self.shared_writes = SharedWrites(structure.parameters, own) if any(own) else None

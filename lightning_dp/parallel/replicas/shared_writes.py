@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.replicas.trained_writes import TrainedWrites
 from lightning_dp.parallel.replicas.untracked_writes import LOOKS, fingerprints_of_frozen, shapes
 from lightning_dp.parallel.replicas.weights import Weights
 from lightning_dp.parallel.torch_private import version
@@ -27,8 +28,8 @@ class SharedWrites:
 
     In the first steps they have their own of all that is not trained, if there is room for it; from
     then on, of what was written to: at the positions in `apart`. What only later steps write to is
-    found by looking; that a step did so for each replica is then told. So it is told of what the
-    steps train, which replicas always share.
+    found by looking; that a step did so for each replica is then told. What steps train replicas
+    always share: see `trained`.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class SharedWrites:
         self._written: set[int] = set()
         self.apart: set[int] = set()
         self._steps = 0
-        self.looks_at_trained = LOOKS  # so many steps more
+        self.trained = TrainedWrites(parameters)
 
     def refresh(self) -> None:
         """Brings the replicas' own up to date with the root's."""
@@ -51,24 +52,19 @@ class SharedWrites:
         active: Sequence[int],
         buffers: AbstractContextManager[None],
         limited: set[int],
-        *,
-        trains: bool,
     ) -> Iterator[None]:
         """Looks before and after a step, if it is time to. Buffers are looked at as well.
 
-        Not at embeddings of `limited` norm: to shorten a row again changes nothing. A step that
-        `trains` leaves it to others to write to what it trains.
+        Not at embeddings of `limited` norm: to shorten a row again changes nothing.
         """
-        trained = self._versions_of_trained(limited) if trains and len(active) > 1 else {}
         self._steps += 1
         is_time = self._steps <= LOOKS or not self._steps % LOOKS
         before = self._read(limited) if is_time else {}
         tried = self._tried(before)
         if tried != self.apart:
             self._keep_apart(tried)
-        with buffers:
+        with buffers, self.trained.noticed(active, limited):
             yield
-        self._look_at_trained(trained)
         leader = self._others[active[0] - 1] if active[0] else None
         if leader is not None:
             self._adopt(leader)
@@ -76,26 +72,6 @@ class SharedWrites:
             self._find(before)
         if self._steps == LOOKS:
             self._keep_apart(self._written)
-
-    def _versions_of_trained(self, limited: Collection[int]) -> dict[int, int]:
-        if not self.looks_at_trained:
-            return {}
-        self.looks_at_trained -= 1
-        own = ((i, p) for i, p in enumerate(self._parameters) if p.requires_grad)
-        return {i: version(p) for i, p in own if i not in limited}
-
-    def _look_at_trained(self, before: Mapping[int, int]) -> None:
-        written = {i for i, count in before.items() if version(self._parameters[i]) != count}
-        if written:
-            self.looks_at_trained = 0
-            warnings.warn(
-                f"A step writes in place to {len(written)} parameters that it trains "
-                f"({shapes(self._parameters, written)}). Replicas on one device share them, and "
-                "each of them has done so: that is right only where doing it again changes "
-                "nothing. Do it in a hook, such as on_train_batch_end, or bind new values: "
-                "p.data = 0.9 * p.data.",
-                stacklevel=2,
-            )
 
     def _tried(self, before: Iterable[int]) -> set[int]:
         """What replicas are to have of their own in a step: all in the first ones."""

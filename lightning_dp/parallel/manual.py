@@ -147,7 +147,7 @@ class ManualStep(EvaluationStep):
         self._gradients.check_agreement(across=uses_gradients)
         self._gradients.adopt()
         shared = self.engine.replicas.shared_writes
-        with nullcontext() if shared is None else shared.trained.acting():
+        with nullcontext() if shared is None else shared.trained.by_host():
             result = call()
         if not leaves_trace:
             self._gradients.forget()
@@ -162,7 +162,9 @@ class ManualStep(EvaluationStep):
     def in_replicas(self, functions: Sequence[Callable[[], Any]]) -> Any:
         """Lets the replicas make a call as a part of their steps; what one device would have."""
         self.follow()
-        results = self.engine.calls.rendezvous.call(functions, as_replicas=True)
+        shared = self.engine.replicas.shared_writes
+        with nullcontext() if shared is None else shared.trained.by_replicas():
+            results = self.engine.calls.rendezvous.call(functions, as_replicas=True)
         self._gradients.adopt()
         return self.joined(results)
 

@@ -131,6 +131,7 @@ class StepDims:
         self.is_told = is_told
         self._dims: dict[Path, Known] = {}
         self._counts: dict[Path, bool] = {}
+        self._equal: set[Path] = set()  # numbers of unequal shards
         self._looks: Counter[Path] = Counter()
         self._said: set[Path] = set()
         self.varying: set[Path] = set()  # lists that steps have made longer or shorter
@@ -185,13 +186,13 @@ class StepDims:
         if len(numbers) == 1:
             return True
         if len(set(numbers)) > 1:
-            if self._counts.get(path) is False and name:
+            if self._counts.get(path) is False and path in self._equal and name:
                 self.say((*path, "counts"), CHANCE.format(name, list(numbers), list(sizes)))
             self._counts[path] = True
-        elif not any(numbers):
-            return self._counts.get(path, False)  # the same either way
         elif tells(sizes):
             self._counts.setdefault(path, False)
+            if any(numbers):  # nothing is the same either way
+                self._equal.add(path)
         elif path not in self._counts:
             self._ask()
         return self._counts.get(path)

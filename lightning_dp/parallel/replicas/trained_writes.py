@@ -31,8 +31,8 @@ class Seen(NamedTuple):
 class TrainedWrites:
     """Looks at trained weights before and after the first steps.
 
-    What is done once for all replicas, as an optimizer's step with manual optimisation, may write:
-    that is `acting`.
+    What is done once for all replicas may write, as an optimizer's step with manual optimisation:
+    that is `by_host`. In its midst replicas may go on, in a closure: `by_replicas`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -57,14 +57,22 @@ class TrainedWrites:
         self.is_looking = self.is_looking and self._left > 0
 
     @context
-    def acting(self) -> Iterator[None]:
+    def by_host(self) -> Iterator[None]:
         """What is written meanwhile is written once."""
-        if not self._before:
-            yield
-            return
         self._look()
         yield
-        self._before = self._seen()
+        self._note()
+
+    @context
+    def by_replicas(self) -> Iterator[None]:
+        """In the midst of that, what is written meanwhile is written by each of them."""
+        self._note()
+        yield
+        self._look()
+
+    def _note(self) -> None:
+        if self._before:
+            self._before = self._seen()
 
     def _seen(self) -> dict[int, Seen]:
         own = [(i, self._parameters[i]) for i in self._positions]

@@ -118,3 +118,20 @@ def test_a_step_that_runs_again_puts_its_latest_entries_there() -> None:
         job.fit(TwiceForOneBatch(False), data, data)
         found.append([detached(entries) for entries in watch.seen])
     assert_equal_trees(found[1], found[0], "entries", atol=1e-4, rtol=1e-3)
+
+
+class Deciding(Adding):
+    """Whether any sample is large: of two replicas' answers nobody knows which is one device's."""
+
+    def shared_step(self, batch: Any) -> Tensor:
+        loss = super().shared_step(batch)
+        batch["any"] = (batch["id"] > 20).any()
+        return loss
+
+
+def test_what_has_no_joint_value_is_left_out_and_told() -> None:
+    watch, data = Watch(), batches(dict, 22)
+    with pytest.warns(UserWarning, match=r"batch\['any'\].*left out of the batch after"):
+        job = trainer(2, max_epochs=1, callbacks=[watch], limit_val_batches=0)
+        job.fit(Deciding(False), data, data)
+    assert len(watch.seen) == 1

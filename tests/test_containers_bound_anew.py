@@ -78,6 +78,13 @@ def begun_again(kept: Any, losses: Tensor, i: int) -> Any:
     return kept
 
 
+def emptied(kept: Any, losses: Tensor, i: int) -> Any:
+    kept["now"].extend(losses.tolist())
+    kept["all"] = kept["all"] + kept["now"]
+    kept["now"] = []
+    return kept
+
+
 EXACT: dict[str, tuple[Callable[[], Any], Change]] = {
     "numbers of samples": (list, lambda kept, losses, i: kept + losses.tolist()),
     "tensors of samples": (list, lambda kept, losses, i: [*kept, *losses]),
@@ -96,6 +103,7 @@ EXACT: dict[str, tuple[Callable[[], Any], Change]] = {
     "the latest samples, cut in place": (list, cut),
     "the latest batches": (list, lambda kept, losses, i: [*kept, losses.mean()][-2:]),
     "begun again": (list, begun_again),
+    "emptied in each step": (lambda: {"all": [], "now": []}, emptied),
     "without the small ones": (
         list,
         lambda kept, losses, i: [v for v in kept if v > 1.0] + [v + 1e-9 for v in losses.tolist()],
@@ -114,6 +122,38 @@ def test_what_goes_on_from_the_old_items_is_one_devices(case: str, size: int, de
     first = 2 if "latest" in case else 0
     assert_equal_trees(got[first:], expected[first:], "after each step", **CLOSE)
     assert told == []
+
+
+class Emptying(Classifier):
+    """What it collects in a step goes to another list, and a new one takes its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now: list[float] = []
+        self.all: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none").detach()
+        self.now.extend(losses.tolist())
+        self.all, self.now = self.all + self.now, []
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_a_list_that_every_step_begins_anew_is_each_replicas_own(
+    executor: Any, devices: int
+) -> None:
+    kept = []
+    for k in (1, devices):
+        torch.manual_seed(0)
+        module = Emptying()
+        # The last batch of each epoch has two samples, and a third replica none.
+        job = trainer(k, DataParallelStrategy(executor=executor), max_epochs=2)
+        data = loader(n=22, batch_size=5)
+        job.fit(module, data, data)
+        kept.append([module.all, module.now])
+    assert_equal_trees(kept[1], kept[0], "kept", **CLOSE)
 
 
 def summed(kept: Any, losses: Tensor, i: int) -> Any:

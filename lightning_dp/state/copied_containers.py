@@ -64,13 +64,15 @@ class CopiedContainer:
     def is_replaced(self, active: Sequence[int]) -> bool:
         """Whether a step has bound other values than containers that go on from it.
 
-        Those that go on have some of its items, or another number of them, be it on one replica:
-        another one's samples may have driven all out.
+        Those that go on have some of its items, if there were any, or another number of them, be it
+        on one replica: another one's samples may have driven all out.
         """
         own = [self.value, *self.copies]
         bound = [new for k, new in zip(active, self.of(active), strict=True) if new is not own[k]]
         if any(type(new) is not type(self.items) for new in bound):
             return True
+        if not self.items:
+            return False
         self.collects = self.collects or any(map(self._has_kept, bound))
         others = [new for new in bound if len(new) == len(self.items)]
         return len(others) == len(bound) > 0 and not self.collects

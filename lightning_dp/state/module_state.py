@@ -144,8 +144,11 @@ class ModuleState:
         for module, name in changes.written:
             self._warn(module, name, text=_IN_PLACE)
         for module, name, differs in changes.rebound:
-            for k in active if module.holds_tensors(name, active) else ():
+            holds_tensors = module.holds_tensors(name, active)
+            for k in active if holds_tensors else ():
                 replicas.keep(k, module.number, name)
+            if name in module.containers and not holds_tensors:
+                module.containers[name].bind(module.root[name])
             if module.holds_samples(name, shards):
                 shards.dims.keep_sizes()
             if differs:

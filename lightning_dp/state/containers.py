@@ -24,6 +24,7 @@ from lightning_dp.state.items import (
     is_for_counting,
     is_reordered,
     overflows,
+    places_of_containers,
     survivors,
 )
 
@@ -108,15 +109,17 @@ class Merge:
             self._dims.varying.add(path)
         elif not is_new and path not in self._dims.varying and are_sums(before, after):
             yield path, NUMBERS
-        stay = sorted(set(kept[0]).intersection(*kept))
-        of_root = {i: root[n if root is after[0] else i] for n, i in enumerate(kept[0])}
-        for i in stay:
-            if is_container(of_root[i]):
+        stay, of_root = kept[0], root
+        if any(map(ne, map(len, kept), repeat(len(before)))):  # in most steps all stay
+            stay = sorted(set(kept[0]).intersection(*kept))
+            of_root = dict(zip(kept[0], root, strict=False)) if root is after[0] else root
+        for i in places_of_containers(before):
+            if i in stay:
                 others = [other[own.index(i)] for other, own in zip(after, kept, strict=True)]
                 yield from self.into((*path, i), before[i], others, of_root[i])
         if any(tails) or len(stay) < len(before):
             new = self._appended(path, tails, in_turn=overflows(before, tails))
-            items = [*[of_root[i] for i in stay], *new]
+            items = [*map(of_root.__getitem__, stay), *new]
             limit = len(after[0]) if self._slides(path, before, kept, after) else len(items)
             root.clear()
             root.extend(items[-limit:] if limit else [])

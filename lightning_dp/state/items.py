@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from operator import is_, ne
 from typing import Any
 
+_CONTAINERS = (list, dict, tuple, deque)
 _INTERNED = (bool, int, str, type(None))
 """Of these, two items may be one object."""
 
@@ -62,6 +63,19 @@ def refill(container: Any, items: Any) -> None:
 def has(container: Any, key: Any) -> bool:
     """Whether a container has an entry."""
     return key in container if isinstance(container, dict) else key < len(container)
+
+
+def places_of_containers(items: Any) -> list[int]:
+    """Where there are containers among the items.
+
+    Example:
+        >>> places_of_containers([0.5, [], (1, 2), ({},)])
+        [1, 3]
+    """
+    kinds = {kind for kind in set(map(type, items)) if issubclass(kind, _CONTAINERS)}
+    if not kinds:
+        return []  # nearly always
+    return [i for i, item in enumerate(items) if type(item) in kinds and is_container(item)]
 
 
 def survivors(before: Any, after: Any) -> Sequence[int]:

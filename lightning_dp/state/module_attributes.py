@@ -23,12 +23,12 @@ class ModuleAttributes:
         self,
         number: int,
         replicas: list[Attributes],
-        module: type[nn.Module],
+        label: str,
         apart: frozenset[str],
     ) -> None:
         self.number = number
         self.apart = apart
-        self.type_name = module.__qualname__
+        self.label = label  # in messages
         self.replicas = replicas
         self.root = replicas[0]
         self.containers: dict[str, CopiedContainer] = {}

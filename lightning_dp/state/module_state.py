@@ -21,10 +21,9 @@ from lightning_dp.parallel.torch_private import version
 from lightning_dp.state.containers import Merge, Path
 from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
 from lightning_dp.state.kept_by_hooks import KeptByHooks
+from lightning_dp.state.looked_at import is_looked_at, names_of, not_looked_at
 from lightning_dp.state.module_attributes import ModuleAttributes
 
-_OF_TORCH = frozenset(nn.Module().__dict__)
-_PACKAGES = ("torch.", "torchmetrics.")
 _DIFFERENT = (
     "A step binds {} to different values on different replicas; self keeps the first replica's, "
     "and with tensors every replica goes on from its own. That is all right for what only the same "
@@ -59,8 +58,8 @@ class ModuleState:
     a warning names the attribute, once. Where they are tensors (the state of a recurrent network,
     a mask that is made once), every replica goes on from its own.
 
-    Looked at are the attributes of all modules that are not torch's or torchmetrics', but for those
-    that `apart` names for a module.
+    Looked at are the attributes of all modules, but for those that are torch's or torchmetrics' own
+    and those that `apart` names for a module.
     """
 
     _by_hooks: KeptByHooks | None
@@ -161,16 +160,18 @@ class ModuleState:
 
     def _begin_with(self, replicas: Replicas) -> None:
         self._submodules = replicas.submodules
-        self._by_hooks = KeptByHooks.of(replicas.modules[0])
+        root = replicas.modules[0]
+        self._by_hooks = KeptByHooks.of(root)
+        places = names_of(root)
         self._modules = [
             ModuleAttributes(
                 j,
                 [module.__dict__ for module in modules],
-                type(modules[0]),
-                _OF_TORCH | self._apart(modules[0]),
+                places.get(id(modules[0]), type(modules[0]).__qualname__),
+                not_looked_at(modules[0]) | self._apart(modules[0]),
             )
             for j, modules in enumerate(zip(*replicas.submodules, strict=True))
-            if not type(modules[0]).__module__.startswith(_PACKAGES)
+            if is_looked_at(modules[0])
         ]
         self._by_number = {module.number: module for module in self._modules}
         self._looks = replicas.attributes
@@ -245,7 +246,7 @@ class ModuleState:
         if key in self._warned:
             return
         self._warned.add(key)
-        what = f"{module.type_name}.{tree.name(path, name)}"
+        what = f"{module.label}.{tree.name(path, name)}"
         warnings.warn(
             f"{text.format(what)} To collect over the batch, append to a list on self, log the "
             "value or update a metric.",

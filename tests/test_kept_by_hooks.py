@@ -54,8 +54,23 @@ def by_name(net: Any) -> Any:
     return partial(keep, net, "output")
 
 
+def by_the_dict(net: Any) -> Any:
+    kept = net.kept
+
+    def keep(layer: Any, inputs: Any, output: Tensor) -> None:
+        kept["output"] = output
+
+    return keep
+
+
+def by_an_argument(net: Any) -> Any:
+    return partial(lambda kept, layer, inputs, output: kept.update(output=output), net.kept)
+
+
 @pytest.mark.filterwarnings("ignore:A step binds .*kept")
-@pytest.mark.parametrize("register", [lambda net: net.keep, by_function, by_name])
+@pytest.mark.parametrize(
+    "register", [lambda net: net.keep, by_function, by_name, by_the_dict, by_an_argument]
+)
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_on_self_each_replica_reads_its_own(register: Any, executor: Any) -> None:
     several, one = OnSelf(register), OnSelf(register)
@@ -63,6 +78,34 @@ def test_on_self_each_replica_reads_its_own(register: Any, executor: Any) -> Non
     trainer(3, DataParallelStrategy(executor=executor)).fit(several, loader(), loader())
     trainer(1, "auto").fit(one, loader(), loader())
     assert_equal_trees(several.state_dict(), one.state_dict(), "weights", atol=1e-6, rtol=0.0)
+
+
+class Listing(Classifier):
+    """Its hook knows a list that is on self, where an epoch's outputs are collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs = outputs = []
+        self.collected: list[Tensor] = []
+        self.net[0].register_forward_hook(lambda layer, _, output: outputs.append(output.detach()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.outputs[-1].sum() - self.outputs[-1].sum()  # its own is there
+
+    def on_train_epoch_end(self) -> None:
+        self.collected.extend(self.outputs)
+        self.outputs.clear()
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_a_list_on_self_that_a_hook_knows_is_one_devices(executor: Any) -> None:
+    several, one = Listing(), Listing()
+    one.load_state_dict(several.state_dict())
+    trainer(3, DataParallelStrategy(executor=executor)).fit(several, loader(), loader())
+    trainer(1, "auto").fit(one, loader(), loader())
+    assert len(several.collected) > 6
+    assert_equal_trees(several.collected, one.collected, "outputs", atol=1e-5, rtol=0.0)
 
 
 class Store:

@@ -65,7 +65,7 @@ def tables_as_attributes(parameters: Table, buffers: Table, children: Table) -> 
     return {"_parameters": parameters, "_buffers": buffers, "_modules": children}
 
 
-_HOOK_TABLES = (
+HOOK_TABLES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -75,7 +75,7 @@ _HOOK_TABLES = (
     "_backward_pre_hooks",
 )
 
-hook_tables: Callable[[nn.Module], Sequence[dict[int, Any]]] = _getter(nn.Module(), *_HOOK_TABLES)
+hook_tables: Callable[[nn.Module], Sequence[dict[int, Any]]] = _getter(nn.Module(), *HOOK_TABLES)
 """A module's tables of hooks of forwards and backwards. A test tells of one that is new."""
 
 FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
@@ -84,7 +84,7 @@ FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_fo
 
 def copy_hook_tables(attributes: dict[str, Any]) -> None:
     """Gives a module, by its `__dict__`, tables of its own with the hooks that it has."""
-    attributes.update({name: OrderedDict(attributes[name]) for name in _HOOK_TABLES})
+    attributes.update({name: OrderedDict(attributes[name]) for name in HOOK_TABLES})
 
 
 BatchNorm = batchnorm._BatchNorm

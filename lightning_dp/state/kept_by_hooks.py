@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -38,18 +38,19 @@ class KeptByHooks:
 
     Args:
         root: the module, with its hooks.
+        apart: the ids of containers of which each replica's hooks know a copy.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, apart: Container[int] = ()) -> None:
         self._root = root
-        self._places = list(_places(root))
+        self._places = [place for place in _places(root) if id(place.content) not in apart]
         self._left = dict.fromkeys((True, False), LOOKS if self._places else 0)
         self._before: list[dict[Any, Tensor]] = []
 
     @classmethod
-    def of(cls, root: nn.Module) -> KeptByHooks | None:
+    def of(cls, root: nn.Module, apart: Container[int] = ()) -> KeptByHooks | None:
         """None if its hooks have no such place."""
-        look = cls(root)
+        look = cls(root, apart)
         return None if look.is_done else look
 
     @property
@@ -85,10 +86,28 @@ def _warn(place: _Place) -> None:
     )
 
 
+def known_to_hooks(root: nn.Module) -> set[int]:
+    """The ids of what its hooks know, and replicas' hooks can know another one of."""
+    hooks = [hook for module in root.modules() for hook in _hooks(module)]
+    return {id(value) for hook in hooks for value in _replaceable(hook)}
+
+
+def _replaceable(hook: Any) -> Iterator[Any]:
+    if isinstance(hook, partial):
+        yield from (*hook.args, *hook.keywords.values())
+        yield from _replaceable(hook.func)
+    elif isinstance(hook, FunctionType):
+        yield from (value for _, value in _cells(hook))
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [hook for table in hook_tables(module) for hook in table.values()]
+
+
 def _places(root: nn.Module) -> Iterator[_Place]:
     for name, module in root.named_modules():
         where = f"{type(root).__qualname__}.{name}" if name else type(root).__qualname__
-        for hook in [hook for table in hook_tables(module) for hook in table.values()]:
+        for hook in _hooks(module):
             for text, value in _known(hook):
                 yield from (_Place(where, text, content) for content in _contents(value))
 
@@ -111,14 +130,18 @@ def _known(hook: Any, depth: int = 1) -> Iterator[tuple[str, Any]]:
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    yield from _cells(function)
+    for name in function.__code__.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+
+
+def _cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
         except ValueError:  # it is empty
             continue
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield name, function.__globals__[name]
 
 
 def _contents(value: Any) -> Iterator[dict[Any, Any] | list[Any]]:

@@ -20,7 +20,7 @@ from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import version
 from lightning_dp.state.containers import Merge, Path
 from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
-from lightning_dp.state.kept_by_hooks import KeptByHooks
+from lightning_dp.state.kept_by_hooks import KeptByHooks, known_to_hooks
 from lightning_dp.state.looked_at import is_looked_at, names_of, not_looked_at
 from lightning_dp.state.module_attributes import ModuleAttributes
 
@@ -144,7 +144,7 @@ class ModuleState:
             self._warn(module, name, text=_IN_PLACE)
         for module, name, differs in changes.rebound:
             holds_tensors = module.holds_tensors(name, active)
-            for k in active if holds_tensors else ():
+            for k in filter(None, active if holds_tensors else ()):
                 replicas.keep(k, module.number, name)
             if name in module.containers and not holds_tensors:
                 module.containers[name].bind(module.root[name])
@@ -161,7 +161,6 @@ class ModuleState:
     def _begin_with(self, replicas: Replicas) -> None:
         self._submodules = replicas.submodules
         root = replicas.modules[0]
-        self._by_hooks = KeptByHooks.of(root)
         places = names_of(root)
         self._modules = [
             ModuleAttributes(
@@ -174,9 +173,21 @@ class ModuleState:
             if is_looked_at(modules[0])
         ]
         self._by_number = {module.number: module for module in self._modules}
+        self._by_hooks = KeptByHooks.of(root, apart=self._give_to_hooks(replicas))
         self._looks = replicas.attributes
         self._seen = list(self._looks.versions)
         self._list()
+
+    def _give_to_hooks(self, replicas: Replicas) -> set[int]:
+        """Has replicas' hooks know the replicas' containers; the ids of the root's that hooks know.
+
+        A hook may have been made with one: `register_forward_hook(keep_in(self.kept))`.
+        """
+        ids = known_to_hooks(replicas.modules[0])
+        containers = [c for m in self._modules for c in m.containers.values() if id(c.value) in ids]
+        for container in containers:
+            replicas.stand_in(container.value, container.copies)
+        return {id(container.value) for container in containers}
 
     def _look_again(self) -> None:
         """Brings what is known up to date with what anybody, or the latest step, has changed."""

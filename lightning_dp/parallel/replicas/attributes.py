@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
+from collections.abc import Mapping
 from functools import partial
 from operator import is_not
 from types import CellType, FunctionType, MemberDescriptorType, MethodType
@@ -16,6 +17,7 @@ from lightning_dp.parallel.replicas.buffers import Table, version_of
 from lightning_dp.parallel.replicas.compiled import is_compiled
 from lightning_dp.parallel.torch_compile import compiled_function, set_compiled_function
 from lightning_dp.parallel.torch_private import (
+    HOOK_TABLES,
     child_table,
     copy_hook_tables,
     parameter_table,
@@ -28,15 +30,17 @@ _ABSENT = object()
 class AttributeMirror:
     """The attributes of one submodule of a replica.
 
-    What stands for the root's parts is in `twins`, by their ids. In the place of some of the
-    replica's parameters it computes with others for a while: these are in `others`, by the ids of
-    the replica's. Both are the replica's own, for all its submodules.
+    What stands for the root's parts is in `twins`, by their ids; what else does in what hooks know,
+    is `in_hooks`. In the place of some of the replica's parameters it computes with others for a
+    while: these are in `others`, by the ids of the replica's. All are the replica's own, for all
+    its submodules.
     """
 
     def __init__(
         self,
         original: nn.Module,
         twins: dict[int, Any],
+        in_hooks: dict[int, Any],
         others: dict[int, Tensor],
         buffers: Table,
         own: dict[str, Any],
@@ -47,6 +51,7 @@ class AttributeMirror:
         self._twin = twins[id(original)]
         self._attributes = self._twin.__dict__
         self._twins, self._others = twins, others
+        self._in_hooks = ChainMap(twins, in_hooks)
         self._source, self._device = source, device
         self._parameters = _translate(dict(parameter_table(original)), twins)
         children = _translate(dict(child_table(original)), twins)
@@ -87,7 +92,8 @@ class AttributeMirror:
         for name, value in self._original.items():
             if self._seen.get(name, _ABSENT) is not value and name not in self._own:
                 self.compiles = self.compiles or is_compiled(value)
-                twin = _translate(value, self._twins)
+                twins = self._in_hooks if name in HOOK_TABLES else self._twins
+                twin = _translate(value, twins)
                 self._translated.pop(name, None)
                 if twin is not value:
                     self._translated[name] = twin
@@ -95,6 +101,14 @@ class AttributeMirror:
             del self._translated[name]
         # A tensor is looked at again: whoever held it would hold its graph.
         self._seen = {n: v for n, v in self._original.items() if not isinstance(v, Tensor)}
+
+    def translate_hooks(self) -> None:
+        """Translates its hooks again: more than before stands for something that they know."""
+        for name in HOOK_TABLES:
+            self._seen.pop(name, None)
+        self._look_for_parts()
+        hooks = {name: self._translated[name] for name in HOOK_TABLES if name in self._translated}
+        self._attributes.update(_translate(hooks, self._others))
 
     def own(self, attributes: dict[str, Any]) -> None:
         """Has these attributes for good, whatever the original's are."""
@@ -170,14 +184,14 @@ def _slots_of(module: nn.Module) -> list[str]:
     return [n for items in members for n, m in items if isinstance(m, MemberDescriptorType)]
 
 
-def _translate(value: Any, twins: dict[int, Any]) -> Any:
+def _translate(value: Any, twins: Mapping[int, Any]) -> Any:
     """`value` with the root's parameters and modules in it replaced by a replica's.
 
     Recurrent layers keep a flat list of their weights, users keep lists of layers, bound methods
     and functions made beside them (a hook that appends to `self.seen`); a replica that followed
     such a reference would compute with the root's weights.
     """
-    if isinstance(value, Tensor | nn.Module):
+    if isinstance(value, Tensor | nn.Module) or id(value) in twins:
         return twins.get(id(value), value)
     if isinstance(value, MethodType) and id(value.__self__) in twins:
         return MethodType(value.__func__, twins[id(value.__self__)])
@@ -200,11 +214,12 @@ def _translate(value: Any, twins: dict[int, Any]) -> Any:
 
 
 def _with_other_cells(
-    function: FunctionType, twins: dict[int, Any], depth: int = 0
+    function: FunctionType, twins: Mapping[int, Any], depth: int = 0
 ) -> FunctionType:
     """A function that knows a replica's parts where the original knows the root's.
 
-    All else that it knows it shares with the original: counters go on counting. What a compiled
+    All else that it knows it shares with the original: counters go on counting. Only of containers
+    that a hook knows and `self` has, a replica's hook knows the replica's own. What a compiled
     function calls is looked into, too: that may be wrapped once more.
     """
     original = compiled_function(function)
@@ -221,7 +236,7 @@ def _with_other_cells(
     return twin
 
 
-def _other_cell(cell: CellType, twins: dict[int, Any], depth: int) -> CellType:
+def _other_cell(cell: CellType, twins: Mapping[int, Any], depth: int) -> CellType:
     try:
         content = cell.cell_contents
     except ValueError:  # it is empty
@@ -230,7 +245,7 @@ def _other_cell(cell: CellType, twins: dict[int, Any], depth: int) -> CellType:
     return cell if other is content else CellType(other)
 
 
-def _other_content(content: Any, twins: dict[int, Any], depth: int) -> Any:
+def _other_content(content: Any, twins: Mapping[int, Any], depth: int) -> Any:
     """No further than to the parts themselves: functions may know each other in circles."""
     if isinstance(content, MethodType) and id(content.__self__) in twins:
         return MethodType(content.__func__, twins[id(content.__self__)])

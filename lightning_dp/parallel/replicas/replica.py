@@ -37,6 +37,8 @@ class Replica:
         self.parameters = weights.parameters
         self.shared: set[int] = set()  # positions of those of which it has the root's own
         self._others: dict[int, Tensor] = {}  # what it computes with, by the ids of its own
+        self._in_hooks: dict[int, Any] = {}
+        self._known: list[Any] = []  # of which these are the ids
         twins = self._make_twins(device)
         self.buffers = buffers.on(device, partial(_stand_in, twins, self._others))
         place = next((p.device for p in source.parameters), device)
@@ -44,6 +46,7 @@ class Replica:
             AttributeMirror(
                 module,
                 twins,
+                self._in_hooks,
                 self._others,
                 buffer_table(module) if id(module) in source.staying else table,
                 rules.own_attributes(module, twins[id(module)], k, device),
@@ -88,6 +91,13 @@ class Replica:
     def keep(self, position: int, name: str) -> None:
         """Lets a submodule keep the attribute that it has now, until the root's is bound anew."""
         self._mirrors[position].keep(name)
+
+    def stand_in(self, container: Any, own: Any) -> None:
+        """Has hooks that know a container of the root's know this one in its place."""
+        self._known.append(container)
+        self._in_hooks[id(container)] = own
+        for mirror in self._mirrors:
+            mirror.translate_hooks()
 
     def connect(self, on_backward: Callable[[], None]) -> None:
         """Computes with functions of the root's parameters; without gradients, with its own.

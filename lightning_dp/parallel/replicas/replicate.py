@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import compress
 from operator import attrgetter, not_
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,6 @@ class Replicas:
     _has_links: bool  # of buffers
     shared_writes: SharedWrites | None
     attributes: AttributeVersions
-    compiled: Compilations
     modules: list[nn.Module]
     submodules: list[list[nn.Module]]
 
@@ -103,8 +102,7 @@ class Replicas:
 
     def parameters_of(self, k: int) -> Sequence[Tensor]:
         """Those that a backward of replica k fills: the root's, where it has the root's own."""
-        is_shared = k > 0 and self._others[k - 1].shared
-        return self._parameters[0 if is_shared else k]
+        return self._parameters[0 if k > 0 and self._others[k - 1].shared else k]
 
     @property
     def packing(self) -> Packing:
@@ -137,8 +135,8 @@ class Replicas:
         other parameters or submodules than before gets new replicas.
 
         Parameters that are copied: `"changed"`, those that look changed. Writing through `.data`
-        leaves no trace, so `"trained"` copies those that are trained too, and `"all"` copies
-        everything, buffers included. Those that are not trained `SilentWrites` watches.
+        leaves no trace: `"trained"` copies those that are trained too, `"all"` buffers as well.
+        Those that are not trained `SilentWrites` watches.
 
         Buffers that are copied: `"changed"`, those that look changed. `"all"`, since batch norm
         writes to its buffers and leaves no trace. `"read"`, all as well, but none if a forward
@@ -184,7 +182,7 @@ class Replicas:
         """
         with torch.inference_mode(False), torch.no_grad():
             state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
-            others = [self._others[k - 1] for k in active if k > 0]
+            others = [self._others[k - 1] for k in filter(None, active)]
             self._weights.refresh([replica.weights for replica in others], state)
             self._buffers.copy_leaves([replica.buffers for replica in others])
             if self.shared_writes is not None and self.shared_writes.apart:
@@ -193,10 +191,9 @@ class Replicas:
     def share_parameters(self, share: bool) -> None:
         """Lets replicas on the root's device compute with the root's own parameters, or no longer.
 
-        Their backwards then accumulate into the root's `.grad`: there is nothing to sum. It is to
-        be said after every refresh, and only where replicas run one after another and no two
-        backwards at the same time. Shared are the parameters that are trained, until a step does
-        something to one: see `check_shared`.
+        Their backwards then accumulate into the root's `.grad`: there is nothing to sum. To be said
+        after every refresh, and only where replicas and their backwards run one after another.
+        Shared are those that are trained, until a step does something to one: see `check_shared`.
         """
         share, roots = share and not self._buffers.leaves, self._structure.parameters
         positions = self._sharing.choose(roots, share, self._followed, self.limited)
@@ -237,8 +234,12 @@ class Replicas:
 
     def keep(self, k: int, position: int, name: str) -> None:
         """Lets a submodule of replica k keep what it has bound, until the root's is bound anew."""
-        if k > 0:
-            self._others[k - 1].keep(position, name)
+        self._others[k - 1].keep(position, name)
+
+    def stand_in(self, container: Any, copies: Sequence[Any]) -> None:
+        """Has hooks that know a container of the root's know these on the other replicas."""
+        for replica, own in zip(self._others, copies, strict=True):
+            replica.stand_in(container, own)
 
     def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
         """Makes the replicas compute with functions of the root's parameters, until told otherwise.
@@ -263,9 +264,8 @@ class Replicas:
         computed = {id(b) for b in self._buffers.trained.values() if not b.is_leaf}
         found = self._root.named_buffers() if self._has_links else ()
         names = [name for name, buffer in found if id(buffer) in computed]
-        for k in active:
-            if k > 0:
-                self._others[k - 1].link_buffers(partial(on_backward, names))
+        for k in filter(None, active):
+            self._others[k - 1].link_buffers(partial(on_backward, names))
         return names
 
     def disconnect(self) -> None:
@@ -280,8 +280,8 @@ class Replicas:
             self.attributes, self.read_buffers = structure.attributes, structure.read_buffers
             limited = LimitedNorms(structure.modules, structure.parameters)
             self.limited = limited if limited.modules else None
-            is_elsewhere = any(device != self._devices[0] for device in self._devices)
-            self._silent = SilentWrites(structure.parameters) if is_elsewhere else None
+            differ = len(set(self._devices)) > 1
+            self._silent = SilentWrites(structure.parameters) if differ else None
             self._weights = weights = WeightCopies(structure.parameters)
             self._buffers = buffers = CopiedBuffers(structure.buffer_tables, structure.parameters)
             self._others = [

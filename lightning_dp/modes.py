@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_dp.dataloader_iter import Pulled, takes_iterator
 from lightning_dp.manual_optimization import ManualOptimization
-from lightning_dp.metrics import Journals, is_metric
+from lightning_dp.metrics import Backwards, Journals, is_metric
 from lightning_dp.parallel.batch import Shards, give_back_added, to_device
 from lightning_dp.parallel.call import PlainTransfer
 from lightning_dp.parallel.contexts import Contexts
@@ -108,6 +108,9 @@ class StepMode(Mode):
         context = partial(_around_step, self._journals, self._manual, module)
         self.engine: StepParallel = StepParallel(module, devices, context=context, **self._options)
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
+        if module.automatic_optimization and self._journals.exchange is None:
+            end = partial(setattr, self.engine, "around_backward", None)
+            self.engine.around_backward = Backwards(self._journals, module, end).around
         self._batch: Any = None
         self._call: EvaluationStep | None = None
         self._dataloader_idx = 0

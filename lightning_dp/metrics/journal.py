@@ -33,6 +33,7 @@ from lightning_dp.metrics.logs import (
 from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import StepAttributes, names_of_metric, state_of_metric
 from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
+from lightning_dp.metrics.recording import Recording
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, replay, standing_alone
 from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards, StepDims
@@ -140,7 +141,7 @@ class Journals(ReplicaRules):
         A rerun has done so before. It, and a step that did not fit and will run again, leave the
         module and its metrics as they were.
         """
-        return _Recording(self, replicas, shards, is_rerun)
+        return Recording(self, replicas, shards, is_rerun)
 
     def begin(self, replicas: Replicas, active: Sequence[int]) -> AbstractContextManager[None]:
         """A step begins; what lasts while its replicas run, and the journals record."""
@@ -161,6 +162,15 @@ class Journals(ReplicaRules):
         counts = self.exchange is None or not self.exchange.is_idle
         self._state.settle(changes, replicas, shards, keeps_items=counts)
         return logs
+
+    def end_backward(self) -> None:
+        """A backward was recorded: the next step finds replicas that do not follow the root yet."""
+        self._state.expect_all_anew()
+
+    @property
+    def left_something(self) -> bool:
+        """Whether what was recorded last has left anything, or called anything."""
+        return self._state.left_something or any(journal.calls for journal in self._journals)
 
     def undo(self) -> None:
         """Takes back what the step has left on the module and its metrics."""
@@ -228,43 +238,6 @@ class Journals(ReplicaRules):
         samples = None if self.exchange is None else self.exchange.end()
         if logs:
             log_late(self._module, logs, samples)
-
-
-class _Recording:
-    """One step, see `Journals.around`. What has to be put back it has entered itself."""
-
-    def __init__(
-        self, journals: Journals, replicas: Replicas, shards: Shards, is_rerun: bool
-    ) -> None:
-        self._journals, self._is_rerun = journals, is_rerun
-        self._replicas, self._shards = replicas, shards
-
-    def __enter__(self) -> None:
-        """The step begins."""
-        self._inside = self._journals.begin(self._replicas, self._shards.active)
-        try:
-            self._inside.__enter__()
-        except torch.OutOfMemoryError:
-            self._journals.undo()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        """It ends."""
-        logs: list[LateLog] = []
-        try:
-            self._inside.__exit__(kind, *error)
-            if kind is None and not self._is_rerun:
-                logs = self._journals.settle(self._replicas, self._shards)
-        except torch.OutOfMemoryError:
-            self._journals.undo()
-            raise
-        finally:
-            if (exchange := self._journals.exchange) is not None:
-                exchange.syncs.in_step = False
-        if kind is None and not self._is_rerun:
-            self._journals.log(logs)
-        elif kind is None or issubclass(kind, torch.OutOfMemoryError):
-            self._journals.undo()
 
 
 def aligned(

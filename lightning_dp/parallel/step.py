@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, without_rows
-from lightning_dp.parallel.call import PLAIN, ReplicaCall, Transfer
+from lightning_dp.parallel.call import PLAIN, ReplicaCall, StepContext, Transfer
 from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.gradients import (
     GradientsAside,
@@ -87,6 +88,13 @@ class StepParallel(RecoveringEngine):
         self.loss_reduction: LossReduction = loss_reduction
         self.own_means = OwnMeans() if loss_reduction == "mean" else None
         self.has_own_backward = False  # code that nobody knows makes the joint loss's backward
+        self.around_backward: StepContext | None = None  # surrounds the replicas' backwards
+
+    def watched_backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
+        """A backward in that context."""
+        around, own = self.around_backward, (self.replicas, joint.name, joint.shards, False)
+        with nullcontext() if around is None else around(*own):
+            self.backward(joint, gradient, keep_graph)
 
     def train(self, method: str, batch: Any, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and joins the losses; see `TrainingStep`."""
@@ -122,8 +130,7 @@ class EvaluationStep(ReplicaCall):
         transfer: Transfer = PLAIN,
     ) -> None:
         super().__init__(method, training=self.training, transfer=transfer)
-        self.engine = engine
-        self.args = args
+        self.engine, self.args = engine, args
 
     def begin(self, shards: Shards) -> None:
         """Remembers the shards: an optimizer's closure may come for the same ones again."""
@@ -168,10 +175,10 @@ class TrainingStep(EvaluationStep):
         """Losses stay, too: their backward begins where they are."""
         steps = [out if out is None else StepOutput.parse(out) for out in outputs]
         parts = [s and (s.loss.detach(), s.num_items, s.extras) for s in steps]
-        names = ("value", "num_items", "extras")
+        names, left = ("value", "num_items", "extras"), super().leave(parts, devices)
         return [
             step and replace(step, **dict(zip(names, sent, strict=True)))
-            for step, sent in zip(steps, super().leave(parts, devices), strict=True)
+            for step, sent in zip(steps, left, strict=True)
         ]
 
     def tell(self, outputs: list[Any], shards: Shards) -> _Joined:
@@ -243,9 +250,9 @@ class TrainingStep(EvaluationStep):
     def _with_backward(self, joint: Tensor, graphs: list[Graph], shards: Shards) -> Tensor:
         engine = self.engine
         crosses, devices = engine.calls.crossed, [*engine.devices, engine.output_device]
-        run, crossings = engine.backward, engine.calls.crossings
-        backward = JointBackward(self.name, shards, graphs, crosses, run, devices, crossings)
-        return backward.attach(joint, engine.requested_parameters())
+        run = engine.watched_backward if engine.around_backward else engine.backward
+        own = (self.name, shards, graphs, crosses, run, devices, engine.calls.crossings)
+        return JointBackward(*own).attach(joint, engine.requested_parameters())
 
     def _of_all_processes(self, world: World) -> JointLoss:
         losses, buffers = cast("Losses", self._losses), self.engine.reducer.buffers_between
@@ -255,9 +262,8 @@ class TrainingStep(EvaluationStep):
         return joined
 
     def _value_of(self, joined: JointLoss) -> Tensor | None:
-        if joined.value is None:
-            return None
-        return torch.tensor(joined.value, dtype=joined.dtype, device=self.engine.output_device)
+        value, on = joined.value, self.engine.output_device
+        return None if value is None else torch.tensor(value, dtype=joined.dtype, device=on)
 
     def finish(self, result: Any, gradient: Tensor | None = None) -> None:
         """The joint loss's backward."""

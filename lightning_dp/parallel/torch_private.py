@@ -78,6 +78,12 @@ HOOK_TABLES = (
 hook_tables: Callable[[nn.Module], Sequence[dict[int, Any]]] = _getter(nn.Module(), *HOOK_TABLES)
 """A module's tables of hooks of forwards and backwards. A test tells of one that is new."""
 
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether something is called when a backward comes through a module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
 """Attributes that every module has, and that stay the same objects; some tables of hooks do not."""
 

@@ -63,6 +63,8 @@ class ModuleState:
     """
 
     _by_hooks: KeptByHooks | None
+    _seen: list[int]
+    left_something = False  # in the latest step
 
     def __init__(
         self,
@@ -120,7 +122,8 @@ class ModuleState:
         Without `keeps_items` containers have afterwards what was in them before: of samples that
         count elsewhere. Attributes that were bound anew stay, which may be counts of steps.
         """
-        if any(changes):
+        self.left_something = any(changes)
+        if self.left_something:
             if not keeps_items:
                 for container in changes.containers:
                     container.take_back()
@@ -152,6 +155,10 @@ class ModuleState:
                 shards.dims.keep_sizes()
             if differs:
                 self._warn(module, name)
+
+    def expect_all_anew(self) -> None:
+        """Has the next `begin` look at all modules: this time their replicas had not followed."""
+        self._seen = [-1] * len(self._seen)
 
     def undo(self) -> None:
         """Gives the module what it had before the step."""

@@ -3,9 +3,9 @@
 Decided here: how containers that every replica has filled become one (`containers`,
 `copied_containers`, `items`), which of the attributes that a step has bound stay (`module_state`,
 for each module `module_attributes`; `looked_at` says which are the user's), what hooks keep
-elsewhere (`kept_by_hooks`), that options of optimizers change once (`optimizer_groups`), which
-optimizers a step can get hold of (`optimizers`), and what replicas see in the place of methods of
-an object that they share (`shared_methods`).
+elsewhere (`kept_by_hooks`), what may not be `made_in_steps`, that options of optimizers change once
+(`optimizer_groups`), which optimizers a step can get hold of (`optimizers`), and what replicas see
+in the place of methods of an object that they share (`shared_methods`).
 """
 
 from lightning_dp.state.copied_containers import Contents as Contents

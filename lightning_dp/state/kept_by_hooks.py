@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.torch_private import hook_tables
 
-LOOKS = 2
-"""Steps of training, and of evaluation, that are looked at."""
+LOOKS = 4
+"""Steps of training with their backwards, and of evaluation, that are looked at."""
 
 _NO_PLACE = (nn.Module, Tensor, ModuleType, type, str)
 
@@ -46,12 +46,6 @@ class KeptByHooks:
         self._places = [place for place in _places(root) if id(place.content) not in apart]
         self._left = dict.fromkeys((True, False), LOOKS if self._places else 0)
         self._before: list[dict[Any, Tensor]] = []
-
-    @classmethod
-    def of(cls, root: nn.Module, apart: Container[int] = ()) -> KeptByHooks | None:
-        """None if its hooks have no such place."""
-        look = cls(root, apart)
-        return None if look.is_done else look
 
     @property
     def is_done(self) -> bool:

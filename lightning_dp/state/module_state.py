@@ -22,6 +22,7 @@ from lightning_dp.state.containers import Merge, Path
 from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
 from lightning_dp.state.kept_by_hooks import KeptByHooks, known_to_hooks
 from lightning_dp.state.looked_at import is_looked_at, names_of, not_looked_at
+from lightning_dp.state.made_in_steps import MadeInSteps
 from lightning_dp.state.module_attributes import ModuleAttributes
 
 _DIFFERENT = (
@@ -62,7 +63,7 @@ class ModuleState:
     and those that `apart` names for a module.
     """
 
-    _by_hooks: KeptByHooks | None
+    _first_looks: list[KeptByHooks | MadeInSteps]
     _seen: list[int]
     left_something = False  # in the latest step
 
@@ -83,18 +84,17 @@ class ModuleState:
         else:
             self._begin_with(replicas)
         self._is_settled = False
-        if self._by_hooks is not None:
-            self._by_hooks.begin()
+        for look in self._first_looks:
+            look.begin()
         self._versions = list(map(version, self._tensors))
         if first := active[0]:  # what the root has bound is known
             self._of_first = [dict(module.replicas[first]) for module in self._modules]
 
     def changes(self, active: Sequence[int]) -> Changes:
         """What the replicas' steps have changed: to be asked before metrics are called for all."""
-        if self._by_hooks is not None:
-            self._by_hooks.end(active)
-            if self._by_hooks.is_done:
-                self._by_hooks = None
+        for look in self._first_looks:
+            look.end(active)
+            self._first_looks = [look for look in self._first_looks if not look.is_done]
         first = active[0]
         anew = list(self._rebound(first))
         containers = self._changed_containers(self._of_all)
@@ -180,7 +180,8 @@ class ModuleState:
             if is_looked_at(modules[0])
         ]
         self._by_number = {module.number: module for module in self._modules}
-        self._by_hooks = KeptByHooks.of(root, apart=self._give_to_hooks(replicas))
+        by_hooks = KeptByHooks(root, apart=self._give_to_hooks(replicas))
+        self._first_looks = [MadeInSteps(replicas), *([] if by_hooks.is_done else [by_hooks])]
         self._looks = replicas.attributes
         self._seen = list(self._looks.versions)
         self._list()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.metrics.recording import LOOKS
+from lightning_dp.metrics.backwards import LOOKS
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 
@@ -25,7 +25,7 @@ CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 class Hooked(Classifier):
     """A hook of its hidden layer's gradient does something, which the step registers."""
 
-    validation_step = None  # type: ignore[assignment]
+    validation_step = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ WORDS = r"A step makes {}: every replica makes its own.*Make them in __init__"
 class Head(Classifier):
     """The first step makes a layer."""
 
-    validation_step = None  # type: ignore[assignment]
+    validation_step = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if not hasattr(self, "head"):

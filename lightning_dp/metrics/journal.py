@@ -7,11 +7,10 @@ user's module.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,8 +19,9 @@ from torch import nn
 from lightning_dp.lightning_private import batch_value, own_device
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.logs import (
+    Call,
     LateLog,
-    LogCall,
+    aligned,
     brought_to,
     check_keys,
     log_call,
@@ -33,23 +33,17 @@ from lightning_dp.metrics.logs import (
 from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import StepAttributes, names_of_metric, state_of_metric
 from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
-from lightning_dp.metrics.recording import Recording
-from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, replay, standing_alone
+from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, replay
 from lightning_dp.metrics.undo import MetricStates
-from lightning_dp.parallel.batch import Shards, StepDims
+from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import Contexts
 from lightning_dp.parallel.replaced import StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
-from lightning_dp.parallel.split import Order
 from lightning_dp.state import ModuleState
 
 if TYPE_CHECKING:
     from lightning_dp.metrics.exchange import Exchange
     from lightning_dp.parallel.processes import World
-
-Call: TypeAlias = LogCall | MetricCall
-Row: TypeAlias = dict[int, Any]
-"""The same call of several replicas, by the number of the replica among those that work."""
 
 
 class Journal:
@@ -240,32 +234,38 @@ class Journals(ReplicaRules):
             log_late(self._module, logs, samples)
 
 
-def aligned(
-    journals: Sequence[Sequence[Call]],
-    sizes: Sequence[int],
-    order: Order | None,
-    dims: StepDims,
-) -> list[Row]:
-    """The replicas' calls side by side: the n-th call with a key stands beside the other n-th ones.
+class Recording:
+    """One step, see `Journals.around`. What has to be put back it has entered itself."""
 
-    They come in the order of the first replica; calls that it did not make come last. Calls of a
-    metric that were made sample by sample stand alone, in the order of the batch.
-    """
-    rows: dict[tuple[tuple[object, ...], int], Row] = {}
-    of_metrics: dict[tuple[object, ...], list[Row]] = {}
-    for k, calls in enumerate(journals):
-        counts: Counter[tuple[object, ...]] = Counter()
-        for call in calls:
-            row = rows.setdefault((call.key, counts[call.key]), {})
-            if not row and isinstance(call, MetricCall):
-                of_metrics.setdefault(call.key, []).append(row)
-            row[k] = call
-            counts[call.key] += 1
-    alone = standing_alone(of_metrics, sizes, order, dims) if of_metrics else {}
-    aligned: list[Row] = []
-    for (key, n), row in rows.items():
-        if key not in alone:
-            aligned.append(row)
-        elif n == 0:
-            aligned.extend(alone[key])
-    return aligned
+    def __init__(
+        self, journals: Journals, replicas: Replicas, shards: Shards, is_rerun: bool
+    ) -> None:
+        self._journals, self._is_rerun = journals, is_rerun
+        self._replicas, self._shards = replicas, shards
+
+    def __enter__(self) -> None:
+        """The step begins."""
+        self._inside = self._journals.begin(self._replicas, self._shards.active)
+        try:
+            self._inside.__enter__()
+        except torch.OutOfMemoryError:
+            self._journals.undo()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        """It ends."""
+        logs: list[LateLog] = []
+        try:
+            self._inside.__exit__(kind, *error)
+            if kind is None and not self._is_rerun:
+                logs = self._journals.settle(self._replicas, self._shards)
+        except torch.OutOfMemoryError:
+            self._journals.undo()
+            raise
+        finally:
+            if (exchange := self._journals.exchange) is not None:
+                exchange.syncs.in_step = False
+        if kind is None and not self._is_rerun:
+            self._journals.log(logs)
+        elif kind is None or issubclass(kind, torch.OutOfMemoryError):
+            self._journals.undo()

@@ -1,24 +1,31 @@
-"""`self.log` of all replicas becomes one log call, with the value one device would have logged."""
+"""`self.log` of all replicas becomes one log call, with the value one device would have logged.
+
+The calls of replicas, of metrics too, stand side by side first: see `aligned`.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from inspect import Parameter, signature
 from itertools import compress
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_dp.lightning_private import batch_value, keep_batch_value, results_of
+from lightning_dp.metrics.arguments import MetricCall
+from lightning_dp.metrics.torchmetrics_on_replicas import standing_alone
 from lightning_dp.parallel.batch import Shards, StepDims, weighted_mean
 from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.devices import replica_names, replica_text
 from lightning_dp.parallel.links import to_device_coalesced
 from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.split import Order
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.
 _OPTIONS = tuple(signature(LightningModule.log).parameters)[3:]
@@ -39,6 +46,11 @@ class LogCall(NamedTuple):
     name: str
     value: Any
     options: Mapping[str, Any]
+
+
+Call: TypeAlias = LogCall | MetricCall
+Row: TypeAlias = dict[int, Any]
+"""The same call of several replicas, by the number of the replica among those that work."""
 
 
 class LateLog(NamedTuple):
@@ -232,3 +244,34 @@ def _as_numbers(calls: Sequence[LogCall], device: torch.device) -> list[Tensor]:
             number = number.to(default if default == torch.float64 else torch.float32)
         numbers.append(number.to(device, non_blocking=device.type != "cpu"))
     return numbers
+
+
+def aligned(
+    journals: Sequence[Sequence[Call]],
+    sizes: Sequence[int],
+    order: Order | None,
+    dims: StepDims,
+) -> list[Row]:
+    """The replicas' calls side by side: the n-th call with a key stands beside the other n-th ones.
+
+    They come in the order of the first replica; calls that it did not make come last. Calls of a
+    metric that were made sample by sample stand alone, in the order of the batch.
+    """
+    rows: dict[tuple[tuple[object, ...], int], Row] = {}
+    of_metrics: dict[tuple[object, ...], list[Row]] = {}
+    for k, calls in enumerate(journals):
+        counts: Counter[tuple[object, ...]] = Counter()
+        for call in calls:
+            row = rows.setdefault((call.key, counts[call.key]), {})
+            if not row and isinstance(call, MetricCall):
+                of_metrics.setdefault(call.key, []).append(row)
+            row[k] = call
+            counts[call.key] += 1
+    alone = standing_alone(of_metrics, sizes, order, dims) if of_metrics else {}
+    aligned: list[Row] = []
+    for (key, n), row in rows.items():
+        if key not in alone:
+            aligned.append(row)
+        elif n == 0:
+            aligned.extend(alone[key])
+    return aligned

@@ -17,8 +17,16 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_dp.metrics.arguments import MetricCall, join_arguments
-from lightning_dp.metrics.journal import Call, Journal, Journals, aligned
-from lightning_dp.metrics.logs import LateLog, brought_to, check_keys, merged_log, names_of
+from lightning_dp.metrics.journal import Journal, Journals
+from lightning_dp.metrics.logs import (
+    Call,
+    LateLog,
+    aligned,
+    brought_to,
+    check_keys,
+    merged_log,
+    names_of,
+)
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import device_of
 from lightning_dp.parallel.batch import Shards, StepDims

@@ -293,8 +293,8 @@ class Replicas:
             self.modules = [self._root, *(replica.module for replica in self._others)]
             self.submodules = [structure.modules, *(r.submodules for r in self._others)]
             self._parameters = [structure.parameters, *(r.parameters for r in self._others)]
-            tables = (replica.buffers.tables for replica in self._others)
-            self._buffer_state.follow(structure, [structure.buffer_tables, *tables])
+            tables = [replica.buffers.tables for replica in self._others]
+            self._buffer_state.follow(structure, self.submodules, tables)
             self._all_trained = self._has_links = False
             own = [r.weights if r.shares_memory else None for r in self._others]
             self.shared_writes = SharedWrites(structure.parameters, own) if any(own) else None

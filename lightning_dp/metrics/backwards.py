@@ -1,61 +1,20 @@
-"""Recording: what replicas say and leave while a step runs, and while its backward does."""
+"""Backwards: what the replicas' own backwards say and leave is recorded as what steps do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import nn
 
-from lightning_dp.metrics.logs import LateLog
+from lightning_dp.metrics.journal import Journals, Recording
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_private import has_backward_hooks
 
-if TYPE_CHECKING:
-    from lightning_dp.metrics.journal import Journals
-
 LOOKS = 2
 """Backwards that are recorded where no module has such hooks: a step may add some itself."""
-
-
-class Recording:
-    """One step, see `Journals.around`. What has to be put back it has entered itself."""
-
-    def __init__(
-        self, journals: Journals, replicas: Replicas, shards: Shards, is_rerun: bool
-    ) -> None:
-        self._journals, self._is_rerun = journals, is_rerun
-        self._replicas, self._shards = replicas, shards
-
-    def __enter__(self) -> None:
-        """The step begins."""
-        self._inside = self._journals.begin(self._replicas, self._shards.active)
-        try:
-            self._inside.__enter__()
-        except torch.OutOfMemoryError:
-            self._journals.undo()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        """It ends."""
-        logs: list[LateLog] = []
-        try:
-            self._inside.__exit__(kind, *error)
-            if kind is None and not self._is_rerun:
-                logs = self._journals.settle(self._replicas, self._shards)
-        except torch.OutOfMemoryError:
-            self._journals.undo()
-            raise
-        finally:
-            if (exchange := self._journals.exchange) is not None:
-                exchange.syncs.in_step = False
-        if kind is None and not self._is_rerun:
-            self._journals.log(logs)
-        elif kind is None or issubclass(kind, torch.OutOfMemoryError):
-            self._journals.undo()
 
 
 class Backwards:

@@ -1,11 +1,11 @@
 """Batch: what is a batch, how many samples has it, how is it cut, how are outputs joined.
 
 Decided here: which containers there are (`tree`), which leaves can be cut and how (`leaves`), how
-many samples a batch has (`sizes`, `lists`) and what they cost (`cost`), what one shard of it is
-(`scatter`; `shards` are all of them) and how it is moved (`to_device`), which dimension of an
-output counts samples (`sample_dims`), what the replicas' outputs are together (`gather`, whose
-table is in `join`), what a step has `added` to its batch, and what is left of them where the sample
-is not to count (`without_rows`).
+many samples a batch has (`sizes`, by what is `counted`; `lists`) and what they cost (`cost`), what
+one shard of it is (`scatter`; `shards` are all of them) and how it is moved (`to_device`), which
+dimension of an output counts samples (`sample_dims`), what the replicas' outputs are together
+(`gather`, whose table is in `join`), what a step has `added` to its batch, and what is left of them
+where the sample is not to count (`without_rows`).
 """
 
 from lightning_dp.parallel.batch import tree as tree

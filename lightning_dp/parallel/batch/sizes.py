@@ -14,6 +14,8 @@ count (such a leaf goes to every replica). Where both count, but differently, th
 - lists of mappings or objects below the top hold samples, and so does a batch that is a list of
   tuples, mappings or objects with a number each, the label;
 - a list of names or numbers decides by its length;
+- a list of lists, in each of which all tensors have one size, may hold samples or batches of several
+  loaders: that is an error, and samples are tuples;
 - lists of one item, of matrices whose rows differ in length, and with None in them are columns, and
   so are lists beside other columns where both readings count the same.
 
@@ -23,23 +25,29 @@ about the number: what has another length goes to every replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.batch.leaves import TENSORS, kind_of, size_of
+from lightning_dp.parallel.batch.counted import (
+    Counted,
+    agreed,
+    entries_of,
+    labels_of,
+    large,
+    rows_of,
+    samples_in,
+)
+from lightning_dp.parallel.batch.leaves import TENSORS, kind_of
 from lightning_dp.parallel.batch.lists import (
-    are_alike,
     has_label,
     has_names,
     has_rows,
     has_tensors,
     is_record,
-    is_tensor,
     is_tuple_of_lists,
     may_be_columns,
     may_be_samples,
@@ -62,14 +70,6 @@ class Inferred(NamedTuple):
 
     size: int | None
     reading: Reading
-
-
-class Counted(NamedTuple):
-    """A node that may count the samples: where it is, its length, and its items if it is a list."""
-
-    path: tree.Path
-    size: int
-    items: Sequence[Any] | None = None
 
 
 def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = False) -> Inferred:
@@ -108,13 +108,13 @@ def infer_batch_size(batch: Any, dim: int, *, columns: bool = False) -> Inferred
     n = _plain_columns(batch, dim)
     if n is not None:
         return Inferred(n, "columns")
-    rows = _rows(batch, dim)
-    n = _agreed(rows)
+    rows = rows_of(batch, dim)
+    n = agreed(rows)
     if columns:
         return Inferred(_loosely(batch, dim, rows) if n is None else n, "columns")
-    entries = _entries(batch, dim)
+    entries = entries_of(batch, dim)
     lists = [entry for entry in entries if entry.items is not None]
-    by_lists, samples = _agreed(entries) if lists else None, _samples(batch)
+    by_lists, samples = agreed(entries) if lists else None, samples_in(batch)
     if n is not None and samples is not None and all(map(has_label, batch)):
         return Inferred(samples, "samples")
     if n is not None and by_lists is not None and any(has_rows(e.items, dim) for e in lists):
@@ -124,8 +124,9 @@ def infer_batch_size(batch: Any, dim: int, *, columns: bool = False) -> Inferred
     if by_lists is not None:
         return _lists_or_samples(batch, by_lists, samples, lists)
     if samples is not None:
+        _check_samples(batch, samples, dim)
         return Inferred(samples, "samples")
-    n, by_lists = _agreed(_large(rows)), _agreed(_large(entries)) if lists else None
+    n, by_lists = agreed(large(rows)), agreed(large(entries)) if lists else None
     if n is None and by_lists is not None:
         return Inferred(by_lists, "lists")
     return Inferred(_loosely(batch, dim, rows or entries), "columns")
@@ -151,9 +152,9 @@ def _length(batch: Any) -> int | None:
 
 def _told(batch: Any, dim: int, n: int) -> Inferred:
     """The reading of a batch of n samples: lists of n items hold samples, unless n rows each."""
-    has_lists = any(e.items is not None and e.size == n for e in _entries(batch, dim))
-    has_samples = _samples(batch) == n
-    has_columns_alone = _agreed(_rows(batch, dim)) == n
+    has_lists = any(e.items is not None and e.size == n for e in entries_of(batch, dim))
+    has_samples = samples_in(batch) == n
+    has_columns_alone = agreed(rows_of(batch, dim)) == n
     if has_columns_alone and (has_lists or has_samples):
         return infer_batch_size(batch, dim)
     if has_columns_alone or not (has_lists or has_samples):
@@ -163,8 +164,8 @@ def _told(batch: Any, dim: int, n: int) -> Inferred:
 
 def _check_there_is(n: int, module: nn.Module, batch: Any, dim: int) -> None:
     """Raises an error if nothing in a batch has n rows or items: all of it would go everywhere."""
-    found = {row.size for row in (*_rows(batch, dim), *_entries(batch, dim), *_labels(batch))}
-    if n not in found and _samples(batch) != n:
+    found = {row.size for row in (*rows_of(batch, dim), *entries_of(batch, dim), *labels_of(batch))}
+    if n not in found and samples_in(batch) != n:
         raise BatchSizeError(
             f"{type(module).__qualname__}.batch_size: expected the length of something in the "
             f"batch along dim {dim} {(*found,)}, got {n}. Return that number. {WAY_OUT}"
@@ -186,7 +187,7 @@ def _plain_columns(batch: Any, dim: int) -> int | None:
 
 def _columns_or_lists(batch: Any, n: int, by_lists: int, entries: list[Counted]) -> Inferred:
     lists = [entry.items for entry in entries if entry.items is not None]
-    labels = {label.size for label in _labels(batch)}
+    labels = {label.size for label in labels_of(batch)}
     if n != by_lists and len({n, by_lists} & labels) == 1:
         return Inferred(n, "columns") if n in labels else Inferred(by_lists, "lists")
     if any(is_record(item) for items in lists for item in items):
@@ -216,17 +217,28 @@ def _lists_or_samples(
     )
 
 
+def _check_samples(batch: Any, samples: int, dim: int) -> None:
+    """Raises an error if a list of lists may as well hold batches of several loaders."""
+    sizes = [agreed(rows_of(item, dim)) for item in batch if type(item) is list]
+    if type(batch) is list and len(sizes) == len(batch) and None not in sizes:
+        _ambiguous(
+            f"{samples} samples if it is a list of samples, and batches of {sizes} samples if each "
+            "list is one of a loader. Yield samples as tuples in a list, and of several loaders "
+            "batches of one size in a dict."
+        )
+
+
 def _ambiguous(readings: str) -> NoReturn:
     raise BatchSizeError(f"Expected a batch that can be read in one way, got {readings} {WAY_OUT}")
 
 
 def _loosely(batch: Any, dim: int, found: list[Counted]) -> int | None:
     """The one size beside sizes of 1, of leaves with rows or else of names; None without any."""
-    found = found or _labels(batch)
-    large = _large(found)
-    n = _agreed(large or found)
+    found = found or labels_of(batch)
+    several = large(found)
+    n = agreed(several or found)
     if n is None and found:
-        first, other = next((large[0], c) for c in large if c.size != large[0].size)
+        first, other = next((several[0], c) for c in several if c.size != several[0].size)
         raise BatchSizeError(
             f"Expected one batch size along dim {dim}, got two: {tree.name(first.path)} has "
             f"{first.size} and {tree.name(other.path)} has {other.size}. Give both the same number "
@@ -234,64 +246,3 @@ def _loosely(batch: Any, dim: int, found: list[Counted]) -> int | None:
             f"1; give tensors of one sample each as a list in a dict. {WAY_OUT}"
         )
     return n
-
-
-def _large(found: list[Counted]) -> list[Counted]:
-    return [counted for counted in found if counted.size != 1]
-
-
-def _agreed(found: list[Counted]) -> int | None:
-    sizes = {counted.size for counted in found}
-    return sizes.pop() if len(sizes) == 1 else None
-
-
-def _parts(
-    node: Any, is_whole: Callable[[Any], bool] | None = None, path: tree.Path = ()
-) -> Iterator[tuple[tree.Path, Any]]:
-    """The leaves of a batch, and the outermost lists that are taken as a whole."""
-    is_one = is_whole is not None and tree.is_list(node) and is_whole(node)
-    pairs = None if is_one or kind_of(node) else tree.children(node)
-    if pairs is None:
-        yield path, node
-    for key, child in pairs or ():
-        yield from _parts(child, is_whole, (*path, key))
-
-
-def _counted(parts: Iterable[tuple[tree.Path, Any]], dim: int) -> Iterator[Counted]:
-    for path, node in parts:
-        if tree.is_list(node):
-            yield Counted(path, len(node), node)
-        elif (size := size_of(node, dim)) is not None:
-            yield Counted(path, size)
-
-
-def _rows(batch: Any, dim: int) -> list[Counted]:
-    """Every leaf with rows."""
-    return list(_counted(_parts(batch), dim))
-
-
-def _entries(batch: Any, dim: int) -> list[Counted]:
-    """The outermost lists of samples below the top, and the leaves with rows outside of them."""
-
-    def holds_samples(node: Any, length: int | None = None) -> bool:
-        is_inside = node is not batch and length in (None, len(node))
-        return is_inside and has_tensors(node) and may_be_samples(node)
-
-    entries = list(_counted(_parts(batch, holds_samples), dim))
-    n = _agreed([entry for entry in entries if entry.items is None])
-    if n is None or _agreed(entries) is not None:
-        return entries
-    # Beside columns, only lists as long as these.
-    return list(_counted(_parts(batch, partial(holds_samples, length=n)), dim))
-
-
-def _samples(batch: Any) -> int | None:
-    """The length of a batch that is a list of samples."""
-    is_candidate = tree.is_list(batch) and has_tensors(batch) and are_alike(batch)
-    return len(batch) if is_candidate and not any(map(is_tensor, batch)) else None
-
-
-def _labels(batch: Any) -> list[Counted]:
-    """The outermost lists without tensors."""
-    lists = _parts(batch, lambda node: not has_tensors(node) and has_names(node))
-    return [Counted(path, len(node), node) for path, node in lists if tree.is_list(node)]

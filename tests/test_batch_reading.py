@@ -188,7 +188,6 @@ def test_two_batch_sizes_are_an_error_that_names_both_leaves(batch: Any, names: 
             [[zeros(4, 3), zeros(4).long()], [zeros(8, 3), zeros(8).long()]],
             r"2 samples if it is a list of samples, and batches of \[4, 8\] samples",
         ),
-        ([[zeros(4, 3)], [zeros(8, 3)]], r"and batches of \[4, 8\] samples"),
     ],
 )
 def test_a_batch_that_can_be_read_in_two_ways_is_an_error(batch: Any, readings: str) -> None:

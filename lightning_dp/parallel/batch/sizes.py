@@ -14,8 +14,8 @@ count (such a leaf goes to every replica). Where both count, but differently, th
 - lists of mappings or objects below the top hold samples, and so does a batch that is a list of
   tuples, mappings or objects with a number each, the label;
 - a list of names or numbers decides by its length;
-- a list of lists, in each of which all tensors have one size, may hold samples or batches of several
-  loaders: that is an error, and samples are tuples;
+- a list of lists, in each of which all tensors have one size, may hold samples, or batches of
+  several loaders: that is an error, and samples are tuples;
 - lists of one item, of matrices whose rows differ in length, and with None in them are columns, and
   so are lists beside other columns where both readings count the same.
 

@@ -7,10 +7,11 @@ The engine is `parallel`. For Lightning there are the `strategy`, its `options`,
 steps of the root `alone`, hooks `between_steps`, a word where `fewer_devices` would do or
 `more_devices` could, `manual_optimization`, `dataloader_iter`, forward mode `forward_in_processes`,
 batch norm (`layer_sync`), a warning where nothing is spread (`spread_check`), whose code moves
-batches (`transfer_hooks`), `predictions` of all processes, which of Lightning's lines are left out
-(`adverts`); private names (`lightning_private`); the other package (`pytorch_lightning`). Programs
-outside of `app` are `convert`, and what they print on a terminal, `table`. Imports run downwards
-only, and a wing offers what its `__init__` names.
+batches (`transfer_hooks`) or looks at gradients between micro-batches (`gradient_hooks`),
+`predictions` of all processes, which of Lightning's lines are left out (`adverts`); private names
+(`lightning_private`); the other package (`pytorch_lightning`). Programs outside of `app` are
+`convert`, and what they print on a terminal, `table`. Imports run downwards only, and a wing offers
+what its `__init__` names.
 """
 
 import sys

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from typing_extensions import override
 
 from lightning_dp.checkpointing import CheckpointMixin
+from lightning_dp.gradient_hooks import sees_gradients
 from lightning_dp.modes import Mode
 from lightning_dp.parallel.contexts import Surroundings, context
 
@@ -16,6 +17,7 @@ class BetweenStepsMixin(CheckpointMixin):
     """The hooks of a strategy that are no steps."""
 
     _mode: Mode | None = None
+    _are_seen: bool | None = None  # gradients between micro-batches, once somebody has asked
     _asks_why = False  # Lightning, about a training step that has returned None
 
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.
@@ -54,6 +56,13 @@ class BetweenStepsMixin(CheckpointMixin):
         if self._mode is not None:
             with Surroundings():
                 self._mode.engine.resync()
+
+    def are_gradients_seen(self) -> bool:
+        """Whether the user's code looks at gradients between micro-batches, in any process."""
+        if self._are_seen is None:
+            own = sees_gradients(cast(Any, self.lightning_module).trainer)
+            self._are_seen = own if self._world is None else any(self._world.gather(own))
+        return self._are_seen
 
     @context
     def as_only_process(self) -> Iterator[None]:

@@ -199,10 +199,13 @@ class DataParallelMixin(BetweenStepsMixin, MeasuredMixin):
     @context
     @override
     def block_backward_sync(self) -> Iterator[None]:  # type: ignore[override]  # is no class
-        """While it lasts, gradients accumulate on the replicas; the next backward sums them all."""
+        """While it lasts, gradients accumulate on the replicas; the next backward sums them all.
+
+        Unless the user's code looks at them after each: then every backward sums them.
+        """
         with super().block_backward_sync():
             # Not where a replica says so: there every backward is a joint one.
-            if self._mode is None or current_participant():
+            if self._mode is None or current_participant() or self.are_gradients_seen():
                 yield
                 return
             with replaced(self._mode.engine.reducer, accumulating=True):
@@ -261,7 +264,7 @@ class DataParallelMixin(BetweenStepsMixin, MeasuredMixin):
         if self._mode is not None:
             with Surroundings():
                 self._mode.engine.close()
-        self._mode = self._alone = None
+        self._mode = self._alone = self._are_seen = None
 
     def __repr__(self) -> str:
         """Options and devices; until a Trainer has it, which can: Lightning refuses others so."""

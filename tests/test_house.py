@@ -24,7 +24,7 @@ FLOORS = [
     ["alone", "between_steps", "fewer_devices", "more_devices", "mode_options"],
     ["forward_mode"],
     ["modes"],
-    ["forward_in_processes"],
+    ["forward_in_processes", "gradient_hooks"],
     [
         "manual_optimization",
         "dataloader_iter",

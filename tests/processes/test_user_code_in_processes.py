@@ -522,6 +522,55 @@ def callbacks_that_ask(devices: int, folder: Path) -> Any:
     return left(trained(devices, callbacks=[noting]), noting.seen)
 
 
+class ClippingEach(Net):
+    """Clips the gradients after every micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms: list[Tensor] = []
+
+    def on_after_backward(self) -> None:
+        self.norms.append(nn.utils.clip_grad_norm_(self.parameters(), 0.1))
+
+
+class Emptying(Net):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.zero_grad()
+
+
+class SeenByFirst(Callback):
+    """Looks at gradients in the first process alone."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if trainer.global_rank == 0:
+            vars(self)["on_after_backward"] = self.look
+
+    def look(self, trainer: Any, module: Any) -> None:
+        self.seen.append(module.net[0].weight.grad.clone())
+
+
+@job
+def gradients_clipped_between_micro_batches(devices: int, folder: Path) -> Any:
+    trainer = trained(devices, ClippingEach(), accumulate_grad_batches=2)
+    return left(trainer, trainer.lightning_module.norms)
+
+
+@job
+def gradients_emptied_between_micro_batches(devices: int, folder: Path) -> Any:
+    return left(trained(devices, Emptying(), accumulate_grad_batches=2))
+
+
+@job
+def gradients_seen_in_the_first_process(devices: int, folder: Path) -> Any:
+    look = SeenByFirst()
+    trainer = trained(devices, callbacks=[look], accumulate_grad_batches=2)
+    return left(trainer, trainer.strategy.broadcast(look.seen))
+
+
 def found_by(names: list[str], devices: int, folder: str) -> dict[str, Any]:
     """What each job gives, or the error that it comes to."""
     torch.set_default_dtype(torch.float64)
@@ -550,6 +599,10 @@ def names() -> list[str]:
 
 def test_steps_are_counted_before_training(tmp_path: Path) -> None:
     check(["one_cycle"], 2, 2, tmp_path)
+
+
+def test_gradients_between_micro_batches(tmp_path: Path) -> None:
+    check([name for name in JOBS if name.startswith("gradients_")], 2, 2, tmp_path)
 
 
 @pytest.mark.slow

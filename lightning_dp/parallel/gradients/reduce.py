@@ -18,6 +18,7 @@ from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff
 from lightning_dp.parallel.gradients.at_once import wait_for_autograd
 from lightning_dp.parallel.gradients.buffers import Buffers, reduce_buffers
 from lightning_dp.parallel.gradients.loss import JointBackward
+from lightning_dp.parallel.gradients.outside import Outside
 from lightning_dp.parallel.gradients.overlap import Overlap
 from lightning_dp.parallel.gradients.slices import Spread, reduce_gradients
 from lightning_dp.parallel.replicas import Replicas
@@ -59,6 +60,7 @@ class Reducer:
         self._hooked: list[tuple[list[Tensor], HooksOff, Tensor | None]] = []
         self._earlier: GradientsAside | None = None
         self._waiting = False
+        self._outside = Outside()
         self._in_backward = False  # or one has not ended
         self._devices = devices
         self._overlap = None if stays is None else Overlap(stays)
@@ -96,6 +98,8 @@ class Reducer:
             self._unsettled = shards
         if self.buffers_between is not None:
             self.buffers_between.after_forward(sum(shards.sizes))
+        if self._waiting:  # what a step does to gradients, it does to those of every replica
+            self._outside.note(self._replicas.parameters)
         if not torch.is_grad_enabled():
             self._settle_forward()
 
@@ -106,6 +110,8 @@ class Reducer:
         buckets may leave.
         """
         self._in_backward = True
+        if self._waiting:
+            self._outside.follow(self._replicas.parameters)
         with_hooks = hooked(self._replicas.root_parameters)
         if self.between is not None:
             self._begin_between(self.between, with_hooks)
@@ -168,6 +174,8 @@ class Reducer:
             self.between.finish()
         if self.buffers_between is not None:
             self.buffers_between.after_step()
+        if self._waiting:
+            self._outside.note(self._replicas.parameters)
 
     def reduce_waiting(self) -> None:
         """Reduces what has accumulated, if no backward has come to do so."""
@@ -179,6 +187,7 @@ class Reducer:
         """Brings what has accumulated on the replicas to the root; processes keep their own."""
         if self._waiting:
             self._waiting = False
+            self._outside.follow(self._replicas.parameters)
             reduce_gradients(self._replicas.parameters, self._replicas.packing)
 
     def settle(self, *, trains: bool = False) -> None:
@@ -197,6 +206,8 @@ class Reducer:
         is_open = self._overlap is not None and self._overlap.is_open
         if self._hooked or self._earlier is not None or is_open:
             self._put_back()
+        if trains and self._waiting:
+            self._outside.follow(self._replicas.parameters)
         if trains and self.buffers_between is not None:
             self.buffers_between.before_step()
 
@@ -211,7 +222,7 @@ class Reducer:
 
     def _reduce(self, spread: Spread | None) -> None:
         self._waiting = self.accumulating
-        if not self.accumulating:
+        if not self.accumulating or self._outside.has_written:
             reduce_gradients(self._replicas.parameters, self._replicas.packing, spread)
 
     def _left_on_replicas(self) -> bool:

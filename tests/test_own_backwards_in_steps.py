@@ -1,0 +1,85 @@
+"""Backwards of the user's own in steps: their gradients are there and zeroed as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import Classifier, assert_equal_trees, loader, trainer
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_dp import DataParallelStrategy
+
+pytestmark = pytest.mark.usefixtures("on", "one_thread")
+
+
+class Adversarial(Classifier):
+    """Trains on inputs that a step of their gradient has made worse."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(self.worse(x, y)), y)
+
+    def worse(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        F.cross_entropy(self(x), y, reduction="sum").backward()
+        assert x.grad is not None
+        return (x + 0.1 * x.grad.sign()).detach()
+
+
+class Zeroing(Adversarial):
+    """Empties what that backward has left."""
+
+    def worse(self, x: Tensor, y: Tensor) -> Tensor:
+        worse = super().worse(x, y)
+        self.zero_grad()
+        return worse
+
+
+class InPlace(Adversarial):
+    """Gradients are zeroed in place."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class Validating(Classifier):
+    """Looks at gradients in validation, and leaves them there."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            F.cross_entropy(self(batch[0]), batch[1], reduction="sum").backward()
+
+
+class Accumulating(Validating):
+    """Nobody zeroes gradients: they go on into the next step."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        return None
+
+
+def fitted(make: type[Classifier], devices: int, executor: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    module = make()
+    job = trainer(devices, DataParallelStrategy(executor=executor), **options)
+    job.fit(module, loader(), loader())
+    return {name: p.detach() for name, p in module.named_parameters()}, job.callback_metrics
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize(
+    "make", [Adversarial, Zeroing, InPlace, Validating, Accumulating], ids=lambda m: m.__name__
+)
+@pytest.mark.filterwarnings("ignore:Expected gradients that stay as they are")
+def test_a_fit_is_that_of_one_device(
+    make: type[Classifier], devices: int, accumulate: int, executor: Any
+) -> None:
+    options = {"accumulate_grad_batches": accumulate, "max_epochs": 2}
+    expected = fitted(make, 1, "auto", **options)
+    assert_equal_trees(
+        fitted(make, devices, executor, **options), expected, "fit", atol=1e-5, rtol=1e-4
+    )

@@ -5,7 +5,7 @@ Gradients are summed, not averaged: the losses' weights are already in them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, compress, count, repeat
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING
@@ -99,9 +99,10 @@ class Reducer:
         if self.buffers_between is not None:
             self.buffers_between.after_forward(sum(shards.sizes))
         # What a step does to gradients, it does to those of every replica: its own backward, too.
-        self._waiting = self._waiting or _have_gradients(self._replicas.parameters[1:])
-        if self._waiting:
-            self._outside.note(self._replicas.parameters)
+        rows = self._replicas.parameters
+        if not {None}.issuperset(map(_GRAD, chain.from_iterable(rows[1:]))):
+            self._waiting = True
+            self._outside.note(rows)
         if not torch.is_grad_enabled():
             self._settle_forward()
 
@@ -269,8 +270,3 @@ class Reducer:
             buffers = self._replicas.buffers_of_steps
             worked = [buffers[k] for k in shards.active]
             reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
-
-
-def _have_gradients(rows: Iterable[Iterable[Tensor]]) -> bool:
-    """Whether any of the parameters has a gradient; without a call of Python for each."""
-    return not {None}.issuperset(map(_GRAD, chain.from_iterable(rows)))

@@ -38,6 +38,23 @@ class Zeroing(Adversarial):
         return worse
 
 
+class ByOptimizer(Adversarial):
+    """Empties it by the optimizer."""
+
+    def worse(self, x: Tensor, y: Tensor) -> Tensor:
+        worse, optimizer = super().worse(x, y), self.optimizers()
+        assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.param_groups
+        optimizer.zero_grad()
+        return worse
+
+
+class ByOptimizerInPlace(Adversarial):
+    def worse(self, x: Tensor, y: Tensor) -> Tensor:
+        worse = super().worse(x, y)
+        self.optimizers(use_pl_optimizer=False).zero_grad(set_to_none=False)
+        return worse
+
+
 class InPlace(Adversarial):
     """Gradients are zeroed in place."""
 
@@ -72,7 +89,9 @@ def fitted(make: type[Classifier], devices: int, executor: Any, **options: Any) 
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize(
-    "make", [Adversarial, Zeroing, InPlace, Validating, Accumulating], ids=lambda m: m.__name__
+    "make",
+    [Adversarial, Zeroing, ByOptimizer, ByOptimizerInPlace, InPlace, Validating, Accumulating],
+    ids=lambda m: m.__name__,
 )
 @pytest.mark.filterwarnings("ignore:Expected gradients that stay as they are")
 def test_a_fit_is_that_of_one_device(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import Contexts
 from lightning_dp.parallel.replaced import StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
-from lightning_dp.state import ModuleState
+from lightning_dp.state import ModuleState, own_optimizers
 
 if TYPE_CHECKING:
     from lightning_dp.metrics.exchange import Exchange
@@ -118,10 +119,12 @@ class Journals(ReplicaRules):
     def own_attributes(
         self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
     ) -> dict[str, Any]:
-        """`self.device` and `self.log` of a replica, and the state of a metric."""
+        """`self.device`, `log` and `optimizers` of a replica, and the state of a metric."""
         own: dict[str, Any] = {**own_device(module, device), **state_of_metric(module, device)}
         if module is self._module:
             own["log"] = StandIn(twin, "log", self._journals[k].log)
+            optimizers = partial(own_optimizers, self._module.optimizers, module, twin)
+            own["optimizers"] = StandIn(twin, "optimizers", optimizers)
         return own
 
     def around(

@@ -4,8 +4,9 @@ Decided here: how containers that every replica has filled become one (`containe
 `copied_containers`, `items`), which of the attributes that a step has bound stay (`module_state`,
 for each module `module_attributes`; `looked_at` says which are the user's), what hooks keep
 elsewhere (`kept_by_hooks`), what may not be `made_in_steps`, that options of optimizers change once
-(`optimizer_groups`), which optimizers a step can get hold of (`optimizers`), and what replicas see
-in the place of methods of an object that they share (`shared_methods`).
+(`optimizer_groups`), which optimizers a step can get hold of (`optimizers`, and of one replica
+`own_optimizers`), and what replicas see in the place of methods of an object that they share
+(`shared_methods`).
 """
 
 from lightning_dp.state.copied_containers import Contents as Contents
@@ -18,4 +19,5 @@ from lightning_dp.state.optimizers import Tool as Tool
 from lightning_dp.state.optimizers import no_step_of_one_replica as no_step_of_one_replica
 from lightning_dp.state.optimizers import own_methods as own_methods
 from lightning_dp.state.optimizers import tools_of as tools_of
+from lightning_dp.state.own_optimizers import own_optimizers as own_optimizers
 from lightning_dp.state.shared_methods import SharedMethods as SharedMethods

@@ -109,8 +109,7 @@ class StepMode(Mode):
         self.engine: StepParallel = StepParallel(module, devices, context=context, **self._options)
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
         if module.automatic_optimization and self._journals.exchange is None:
-            end = partial(setattr, self.engine, "around_backward", None)
-            self.engine.around_backward = Backwards(self._journals, module, end).around
+            self.engine.around_backward = Backwards(self._journals, self.engine).around
         self._batch: Any = None
         self._call: EvaluationStep | None = None
         self._dataloader_idx = 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
-
-from torch import nn
 
 from lightning_dp.metrics.journal import Journals, Recording
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.step import StepParallel
 from lightning_dp.parallel.torch_private import has_backward_hooks
 
 LOOKS = 2
@@ -24,12 +23,11 @@ class Backwards:
 
     Args:
         journals: which record.
-        root: the module.
-        end: called when no more is to be recorded.
+        engine: whose backwards; it refers to this, and a cycle would keep it alive.
     """
 
-    def __init__(self, journals: Journals, root: nn.Module, end: Callable[[], None]) -> None:
-        self._journals, self._root, self._end = journals, root, end
+    def __init__(self, journals: Journals, engine: StepParallel) -> None:
+        self._journals, self._engine = journals, weakref.ref(engine)
         self._left = LOOKS
 
     def around(
@@ -40,12 +38,15 @@ class Backwards:
 
     def went(self, *, left_something: bool) -> None:
         """One has ended."""
-        if left_something or any(map(has_backward_hooks, self._root.modules())):
+        engine = self._engine()
+        if engine is None:
+            return
+        if left_something or any(map(has_backward_hooks, engine.module.modules())):
             self._left = LOOKS
             return
         self._left -= 1
         if not self._left:
-            self._end()
+            engine.around_backward = None
 
 
 class _RecordedBackward(Recording):

@@ -7,6 +7,7 @@ user's module.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -123,7 +124,7 @@ class Journals(ReplicaRules):
         own: dict[str, Any] = {**own_device(module, device), **state_of_metric(module, device)}
         if module is self._module:
             own["log"] = StandIn(twin, "log", self._journals[k].log)
-            optimizers = partial(own_optimizers, self._module.optimizers, module, twin)
+            optimizers = partial(own_optimizers, module, weakref.ref(twin))
             own["optimizers"] = StandIn(twin, "optimizers", optimizers)
         return own
 

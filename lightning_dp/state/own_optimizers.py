@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 
 def own_optimizers(
-    optimizers: Callable[..., Any], module: nn.Module, twin: nn.Module, *args: Any, **kwargs: Any
+    module: Any, twin: Callable[[], nn.Module | None], *args: Any, **kwargs: Any
 ) -> Any:
     """The module's optimizers, of which `zero_grad` is about the gradients of one replica.
 
@@ -17,18 +18,17 @@ def own_optimizers(
     take theirs away.
 
     Args:
-        optimizers: the module's own method.
-        module: the module.
-        twin: its replica.
-        args: what the step gives that method.
+        module: the module, which has that method.
+        twin: what leads to its replica, which refers to this: a cycle would keep it alive.
+        args: what the step gives the method.
         kwargs: as `args`.
     """
-    found = optimizers(*args, **kwargs)
-    if not getattr(module, "automatic_optimization", False):
-        return found  # there all replicas call it together, once
+    found, own = module.optimizers(*args, **kwargs), twin()
+    if not module.automatic_optimization or own is None:
+        return found  # by hand all replicas call it together, once
     if isinstance(found, list):
-        return [OwnGradients(optimizer, module, twin) for optimizer in found]
-    return OwnGradients(found, module, twin)
+        return [OwnGradients(optimizer, module, own) for optimizer in found]
+    return OwnGradients(found, module, own)
 
 
 class OwnGradients:
@@ -45,6 +45,14 @@ class OwnGradients:
     def __getattr__(self, name: str) -> Any:
         """All else is the optimizer's."""
         return getattr(self._optimizer, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Of the optimizer."""
+        return copy.deepcopy(self._optimizer, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy or a pickle is one of the optimizer."""
+        return self._optimizer.__reduce_ex__(protocol)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empties the replica's gradients of the optimizer's parameters."""

@@ -94,7 +94,7 @@ def entered(executor: ExecutorName) -> Entered:
     return plain_step(4, executor=executor, warm_up=20)
 
 
-@pytest.mark.parametrize("executor, most", [("inorder", 547), ("threads", 581)])
+@pytest.mark.parametrize("executor, most", [("inorder", 548), ("threads", 581)])
 def test_a_plain_step_with_a_log_is_one_exchange_and_one_sum(
     executor: ExecutorName, most: int
 ) -> None:

@@ -214,6 +214,24 @@ def test_a_choice_goes_on_where_another_left_off() -> None:
     assert fresh.best is None and fresh.begin()[0] == ALL
 
 
+def test_the_best_goes_on_after_it_has_changed_while_it_was_not_possible() -> None:
+    choice, seconds = Choice([ALL, ALONE]), {ALL: 0.5, ALONE: 0.4}
+
+    def work(pieces: int, *possible: int) -> None:
+        for _ in range(pieces):
+            way, counts = choice.begin(possible.__contains__)
+            if counts:
+                choice.add(way, seconds[way])
+
+    work(40, ALL, ALONE)
+    assert choice.best == ALONE
+    choice.has_changed(ALL)
+    choice.has_changed(ALONE)
+    work(10, ALL)
+    work(20, ALL, ALONE)
+    assert choice.best == ALONE and choice.seconds == {ALONE: 0.4}
+
+
 @given(st.data())
 def test_whatever_happens_it_goes_on_with_what_is_possible(data: st.DataObject) -> None:
     choice, possible = Choice([ALL, ALONE]), {ALL}

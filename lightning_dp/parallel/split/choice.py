@@ -120,7 +120,8 @@ class Choice:
                 if self._has_enough(way):
                     self._end_turn()
         elif way == self.best:
-            self._times[way].append(seconds)
+            # It may have changed while it was not possible: then nothing is known of it.
+            self._times.setdefault(way, _few([])).append(seconds)
             self._watch(way)
 
     def has_changed(self, way: Way) -> None:

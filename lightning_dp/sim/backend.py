@@ -81,19 +81,9 @@ def _enable(device_count: int) -> None:
     generate_methods_for_privateuse1_backend()
     let_parameters_move(extension)
     device_module.manual_seed_all(torch.initial_seed())
-    _wake_autograd_threads(device_count)
-
-
-def _wake_autograd_threads(device_count: int) -> None:
-    """Give every autograd thread a task.
-
-    A thread that has not yet met the interpreter when the process ends would abort it.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        for index in range(device_count):
-            leaf = torch.ones((), device=f"sim:{index}", requires_grad=True)
-            torch.autograd.backward(leaf.clone())
-            device_module.reset_peak_memory_stats(index)
+    extension.wake_autograd_threads(device_count)
+    for index in range(device_count):
+        device_module.reset_peak_memory_stats(index)
 
 
 def _host_memory() -> int:

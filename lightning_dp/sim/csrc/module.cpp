@@ -8,6 +8,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
@@ -38,6 +39,19 @@ struct EngineAccess : torch::autograd::Engine {
         " simulated devices were asked for. Call lightning_dp.sim.enable() before the first backward().");
   }
 };
+
+// Gives every thread of autograd's a task. One that has not met the interpreter when the process ends aborts it. So does
+// one that is the last to hold an object of Python's then, as it may be after `torch.autograd.backward`, which gives each
+// task its context: hence the tasks are made here.
+void wake_threads(c10::DeviceIndex device_count) {
+  const at::AutoGradMode enabled(true);
+  const c10::InferenceMode disabled(false);
+  for (c10::DeviceIndex index = 0; index < device_count; ++index) {
+    const c10::Device device(c10::DeviceType::PrivateUse1, index);
+    const auto leaf = torch::autograd::make_variable(at::ones({}, device), /*requires_grad=*/true);
+    torch::autograd::backward({leaf.clone()}, {});
+  }
+}
 
 // `tensor.data = data` between the CPU and a simulated device, which PyTorch refuses for out-of-tree devices and allows
 // for GPUs. A gradient accumulator made for the old device would meet gradients of the new one.
@@ -119,6 +133,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("initialize", &sim::initialize);
   m.def("set_data", &set_data);
   m.def("start_autograd_threads", &EngineAccess::start_threads, no_gil);
+  m.def("wake_autograd_threads", &wake_threads, no_gil);
   m.def("device_count", &sim::device_count);
   m.def("current_device", &sim::current_device);
   m.def("set_device", &sim::set_current_device);

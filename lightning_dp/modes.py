@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_dp.dataloader_iter import Pulled, takes_iterator
 from lightning_dp.manual_optimization import ManualOptimization
-from lightning_dp.metrics import Backwards, Journals, is_metric
+from lightning_dp.metrics import LOOKS_AT_ROWS, Backwards, Journals, OwnRows, is_metric
 from lightning_dp.parallel.batch import Shards, give_back_added, to_device
 from lightning_dp.parallel.call import PlainTransfer
 from lightning_dp.parallel.contexts import Contexts
@@ -105,7 +105,7 @@ class StepMode(Mode):
         check_nothing_hidden(module, is_metric)
         super().__init__(module, devices, **options)
         self._manual = ManualOptimization(module)
-        context = partial(_around_step, self._journals, self._manual, module)
+        context = partial(_around_step, self._journals, OwnRows(module), self._manual, module)
         self.engine: StepParallel = StepParallel(module, devices, context=context, **self._options)
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
         if module.automatic_optimization and self._journals.exchange is None:
@@ -195,6 +195,7 @@ def _refuse(module: LightningModule, output: Any) -> None:
 
 def _around_step(
     journals: Journals,
+    rows: OwnRows,
     manual: ManualOptimization,
     module: LightningModule,
     replicas: Replicas,
@@ -204,6 +205,8 @@ def _around_step(
 ) -> AbstractContextManager[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
     said = journals.around(replicas, shards, is_rerun)
+    if rows.looks_left.get(hook, LOOKS_AT_ROWS):
+        said = Contexts([said, rows.around(hook, len(shards.active))])
     if hook != "training_step":
         return said
     optimizers = manual.optimizers if manual.step else module.trainer.strategy.optimizers

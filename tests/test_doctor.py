@@ -18,6 +18,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from oracle import devices_of
+from patience import on_a_busy_machine
 from places import SIM_DEVICES, on_separate
 from programs import ROOT, read_json
 from test_doctor_proof import OneDeviceIsWrong
@@ -283,7 +284,8 @@ def test_the_doctor_as_a_user_calls_it(devices: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_json(tmp_path / "doctor.json")
     # By its own clock, which begins with the process, and ends before the processes are away.
-    assert found["seconds"] < 60 and found["seconds"] <= time.monotonic() - begin < 70
+    assert found["seconds"] <= time.monotonic() - begin < on_a_busy_machine(60) + 10
+    assert found["seconds"] < on_a_busy_machine(60)
     assert found["verdict"] == "pass" and len(found["proof"]) > 25
     by_name = {timing["workload"]: timing for timing in found["timings"]}
     assert set(by_name) == {"convnet", "transformer"}
@@ -570,7 +572,7 @@ def test_a_device_that_hangs_ends_the_doctor_with_a_report(tmp_path: Path) -> No
         "import sys, time\n"
         "from lightning_dp.app.doctor import command as doctor\n"
         "from lightning_dp.doctor import Law, examination\n"
-        "examination.STUCK = 1.0\n"
+        "examination.STUCK = 10.0\n"
         "doctor.LAWS = (Law('stuck', lambda bench: time.sleep(99)),)\n"
         "sys.exit(doctor.main(['--devices', 'cpu:2', '--only', 'stuck']))\n"
     )
@@ -583,7 +585,7 @@ def test_a_device_that_hangs_ends_the_doctor_with_a_report(tmp_path: Path) -> No
         text=True,
         timeout=90,
     )
-    assert done.returncode == 1 and "no end after 1 s of: stuck" in done.stderr, done.stderr
+    assert done.returncode == 1 and "no end after 10 s of: stuck" in done.stderr, done.stderr
     found = read_json(tmp_path / "doctor.json")
     assert found["verdict"] == "fail" and found["unfinished"] == "stuck"
     assert found["environment"]["versions"]

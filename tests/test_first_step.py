@@ -196,6 +196,7 @@ class NoisyElsewhere(Classifier):
     ],
     ids=named,
 )
+@pytest.mark.filterwarnings("ignore:.*expected a loss that is a mean over samples")
 def test_the_verdict_names_the_cause_and_what_to_choose(
     kind: type[Classifier], options: dict[str, Any], causes: dict[str, str]
 ) -> None:
@@ -435,6 +436,7 @@ class Counting(DummyLogger):
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:.*expected what is logged to go through self.log")
 def test_training_afterwards_is_training_without_the_check(
     strategy: dict[str, Any], options: dict[str, Any], on: str
 ) -> None:

@@ -1,8 +1,9 @@
-"""A cross entropy that is a mean over something else than samples is told, and only that."""
+"""A loss that is no mean over samples is told, and only that."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -12,13 +13,13 @@ from oracle import ByHand, Classifier, assert_same, devices_of, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.parallel.gradients.own_means import LOOKS
 from lightning_dp.parallel.step import StepParallel
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 
 WEIGHT = [1.0, 7.0, 0.3]
-TOLD = "expected a loss that is a mean over samples, got a cross entropy"
+NO_MEAN = "expected a loss that is a mean over samples, got "
+TOLD = NO_MEAN + "a cross entropy"
 
 
 class Weighted(Classifier):
@@ -130,11 +131,112 @@ def test_sums_and_what_has_said_its_items_are_not_told() -> None:
     assert not messages(Net(WEIGHT, reduction="sum"), BATCH, loss_reduction="sum")
 
 
-def test_only_the_first_batches_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_batch_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
     monkeypatch.setattr(
         "lightning_dp.parallel.gradients.own_means.divisors_of_means",
         lambda loss: looks.append(1) or [],
     )
-    assert not messages(Net(), BATCH, count=LOOKS + 3)
-    assert len(looks) == 2 * LOOKS
+    assert not messages(Net(), BATCH, count=4)
+    assert len(looks) == 2
+
+
+Loss = Callable[[nn.Linear, Tensor, Tensor], Tensor]
+MEANS: dict[str, Loss] = {
+    "mean": lambda net, x, y: (net(x) - y).square().mean(),
+    "sum by samples": lambda net, x, y: F.mse_loss(net(x), y, reduction="sum") / len(x),
+    "sum by elements": lambda net, x, y: (net(x) * y).sum() * (1 / y.numel()),
+    "scaled mean": lambda net, x, y: 0.5 * F.l1_loss(net(x), y) - 2 * (net(x) * y).sum(1).mean(),
+    "mean of sums": lambda net, x, y: F.smooth_l1_loss(net(x), y, reduction="none").sum(1).mean(),
+    "sum of means": lambda net, x, y: (net(x) * y).mean(0).sum(),
+    "batchmean": lambda net, x, y: F.kl_div(net(x), y.softmax(1), reduction="batchmean"),
+    "penalty": lambda net, x, y: F.mse_loss(net(x), y) + sum(p.norm() for p in net.parameters()),
+    "learnt scale": lambda net, x, y: F.mse_loss(net(x), y) * net.bias[0].exp() + net.bias[0],
+    "stack": lambda net, x, y: torch.stack([F.mse_loss(net(x), y), net(x).mean()]).mean(),
+    "weights": lambda net, x, y: (torch.full((len(x), 1), 1 / len(x)) * net(x)).sum(),
+    "divided before": lambda net, x, y: (net(x) / len(x) + y / len(x)).sum(),
+    "divided apart": lambda net, x, y: (net(x) / len(x) + net(x).square() / len(x)).sum(),
+    "function of each": lambda net, x, y: (net(x) - y).square().sum(1).sqrt().mean(),
+    "classes": lambda net, x, y: F.cross_entropy(net(x), y.argmax(1), label_smoothing=0.1),
+    "probabilities": lambda net, x, y: F.cross_entropy(net(x), y.softmax(1)),
+    "logits": lambda net, x, y: F.binary_cross_entropy_with_logits(net(x), y.sigmoid()),
+    "column": lambda net, x, y: F.mse_loss(net(x)[:, 0].view(-1), y[:, 0]).view(1).squeeze(),
+}
+OTHERS: dict[str, tuple[Loss, str]] = {
+    "sum": (lambda net, x, y: (net(x) - y).square().sum(), "a sum of 15, 9 elements"),
+    "mse sum": (lambda net, x, y: F.mse_loss(net(x), y, reduction="sum"), "a sum of 15, 9 "),
+    "classes": (lambda net, x, y: F.nll_loss(net(x), y.argmax(1), reduction="sum"), "a sum of 15"),
+    "by the batch": (lambda net, x, y: net(x).square().sum() / 8, "a sum of 15, 9 elements in "),
+    "means by the batch": (lambda net, x, y: net(x).mean(1).sum() / 8, "a sum of 15, 9 elements"),
+    "mean by length": (lambda net, x, y: net(x).square().mean() * len(x), "a sum of 15, 9 "),
+    "one of two": (lambda net, x, y: net(x).mean() - 0.1 * net(x).exp().sum(), "a sum of 15, 9 "),
+    "masked": (lambda net, x, y: (net(x) * (y > 0)).sum() / (y > 0).sum(), "a sum divided by "),
+    "picked": (lambda net, x, y: (net(x) - y)[y > 0].square().mean(), "a sum divided by "),
+    "pairs": (lambda net, x, y: (net(x) @ net(x).T).mean(), "a sum divided by 25, 9 in shards of"),
+    "by itself": (lambda net, x, y: net(x).mean() / net(x).mean().detach(), "a sum divided by "),
+    "root": (lambda net, x, y: F.mse_loss(net(x), y).sqrt(), "sqrt of a sum or mean of them."),
+    "power": (lambda net, x, y: 3 * net(x).square().mean() ** 0.5, "a power of a sum or mean of"),
+    "logarithm": (lambda net, x, y: net(x).exp().mean().log(), "log of a sum or mean of them. "),
+    "norm": (lambda net, x, y: torch.norm(net(x) - y), "a norm over all of them. The mean of "),
+}
+
+
+def one_step(loss: Loss, devices: int, **options: Any) -> tuple[Tensor, list[str]]:
+    """The gradient of eight samples, in shards of five and three, and what is told of the loss."""
+
+    class Own(nn.Linear):
+        def training_step(self, batch: Any) -> Tensor:
+            return loss(self, *batch)
+
+    torch.manual_seed(0)
+    cpu = torch.device("cpu")
+    net, batch = Own(4, 3), (torch.randn(8, 4), torch.randn(8, 3))
+    split = {1: lambda n: (n,), 2: lambda n: (n - n // 2, n // 2)}[devices]
+    engine = StepParallel(net, [cpu] * devices, output_device=cpu, split=split, **options)
+    with closing(engine), warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            net.zero_grad()
+            engine.train("training_step", batch).backward()
+    assert net.weight.grad is not None
+    return net.weight.grad, [m for m in map(str, (r.message for r in records)) if NO_MEAN in m]
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_losses_of_which_nothing_is_told_are_as_on_one_device(name: str) -> None:
+    gradient, told = one_step(MEANS[name], 2)
+    assert not told
+    torch.testing.assert_close(gradient, one_step(MEANS[name], 1)[0])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_losses_of_which_something_is_told_are_not(name: str) -> None:
+    loss, text = OTHERS[name]
+    gradient, [told] = one_step(loss, 2)
+    assert text in told
+    assert not torch.allclose(gradient, one_step(loss, 1)[0], rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["sum", "mse sum", "classes", "by the batch"])
+def test_told_to_be_sums_they_are_as_on_one_device(name: str) -> None:
+    gradient, told = one_step(OTHERS[name][0], 2, loss_reduction="sum")
+    assert not told
+    torch.testing.assert_close(gradient, one_step(OTHERS[name][0], 1)[0])
+
+
+class TwoByHand(ByHand, Classifier):
+    """The second loss of each step is a sum."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        optimizer: Any = self.optimizers()
+        for reduction in ("mean", "sum"):
+            optimizer.zero_grad()
+            self.manual_backward(F.cross_entropy(self(x), y, reduction=reduction))
+            optimizer.step()
+
+
+def test_each_loss_of_a_step_by_hand_is_looked_at() -> None:
+    with pytest.warns(UserWarning, match=NO_MEAN + "a sum of") as records:
+        run(TwoByHand, 3)
+    assert sum(NO_MEAN in str(record.message) for record in records) == 1

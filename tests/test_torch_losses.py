@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dp.parallel.torch_losses import divisors_of_means
+from lightning_dp.parallel.torch_losses import divisors_of_means, terms_of
 
 CLASSES = torch.tensor([0, 1, 1, 2])
 WEIGHT = torch.tensor([1.0, 5.0, 0.5])
@@ -42,7 +42,7 @@ def test_saved_reduction_tells_means_which_are_all_found_and_nothing_else(scores
 
 
 def test_a_loss_without_a_graph_has_none() -> None:
-    assert divisors_of_means(torch.tensor(1.0)) == []
+    assert divisors_of_means(torch.tensor(1.0)) == terms_of(torch.tensor(1.0)) == []
 
 
 def test_a_graph_that_is_deep_is_no_recursion(scores: Tensor) -> None:
@@ -50,3 +50,40 @@ def test_a_graph_that_is_deep_is_no_recursion(scores: Tensor) -> None:
     for _ in range(5000):
         deep = deep + 1
     assert float(*divisors_of_means(F.cross_entropy(deep, CLASSES))) == 4.0
+    assert terms_of(deep.sum()) == []
+
+
+def elements(loss: Tensor) -> list[int]:
+    return [term.elements for term in terms_of(loss)]
+
+
+def factors(loss: Tensor) -> list[tuple[float, ...]]:
+    return [(*map(float, t.weights), *(1 / float(d) for d in t.divisors)) for t in terms_of(loss)]
+
+
+def test_saved_self_sym_sizes_tell_how_many_elements_sums_and_means_have(scores: Tensor) -> None:
+    assert (
+        elements(scores.sum()) == elements(scores.mean()) == elements(scores.sum(0).mean()) == [12]
+    )
+    assert elements(scores[:2].mean(1, keepdim=True).sum() + scores[0].sum()) == [3, 6]
+    assert factors(scores.mean()) == [(1 / 12,)] and factors(scores.sum(0).mean()) == [(1 / 3,)]
+
+
+def test_saved_self_of_losses_and_norms_tells_it_too(scores: Tensor) -> None:
+    goal = torch.rand(4, 3)
+    for loss in (F.mse_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits):
+        assert elements(loss(scores, goal, reduction="sum")) == [12]
+        assert factors(loss(scores, goal)) == [(1 / 12,)]
+    assert [t.function for t in terms_of(torch.linalg.vector_norm(scores))] == ["a norm over all"]
+
+
+def test_saved_other_and_saved_self_of_products_are_the_other_factors(scores: Tensor) -> None:
+    scale = torch.tensor(3.0, requires_grad=True)
+    assert factors(2 * scores.sum() / 8) == factors(scores.sum() / 8 * 2) == [(2.0, 0.125)]
+    assert factors(scores.sum() * scale) == factors(scale * scores.sum()) == [(3.0,)]
+    assert [term.is_weighted for term in terms_of((scores * torch.rand(4, 1)).sum())] == [True]
+
+
+def test_saved_alpha_is_the_factor_of_what_is_added(scores: Tensor) -> None:
+    loss = torch.sub(scores.sum(), scores[0].sum(), alpha=0.5)
+    assert dict(zip(elements(loss), factors(loss), strict=True)) == {12: (), 3: (0.5,)}

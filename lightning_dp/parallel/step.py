@@ -238,7 +238,7 @@ class TrainingStep(EvaluationStep):
         losses, values = [*map(_LOSS, steps)], map(_VALUE, steps)
         graphs = list(map(Graph, returned, losses, weights, values))
         means, crosses = self.engine.own_means, self.engine.calls.crossed
-        if counts is None and means is not None and means.looks_left and not crosses:
+        if not (counts or means is None or crosses or (self.name, 0) in means.seen):
             means.look(self.name, graphs, sizes)
         items = None if counts is None else sum(counts)
         joint, has_graph = None, any(map(_REQUIRES_GRAD, losses))

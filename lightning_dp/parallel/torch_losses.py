@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-_MEAN = 1
-"""torch's number of `reduction="mean"`."""
+_NONE, _MEAN = 0, 1
+"""torch's numbers of `reduction="none"` and `reduction="mean"`."""
 
 _NODES = ("NllLossBackward0", "NllLoss2DBackward0")
 """What makes the means of `cross_entropy` and `nll_loss`."""
+
+_SUMS = ("SumBackward0", "SumBackward1")
+_MEANS = ("MeanBackward0", "MeanBackward1")
+_NORMS = ("LinalgVectorNormBackward0", "NormBackward0", "NormBackward1")
+
+_PASSED = (
+    *("AliasBackward0", "CloneBackward0", "NegBackward0", "ReshapeAliasBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "ToCopyBackward0"),
+    *("UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0"),
+)
+"""What gives its elements on, but for their sign."""
+
+_FUNCTIONS = {
+    "ExpBackward0": "exp",
+    "LogBackward0": "log",
+    "PowBackward0": "a power",
+    "ReciprocalBackward0": "1 / x",
+    "SqrtBackward0": "sqrt",
+    "TanhBackward0": "tanh",
+}
+"""What is not linear, and the name of it for people."""
+
+_MOST = 1000
+"""Nodes at the end of a graph that are looked at; those of more terms say nothing."""
 
 
 def divisors_of_means(loss: Tensor) -> list[Tensor]:
@@ -40,3 +67,128 @@ def divisors_of_means(loss: Tensor) -> list[Tensor]:
                 seen.add(following)
                 nodes.append(following)
     return found
+
+
+class Reduced(NamedTuple):
+    """One term of a loss: so many elements are added up, and each counts the product of `weights`.
+
+    Attributes:
+        elements: how many; 0 on the way to them.
+        weights: numbers, and tensors of one element.
+        divisors: likewise; by these the product is divided.
+        function: what is not linear in between, for people; "" if all is.
+        is_weighted: elements may count differently in a way that is not looked at.
+    """
+
+    elements: int
+    weights: tuple[float | Tensor, ...] = ()
+    divisors: tuple[float | Tensor, ...] = ()
+    function: str = ""
+    is_weighted: bool = False
+
+
+class _Place(NamedTuple):
+    """A node of a graph whose result has `size` elements, and what is known of the way to it."""
+
+    node: Any
+    size: int
+    term: Reduced
+
+
+def terms_of(loss: Tensor) -> list[Reduced]:
+    """The sums and means at the end of a loss's graph, without means of `cross_entropy`.
+
+    Other losses, and whatever is not linear but for a few functions, are left out.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(4, 3, requires_grad=True)
+        >>> loss = x.square().sum() / 4 + x.mean().sqrt()
+        >>> [(term.elements, term.divisors, term.function) for term in terms_of(loss)]
+        [(12, (12.0,), 'sqrt of a sum or mean'), (12, (tensor(4),), '')]
+    """
+    places, found, count = [_Place(loss.grad_fn, 1, Reduced(0))], [], 0
+    while places and count < _MOST:
+        count += 1
+        place = places.pop()
+        inner = list(_inner(place))
+        if not inner and place.term.elements:
+            found.append(place.term)
+        places += inner
+    return [] if places else found
+
+
+def _inner(place: _Place) -> Iterator[_Place]:
+    """The nodes before one that is a sum of them, or a function; none where a term ends."""
+    node, size, term = place
+    name = "" if node is None else node.name()
+    followed = [] if node is None else [following for following, _ in node.next_functions]
+    if name in _PASSED:
+        yield _Place(followed[0], size, term)
+    elif name in ("AddBackward0", "SubBackward0"):
+        for following, alpha in zip(followed, (1, abs(node._saved_alpha)), strict=True):
+            if following is not None:  # nothing is known of what has no gradient
+                yield _Place(following, size, _times(term, alpha))
+    elif name == "MulBackward0":
+        others = (node._saved_other, node._saved_self)
+        yield from _scaled(place, followed, others)
+    elif name in ("DivBackward0", "DivBackward1"):
+        yield from _divided(place, followed[0], node._saved_other)
+    elif name in (*_SUMS, *_MEANS):
+        elements = math.prod(node._saved_self_sym_sizes)
+        divisor = elements / max(size, 1) if name in _MEANS else 1
+        whole = term._replace(elements=elements)
+        yield _Place(followed[0], elements, _over(whole, divisor))
+    elif name == "StackBackward0" and size == len(followed):
+        for following in followed:
+            yield _Place(following, 1, term._replace(elements=0))
+    elif size == 1 and not term.elements:
+        yield from _of_one(place, name, followed)
+
+
+def _scaled(place: _Place, followed: list[Any], others: tuple[Any, Any]) -> Iterator[_Place]:
+    """Before a product: what counts as often as the other factor says."""
+    _, size, term = place
+    for following, other in zip(followed, others, strict=True):
+        if following is not None and isinstance(other, Tensor):
+            if other.numel() == 1:
+                yield _Place(following, size, _times(term, other))
+            elif size > 1:
+                yield _Place(None, size, term._replace(is_weighted=True))
+                return
+
+
+def _divided(place: _Place, following: Any, other: Any) -> Iterator[_Place]:
+    _, size, term = place
+    if not isinstance(other, Tensor) or other.numel() == 1:
+        yield _Place(following, size, _over(term, other))
+    else:
+        yield _Place(None, size, term._replace(is_weighted=True))
+
+
+def _of_one(place: _Place, name: str, followed: list[Any]) -> Iterator[_Place]:
+    """Before functions of one number, and losses that end in one."""
+    node, _, term = place
+    if name in _FUNCTIONS:
+        yield _Place(followed[0], 1, term._replace(function=f"{_FUNCTIONS[name]} of a sum or mean"))
+    elif name in _NORMS:
+        elements = node._saved_self.numel()
+        yield _Place(None, elements, term._replace(elements=elements, function="a norm over all"))
+    elif getattr(node, "_saved_reduction", _NONE) != _NONE and hasattr(node, "_saved_self"):
+        is_mean = node._saved_reduction == _MEAN
+        if name not in _NODES or not is_mean:
+            elements = node._saved_self.numel()
+            whole = _over(term._replace(elements=elements), elements if is_mean else 1)
+            yield _Place(None, elements, whole)
+
+
+def _times(term: Reduced, weight: float | Tensor) -> Reduced:
+    return term if _is_one(weight) else term._replace(weights=(*term.weights, weight))
+
+
+def _over(term: Reduced, divisor: float | Tensor) -> Reduced:
+    return term if _is_one(divisor) else term._replace(divisors=(*term.divisors, divisor))
+
+
+def _is_one(number: float | Tensor) -> bool:
+    return not isinstance(number, torch.Tensor) and number == 1

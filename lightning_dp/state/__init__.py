@@ -5,8 +5,8 @@ Decided here: how containers that every replica has filled become one (`containe
 for each module `module_attributes`; `looked_at` says which are the user's), what hooks keep
 elsewhere (`kept_by_hooks`), what may not be `made_in_steps`, that options of optimizers change once
 (`optimizer_groups`), which optimizers a step can get hold of (`optimizers`, and of one replica
-`own_optimizers`), and what replicas see in the place of methods of an object that they share
-(`shared_methods`).
+`own_optimizers`), what `passes` for another object, and what replicas see in the place of methods
+of an object that they share (`shared_methods`).
 """
 
 from lightning_dp.state.copied_containers import Contents as Contents
@@ -20,4 +20,5 @@ from lightning_dp.state.optimizers import no_step_of_one_replica as no_step_of_o
 from lightning_dp.state.optimizers import own_methods as own_methods
 from lightning_dp.state.optimizers import tools_of as tools_of
 from lightning_dp.state.own_optimizers import own_optimizers as own_optimizers
+from lightning_dp.state.passes import Passes as Passes
 from lightning_dp.state.shared_methods import SharedMethods as SharedMethods

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from lightning_dp.state.passes import Passes
 
 
 def own_optimizers(
@@ -31,32 +32,16 @@ def own_optimizers(
     return OwnGradients(found, module, own)
 
 
-class OwnGradients:
+class OwnGradients(Passes):
     """An optimizer of which `zero_grad` is about a replica's gradients, and all else as it is."""
 
     def __init__(self, optimizer: Any, module: nn.Module, twin: nn.Module) -> None:
-        self._optimizer, self._module, self._twin = optimizer, module, twin
-
-    @property  # type: ignore[misc]  # it cannot be set
-    def __class__(self) -> type[Any]:
-        """The optimizer's, for whoever asks."""
-        return type(self._optimizer)
-
-    def __getattr__(self, name: str) -> Any:
-        """All else is the optimizer's."""
-        return getattr(self._optimizer, name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Of the optimizer."""
-        return copy.deepcopy(self._optimizer, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy or a pickle is one of the optimizer."""
-        return self._optimizer.__reduce_ex__(protocol)
+        super().__init__(optimizer)
+        self._module, self._twin = module, twin
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empties the replica's gradients of the optimizer's parameters."""
-        groups = self._optimizer.param_groups
+        groups = self._original.param_groups
         theirs = {id(parameter) for group in groups for parameter in group["params"]}
         pairs = zip(self._module.parameters(), self._twin.parameters(), strict=True)
         for own in [own for original, own in pairs if id(original) in theirs]:

@@ -1,71 +1,148 @@
-"""Own means: losses that are means over something else than samples, as their graphs show.
+"""Own means: losses that are no means over samples, as their graphs show.
 
-`cross_entropy` and `nll_loss` divide by the weights of their targets. With class weights, or where
-`ignore_index` leaves some out, shards of as many samples may weigh differently. Then the mean of
-the shards' means is not that of the batch, and nothing else would say so.
+The mean of the shards' losses, weighted by their samples, is the loss of the batch if each sample
+counts equally in it. In a sum it does not, nor in a mean over something else (valid tokens, boxes,
+pairs, weights of targets), nor in a function of a mean. Nothing else would say so.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
 
 from lightning_dp.parallel.gradients.items import numbers_of
 from lightning_dp.parallel.gradients.loss import Graph
-from lightning_dp.parallel.torch_losses import divisors_of_means
-
-LOOKS = 1
-"""Batches that are looked at: it takes a walk through the graphs of all replicas, and a wait.
-
-The first one is cut unequally on purpose.
-"""
+from lightning_dp.parallel.torch_losses import Reduced, divisors_of_means, terms_of
 
 _ROUNDING = 1e-5
 
+_ITEMS = (
+    "The mean of these shards is not that of the batch. Return {'loss': loss, 'num_items': what "
+    "it is divided by}"
+)
+_FORWARD = "DataParallelStrategy(mode='forward')."
+
+
+class _Term(NamedTuple):
+    """A term of the loss on all replicas, and how much an element counts in each."""
+
+    terms: tuple[Reduced, ...]
+    weights: list[float]
+    rounding: float
+
+    def verdict(self, sizes: Sequence[int]) -> str | None:
+        """What is wrong with it; None if it is a mean over samples, or nothing tells."""
+        elements, weights = [term.elements for term in self.terms], self.weights
+        if not all(math.isfinite(weight) and weight for weight in weights):
+            return None
+        if (function := self.terms[0].function) and len(set(elements)) > 1:
+            return (
+                f"{function} of them. The mean of what shards have is not what the batch has. Take "
+                f"it of each sample, or use {_FORWARD}"
+            )
+        shares = [weight * size for weight, size in zip(weights, sizes, strict=True)]
+        if not _differ(shares, self.rounding):
+            return None
+        shards = f"in shards of {_listed(sizes)} samples"
+        if _differ(weights, self.rounding):
+            divisors = _listed(1 / weight for weight in weights)
+            return (
+                f"a sum divided by {divisors} {shards}. {_ITEMS}. Where elements are of several "
+                f"samples, as pairs are, use {_FORWARD}"
+            )
+        if len(set(elements)) == 1 or any(term.is_weighted for term in self.terms):
+            return None
+        return (
+            f"a sum of {_listed(elements)} elements {shards}. Divide it by the number of samples "
+            "that the step gets. For a loss that is a sum throughout, use "
+            f"DataParallelStrategy(loss_reduction='sum'); for others, {_FORWARD}"
+        )
+
 
 class OwnMeans:
-    """Looks at the losses of the first batch that several replicas share, and warns."""
+    """Looks at the losses of the first batch that several replicas share, and warns.
+
+    That one is cut unequally on purpose. A look takes a walk through the graphs of all replicas,
+    and a wait.
+
+    Attributes:
+        seen: the methods that have returned a loss, and which of their losses it was.
+    """
 
     def __init__(self) -> None:
-        self.looks_left = LOOKS
+        self.seen: set[tuple[str, int]] = set()
 
-    def look(self, name: str, graphs: Sequence[Graph], sizes: Sequence[int]) -> None:
-        """Compares what the replicas' losses were divided by with their samples.
+    def look(
+        self, name: str, graphs: Sequence[Graph], sizes: Sequence[int], index: int = 0
+    ) -> None:
+        """Compares how the replicas' losses are put together with their samples.
 
         What is divided by the same everywhere does not follow from a shard's samples.
 
         Args:
-            name: the method that has returned the losses.
+            name: the method that the losses are of.
             graphs: the replicas' losses.
             sizes: of their shards.
+            index: which loss of that method it is, as there may be several in manual optimisation.
         """
         if len(graphs) < 2:
             return
-        self.looks_left -= 1
-        divisors = [divisors_of_means(graph.loss) for graph in graphs]
-        count = len(divisors[0])
-        if any(len(own) != count for own in divisors):
-            return
-        numbers = numbers_of([divisor for own in divisors for divisor in own])
-        for i in range(count):
-            own = numbers[i::count]
-            ratios = [number / size for number, size in zip(own, sizes, strict=True)]
-            if _differ(ratios) and _differ(own):
-                _tell(name, own, sizes)
-                return
+        self.seen.add((name, index))
+        got = _cross_entropy(graphs, sizes)
+        if got is None:
+            verdicts = (term.verdict(sizes) for term in _terms(graphs))
+            got = next(filter(None, verdicts), None)
+        if got is not None:
+            warnings.warn(
+                f"{name}: expected a loss that is a mean over samples, got {got}", stacklevel=2
+            )
 
 
-def _differ(values: Sequence[float]) -> bool:
-    return max(values) - min(values) > _ROUNDING * max(map(abs, values))
+def _cross_entropy(graphs: Sequence[Graph], sizes: Sequence[int]) -> str | None:
+    divisors = [divisors_of_means(graph.loss) for graph in graphs]
+    count = len(divisors[0])
+    if any(len(own) != count for own in divisors):
+        return None
+    numbers = numbers_of([divisor for own in divisors for divisor in own])
+    for own in (numbers[i::count] for i in range(count)):
+        ratios = [number / size for number, size in zip(own, sizes, strict=True)]
+        if _differ(ratios) and _differ(own):
+            return (
+                f"a cross entropy that is a mean over weights of targets: {_listed(own)} in shards "
+                f"of {_listed(sizes)} samples. {_ITEMS}, that is weight[target].sum() without "
+                f"ignored targets, or use {_FORWARD}"
+            )
+    return None
 
 
-def _tell(name: str, divisors: Sequence[float], sizes: Sequence[int]) -> None:
-    told = ", ".join(f"{number:.6g}" for number in divisors)
-    warnings.warn(
-        f"{name}: expected a loss that is a mean over samples, got a cross entropy that is a mean "
-        f"over weights of targets: {told} in shards of {', '.join(map(str, sizes))} samples. The "
-        "mean of these shards is not that of the batch. Return {'loss': loss, 'num_items': what "
-        "it is divided by}, that is weight[target].sum() without ignored targets, or use "
-        "DataParallelStrategy(mode='forward').",
-        stacklevel=2,
-    )
+def _terms(graphs: Sequence[Graph]) -> list[_Term]:
+    """The terms of the replicas' losses, if all have as many."""
+    of_replicas = [terms_of(graph.loss) for graph in graphs]
+    if len({*map(len, of_replicas)}) > 1:
+        return []
+    together = [*zip(*of_replicas, strict=True)]
+    factors = [n for terms in together for t in terms for n in (*t.weights, *t.divisors)]
+    numbers = iter(numbers_of(factors))
+    rounding = max(_ROUNDING, 4 * torch.finfo(graphs[0].loss.dtype).eps)
+    return [
+        _Term(terms, [_weight(term, numbers) for term in terms], rounding) for terms in together
+    ]
+
+
+def _weight(term: Reduced, numbers: Iterator[float]) -> float:
+    """How much an element counts, by the values of its term's factors."""
+    weight = math.prod(next(numbers) for _ in term.weights)
+    divisor = math.prod(next(numbers) for _ in term.divisors)
+    return abs(weight / divisor) if divisor else math.nan
+
+
+def _differ(values: Sequence[float], rounding: float = _ROUNDING) -> bool:
+    return max(values) - min(values) > rounding * max(map(abs, values))
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return ", ".join(f"{number:.6g}" for number in numbers)

@@ -15,6 +15,7 @@ import torch
 
 from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.torch_engine import renew_engine
+from lightning_dp.parallel.workers.forward_levels import NAME, refuse_levels_in_workers
 
 Inbox: TypeAlias = SimpleQueue[Callable[[], None] | None]
 
@@ -31,7 +32,7 @@ class Worker:
         self.ready = threading.Event()
         weakref.finalize(self, self.inbox.put, None)
         task = partial(_live, self.inbox, self.ready, intra_op_threads)
-        self.thread = threading.Thread(target=task, name=f"dp-replica-{replica}", daemon=True)
+        self.thread = threading.Thread(target=task, name=f"{NAME}{replica}", daemon=True)
         self.thread.start()
 
     @property
@@ -57,6 +58,7 @@ def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     """One for each replica; those on the CPU share its threads."""
     on_cpu = sum(device.type == "cpu" for device in devices)
     each = max(1, torch.get_num_threads() // max(1, on_cpu))
+    refuse_levels_in_workers()
     renew_engine()  # in a forked child, where the workers' first forwards would do it at once
     starting = _Starting()
     with starting:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.parallel.torch_losses import divisors_of_means, terms_of
 
@@ -58,7 +59,10 @@ def elements(loss: Tensor) -> list[int]:
 
 
 def factors(loss: Tensor) -> list[tuple[float, ...]]:
-    return [(*map(float, t.weights), *(1 / float(d) for d in t.divisors)) for t in terms_of(loss)]
+    def number(factor: float | Tensor) -> float:
+        return float(factor.detach() if isinstance(factor, Tensor) else factor)
+
+    return [(*map(number, t.weights), *(1 / number(d) for d in t.divisors)) for t in terms_of(loss)]
 
 
 def test_saved_self_sym_sizes_tell_how_many_elements_sums_and_means_have(scores: Tensor) -> None:
@@ -87,3 +91,41 @@ def test_saved_other_and_saved_self_of_products_are_the_other_factors(scores: Te
 def test_saved_alpha_is_the_factor_of_what_is_added(scores: Tensor) -> None:
     loss = torch.sub(scores.sum(), scores[0].sum(), alpha=0.5)
     assert dict(zip(elements(loss), factors(loss), strict=True)) == {12: (), 3: (0.5,)}
+
+
+def test_what_raw_saved_tensors_have_packed_stays_packed(scores: Tensor) -> None:
+    unpacked: list[Tensor] = []
+
+    def unpack(packed: Tensor) -> Tensor:
+        unpacked.append(packed)
+        return packed
+
+    goal = torch.rand(4, 3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        scaled = scores * torch.tensor(0.5)
+        losses = [scaled.sum(), scaled.mean() / torch.tensor(2.0), F.mse_loss(scores, goal)]
+        losses += [F.cross_entropy(scores, CLASSES), torch.linalg.vector_norm(scores)]
+    [term] = terms_of(losses[0])
+    assert (term.elements, term.is_weighted) == (12, True)
+    assert [terms_of(loss) for loss in losses[1:]] == [[]] * 4
+    assert divisors_of_means(sum(losses, losses[0])) == [] and not unpacked
+    losses[1].backward()
+    assert unpacked
+
+
+class Layer(torch.nn.Linear):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * torch.tensor(2.0)
+
+
+def test_what_is_checkpointed_is_not_computed_again_for_a_look() -> None:
+    layer = Layer(4, 3)
+    loss = checkpoint(layer, torch.randn(5, 4), use_reentrant=False).sum()
+    assert [term.is_weighted for term in terms_of(loss)] == [True] and layer.calls == 1
+    loss.backward()
+    assert layer.calls == 2

@@ -19,6 +19,8 @@ _SUMS = ("SumBackward0", "SumBackward1")
 _MEANS = ("MeanBackward0", "MeanBackward1")
 _NORMS = ("LinalgVectorNormBackward0", "NormBackward0", "NormBackward1")
 
+_WITH_FACTORS = ("MulBackward0", "DivBackward0", "DivBackward1")
+
 _PASSED = (
     *("AliasBackward0", "CloneBackward0", "NegBackward0", "ReshapeAliasBackward0"),
     *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "ToCopyBackward0"),
@@ -60,7 +62,8 @@ def divisors_of_means(loss: Tensor) -> list[Tensor]:
         node = nodes.pop()
         if node is None:
             continue
-        if node.name() in _NODES and node._saved_reduction == _MEAN:
+        is_mean = node.name() in _NODES and node._saved_reduction == _MEAN
+        if is_mean and not _is_packed(node, "total_weight"):
             found.append(node._saved_total_weight)
         for following, _ in node.next_functions:
             if following not in seen:
@@ -129,10 +132,13 @@ def _inner(place: _Place) -> Iterator[_Place]:
         for following, alpha in zip(followed, (1, abs(node._saved_alpha)), strict=True):
             if following is not None:  # nothing is known of what has no gradient
                 yield _Place(following, size, _times(term, alpha))
+    elif name in _WITH_FACTORS and _is_packed(node, "self", "other"):
+        if term.elements:
+            yield _Place(None, size, term._replace(is_weighted=True))
     elif name == "MulBackward0":
         others = (node._saved_other, node._saved_self)
         yield from _scaled(place, followed, others)
-    elif name in ("DivBackward0", "DivBackward1"):
+    elif name in _WITH_FACTORS:
         yield from _divided(place, followed[0], node._saved_other)
     elif name in (*_SUMS, *_MEANS):
         elements = math.prod(node._saved_self_sym_sizes)
@@ -142,8 +148,14 @@ def _inner(place: _Place) -> Iterator[_Place]:
     elif name == "StackBackward0" and size == len(followed):
         for following in followed:
             yield _Place(following, 1, term._replace(elements=0))
-    elif size == 1 and not term.elements:
+    elif size == 1 and not term.elements and not _is_packed(node, "self"):
         yield from _of_one(place, name, followed)
+
+
+def _is_packed(node: Any, *names: str) -> bool:
+    """Whether hooks have packed such a tensor: to unpack it may mean to compute it again."""
+    saved = [getattr(node, f"_raw_saved_{name}", None) for name in names]
+    return any(getattr(own, "unpack_hook", None) is not None for own in saved)
 
 
 def _scaled(place: _Place, followed: list[Any], others: tuple[Any, Any]) -> Iterator[_Place]:

@@ -27,7 +27,7 @@ from torch._dynamo import config
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torchmetrics import MeanMetric
 
-from lightning_dp.metrics import Journals
+from lightning_dp.metrics import Journals, OwnRows
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.recorders import ReplicaMetrics
@@ -113,6 +113,8 @@ class Fixture:
         self.journals = Journals(self.measured, [CPU, CPU], CPU)
         self.replicas = Replicas(self.measured, [CPU, CPU], self.journals)
         self.shards = Shards((1, 1), [torch.ones(1, 3)] * 2)
+        strategy = SimpleNamespace(optimizers=[self.optimizer, self.other])
+        self.trainer = SimpleNamespace(strategy=strategy, loggers=[Idle()])
 
     def look(self) -> dict[str, Any]:
         """What would be different if a context had not ended."""
@@ -130,6 +132,7 @@ class Fixture:
             "kinds of groups": [list(map(type, tool.param_groups)) for tool in tools],
             "values": [_values(m) for m in (self.metric, self.twin)],
             "is calling": self.metrics.is_calling,
+            "loggers": list(map(type, self.trainer.loggers)),
             "ranges": set(self.ranges._open),
             "modes": current_modes(),
             "backward": torch.autograd._engine_run_backward,
@@ -197,13 +200,17 @@ def _with_step(fixture: Fixture) -> AbstractContextManager[Any]:
     return fixture.shared.standing_in(fixture.optimizer, {"step": len}, 0)
 
 
+def _rows(fixture: Fixture) -> OwnRows:
+    module: Any = SimpleNamespace(trainer=fixture.trainer)
+    return OwnRows(module)
+
+
 def _step_of_all(fixture: Fixture) -> AbstractContextManager[Any]:
     """What surrounds a training step of the Trainer."""
-    strategy = SimpleNamespace(optimizers=[fixture.optimizer, fixture.other])
-    module: Any = SimpleNamespace(trainer=SimpleNamespace(strategy=strategy))
+    module: Any = SimpleNamespace(trainer=fixture.trainer)
     manual: Any = SimpleNamespace(step=None)
     step = fixture.replicas, "training_step", fixture.shards, False
-    return _around_step(fixture.journals, manual, module, *step)
+    return _around_step(fixture.journals, _rows(fixture), manual, module, *step)
 
 
 CONTEXTS: dict[str, Callable[[Fixture], AbstractContextManager[Any]]] = {
@@ -230,6 +237,7 @@ CONTEXTS: dict[str, Callable[[Fixture], AbstractContextManager[Any]]] = {
     "a metric's call": _call,
     "a metric as it was": _bind,
     "what replicas say": lambda f: f.journals.around(f.replicas, f.shards),
+    "what a logger notes": lambda f: _rows(f).around("training_step", 2),
     "a step of all": _step_of_all,
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.contexts import Lasting, context
 from lightning_dp.state import Passes
 
 LOOKS_AT_ROWS = 2
@@ -29,14 +29,9 @@ class OwnRows:
     @context
     def around(self, hook: str, replicas: int) -> Iterator[None]:
         """Looks at a step that so many replicas run."""
-        trainer: Any = self._module.trainer
         used: set[str] = set()
-        loggers = trainer.loggers
-        try:
-            trainer.loggers = [_Noted(logger, used.add) for logger in loggers]
+        with _Watched(self._module.trainer, used.add):
             yield
-        finally:
-            trainer.loggers = loggers
         if replicas > 1:
             self.looks_left[hook] = self.looks_left.get(hook, LOOKS_AT_ROWS) - 1
             if used:
@@ -51,6 +46,21 @@ class OwnRows:
             f"picture, and they make {replicas}. Return what it shows, and log it in {end}.",
             stacklevel=2,
         )
+
+
+class _Watched(Lasting):
+    """While it lasts, what is done with a Trainer's loggers is noted."""
+
+    def __init__(self, trainer: Any, note: Callable[[str], object]) -> None:
+        self._trainer, self._note, self._own = trainer, note, trainer.loggers
+
+    def begin(self) -> None:
+        """Others pass for the loggers."""
+        self._trainer.loggers = [_Noted(logger, self._note) for logger in self._own]
+
+    def end(self) -> None:
+        """They are the Trainer's own again."""
+        self._trainer.loggers = self._own
 
 
 class _Noted(Passes):

@@ -217,6 +217,13 @@ def test_losses_of_which_something_is_told_are_not(name: str) -> None:
     assert not torch.allclose(gradient, one_step(loss, 1)[0], rtol=1e-3)
 
 
+def test_a_mean_times_what_each_replica_draws_is_not_told() -> None:
+    """As random numbers are not: they are never one device's."""
+    drawn = iter(range(1, 9))
+    _, told = one_step(lambda net, x, y: next(drawn) * F.mse_loss(net(x), y), 2)
+    assert not told
+
+
 @pytest.mark.parametrize("name", ["sum", "mse sum", "classes", "by the batch"])
 def test_told_to_be_sums_they_are_as_on_one_device(name: str) -> None:
     gradient, told = one_step(OTHERS[name][0], 2, loss_reduction="sum")

@@ -32,6 +32,7 @@ class _Term(NamedTuple):
 
     terms: tuple[Reduced, ...]
     weights: list[float]
+    divisors: list[float]  # by which these were divided
     rounding: float
 
     def verdict(self, sizes: Sequence[int]) -> str | None:
@@ -49,6 +50,9 @@ class _Term(NamedTuple):
             return None
         shards = f"in shards of {_listed(sizes)} samples"
         if _differ(weights, self.rounding):
+            divided = [size / own for size, own in zip(sizes, self.divisors, strict=True)]
+            if not _differ(divided, self.rounding):
+                return None  # a mean, times what each replica has drawn, as for mixup
             divisors = _listed(1 / weight for weight in weights)
             return (
                 f"a sum divided by {divisors} {shards}. {_ITEMS}. Where elements are of several "
@@ -128,16 +132,17 @@ def _terms(graphs: Sequence[Graph]) -> list[_Term]:
     factors = [n for terms in together for t in terms for n in (*t.weights, *t.divisors)]
     numbers = iter(numbers_of(factors))
     rounding = max(_ROUNDING, 4 * torch.finfo(graphs[0].loss.dtype).eps)
-    return [
-        _Term(terms, [_weight(term, numbers) for term in terms], rounding) for terms in together
-    ]
+    return [_term(terms, numbers, rounding) for terms in together]
 
 
-def _weight(term: Reduced, numbers: Iterator[float]) -> float:
-    """How much an element counts, by the values of its term's factors."""
-    weight = math.prod(next(numbers) for _ in term.weights)
-    divisor = math.prod(next(numbers) for _ in term.divisors)
-    return abs(weight / divisor) if divisor else math.nan
+def _term(terms: tuple[Reduced, ...], numbers: Iterator[float], rounding: float) -> _Term:
+    """A term, by the values of its factors; what is divided by 0 counts nan."""
+    weights, divisors = [], []
+    for term in terms:
+        weight = math.prod(next(numbers) for _ in term.weights)
+        divisors.append(math.prod(next(numbers) for _ in term.divisors) or math.nan)
+        weights.append(abs(weight / divisors[-1]))
+    return _Term(terms, weights, divisors, rounding)
 
 
 def _differ(values: Sequence[float], rounding: float = _ROUNDING) -> bool:

@@ -57,6 +57,7 @@ FLOORS = [
         "keys",
     ],
     [
+        "parallel.torch_backends",
         "parallel.torch_compile",
         "parallel.torch_losses",
         "parallel.torch_parametrize",
@@ -70,6 +71,7 @@ FLOORS = [
 
 PRIVATE_NAMES = {
     "parallel.torch_private",
+    "parallel.torch_backends",
     "parallel.torch_compile",
     "parallel.torch_losses",
     "parallel.torch_parametrize",

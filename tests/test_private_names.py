@@ -1,4 +1,4 @@
-"""Names with a leading underscore that are somebody else's stand in four rooms, and nowhere else.
+"""Names with a leading underscore that are somebody else's stand in a few rooms, and nowhere else.
 
 Ours is what the same file defines; on `self`, what a class of ours defines and no class that it
 comes from. The strings that `getattr` and `__dict__` are asked with count, too.
@@ -26,6 +26,7 @@ from torchmetrics import MeanMetric, MetricCollection
 
 PACKAGE = ROOT / "lightning_dp"
 ROOMS = {"parallel/torch_private.py": "test_torch_private.py"}
+ROOMS["parallel/torch_backends.py"] = "test_torch_backends.py"
 ROOMS["parallel/torch_storage.py"] = "test_torch_storage.py"
 ROOMS["parallel/torch_engine.py"] = "test_torch_engine.py"
 ROOMS["parallel/torch_compile.py"] = "test_torch_compile.py"

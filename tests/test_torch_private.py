@@ -10,7 +10,6 @@ import contextvars
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -555,43 +554,3 @@ def test_push_mode_and_pop_mode_in_other_threads() -> None:
     assert not errors, errors
     assert set(counts.calls) == set(dispatches.calls) == {"worker 0", "worker 1"}
     assert private.current_modes() == (None, (), ())
-
-
-# Devices that are not torch's own
-
-
-def test_get_privateuse1_backend_name() -> None:
-    from lightning_dp import sim
-
-    assert private.out_of_tree_backend() == ("sim" if sim.is_enabled() else "privateuseone")
-
-
-def test_register_device_module() -> None:
-    module = ModuleType("torch.mtia")
-    before = torch.mtia
-    try:
-        del torch.mtia
-        private.add_device_module("mtia", module)
-        assert torch.get_device_module("mtia") is module is torch.mtia
-    finally:
-        torch.mtia = before
-
-
-def test_has_compatible_shallow_copy_type_is_what_modules_ask() -> None:
-    own, asked = torch._has_compatible_shallow_copy_type, []
-    cpu, meta = torch.ones(1), torch.ones(1, device="meta")
-    assert private.can_take_data(cpu, cpu.double()) and not private.can_take_data(cpu, meta)
-
-    def refuse(tensor: Tensor, data: Tensor) -> bool:
-        asked.append(tensor)
-        return False
-
-    layer = nn.Linear(1, 1, bias=False)
-    weight = layer.weight
-    assert layer.double().weight is weight
-    private.set_can_take_data(refuse)
-    try:
-        assert layer.float().weight is not weight and asked[0] is weight
-    finally:
-        private.set_can_take_data(own)
-    assert torch._has_compatible_shallow_copy_type is own

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter
-from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -286,20 +285,3 @@ def entries_of(modes: Modes) -> list[AbstractContextManager[Any]]:
     function = [Paired(partial(_push_function_mode, m), _pop_function_mode) for m in modes.function]
     dispatch = [Paired(partial(_push_dispatch_mode, m), _pop_dispatch_mode) for m in modes.dispatch]
     return [*([] if default is None else [default]), *function, *dispatch]
-
-
-# Devices that are not torch's own
-
-out_of_tree_backend: Callable[[], str] = found(torch._C, "_get_privateuse1_backend_name")
-"""The name of the one kind of device that a package may add; "privateuseone" if none has."""
-
-add_device_module: Callable[[str, ModuleType], None] = found(torch, "_register_device_module")
-"""Makes `torch.<kind>` a module, after which `torch.get_device_module` and others find it."""
-
-can_take_data: Callable[[Tensor, Tensor], bool] = found(torch, "_has_compatible_shallow_copy_type")
-"""Whether modules that move keep a parameter and give it other data, as torch has it."""
-
-
-def set_can_take_data(test: Callable[[Tensor, Tensor], bool]) -> None:
-    """Puts another test in the place of `can_take_data`, for the whole process."""
-    torch._has_compatible_shallow_copy_type = test  # type: ignore[assignment]  # a function of ours

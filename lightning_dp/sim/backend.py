@@ -11,7 +11,7 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-from lightning_dp.parallel.torch_private import add_device_module, out_of_tree_backend
+from lightning_dp.parallel.torch_backends import add_device_module, out_of_tree_backend
 from lightning_dp.sim import device_module
 from lightning_dp.sim.extension import load_extension
 from lightning_dp.sim.parameters import let_parameters_move

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import time
 import weakref
@@ -22,13 +21,6 @@ def quickest(work: Callable[[], float], below: float) -> float:
     while len(times) < TRIES and min(times, default=below) >= below:
         times.append(work())
     return min(times)
-
-
-def on_a_busy_machine(seconds: float) -> float:
-    """What takes so long on a quiet machine takes as many times as there is work for each core."""
-    if not hasattr(os, "getloadavg"):  # Windows
-        return seconds
-    return seconds * max(1.0, max(os.getloadavg()[:2]) / (os.cpu_count() or 1))
 
 
 def soon(condition: Callable[[], bool], seconds: float = 30) -> bool:

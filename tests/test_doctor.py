@@ -18,7 +18,6 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from oracle import devices_of
-from patience import on_a_busy_machine
 from places import SIM_DEVICES, on_separate
 from programs import ROOT, read_json
 from test_doctor_proof import OneDeviceIsWrong
@@ -284,8 +283,7 @@ def test_the_doctor_as_a_user_calls_it(devices: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_json(tmp_path / "doctor.json")
     # By its own clock, which begins with the process, and ends before the processes are away.
-    assert found["seconds"] <= time.monotonic() - begin < on_a_busy_machine(60) + 10
-    assert found["seconds"] < on_a_busy_machine(60)
+    assert found["seconds"] < 60 and found["seconds"] <= time.monotonic() - begin < 70
     assert found["verdict"] == "pass" and len(found["proof"]) > 25
     by_name = {timing["workload"]: timing for timing in found["timings"]}
     assert set(by_name) == {"convnet", "transformer"}
@@ -423,8 +421,9 @@ def test_step_times_end_when_time_does(tmp_path: Path) -> None:
     assert none.seconds == {} and none.why_not == {"all": "no time was left"}
 
 
+@pytest.mark.parametrize("seconds_before", [31.0, 58.0])
 def test_a_slow_machine_is_told_what_was_not_timed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    seconds_before: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Laws are looked at all the same; nothing is started that would be too late."""
     law = Law("good", lambda bench: Finding())
@@ -436,7 +435,7 @@ def test_a_slow_machine_is_told_what_was_not_timed(
         command=never_started,
         ddp_command=never_started,
         output=tmp_path / "doctor.json",
-        seconds_before=58.0,
+        seconds_before=seconds_before,
     )
     with (
         mock.patch("lightning_dp.doctor.examination.Aside") as aside,
@@ -445,7 +444,7 @@ def test_a_slow_machine_is_told_what_was_not_timed(
         found = examine(plan)
     aside.assert_not_called()
     ddp.assert_not_called()
-    assert found.is_healthy and found.seconds > 58
+    assert found.is_healthy and found.seconds > seconds_before
     assert {result.law: result.verdict for result in found.proof} == {
         "good": "pass",
         "compiled module": "skip",

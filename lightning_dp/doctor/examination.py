@@ -28,7 +28,8 @@ from lightning_dp.doctor.watchdog import Watchdog
 from lightning_dp.doctor.workloads import Workload
 from lightning_dp.parallel.devices import replica_names
 
-SECONDS = 48.0  # from the start of the process, after which nothing more is timed
+MINUTE = 60.0  # seconds from the start of the process to its end
+SECONDS = 48.0  # of these, after which nothing more is timed
 FOR_COMPILER = 27.0  # of these, after which a compiler is waited for no more
 SLOW = 12.0  # of these, spent on imports: other processes, which import the same, would be too late
 STUCK = 180.0  # seconds at one thing, after which the doctor gives up
@@ -55,6 +56,14 @@ class Plan:
     ddp_command: Sequence[str] = ()
     output: Path = Path("doctor.json")
     seconds_before: float = 0.0
+
+    @property
+    def seconds_to_time(self) -> float:
+        """From the start of the process, after which nothing more is timed.
+
+        What begins just before takes longer on a machine that was long at the imports.
+        """
+        return min(SECONDS, MINUTE - 2 * self.seconds_before)
 
     @property
     def is_slow_machine(self) -> bool:
@@ -139,7 +148,7 @@ def _advice(
     start: float,
 ) -> None:
     def seconds_left() -> float:
-        return start + SECONDS - time.perf_counter()
+        return start + plan.seconds_to_time - time.perf_counter()
 
     watchdog.tell("step times")
     found.timings = timings(plan.workloads, plan.devices, folder, ddp, seconds_left, watchdog.tell)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_dp.dataloader_iter import Pulled, takes_iterator
 from lightning_dp.manual_optimization import ManualOptimization
-from lightning_dp.metrics import LOOKS_AT_ROWS, Backwards, Journals, OwnRows, is_metric
+from lightning_dp.metrics import Backwards, Journals, OwnRows, is_metric
 from lightning_dp.parallel.batch import Shards, give_back_added, to_device
 from lightning_dp.parallel.call import PlainTransfer
 from lightning_dp.parallel.contexts import Contexts
@@ -205,7 +205,7 @@ def _around_step(
 ) -> AbstractContextManager[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
     said = journals.around(replicas, shards, is_rerun)
-    if rows.looks_left.get(hook, LOOKS_AT_ROWS):
+    if rows.looks_left.get(hook) and len(shards.active) > 1:
         said = Contexts([said, rows.around(hook, len(shards.active))])
     if hook != "training_step":
         return said

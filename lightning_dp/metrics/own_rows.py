@@ -11,39 +11,45 @@ from lightning.pytorch import LightningModule
 from lightning_dp.parallel.contexts import Lasting, context
 from lightning_dp.state import Passes
 
-LOOKS_AT_ROWS = 2
+_LOOKS = 2
 """Steps of each kind that are looked at."""
+
+_INSTEAD = {
+    "training_step": "on_train_batch_end",
+    "validation_step": "on_validation_batch_end",
+    "test_step": "on_test_batch_end",
+    "predict_step": "on_predict_batch_end",
+}
+"""The hook for what is seen of the whole batch, for each kind of step."""
 
 
 class OwnRows:
     """Looks whether the first steps of each kind use `self.logger`.
 
     Attributes:
-        looks_left: for the kinds of steps that have run.
+        looks_left: for each kind of step.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self.looks_left: dict[str, int] = {}
+        self.looks_left = dict.fromkeys(_INSTEAD, _LOOKS)
 
     @context
     def around(self, hook: str, replicas: int) -> Iterator[None]:
-        """Looks at a step that so many replicas run."""
+        """Looks at a step that so many replicas run, of which there are several."""
         used: set[str] = set()
         with _Watched(self._module.trainer, used.add):
             yield
-        if replicas > 1:
-            self.looks_left[hook] = self.looks_left.get(hook, LOOKS_AT_ROWS) - 1
-            if used:
-                self._tell(hook, min(used), replicas)
+        self.looks_left[hook] = 0 if used else self.looks_left[hook] - 1
+        for name in sorted(used)[:1]:
+            self._tell(hook, name, replicas)
 
     def _tell(self, hook: str, name: str, replicas: int) -> None:
-        self.looks_left[hook] = 0
-        end = f"on_{'train' if hook == 'training_step' else hook.removesuffix('_step')}_batch_end"
         warnings.warn(
             f"{hook}: expected what is logged to go through self.log, got self.logger.{name}. Each "
             f"of {replicas} replicas does it with its own samples: one device makes one row or "
-            f"picture, and they make {replicas}. Return what it shows, and log it in {end}.",
+            f"picture, and they make {replicas}. Return what it shows, and log it in "
+            f"{_INSTEAD[hook]}.",
             stacklevel=2,
         )
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 _NONE, _MEAN = 0, 1
@@ -203,4 +202,4 @@ def _over(term: Reduced, divisor: float | Tensor) -> Reduced:
 
 
 def _is_one(number: float | Tensor) -> bool:
-    return not isinstance(number, torch.Tensor) and number == 1
+    return not isinstance(number, Tensor) and number == 1

@@ -72,25 +72,12 @@ class Ring:
         self._arrived = [[torch.empty_like(flat[0]) for flat in own] for own in self._flats]
         for k, own in enumerate(self._parameters):
             for b, bucket in enumerate(self._buckets):
-                self._note_filled(own, k, b, bucket)
+                _note_filled(own, bucket, self._filled[k][b])
 
     def _room(self, own: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
         """Room for a bucket's gradients, a row for each device."""
         size = -(-sum(own[i].numel() for i in bucket) // len(self._devices))
         return own[0].new_zeros(len(self._devices), size)
-
-    def _note_filled(self, own: Sequence[Tensor], k: int, b: int, bucket: Sequence[int]) -> None:
-        """Records the moment when the bucket's last gradient is there."""
-        seen: set[int] = set()
-
-        def hook(i: int) -> None:
-            seen.add(i)
-            if len(seen) == len(bucket):
-                seen.clear()
-                self._filled[k][b].record(torch.accelerator.current_stream(self._devices[k]))
-
-        for i in bucket:
-            own[i].register_post_accumulate_grad_hook(lambda _, i=i: hook(i))
 
     def reduce(self) -> None:
         """Makes every device's gradients their mean; they are of use on the current streams."""
@@ -144,6 +131,24 @@ class Ring:
                 gradients = [own[i].grad for i in bucket]
                 torch._foreach_copy_(gradients, self._views(k, b))
                 torch._foreach_div_(gradients, len(self._devices))
+
+
+def _note_filled(own: Sequence[Tensor], bucket: Sequence[int], filled: torch.Event) -> None:
+    """Records the moment when the bucket's last gradient is there.
+
+    The hooks do not know the ring: no collection of garbage finds a circle through them.
+    """
+    seen: set[int] = set()
+    device = own[0].device
+
+    def hook(i: int) -> None:
+        seen.add(i)
+        if len(seen) == len(bucket):
+            seen.clear()
+            filled.record(torch.accelerator.current_stream(device))
+
+    for i in bucket:
+        own[i].register_post_accumulate_grad_hook(lambda _, i=i: hook(i))
 
 
 def buckets(sizes: Sequence[int], first: int = FIRST_BUCKET, most: int = BUCKET) -> list[list[int]]:

@@ -131,14 +131,37 @@ def test_sums_and_what_has_said_its_items_are_not_told() -> None:
     assert not messages(Net(WEIGHT, reduction="sum"), BATCH, loss_reduction="sum")
 
 
-def test_only_the_first_batch_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looks_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first, the second, the fourth and the eighth batch."""
     looks: list[int] = []
     monkeypatch.setattr(
         "lightning_dp.parallel.gradients.own_means.divisors_of_means",
         lambda loss: looks.append(1) or [],
     )
-    assert not messages(Net(), BATCH, count=4)
-    assert len(looks) == 2
+    assert not messages(Net(), BATCH, count=15)
+    assert len(looks) == 4 * 2
+
+
+class Padded(nn.Linear):
+    """Its loss is a mean over the samples that count."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, counts = batch
+        return (self(x)[:, 0] * counts).sum() / counts.sum()
+
+
+ALL, SOME, NONE = [1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0], [1, 1, 1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("first", [ALL, NONE], ids=["padding comes later", "a shard of nothing"])
+def test_where_the_first_batch_tells_nothing_later_ones_do(first: list[int]) -> None:
+    net, cpu, expected = Padded(4, 1), torch.device("cpu"), NO_MEAN + "a sum divided by 2, 1 in "
+    engine = StepParallel(net, [cpu] * 2, output_device=cpu, split=lambda n: (n // 2, n - n // 2))
+    with closing(engine), warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        for counts in (first, first, SOME, SOME, SOME, SOME, SOME, SOME):
+            engine.train("training_step", (torch.ones(6, 4), torch.tensor(counts))).backward()
+    assert sum(expected in str(record.message) for record in records) == 1
 
 
 Loss = Callable[[nn.Linear, Tensor, Tensor], Tensor]
@@ -160,8 +183,32 @@ MEANS: dict[str, Loss] = {
     "classes": lambda net, x, y: F.cross_entropy(net(x), y.argmax(1), label_smoothing=0.1),
     "probabilities": lambda net, x, y: F.cross_entropy(net(x), y.softmax(1)),
     "logits": lambda net, x, y: F.binary_cross_entropy_with_logits(net(x), y.sigmoid()),
+    "learnt weight": lambda net, x, y: F.mse_loss(net(x), y) / net.bias.exp().sum() + net.bias[0],
+    "of each class": lambda net, x, y: (
+        (net(x).mean(0) * net.bias).sum() - net(x).mean(0) @ net.bias
+    ),
+    "mean for each": lambda net, x, y: (net(x).square().sum(1) + F.mse_loss(net(x), y)).mean(),
+    "over classes": lambda net, x, y: (net(x).amax(1) - net(x).logsumexp(1)).mean(),
+    "variance of each": lambda net, x, y: (net(x).std(1) + net(x).norm(dim=1)).mean(),
+    "order of classes": lambda net, x, y: (net(x).sort(1)[0].cumsum(1) * y.roll(1, 1)).mean(),
+    "products of each": lambda net, x, y: (net(x)[:, None] @ net(x)[:, :, None]).square().mean(),
+    "own pairs": lambda net, x, y: (net(x) @ net(x).T / 2).diagonal().square().mean(),
+    "limit of each": lambda net, x, y: F.relu(1 - net(x) * y).clamp(max=2).mean(),
+    "triplets": lambda net, x, y: F.triplet_margin_loss(net(x), net(x + 1), net(x - 1)),
+    "cosine": lambda net, x, y: F.cosine_similarity(net(x), y).mean(),
+    "standardised": lambda net, x, y: F.layer_norm(net(x), [3]).square().mul(y).mean(),
     "column": lambda net, x, y: F.mse_loss(net(x)[:, 0].view(-1), y[:, 0]).view(1).squeeze(),
 }
+
+
+def _dice(chosen: Tensor, right: Tensor) -> Tensor:
+    return 1 - 2 * (chosen * right).sum() / (chosen.sum() + right.sum())
+
+
+def _mean(net: nn.Linear, x: Tensor) -> Tensor:
+    return net(x).softmax(1).mean(0)
+
+
 OTHERS: dict[str, tuple[Loss, str]] = {
     "sum": (lambda net, x, y: (net(x) - y).square().sum(), "a sum of 15, 9 elements"),
     "mse sum": (lambda net, x, y: F.mse_loss(net(x), y, reduction="sum"), "a sum of 15, 9 "),
@@ -177,7 +224,43 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "root": (lambda net, x, y: F.mse_loss(net(x), y).sqrt(), "sqrt of a sum or mean of them."),
     "power": (lambda net, x, y: 3 * net(x).square().mean() ** 0.5, "a power of a sum or mean of"),
     "logarithm": (lambda net, x, y: net(x).exp().mean().log(), "log of a sum or mean of them. "),
-    "norm": (lambda net, x, y: torch.norm(net(x) - y), "a norm over all of them. The mean of "),
+    "norm": (lambda net, x, y: torch.norm(net(x) - y), "a norm over all of them. "),
+    "dice": (lambda net, x, y: _dice(net(x).sigmoid(), y.sigmoid()), "a ratio with a sum or mean"),
+    "correlation": (
+        lambda net, x, y: -torch.corrcoef(torch.cat([net(x), y], 1).T)[0, 3],
+        "of them",
+    ),
+    "contrast": (
+        lambda net, x, y: F.cross_entropy(net(x) @ net(x + 1).T, torch.arange(len(x))),
+        "values of pairs of them, as [5, 5] and [3, 3]. ",
+    ),
+    "distances": (lambda net, x, y: torch.cdist(net(x), y).amin(1).mean(), "values of pairs of "),
+    "covariance": (lambda net, x, y: (net(x).T @ net(x) / len(x)).square().sum(), "a power of a"),
+    "variance": (lambda net, x, y: net(x).var(0).sum(), "the variance over all of them. "),
+    "means alike": (lambda net, x, y: F.mse_loss(net(x).mean(0), y.mean(0)), "a loss of a sum or"),
+    "entropy of all": (lambda net, x, y: torch.special.entr(_mean(net, x)).sum(), "of them"),
+    "centred": (lambda net, x, y: (net(x) - net(x).mean(0)).square().mean(), "a power of a sum or"),
+    "normalised": (
+        lambda net, x, y: (F.normalize(net(x), dim=0) * y).mean(),
+        "a norm over all of ",
+    ),
+    "share of all": (lambda net, x, y: (net(x).softmax(0) * y).sum(), "softmax of them. "),
+    "largest": (lambda net, x, y: (net(x) - y).square().max(), "the maximum over all of them. "),
+    "hardest": (lambda net, x, y: net(x).square().topk(2, 0)[0].mean(), "the largest ones over "),
+    "middle": (lambda net, x, y: (net(x) - y).square().median(), "a quantile over all of them. "),
+    "of all": (lambda net, x, y: net(x).square().logsumexp(0).mean(), "logsumexp over all of them"),
+    "running": (lambda net, x, y: net(x).cumsum(0).square().mean(), "a running sum of them. "),
+    "in order": (
+        lambda net, x, y: (net(x).sort(0)[0] - y).square().mean(),
+        "another order of them",
+    ),
+    "next one": (lambda net, x, y: (net(x) * net(x).roll(1, 0)).mean(), "another order of them. "),
+    "flooding": (lambda net, x, y: (F.mse_loss(net(x), y) - 1.5).abs(), "abs of a sum or mean of "),
+    "a limit": (lambda net, x, y: net(x).mean().clamp(min=-0.2), "a limit of a sum or mean of"),
+    "two means": (
+        lambda net, x, y: net(x).mean() * net(x).square().mean(),
+        "a product with a sum ",
+    ),
 }
 
 

@@ -32,6 +32,7 @@ ROOMS["parallel/torch_engine.py"] = "test_torch_engine.py"
 ROOMS["parallel/torch_compile.py"] = "test_torch_compile.py"
 ROOMS["parallel/torch_parametrize.py"] = "test_torch_parametrize.py"
 ROOMS["parallel/torch_losses.py"] = "test_torch_losses.py"
+ROOMS["parallel/torch_mixing.py"] = "test_torch_mixing.py"
 ROOMS["processes/torch_loaders.py"] = "processes/test_torch_loaders.py"
 ROOMS["lightning_private.py"] = "test_lightning_private.py"
 

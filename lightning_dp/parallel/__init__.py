@@ -13,6 +13,6 @@ replicas see in it (`followed_gradients`), the losses of several processes' step
 (`forward_losses`), its times (`meter`) and `ranges`, and whether it fits the root alone
 (`root_memory`); `contexts`, which end whatever comes through them; `errors` of other people's code
 and their `likely_cause`; attributes that are others for a while (`replaced`); private names of
-torch (`torch_private`, `torch_backends`, `torch_compile`, `torch_losses`, `torch_parametrize`,
-`torch_storage`, `torch_engine`).
+torch (`torch_private`, `torch_backends`, `torch_compile`, `torch_losses`, `torch_mixing`,
+`torch_parametrize`, `torch_storage`, `torch_engine`).
 """

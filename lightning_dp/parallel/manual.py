@@ -133,10 +133,12 @@ class ManualStep(EvaluationStep):
         engine, sizes = self.engine, self.shards.active_sizes
         weights = loss_weights(sizes, engine.loss_reduction, counts)
         graphs, means = list(map(Graph, self.shards.active, losses, weights)), engine.own_means
-        index, crosses = self._num_losses, engine.calls.crossed
+        key = self.name, self._num_losses
         self._num_losses += 1
-        if not (counts or means is None or crosses or (self.name, index) in means.seen):
-            means.look(self.name, graphs, sizes, index)
+        if means.rest[key]:
+            means.rest[key] -= 1
+        elif not (counts or engine.calls.crossed):
+            means.look(key, graphs, sizes)
         return graphs
 
     def once(

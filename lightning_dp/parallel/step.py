@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightning_dp.parallel.processes import JointLoss, Losses, World
 
 _LOSS, _VALUE, _NUM_ITEMS = map(attrgetter, ("loss", "value", "num_items"))
-_REQUIRES_GRAD = attrgetter("requires_grad")
+_REQUIRES_GRAD = attrgetter("loss.requires_grad")
 
 
 class _Joined(NamedTuple):
@@ -86,7 +86,7 @@ class StepParallel(RecoveringEngine):
     ) -> None:
         super().__init__(module, devices, **options)
         self.loss_reduction: LossReduction = loss_reduction
-        self.own_means = OwnMeans() if loss_reduction == "mean" else None
+        self.own_means = OwnMeans(loss_reduction)
         self.has_own_backward = False  # code that nobody knows makes the joint loss's backward
         self.around_backward: StepContext | None = None  # surrounds the replicas' backwards
 
@@ -235,16 +235,17 @@ class TrainingStep(EvaluationStep):
         sizes = [*map(shards.sizes.__getitem__, returned)]
         counts = agreed_items(list(map(_NUM_ITEMS, steps)))
         weights = loss_weights(sizes, self.engine.loss_reduction, counts)
-        losses, values = [*map(_LOSS, steps)], map(_VALUE, steps)
-        graphs = list(map(Graph, returned, losses, weights, values))
-        means, crosses = self.engine.own_means, self.engine.calls.crossed
-        if not (counts or means is None or crosses or (self.name, 0) in means.seen):
-            means.look(self.name, graphs, sizes)
-        items = None if counts is None else sum(counts)
-        joint, has_graph = None, any(map(_REQUIRES_GRAD, losses))
+        graphs = list(map(Graph, returned, map(_LOSS, steps), weights, map(_VALUE, steps)))
+        means, key = self.engine.own_means, (self.name, 0)
+        if means.rest[key]:
+            means.rest[key] -= 1
+        elif not (counts or self.engine.calls.crossed):
+            means.look(key, graphs, sizes)
+        joint, items = None, None if counts is None else sum(counts)
         with torch.no_grad():  # the joint loss has a backward of its own
             if graphs:
                 joint = join_losses(graphs, self.engine.output_device)
+        has_graph = any(map(_REQUIRES_GRAD, steps))
         return _Joined(returned, sizes, steps, graphs, joint, items, has_graph)
 
     def _with_backward(self, joint: Tensor, graphs: list[Graph], shards: Shards) -> Tensor:

@@ -16,7 +16,6 @@ _NODES = ("NllLossBackward0", "NllLoss2DBackward0")
 
 _SUMS = ("SumBackward0", "SumBackward1")
 _MEANS = ("MeanBackward0", "MeanBackward1")
-_NORMS = ("LinalgVectorNormBackward0", "NormBackward0", "NormBackward1")
 
 _WITH_FACTORS = ("MulBackward0", "DivBackward0", "DivBackward1")
 
@@ -26,16 +25,6 @@ _PASSED = (
     *("UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0"),
 )
 """What gives its elements on, but for their sign."""
-
-_FUNCTIONS = {
-    "ExpBackward0": "exp",
-    "LogBackward0": "log",
-    "PowBackward0": "a power",
-    "ReciprocalBackward0": "1 / x",
-    "SqrtBackward0": "sqrt",
-    "TanhBackward0": "tanh",
-}
-"""What is not linear, and the name of it for people."""
 
 _MOST = 1000
 """Nodes at the end of a graph that are looked at; those of more terms say nothing."""
@@ -78,14 +67,12 @@ class Reduced(NamedTuple):
         elements: how many; 0 on the way to them.
         weights: numbers, and tensors of one element.
         divisors: likewise; by these the product is divided.
-        function: what is not linear in between, for people; "" if all is.
         is_weighted: elements may count differently in a way that is not looked at.
     """
 
     elements: int
     weights: tuple[float | Tensor, ...] = ()
     divisors: tuple[float | Tensor, ...] = ()
-    function: str = ""
     is_weighted: bool = False
 
 
@@ -100,14 +87,14 @@ class _Place(NamedTuple):
 def terms_of(loss: Tensor) -> list[Reduced]:
     """The sums and means at the end of a loss's graph, without means of `cross_entropy`.
 
-    Other losses, and whatever is not linear but for a few functions, are left out.
+    Other losses, and whatever is not linear, are left out.
 
     Example:
         >>> import torch
         >>> x = torch.ones(4, 3, requires_grad=True)
-        >>> loss = x.square().sum() / 4 + x.mean().sqrt()
-        >>> [(term.elements, term.divisors, term.function) for term in terms_of(loss)]
-        [(12, (12.0,), 'sqrt of a sum or mean'), (12, (tensor(4),), '')]
+        >>> loss = x.square().sum() / 4 + x.mean()
+        >>> [(term.elements, term.divisors) for term in terms_of(loss)]
+        [(12, (12.0,)), (12, (tensor(4),))]
     """
     places, found, count = [_Place(loss.grad_fn, 1, Reduced(0))], [], 0
     while places and count < _MOST:
@@ -121,7 +108,7 @@ def terms_of(loss: Tensor) -> list[Reduced]:
 
 
 def _inner(place: _Place) -> Iterator[_Place]:
-    """The nodes before one that is a sum of them, or a function; none where a term ends."""
+    """The nodes before one that is a sum of them; none where a term ends."""
     node, size, term = place
     name = "" if node is None else node.name()
     followed = [] if node is None else [following for following, _ in node.next_functions]
@@ -148,7 +135,7 @@ def _inner(place: _Place) -> Iterator[_Place]:
         for following in followed:
             yield _Place(following, 1, term._replace(elements=0))
     elif size == 1 and not term.elements and not _is_packed(node, "self"):
-        yield from _of_one(place, name, followed)
+        yield from _of_loss(place, name)
 
 
 def _is_packed(node: Any, *names: str) -> bool:
@@ -177,15 +164,10 @@ def _divided(place: _Place, following: Any, other: Any) -> Iterator[_Place]:
         yield _Place(None, size, term._replace(is_weighted=True))
 
 
-def _of_one(place: _Place, name: str, followed: list[Any]) -> Iterator[_Place]:
-    """Before functions of one number, and losses that end in one."""
+def _of_loss(place: _Place, name: str) -> Iterator[_Place]:
+    """Before losses that end in one number."""
     node, _, term = place
-    if name in _FUNCTIONS:
-        yield _Place(followed[0], 1, term._replace(function=f"{_FUNCTIONS[name]} of a sum or mean"))
-    elif name in _NORMS:
-        elements = node._saved_self.numel()
-        yield _Place(None, elements, term._replace(elements=elements, function="a norm over all"))
-    elif getattr(node, "_saved_reduction", _NONE) != _NONE and hasattr(node, "_saved_self"):
+    if getattr(node, "_saved_reduction", _NONE) != _NONE and hasattr(node, "_saved_self"):
         is_mean = node._saved_reduction == _MEAN
         if name not in _NODES or not is_mean:
             elements = node._saved_self.numel()

@@ -2,21 +2,24 @@
 
 The mean of the shards' losses, weighted by their samples, is the loss of the batch if each sample
 counts equally in it. In a sum it does not, nor in a mean over something else (valid tokens, boxes,
-pairs, weights of targets), nor in a function of a mean. Nothing else would say so.
+pairs, weights of targets), nor in what mixes samples, such as a function of a mean. Nothing else
+would say so.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from lightning_dp.parallel.gradients.items import numbers_of
-from lightning_dp.parallel.gradients.loss import Graph
+from lightning_dp.parallel.gradients.loss import Graph, LossReduction
 from lightning_dp.parallel.torch_losses import Reduced, divisors_of_means, terms_of
+from lightning_dp.parallel.torch_mixing import mixed_samples
 
 _ROUNDING = 1e-5
 
@@ -37,14 +40,9 @@ class _Term(NamedTuple):
 
     def verdict(self, sizes: Sequence[int]) -> str | None:
         """What is wrong with it; None if it is a mean over samples, or nothing tells."""
-        elements, weights = [term.elements for term in self.terms], self.weights
+        weights = self.weights
         if not all(math.isfinite(weight) and weight for weight in weights):
             return None
-        if (function := self.terms[0].function) and len(set(elements)) > 1:
-            return (
-                f"{function} of them. The mean of what shards have is not what the batch has. Take "
-                f"it of each sample, or use {_FORWARD}"
-            )
         shares = [weight * size for weight, size in zip(weights, sizes, strict=True)]
         if not _differ(shares, self.rounding):
             return None
@@ -58,6 +56,7 @@ class _Term(NamedTuple):
                 f"a sum divided by {divisors} {shards}. {_ITEMS}. Where elements are of several "
                 f"samples, as pairs are, use {_FORWARD}"
             )
+        elements = [term.elements for term in self.terms]
         if len(set(elements)) == 1 or any(term.is_weighted for term in self.terms):
             return None
         return (
@@ -68,42 +67,59 @@ class _Term(NamedTuple):
 
 
 class OwnMeans:
-    """Looks at the losses of the first batch that several replicas share, and warns.
+    """Looks at the losses of a few batches that several replicas share, and warns once.
 
-    That one is cut unequally on purpose. A look takes a walk through the graphs of all replicas,
-    and a wait.
+    These are the first, the second, the fourth, and so on: padding may come later, and a shard
+    without any item tells nothing. The first one is cut unequally on purpose. A look takes a walk
+    through the graphs of all replicas, and a wait.
+
+    Args:
+        loss_reduction: nothing is looked at where a loss is to be a sum.
 
     Attributes:
-        seen: the methods that have returned a loss, and which of their losses it was.
+        rest: how many losses are left out before the next look, by the method that returns them and
+            which of its losses they are.
     """
 
-    def __init__(self) -> None:
-        self.seen: set[tuple[str, int]] = set()
+    def __init__(self, loss_reduction: LossReduction) -> None:
+        first = 0.0 if loss_reduction == "mean" else math.inf
+        self.rest: defaultdict[tuple[str, int], float] = defaultdict(lambda: first)
+        self._looks: Counter[tuple[str, int]] = Counter()
 
-    def look(
-        self, name: str, graphs: Sequence[Graph], sizes: Sequence[int], index: int = 0
-    ) -> None:
+    def look(self, key: tuple[str, int], graphs: Sequence[Graph], sizes: Sequence[int]) -> None:
         """Compares how the replicas' losses are put together with their samples.
 
         What is divided by the same everywhere does not follow from a shard's samples.
 
         Args:
-            name: the method that the losses are of.
+            key: the method that the losses are of, and which of its losses they are.
             graphs: the replicas' losses.
             sizes: of their shards.
-            index: which loss of that method it is, as there may be several in manual optimisation.
         """
         if len(graphs) < 2:
             return
-        self.seen.add((name, index))
+        self._looks[key] += 1
+        self.rest[key] = 2 ** (self._looks[key] - 1) - 1
         got = _cross_entropy(graphs, sizes)
         if got is None:
             verdicts = (term.verdict(sizes) for term in _terms(graphs))
-            got = next(filter(None, verdicts), None)
+            got = next(filter(None, verdicts), None) or _mixed(graphs, sizes)
         if got is not None:
+            self.rest[key] = math.inf
             warnings.warn(
-                f"{name}: expected a loss that is a mean over samples, got {got}", stacklevel=2
+                f"{key[0]}: expected a loss that is a mean over samples, got {got}", stacklevel=2
             )
+
+
+def _mixed(graphs: Sequence[Graph], sizes: Sequence[int]) -> str | None:
+    mixed = mixed_samples([graph.loss for graph in graphs], sizes)
+    if mixed is None:
+        return None
+    sample = "Take it of each sample, or use" if mixed.is_function else "Use"
+    return (
+        f"{mixed.what}. What shards have of their own samples is not what the batch has. {sample} "
+        f"{_FORWARD}"
+    )
 
 
 def _cross_entropy(graphs: Sequence[Graph], sizes: Sequence[int]) -> str | None:

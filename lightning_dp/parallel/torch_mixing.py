@@ -1,0 +1,248 @@
+"""Where a loss's graph mixes samples, by private names of torch.
+
+Replicas whose shards differ in samples make the same graph of other sizes. So a dimension that
+differs between them counts samples, or something that comes with them. What lost it is a sum over
+samples; and a function of such a sum is not the sum of anything that each sample has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+_NUMBER = re.compile(r"Backward\d*$")
+
+_GIVE_ON = {
+    *("Add", "Alias", "Cat", "Clone", "Copy", "Expand", "MaskedFill", "Mean", "NanToNum", "Nansum"),
+    *("Neg", "Permute", "Repeat", "Reshape", "ReshapeAlias", "Split", "Squeeze", "Stack", "Sub"),
+    *("Sum", "T", "ToCopy", "Trace", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
+    "Where",
+}
+"""Linear in all that they take."""
+
+_PRODUCTS = {"Addmm", "Addmv", "Baddbmm", "Bmm", "Div", "Dot", "Mm", "Mul", "Mv"}
+"""Linear in each factor, if the others are numbers. What is added counts as a factor, too."""
+
+_MEANS = {"KlDiv", "NllLoss", "NllLoss2D"}
+"""Losses that are linear in what has a gradient."""
+
+_LOSSES = {
+    *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "HuberLoss", "MseLoss"),
+    *("SmoothL1Loss", "SoftMarginLoss"),
+}
+"""Others; all are means or sums over elements."""
+
+_SUMS = {"Bmm", "Dot", "Mean", "Mm", "Mv", "Nansum", "Sum", *_MEANS, *_LOSSES}
+"""What may take a dimension away, and is a sum over it."""
+
+_FUNCTIONS = {
+    **{name: name.lower() for name in ("Abs", "Cos", "Erf", "Exp", "Expm1", "Gelu", "Log")},
+    **{name: name.lower() for name in ("Log10", "Log1p", "Log2", "LogSigmoid", "Logsumexp")},
+    **{name: name.lower() for name in ("Relu", "Rsqrt", "Sigmoid", "Silu", "Sin", "Softplus")},
+    **{name: name.lower() for name in ("Sqrt", "Tanh")},
+    **dict.fromkeys(("Clamp", "ClampMax", "ClampMin", "Maximum", "Minimum"), "a limit"),
+    **dict.fromkeys(("LinalgVectorNorm", "Norm"), "a norm"),
+    **dict.fromkeys(("LogSoftmax", "Softmax"), "softmax"),
+    **dict.fromkeys(_LOSSES, "a loss"),
+    "Pow": "a power",
+    "Reciprocal": "1 / x",
+    "SpecialEntr": "an entropy",
+}
+"""What is not linear, and the name of it for people."""
+
+_OF_ALL = {
+    **dict.fromkeys(("Amax", "Max"), "the maximum"),
+    **dict.fromkeys(("Amin", "Min"), "the minimum"),
+    **dict.fromkeys(("LinalgVectorNorm", "Norm"), "a norm"),
+    **dict.fromkeys(("Median", "Nanmedian", "Kthvalue"), "a quantile"),
+    **dict.fromkeys(("Std", "StdMean", "Var", "VarMean"), "the variance"),
+    "Logsumexp": "logsumexp",
+    "Prod": "the product",
+    "Topk": "the largest ones",
+}
+"""What may take a dimension away, and is no sum over it."""
+
+_ALONG = {
+    **dict.fromkeys(("LogSoftmax", "Softmax"), "softmax"),
+    "Cumprod": "a running product",
+    "Cumsum": "a running sum",
+    "Flip": "another order",
+    "Logcumsumexp": "a running sum",
+    "Roll": "another order",
+    "Sort": "another order",
+}
+"""What keeps all dimensions, and mixes what lies along one; by `_saved_dim` or `_saved_dims`."""
+
+_Edge: TypeAlias = tuple[Any, int]  # a node of a graph, and which of its results
+
+
+class _Of(IntEnum):
+    """What the values at a place of the graph are of."""
+
+    NO_SAMPLE = 0
+    SAMPLES = 1  # a dimension differs between shards
+    SUMS = 2  # over samples
+    UNKNOWN = 3
+
+
+_OF_THE_BATCH = (_Of.SAMPLES, _Of.SUMS)
+
+
+class _Way(IntEnum):
+    """What is between a place and the loss."""
+
+    LINEAR = 0
+    UNKNOWN = 1
+    FUNCTION = 2
+
+
+class _Place:
+    """The same result of the same node, in the graphs of all replicas."""
+
+    def __init__(self, edges: Sequence[_Edge]) -> None:
+        nodes = [node for node, _ in edges]
+        self.node = nodes[0]
+        self.name = _NUMBER.sub("", self.node.name())
+        self.of, self.rows, self.is_picked = _Of.UNKNOWN, list[int](), False
+        self.way, self.function = _Way.LINEAR, ""
+        self.shapes: list[tuple[int, ...]] = []
+        self.followed: list[tuple[_Edge, ...]] = []
+        self.inputs: list[_Place | None] = []
+        if len({node.name() for node in nodes}) > 1:
+            return
+        metadata = [node._input_metadata[number] for node, number in edges]
+        if not any(own.is_nested_tensor for own in metadata):
+            self.shapes = [tuple(own.shape) for own in metadata]
+        self.followed = list(zip(*(node.next_functions for node in nodes), strict=False))
+
+    def settle(self, sizes: Sequence[int]) -> None:
+        """Says what its values are of, after those that it takes."""
+        if len(set(map(len, self.shapes))) != 1:
+            return
+        of = {place.of for place in self.inputs if place is not None}
+        columns = list(zip(*self.shapes, strict=True))
+        differing = [d for d, column in enumerate(columns) if len(set(column)) > 1]
+        self.rows = [d for d in differing if _follows(columns[d], sizes)]
+        if differing:
+            self.of = _Of.SAMPLES
+        elif _Of.UNKNOWN in of:
+            self.of = _Of.UNKNOWN
+        elif _Of.SAMPLES in of:
+            is_known = self.name in _SUMS or self.name in _OF_ALL
+            self.of = _Of.SUMS if is_known else _Of.UNKNOWN
+        else:
+            self.of = _Of.SUMS if _Of.SUMS in of else _Of.NO_SAMPLE
+
+    def ways(self) -> Iterator[tuple[_Place, _Way, str]]:
+        """What it takes, and what it does to that."""
+        depends = [place is not None and place.of in _OF_THE_BATCH for place in self.inputs]
+        for i, place in enumerate(self.inputs):
+            is_product = sum(depends) - depends[i] > 0
+            if place is None:
+                continue
+            if self.name in _GIVE_ON:
+                yield place, _Way.LINEAR, ""
+            elif self.name in _FUNCTIONS:
+                yield place, _Way.FUNCTION, f"{_FUNCTIONS[self.name]} of"
+            elif self.name == "Div" and (i == 1 or is_product):
+                yield place, _Way.FUNCTION, "a ratio with"
+            elif self.name in _PRODUCTS and is_product:
+                yield place, _Way.FUNCTION, "a product with"
+            else:
+                is_linear = self.name in _PRODUCTS or self.name in _SUMS
+                yield place, _Way.LINEAR if is_linear else _Way.UNKNOWN, ""
+
+    def pass_on(self) -> None:
+        """Tells those that it takes what is between them and the loss."""
+        for place, way, function in self.ways():
+            if max(way, self.way) > place.way:
+                place.way = max(way, self.way)
+                place.function = function or self.function
+            # Of pairs, those of a sample with itself.
+            place.is_picked |= self.is_picked or self.name == "Diagonal"
+
+
+class Mixed(NamedTuple):
+    """What mixes samples, for people, and whether it is a function of a sum over them."""
+
+    what: str
+    is_function: bool = False
+
+
+def mixed_samples(losses: Sequence[Tensor], sizes: Sequence[int]) -> Mixed | None:
+    """What mixes samples in the graphs of replicas' losses; None if nothing tells.
+
+    Each loss is of as many samples as `sizes` has for it. Where all have equally many, nothing
+    tells. Nor does what has no gradient, or is computed in a way that is not known here.
+
+    Example:
+        >>> import torch
+        >>> x = torch.ones(5, 2, requires_grad=True)
+        >>> mixed_samples([part.mean().sqrt() for part in (x[:3], x[3:])], (3, 2)).what
+        'sqrt of a sum or mean of them'
+        >>> mixed_samples([part.sqrt().mean() for part in (x[:3], x[3:])], (3, 2)) is None
+        True
+    """
+    nodes = [loss.grad_fn for loss in losses]
+    if len(set(sizes)) == 1 or None in nodes:
+        return None
+    places = _places([(node, 0) for node in nodes])
+    for place in places:
+        place.settle(sizes)
+    for place in reversed(places):  # none comes before what takes it
+        if found := _found_at(place):
+            return found
+        place.pass_on()
+    return None
+
+
+def _found_at(place: _Place) -> Mixed | None:
+    if len(place.rows) > 1 and not place.is_picked:
+        shapes = " and ".join(map(str, {shape: list(shape) for shape in place.shapes}.values()))
+        return Mixed(f"values of pairs of them, as {shapes}")
+    if place.rows and place.name in _ALONG and _along(place).intersection(place.rows):
+        return Mixed(f"{_ALONG[place.name]} of them")
+    takes_samples = any(taken is not None and taken.of is _Of.SAMPLES for taken in place.inputs)
+    if place.of is _Of.SUMS and takes_samples:
+        if place.name in _OF_ALL:
+            return Mixed(f"{_OF_ALL[place.name]} over all of them")
+        if place.way is _Way.FUNCTION:
+            return Mixed(f"{place.function} a sum or mean of them", is_function=True)
+    return None
+
+
+def _follows(column: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether a dimension is as long as shards have samples, or so many times that."""
+    return all(n * sizes[0] == column[0] * size for n, size in zip(column, sizes, strict=True))
+
+
+def _along(place: _Place) -> set[int]:
+    """Along which dimensions a node goes; torch gives negative ones without their sign."""
+    node, rank = place.node, len(place.shapes[0])
+    saved = node._saved_dims if hasattr(node, "_saved_dims") else (node._saved_dim,)
+    return {(dim - 2**64 if dim >= 2**63 else dim) % rank for dim in saved}
+
+
+def _places(roots: Sequence[_Edge]) -> list[_Place]:
+    """All places that the losses are computed from; each comes after those that it takes."""
+    places: dict[_Edge, _Place] = {roots[0]: _Place(roots)}
+    ordered: list[_Place] = []
+    path = [places[roots[0]]]
+    while path:
+        place = path[-1]
+        if len(place.inputs) == len(place.followed):
+            ordered.append(path.pop())
+            continue
+        edges = place.followed[len(place.inputs)]
+        if any(node is None for node, _ in edges):
+            place.inputs.append(None)
+            continue
+        if edges[0] not in places:
+            places[edges[0]] = _Place(edges)
+            path.append(places[edges[0]])
+        place.inputs.append(places[edges[0]])
+    return ordered

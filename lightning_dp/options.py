@@ -98,8 +98,8 @@ class OptionsMixin(CheckpointMixin):
         loss_reduction: what the loss of `training_step` is over its samples, `"mean"` or `"sum"`.
             A mean over other things (valid tokens, say) is exact if the step returns
             `{"loss": mean, "num_items": how_many}`, or sets `loss.num_items = how_many`, also
-            before a `manual_backward(loss)`. Where the graph of the first batch's loss shows that
-            it is something else, a warning tells.
+            before a `manual_backward(loss)`. Where the loss's graph shows that it is something
+            else, or that samples meet in it, a warning tells.
         buffers: which buffers the module keeps after a training step, running statistics of batch
             norm for instance: those of the `"first"` replica (as in DDP), or the `"mean"` of all,
             weighted by shard size.

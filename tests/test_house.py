@@ -55,12 +55,12 @@ FLOORS = [
         "parallel.ranges",
         "parallel.replaced",
         "keys",
+        "parallel.torch_mixing",
     ],
     [
         "parallel.torch_backends",
         "parallel.torch_compile",
         "parallel.torch_losses",
-        "parallel.torch_mixing",
         "parallel.torch_parametrize",
         "parallel.torch_storage",
         "parallel.torch_engine",

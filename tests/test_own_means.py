@@ -132,36 +132,55 @@ def test_sums_and_what_has_said_its_items_are_not_told() -> None:
 
 
 def test_looks_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the first, the second, the fourth and the eighth batch."""
+    """At the first, the 16th and the 256th batch."""
     looks: list[int] = []
     monkeypatch.setattr(
         "lightning_dp.parallel.gradients.own_means.divisors_of_means",
         lambda loss: looks.append(1) or [],
     )
-    assert not messages(Net(), BATCH, count=15)
-    assert len(looks) == 4 * 2
+    assert not messages(Net(), BATCH, count=260)
+    assert len(looks) == 3 * 2
 
 
 class Padded(nn.Linear):
     """Its loss is a mean over the samples that count."""
 
+    picks = False
+
     def training_step(self, batch: Any) -> Tensor:
         x, counts = batch
-        return (self(x)[:, 0] * counts).sum() / counts.sum()
+        values = self(x)[:, 0]
+        return values[counts > 0].mean() if self.picks else (values * counts).sum() / counts.sum()
 
 
-ALL, SOME, NONE = [1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0], [1, 1, 1, 0, 0, 0]
+ALL, SOME = [1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 0, 0]
+ONE_SIDE, NONE = [1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("first", [ALL, NONE], ids=["padding comes later", "a shard of nothing"])
-def test_where_the_first_batch_tells_nothing_later_ones_do(first: list[int]) -> None:
-    net, cpu, expected = Padded(4, 1), torch.device("cpu"), NO_MEAN + "a sum divided by 2, 1 in "
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        ([ALL] * 15 + [SOME], "a sum divided by 2, 1 in shards of 3, 3"),
+        ([ONE_SIDE], "a sum divided by 4, 0 in shards of 4, 2"),
+        ([NONE, SOME], "a sum divided by 2, 1 in shards of 3, 3"),
+    ],
+    ids=["padding comes later", "a shard of nothing", "a batch of nothing"],
+)
+@pytest.mark.parametrize("picks", [False, True])
+def test_items_are_told_as_soon_as_they_can_be(
+    picks: bool, batches: list[list[int]], expected: str
+) -> None:
+    net, cpu = Padded(4, 1), torch.device("cpu")
+    net.picks = picks
     engine = StepParallel(net, [cpu] * 2, output_device=cpu, split=lambda n: (n // 2, n - n // 2))
     with closing(engine), warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        for counts in (first, first, SOME, SOME, SOME, SOME, SOME, SOME):
+        for counts in batches:
+            assert not any(NO_MEAN in str(record.message) for record in records)
             engine.train("training_step", (torch.ones(6, 4), torch.tensor(counts))).backward()
-    assert sum(expected in str(record.message) for record in records) == 1
+        for _ in range(20):
+            engine.train("training_step", (torch.ones(6, 4), torch.tensor(SOME))).backward()
+    assert sum(NO_MEAN + expected in str(record.message) for record in records) == 1
 
 
 Loss = Callable[[nn.Linear, Tensor, Tensor], Tensor]
@@ -257,6 +276,10 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "next one": (lambda net, x, y: (net(x) * net(x).roll(1, 0)).mean(), "another order of them. "),
     "flooding": (lambda net, x, y: (F.mse_loss(net(x), y) - 1.5).abs(), "abs of a sum or mean of "),
     "a limit": (lambda net, x, y: net(x).mean().clamp(min=-0.2), "a limit of a sum or mean of"),
+    "experts": (
+        lambda net, x, y: (_mean(net, x) * y.mean(0)).sum(),
+        "a product of what shards have",
+    ),
     "two means": (
         lambda net, x, y: net(x).mean() * net(x).square().mean(),
         "a product with a sum ",

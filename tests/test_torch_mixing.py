@@ -51,15 +51,37 @@ def test_saved_dim_and_saved_dims_tell_along_what(dim: int) -> None:
     assert found(lambda x: x.roll(1, dim + 1).flip(dim + 1).square().mean()) is None
 
 
+def test_saved_other_and_saved_self_tell_products_with_what_only_the_shard_has() -> None:
+    chosen = "a product of what shards have with a sum or mean of them"
+    for product in (lambda x, y: x.mean(0) * y, lambda x, y: y * x.mean(0)):
+        assert found(lambda x, f=product: f(x, x.detach().mean(0)).sum()) == chosen
+        assert found(lambda x, f=product: f(x, torch.arange(4)).sum()) is None
+        assert found(lambda x, f=product: f(x, torch.rand(())).sum()) is None, "as for mixup"
+
+
+def test_what_raw_saved_tensors_have_packed_stays_packed() -> None:
+    unpacked: list[Tensor] = []
+
+    def loss(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: x, lambda x: unpacked.append(x) or x
+        ):
+            return (x.mean(0) * x.detach().mean(0)).sum().sqrt()
+
+    assert found(loss) == "sqrt of a sum or mean of them" and not unpacked
+
+
 def test_equal_shards_and_losses_without_a_graph_tell_nothing() -> None:
     assert found(lambda x: x.mean().sqrt(), (3, 3)) is None
     assert found(lambda x: x.detach().mean().sqrt()) is None
 
 
-def test_graphs_that_differ_tell_nothing_where_they_do() -> None:
+@pytest.mark.parametrize("join", [lambda own: torch.stack(own).mean(), lambda own: sum(own) / 9])
+def test_what_is_done_sample_by_sample_tells_nothing(join: Any) -> None:
+    """Samples may have any size, and what is summed up may be elements of one."""
+
     def loss(x: Tensor) -> Tensor:
-        own = x.mean().exp() if len(x) == 3 else x.mean().sigmoid()
-        return own + torch.stack([row.sum() for row in x]).mean()
+        return join([row[: 1 + i % 3].mean().square() for i, row in enumerate(x)])
 
     assert found(loss) is None
 

@@ -51,7 +51,7 @@ def divisors_of_means(loss: Tensor) -> list[Tensor]:
         if node is None:
             continue
         is_mean = node.name() in _NODES and node._saved_reduction == _MEAN
-        if is_mean and not _is_packed(node, "total_weight"):
+        if is_mean and not is_packed(node, "total_weight"):
             found.append(node._saved_total_weight)
         for following, _ in node.next_functions:
             if following not in seen:
@@ -118,7 +118,7 @@ def _inner(place: _Place) -> Iterator[_Place]:
         for following, alpha in zip(followed, (1, abs(node._saved_alpha)), strict=True):
             if following is not None:  # nothing is known of what has no gradient
                 yield _Place(following, size, _times(term, alpha))
-    elif name in _WITH_FACTORS and _is_packed(node, "self", "other"):
+    elif name in _WITH_FACTORS and is_packed(node, "self", "other"):
         if term.elements:
             yield _Place(None, size, term._replace(is_weighted=True))
     elif name == "MulBackward0":
@@ -129,16 +129,16 @@ def _inner(place: _Place) -> Iterator[_Place]:
     elif name in (*_SUMS, *_MEANS):
         elements = math.prod(node._saved_self_sym_sizes)
         divisor = elements / max(size, 1) if name in _MEANS else 1
-        whole = term._replace(elements=elements)
+        whole = term._replace(elements=max(1, elements))  # also of nothing, divided by 0
         yield _Place(followed[0], elements, _over(whole, divisor))
     elif name == "StackBackward0" and size == len(followed):
         for following in followed:
             yield _Place(following, 1, term._replace(elements=0))
-    elif size == 1 and not term.elements and not _is_packed(node, "self"):
+    elif size == 1 and not term.elements and not is_packed(node, "self"):
         yield from _of_loss(place, name)
 
 
-def _is_packed(node: Any, *names: str) -> bool:
+def is_packed(node: Any, *names: str) -> bool:
     """Whether hooks have packed such a tensor: to unpack it may mean to compute it again."""
     saved = [getattr(node, f"_raw_saved_{name}", None) for name in names]
     return any(getattr(own, "unpack_hook", None) is not None for own in saved)

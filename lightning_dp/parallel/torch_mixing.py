@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from lightning_dp.parallel.torch_losses import is_packed
+
 _NUMBER = re.compile(r"Backward\d*$")
 
 _GIVE_ON = {
@@ -104,20 +106,22 @@ class _Place:
     """The same result of the same node, in the graphs of all replicas."""
 
     def __init__(self, edges: Sequence[_Edge]) -> None:
-        nodes = [node for node, _ in edges]
-        self.node = nodes[0]
-        self.name = _NUMBER.sub("", self.node.name())
+        self.nodes = nodes = [node for node, _ in edges]
+        self.name = _NUMBER.sub("", nodes[0].name())
         self.of, self.rows, self.is_picked = _Of.UNKNOWN, list[int](), False
         self.way, self.function = _Way.LINEAR, ""
         self.shapes: list[tuple[int, ...]] = []
         self.followed: list[tuple[_Edge, ...]] = []
         self.inputs: list[_Place | None] = []
-        if len({node.name() for node in nodes}) > 1:
+        self.is_same = len({node.name() for node in nodes}) == 1
+        if not self.is_same:
             return
         metadata = [node._input_metadata[number] for node, number in edges]
         if not any(own.is_nested_tensor for own in metadata):
             self.shapes = [tuple(own.shape) for own in metadata]
-        self.followed = list(zip(*(node.next_functions for node in nodes), strict=False))
+        followed = [node.next_functions for node in nodes]
+        if len(set(map(len, followed))) == 1:  # else each is of a sample, as in a stack of them
+            self.followed = list(zip(*followed, strict=True))
 
     def settle(self, sizes: Sequence[int]) -> None:
         """Says what its values are of, after those that it takes."""
@@ -152,6 +156,8 @@ class _Place:
                 yield place, _Way.FUNCTION, "a ratio with"
             elif self.name in _PRODUCTS and is_product:
                 yield place, _Way.FUNCTION, "a product with"
+            elif place.of is _Of.SUMS and self.name == "Mul" and _differ(self.nodes, 1 - i):
+                yield place, _Way.FUNCTION, "a product of what shards have with"
             else:
                 is_linear = self.name in _PRODUCTS or self.name in _SUMS
                 yield place, _Way.LINEAR if is_linear else _Way.UNKNOWN, ""
@@ -191,6 +197,8 @@ def mixed_samples(losses: Sequence[Tensor], sizes: Sequence[int]) -> Mixed | Non
     if len(set(sizes)) == 1 or None in nodes:
         return None
     places = _places([(node, 0) for node in nodes])
+    if not all(place.is_same for place in places):
+        return None  # what is done sample by sample is done more often in one shard
     for place in places:
         place.settle(sizes)
     for place in reversed(places):  # none comes before what takes it
@@ -220,9 +228,25 @@ def _follows(column: Sequence[int], sizes: Sequence[int]) -> bool:
     return all(n * sizes[0] == column[0] * size for n, size in zip(column, sizes, strict=True))
 
 
+def _differ(nodes: Sequence[Any], i: int) -> bool:
+    """Whether a factor of several elements, that has no gradient, is not the same in all shards.
+
+    A single number may be drawn, as for mixup. To unpack what hooks have packed is not for a look.
+    """
+    name = ("self", "other")[i]
+    if any(is_packed(node, name) for node in nodes):
+        return False
+    first, *others = [getattr(node, f"_saved_{name}") for node in nodes]
+    if not isinstance(first, Tensor) or first.numel() == 1:
+        return False
+    return not all(
+        first.shape == own.shape and bool((first == own.to(first)).all()) for own in others
+    )
+
+
 def _along(place: _Place) -> set[int]:
     """Along which dimensions a node goes; torch gives negative ones without their sign."""
-    node, rank = place.node, len(place.shapes[0])
+    node, rank = place.nodes[0], len(place.shapes[0])
     saved = node._saved_dims if hasattr(node, "_saved_dims") else (node._saved_dim,)
     return {(dim - 2**64 if dim >= 2**63 else dim) % rank for dim in saved}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -38,17 +38,23 @@ class _Term(NamedTuple):
     divisors: list[float]  # by which these were divided
     rounding: float
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing can be told: all counts 0 in a shard, or no shard has any item."""
+        return not all(weight > 0 for weight in self.weights) or not any(self.divisors)
+
     def verdict(self, sizes: Sequence[int]) -> str | None:
         """What is wrong with it; None if it is a mean over samples, or nothing tells."""
         weights = self.weights
-        if not all(math.isfinite(weight) and weight for weight in weights):
+        if self.is_open:
             return None
         shares = [weight * size for weight, size in zip(weights, sizes, strict=True)]
-        if not _differ(shares, self.rounding):
+        is_empty = not all(self.divisors)  # the mean of nothing that a shard has
+        if not (is_empty or _differ(shares, self.rounding)):
             return None
         shards = f"in shards of {_listed(sizes)} samples"
-        if _differ(weights, self.rounding):
-            divided = [size / own for size, own in zip(sizes, self.divisors, strict=True)]
+        if is_empty or _differ(weights, self.rounding):
+            divided = [own / size for size, own in zip(sizes, self.divisors, strict=True)]
             if not _differ(divided, self.rounding):
                 return None  # a mean, times what each replica has drawn, as for mixup
             divisors = _listed(1 / weight for weight in weights)
@@ -69,9 +75,9 @@ class _Term(NamedTuple):
 class OwnMeans:
     """Looks at the losses of a few batches that several replicas share, and warns once.
 
-    These are the first, the second, the fourth, and so on: padding may come later, and a shard
-    without any item tells nothing. The first one is cut unequally on purpose. A look takes a walk
-    through the graphs of all replicas, and a wait.
+    These are the first, which is cut unequally on purpose, the 16th, the 256th, and so on, since
+    padding may come later. Where a shard had no item at all the next look comes at twice as many
+    batches. A look takes a walk through the graphs of all replicas, and a wait.
 
     Args:
         loss_reduction: nothing is looked at where a loss is to be a sum.
@@ -84,7 +90,7 @@ class OwnMeans:
     def __init__(self, loss_reduction: LossReduction) -> None:
         first = 0.0 if loss_reduction == "mean" else math.inf
         self.rest: defaultdict[tuple[str, int], float] = defaultdict(lambda: first)
-        self._looks: Counter[tuple[str, int]] = Counter()
+        self._looked_at: defaultdict[tuple[str, int], int] = defaultdict(lambda: 1)
 
     def look(self, key: tuple[str, int], graphs: Sequence[Graph], sizes: Sequence[int]) -> None:
         """Compares how the replicas' losses are put together with their samples.
@@ -98,11 +104,12 @@ class OwnMeans:
         """
         if len(graphs) < 2:
             return
-        self._looks[key] += 1
-        self.rest[key] = 2 ** (self._looks[key] - 1) - 1
+        terms = _terms(graphs)
+        now, factor = self._looked_at[key], 2 if any(term.is_open for term in terms) else 16
+        self._looked_at[key], self.rest[key] = now * factor, now * factor - now - 1
         got = _cross_entropy(graphs, sizes)
         if got is None:
-            verdicts = (term.verdict(sizes) for term in _terms(graphs))
+            verdicts = (term.verdict(sizes) for term in terms)
             got = next(filter(None, verdicts), None) or _mixed(graphs, sizes)
         if got is not None:
             self.rest[key] = math.inf
@@ -152,12 +159,13 @@ def _terms(graphs: Sequence[Graph]) -> list[_Term]:
 
 
 def _term(terms: tuple[Reduced, ...], numbers: Iterator[float], rounding: float) -> _Term:
-    """A term, by the values of its factors; what is divided by 0 counts nan."""
+    """A term, by the values of its factors; what is divided by 0 counts infinitely."""
     weights, divisors = [], []
     for term in terms:
-        weight = math.prod(next(numbers) for _ in term.weights)
-        divisors.append(math.prod(next(numbers) for _ in term.divisors) or math.nan)
-        weights.append(abs(weight / divisors[-1]))
+        weight = abs(math.prod(next(numbers) for _ in term.weights))
+        divisor = abs(math.prod(next(numbers) for _ in term.divisors))
+        divisors.append(divisor)
+        weights.append(weight / divisor if divisor else weight * math.inf)
     return _Term(terms, weights, divisors, rounding)
 
 

@@ -212,6 +212,7 @@ MEANS: dict[str, Loss] = {
     "order of classes": lambda net, x, y: (net(x).sort(1)[0].cumsum(1) * y.roll(1, 1)).mean(),
     "products of each": lambda net, x, y: (net(x)[:, None] @ net(x)[:, :, None]).square().mean(),
     "own pairs": lambda net, x, y: (net(x) @ net(x).T / 2).diagonal().square().mean(),
+    "trace": lambda net, x, y: (net(x) @ net(x).T).trace() / len(x),
     "limit of each": lambda net, x, y: F.relu(1 - net(x) * y).clamp(max=2).mean(),
     "triplets": lambda net, x, y: F.triplet_margin_loss(net(x), net(x + 1), net(x - 1)),
     "cosine": lambda net, x, y: F.cosine_similarity(net(x), y).mean(),

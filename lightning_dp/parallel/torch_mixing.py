@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_dp.parallel.torch_losses import is_packed
 
-_NUMBER = re.compile(r"Backward\d*$")
+_NUMBER = re.compile(r"Backward\d+$")  # functions of users have none
 
 _GIVE_ON = {
     *("Add", "Alias", "Cat", "Clone", "Copy", "Expand", "MaskedFill", "Mean", "NanToNum", "Nansum"),
@@ -103,7 +103,17 @@ class _Way(IntEnum):
 
 
 class _Place:
-    """The same result of the same node, in the graphs of all replicas."""
+    """The same result of the same node, in the graphs of all replicas.
+
+    Attributes:
+        is_same: the nodes have the same name.
+        takes_as_many: and take equally many. Else each of these is of a sample, as in a stack.
+        shapes: of the result, on each replica.
+        followed: what the nodes take; `inputs` are their places, None for what has no gradient.
+        of: what the result is of, and in `rows` the dimensions that are as long as the shards.
+        way: what is between here and the loss, and in `function` the nearest that is not linear.
+        is_picked: of pairs of samples, those of a sample with itself are all that is used.
+    """
 
     def __init__(self, edges: Sequence[_Edge]) -> None:
         self.nodes = nodes = [node for node, _ in edges]
@@ -114,13 +124,14 @@ class _Place:
         self.followed: list[tuple[_Edge, ...]] = []
         self.inputs: list[_Place | None] = []
         self.is_same = len({node.name() for node in nodes}) == 1
+        followed = [node.next_functions for node in nodes]
+        self.takes_as_many = len(set(map(len, followed))) == 1
         if not self.is_same:
             return
         metadata = [node._input_metadata[number] for node, number in edges]
         if not any(own.is_nested_tensor for own in metadata):
             self.shapes = [tuple(own.shape) for own in metadata]
-        followed = [node.next_functions for node in nodes]
-        if len(set(map(len, followed))) == 1:  # else each is of a sample, as in a stack of them
+        if self.takes_as_many:
             self.followed = list(zip(*followed, strict=True))
 
     def settle(self, sizes: Sequence[int]) -> None:
@@ -133,7 +144,7 @@ class _Place:
         self.rows = [d for d in differing if _follows(columns[d], sizes)]
         if differing:
             self.of = _Of.SAMPLES
-        elif _Of.UNKNOWN in of:
+        elif _Of.UNKNOWN in of or not self.takes_as_many:
             self.of = _Of.UNKNOWN
         elif _Of.SAMPLES in of:
             is_known = self.name in _SUMS or self.name in _OF_ALL
@@ -168,8 +179,7 @@ class _Place:
             if max(way, self.way) > place.way:
                 place.way = max(way, self.way)
                 place.function = function or self.function
-            # Of pairs, those of a sample with itself.
-            place.is_picked |= self.is_picked or self.name == "Diagonal"
+            place.is_picked |= self.is_picked or self.name in ("Diagonal", "Trace")
 
 
 class Mixed(NamedTuple):
@@ -209,6 +219,7 @@ def mixed_samples(losses: Sequence[Tensor], sizes: Sequence[int]) -> Mixed | Non
 
 
 def _found_at(place: _Place) -> Mixed | None:
+    """What mixes samples at a place, of which all that uses it has been looked at."""
     if len(place.rows) > 1 and not place.is_picked:
         shapes = " and ".join(map(str, {shape: list(shape) for shape in place.shapes}.values()))
         return Mixed(f"values of pairs of them, as {shapes}")

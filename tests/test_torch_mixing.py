@@ -71,6 +71,21 @@ def test_what_raw_saved_tensors_have_packed_stays_packed() -> None:
     assert found(loss) == "sqrt of a sum or mean of them" and not unpacked
 
 
+@pytest.mark.parametrize("lengths", [(3, 2), (6, 4)])
+def test_sequences_that_are_as_long_as_shards_by_chance_are_no_pairs(
+    lengths: tuple[int, int],
+) -> None:
+    layer = torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    lstm = torch.nn.LSTM(4, 4, batch_first=True)
+    for sizes in ((3, 2), (2, 3)):
+        batches = [torch.randn(n, t, 4) for n, t in zip(sizes, lengths, strict=True)]
+        for shards in (batches, [layer(x) for x in batches], [lstm(x)[0] for x in batches]):
+            own = [layer(x) for x in shards]
+            scores = [(x @ x.transpose(1, 2)).softmax(1).softmax(2) for x in own]
+            losses = [(y @ x).cumsum(1).square().mean() for x, y in zip(own, scores, strict=True)]
+            assert mixed_samples(losses, sizes) is None
+
+
 def test_equal_shards_and_losses_without_a_graph_tell_nothing() -> None:
     assert found(lambda x: x.mean().sqrt(), (3, 3)) is None
     assert found(lambda x: x.detach().mean().sqrt()) is None

@@ -79,6 +79,9 @@ _ALONG = {
 }
 """What keeps all dimensions, and mixes what lies along one; by `_saved_dim` or `_saved_dims`."""
 
+_MEETINGS = {*_PRODUCTS, "Add", "Cdist", "EuclideanDist", "Expand", "Maximum", "Minimum", "Sub"}
+"""Where every sample may come together with every other."""
+
 _Edge: TypeAlias = tuple[Any, int]  # a node of a graph, and which of its results
 
 
@@ -110,7 +113,9 @@ class _Place:
         takes_as_many: and take equally many. Else each of these is of a sample, as in a stack.
         shapes: of the result, on each replica.
         followed: what the nodes take; `inputs` are their places, None for what has no gradient.
-        of: what the result is of, and in `rows` the dimensions that are as long as the shards.
+        of: what the result is of.
+        differing: its dimensions that are not equally long in all shards.
+        rows: those of them that are as long as shards have samples, or so many times that.
         way: what is between here and the loss, and in `function` the nearest that is not linear.
         is_picked: of pairs of samples, those of a sample with itself are all that is used.
     """
@@ -118,7 +123,8 @@ class _Place:
     def __init__(self, edges: Sequence[_Edge]) -> None:
         self.nodes = nodes = [node for node, _ in edges]
         self.name = _NUMBER.sub("", nodes[0].name())
-        self.of, self.rows, self.is_picked = _Of.UNKNOWN, list[int](), False
+        self.of, self.is_picked = _Of.UNKNOWN, False
+        self.differing, self.rows = list[int](), list[int]()
         self.way, self.function = _Way.LINEAR, ""
         self.shapes: list[tuple[int, ...]] = []
         self.followed: list[tuple[_Edge, ...]] = []
@@ -140,9 +146,9 @@ class _Place:
             return
         of = {place.of for place in self.inputs if place is not None}
         columns = list(zip(*self.shapes, strict=True))
-        differing = [d for d, column in enumerate(columns) if len(set(column)) > 1]
-        self.rows = [d for d in differing if _follows(columns[d], sizes)]
-        if differing:
+        self.differing = [d for d, column in enumerate(columns) if len(set(column)) > 1]
+        self.rows = [d for d in self.differing if _follows(columns[d], sizes)]
+        if self.differing:
             self.of = _Of.SAMPLES
         elif _Of.UNKNOWN in of or not self.takes_as_many:
             self.of = _Of.UNKNOWN
@@ -220,10 +226,12 @@ def mixed_samples(losses: Sequence[Tensor], sizes: Sequence[int]) -> Mixed | Non
 
 def _found_at(place: _Place) -> Mixed | None:
     """What mixes samples at a place, of which all that uses it has been looked at."""
-    if len(place.rows) > 1 and not place.is_picked:
+    if _has_pairs(place):
         shapes = " and ".join(map(str, {shape: list(shape) for shape in place.shapes}.values()))
         return Mixed(f"values of pairs of them, as {shapes}")
-    if place.rows and place.name in _ALONG and _along(place).intersection(place.rows):
+    # Where more dimensions differ, as time does where each shard has been padded, who knows.
+    is_clear = len(place.differing) == len(place.rows) == 1
+    if is_clear and place.name in _ALONG and _along(place).intersection(place.rows):
         return Mixed(f"{_ALONG[place.name]} of them")
     takes_samples = any(taken is not None and taken.of is _Of.SAMPLES for taken in place.inputs)
     if place.of is _Of.SUMS and takes_samples:
@@ -232,6 +240,15 @@ def _found_at(place: _Place) -> Mixed | None:
         if place.way is _Way.FUNCTION:
             return Mixed(f"{place.function} a sum or mean of them", is_function=True)
     return None
+
+
+def _has_pairs(place: _Place) -> bool:
+    """Whether pairs of samples arise here. Two dimensions may be as long by chance elsewhere."""
+    if place.is_picked or place.name not in _MEETINGS:
+        return False
+    columns = [tuple(shape[d] for shape in place.shapes) for d in place.rows]
+    taken = [len(other.rows) for other in place.inputs if other is not None]
+    return len(set(columns)) < len(columns) and max(taken, default=0) < 2
 
 
 def _follows(column: Sequence[int], sizes: Sequence[int]) -> bool:

@@ -119,12 +119,6 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
-def pytest_collection_finish() -> None:
-    """Imported code is no garbage: collections, of which tests make many, need not look at it."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_configure(config: pytest.Config) -> None:
     places.choose(config.option.on, config.option.markexpr, config.option.played)
     if "cuda" in places.kinds:
@@ -184,6 +178,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(line)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def imported_code_is_no_garbage() -> None:
+    """Collections, of which tests make many, need not look at it: half a second each, otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a test on replicas on the CPU, and again on every other kind of devices there is."""
@@ -213,7 +214,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.Stream:
-    """One for all tests of the process: each that was ever made costs every clock a place."""
+    """One for all tests of the process."""
     return torch.Stream(device)
 
 

@@ -457,6 +457,13 @@ def test_streams_are_current_per_thread_and_device_and_restored(side: torch.Stre
         assert main() == before
 
 
+def test_a_device_has_32_streams_and_hands_them_out_in_turn() -> None:
+    streams = [torch.Stream(SIM) for _ in range(32)]
+    assert len({stream.stream_id for stream in [main(), *streams]}) == 33
+    assert [torch.Stream(SIM) for _ in range(32)] == streams
+    assert torch.Stream("sim:1") not in streams
+
+
 def test_waits_of_the_host_are_counted() -> None:
     x = torch.ones(4, device=SIM)
     before = torch.sim.host_waits()

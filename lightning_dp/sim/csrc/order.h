@@ -56,7 +56,7 @@ inline bool is_watched() { return is_strict() || is_recording(); }
 
 c10::Stream current_stream(c10::Device device);
 c10::Stream exchange_stream(c10::Stream stream);
-c10::Stream new_stream(c10::Device device);
+c10::Stream new_stream(c10::Device device);  // the next of the device's pool
 int number_of(const c10::Stream& stream);
 c10::DeviceIndex device_of_stream(int number);
 

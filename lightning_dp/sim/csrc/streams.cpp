@@ -9,6 +9,17 @@
 namespace sim {
 namespace {
 
+// Of each device, as torch has of a GPU: whoever asks for more shares them, in turn.
+constexpr size_t kStreamsInPool = 32;
+
+struct Pool {
+  std::vector<c10::StreamId> streams;
+  size_t next = 0;
+};
+
+// With the lock of the state.
+Pool* const g_pools = new Pool[kMostDevices];
+
 std::atomic<bool> g_strict{true};
 std::atomic<bool> g_prompt{true};
 std::atomic<int64_t> g_host_waits{0};
@@ -83,10 +94,14 @@ c10::Stream exchange_stream(c10::Stream stream) {
 c10::Stream new_stream(c10::Device device) {
   const auto full = full_device(device);
   std::lock_guard<std::mutex> lock(state().mutex);
-  auto& streams = state().streams;
-  streams.emplace_back();
-  streams.back().device = full.index();
-  return c10::Stream(c10::Stream::UNSAFE, full, static_cast<c10::StreamId>(streams.size() - 1));
+  auto& pool = g_pools[full.index()];
+  if (pool.streams.size() < kStreamsInPool) {
+    auto& streams = state().streams;
+    streams.emplace_back();
+    streams.back().device = full.index();
+    pool.streams.push_back(static_cast<c10::StreamId>(streams.size() - 1));
+  }
+  return c10::Stream(c10::Stream::UNSAFE, full, pool.streams[pool.next++ % kStreamsInPool]);
 }
 
 // --- waits ---

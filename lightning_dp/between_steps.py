@@ -10,7 +10,8 @@ from typing_extensions import override
 from lightning_dp.checkpointing import CheckpointMixin
 from lightning_dp.gradient_hooks import sees_gradients
 from lightning_dp.modes import Mode
-from lightning_dp.parallel.contexts import Surroundings, context
+from lightning_dp.parallel.contexts import Surroundings
+from lightning_dp.parallel.generated import context
 
 
 class BetweenStepsMixin(CheckpointMixin):

@@ -23,10 +23,9 @@ Item: TypeAlias = tuple[Any, int, int]
 _NEXT = "next(dataloader_iter)"
 
 
-def takes_iterator(step: Callable[..., Any], batch: Any) -> bool:
-    """Whether what the loop has given a step is an iterator over batches, and no batch."""
-    is_iterator = isinstance(batch, Iterator)
-    return is_iterator and is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+def takes_iterator(step: Callable[..., Any]) -> bool:
+    """Whether an iterator that the loop gives a step is one over batches, and no batch itself."""
+    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 
 class Pulled:

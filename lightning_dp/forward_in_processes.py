@@ -59,7 +59,7 @@ class ForwardInProcesses:
                 f"weighs what its samples do, got {type(batch).__qualname__} without any. Define "
                 "batch_size(batch) on the module, which says how many samples there are."
             )
-        dims = self._engine.dims.of(method, training=training)
+        dims = self._engine.dims[method, training]
         with self._host.around_step(size, dims, replays=self.journals.replays):
             if not training:
                 return call()

@@ -14,10 +14,10 @@ from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics import Journals, is_metric
 from lightning_dp.modes import Mode
 from lightning_dp.parallel.batch import Shards, bring
-from lightning_dp.parallel.contexts import Contexts, context
+from lightning_dp.parallel.contexts import Contexts, replaced
 from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.gradients import LossReduction
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.spread_check import SpreadCheck
 from lightning_dp.transfer_hooks import transfers_plainly

@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_dp.lightning_private import lightning_optimizers
-from lightning_dp.parallel.contexts import Contexts, Lasting
+from lightning_dp.parallel.contexts import Contexts, Lasting, standing_in
 from lightning_dp.parallel.gradients import sum_of_losses
 from lightning_dp.parallel.manual import ManualStep
-from lightning_dp.parallel.replaced import standing_in
 from lightning_dp.parallel.torch_private import backwards_go_to
 from lightning_dp.parallel.workers import Calls, current_participant
 from lightning_dp.state import SharedMethods, Tool, own_methods, tools_of

@@ -7,7 +7,7 @@ from typing import cast
 
 from lightning_dp.modes import Mode
 from lightning_dp.options import Look, OptionsMixin
-from lightning_dp.parallel.batch import DeviceUsage
+from lightning_dp.parallel.meter import DeviceUsage
 from lightning_dp.parallel.split import StepUsage
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -24,7 +24,7 @@ from lightning_dp.parallel.gradients import NoLossError
 from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
-from lightning_dp.state import changed_once, no_step_of_one_replica
+from lightning_dp.state import shared_optimizers
 from lightning_dp.transfer_hooks import transfers_plainly
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Mode(ABC):
 
     def during_backward(self) -> AbstractContextManager[None]:
         """What surrounds Lightning's own backward of a step's loss."""
-        return self.engine.ranges.of("backward")
+        return self.engine.ranges.of("backward") if self.engine.is_heard else nullcontext()
 
     def to_be_scaled(self, loss: Tensor) -> Tensor:
         """A loss as a gradient scaler is to see it: on the root.
@@ -125,7 +125,7 @@ class StepMode(Mode):
 
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs it on all replicas; where it does not fit, again with fewer samples there."""
-        if takes_iterator(getattr(self._module, method), batch):
+        if isinstance(batch, Iterator) and takes_iterator(getattr(self._module, method)):
             return self._step_of_iterator(method, batch)
         # An optimizer's closure may come for the same batch again.
         shards = self._call.shards if self._call and batch is self._batch else None
@@ -136,7 +136,7 @@ class StepMode(Mode):
 
     def _step_of_iterator(self, method: str, iterator: Iterator[Any]) -> Any:
         engine = self.engine
-        dims = engine.dims.of(method, training=method == "training_step")
+        dims = engine.dims[method, method == "training_step"]
         pulled = self._pulled = Pulled(self._module, iterator, self._pulled, dims.dim)
         try:
             batch = pulled.first()
@@ -211,6 +211,6 @@ def _around_step(
         return said
     optimizers = manual.optimizers if manual.step else module.trainer.strategy.optimizers
     # Outside: its changes go, too, if a replay runs out of memory.
-    options = changed_once(optimizers, shards.active[0], is_rerun=is_rerun)
+    shared = shared_optimizers(optimizers, replicas, shards.active[0], is_rerun=is_rerun)
     together = [manual.acting_together(manual.step)] if manual.step else []
-    return Contexts([options, said, no_step_of_one_replica(replicas), *together])
+    return Contexts([shared, said, *together])

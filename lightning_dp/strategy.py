@@ -21,9 +21,9 @@ from lightning_dp.measured import MeasuredMixin
 from lightning_dp.modes import Mode
 from lightning_dp.more_devices import hint_more_devices
 from lightning_dp.options import OptionsMixin
-from lightning_dp.parallel.contexts import Surroundings, context
+from lightning_dp.parallel.contexts import Surroundings, replaced
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.likely_cause import note_kept_tensors
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import CostSplit
 from lightning_dp.parallel.workers import Calls, OneThread, current_participant
 from lightning_dp.processes import begin_alike, check_options, open_fetcher

@@ -33,16 +33,23 @@ from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.recorders import ReplicaMetrics
 from lightning_dp.modes import _around_step
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.contexts import Contexts, Lasting, Paired, Surroundings, context
+from lightning_dp.parallel.contexts import (
+    Contexts,
+    Lasting,
+    Paired,
+    Surroundings,
+    replaced,
+    standing_in,
+)
 from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.ranges import Ranges
-from lightning_dp.parallel.replaced import replaced, standing_in
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.replicas.compiled import Compilations
 from lightning_dp.parallel.torch_compile import more_recompilations
 from lightning_dp.parallel.torch_private import Modes, backwards_go_to, current_modes, entries_of
 from lightning_dp.parallel.workers.thread_state import ThreadState
-from lightning_dp.state import SharedMethods, changed_once, no_step_of_one_replica
+from lightning_dp.state import SharedMethods, shared_optimizers
 
 CPU = torch.device("cpu")
 ERRORS: dict[str, Callable[[], BaseException]] = {
@@ -231,8 +238,7 @@ CONTEXTS: dict[str, Callable[[Fixture], AbstractContextManager[Any]]] = {
     "a moved thread": lambda f: f.state.moved_to(CPU),
     "modes": _in_modes,
     "a shared method": _with_step,
-    "shared options": lambda f: changed_once([f.optimizer, f.other], 0),
-    "no step": lambda f: no_step_of_one_replica(f.engine.replicas),
+    "shared options": lambda f: shared_optimizers([f.optimizer, f.other], f.engine.replicas, 0),
     "recording": lambda f: f.metrics.recording(),
     "a metric's call": _call,
     "a metric as it was": _bind,

@@ -44,6 +44,7 @@ FLOORS = [
     ["parallel.out_of_memory", "parallel.root_memory"],
     ["parallel.engine"],
     ["parallel.call", "parallel.gradients", "parallel.meter"],
+    ["parallel.step_meter"],
     ["parallel.replicas", "parallel.workers", "parallel.likely_cause"],
     ["parallel.processes"],
     ["parallel.batch"],
@@ -53,7 +54,6 @@ FLOORS = [
         "parallel.devices",
         "parallel.errors",
         "parallel.ranges",
-        "parallel.replaced",
         "keys",
         "parallel.torch_mixing",
     ],
@@ -66,6 +66,7 @@ FLOORS = [
         "parallel.torch_engine",
     ],
     ["parallel.torch_private", "parallel.checks"],
+    ["parallel.generated"],
     ["parallel.contexts"],
 ]
 """Top to bottom; what is on one floor does not import each other."""

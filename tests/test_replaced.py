@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.contexts import replaced
 
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, SystemExit])

@@ -109,7 +109,7 @@ def test_outputs_are_those_of_one_device(name: str, k: int) -> None:
     engine = StepParallel(net, devices_of(k), **options)
     for n in (4, 3, 12, 2, 4):
         batch = torch.randn(n * k, 5).to(devices_of(1)[0])
-        shards = engine.scatter(batch, dims=engine.dims.of("predict_step", training=False))
+        shards = engine.scatter(batch, dims=engine.dims["predict_step", False])
         result = engine.evaluate("predict_step", shards)
         assert_equal_trees(result, CASES[name](batch), "result", atol=0, rtol=0)
     engine.close()
@@ -124,7 +124,7 @@ def test_only_the_first_batch_of_a_kind_of_step_is_cut_unequally() -> None:
     )
     sizes = []
     for name in ("predict_step", "predict_step", "forward", "predict_step"):
-        dims = engine.dims.of(name, training=False)
+        dims = engine.dims[name, False]
         shards = engine.scatter(torch.zeros(9, 2).to(devices_of(1)[0]), dims=dims)
         engine.evaluate(name, shards)
         sizes.append(engine.last_sizes)
@@ -153,7 +153,7 @@ def test_where_scalars_are_stacked_shards_stay_equal() -> None:
 
 
 def test_what_comes_later_is_said_and_asks_for_another_batch() -> None:
-    dims = SampleDims(0, None, is_told=False).of("step", training=False)
+    dims = SampleDims(0, None, is_told=False)["step", False]
     dims.has_seen((2, 1))
     assert not dims.asks
     late = [{"x": torch.ones(3, 3)}, {"x": torch.zeros(3, 3)}]

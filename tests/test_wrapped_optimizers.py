@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.replaced import StandIn, standing_in
+from lightning_dp.parallel.contexts import StandIn, standing_in
 from lightning_dp.parallel.workers import current_participant
 from lightning_dp.state.optimizers import own_methods
 

@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 
 # Where Lightning's rank_zero_info logs.
 _LOGGER = "lightning.pytorch.utilities.rank_zero"

@@ -17,8 +17,8 @@ from lightning_dp.app.callbacks import SamplesTested, StepTimes
 from lightning_dp.app.run import note
 from lightning_dp.app.together import of_all
 from lightning_dp.monitor import DataParallelMonitor
-from lightning_dp.parallel.batch import DeviceUsage
 from lightning_dp.parallel.devices import replica_names
+from lightning_dp.parallel.meter import DeviceUsage
 
 PICTURE = "devices.png"
 PROFILE = "profile"

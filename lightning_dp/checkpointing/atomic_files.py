@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 
 
 def _host() -> str:

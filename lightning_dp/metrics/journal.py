@@ -38,8 +38,7 @@ from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, replay
 from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.contexts import Contexts
-from lightning_dp.parallel.replaced import StandIn, standing_in
+from lightning_dp.parallel.contexts import Contexts, StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
 from lightning_dp.state import ModuleState, own_optimizers
 

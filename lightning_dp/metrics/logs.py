@@ -21,10 +21,10 @@ from lightning_dp.lightning_private import batch_value, keep_batch_value, result
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.torchmetrics_on_replicas import standing_alone
 from lightning_dp.parallel.batch import Shards, StepDims, weighted_mean
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import replica_names, replica_text
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.links import to_device_coalesced
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import Order
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.

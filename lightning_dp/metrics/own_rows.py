@@ -8,7 +8,8 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from lightning_dp.parallel.contexts import Lasting, context
+from lightning_dp.parallel.contexts import Lasting
+from lightning_dp.parallel.generated import context
 from lightning_dp.state import Passes
 
 _LOOKS = 2

@@ -20,9 +20,8 @@ from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric
 from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.contexts import Lasting
+from lightning_dp.parallel.contexts import Lasting, StandIn, replaced
 from lightning_dp.parallel.errors import add_note, is_a
-from lightning_dp.parallel.replaced import StandIn, replaced
 from lightning_dp.parallel.replicas import layers_in
 from lightning_dp.parallel.torch_private import child_table
 

@@ -30,8 +30,8 @@ from lightning_dp.metrics.logs import (
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import device_of
 from lightning_dp.parallel.batch import Shards, StepDims
-from lightning_dp.parallel.contexts import Contexts, Lasting, Paired, context
-from lightning_dp.parallel.replaced import StandIn, replaced
+from lightning_dp.parallel.contexts import Contexts, Lasting, Paired, StandIn, replaced
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.replicas import ModuleStructure, Replicas
 from lightning_dp.parallel.split import Order
 

@@ -10,9 +10,9 @@ optimisation (`manual`) or forward mode (`forward`). Around the flow stands `out
 that did not fit runs again. For plain PyTorch there are `data_parallel`, its `stages`, and the
 `primitives`. `devices` and `checks` are of what users give; of a step there are the gradients that
 replicas see in it (`followed_gradients`), the losses of several processes' steps in forward mode
-(`forward_losses`), its times (`meter`) and `ranges`, and whether it fits the root alone
-(`root_memory`); `contexts`, which end whatever comes through them; `errors` of other people's code
-and their `likely_cause`; attributes that are others for a while (`replaced`); private names of
-torch (`torch_private`, `torch_backends`, `torch_compile`, `torch_losses`, `torch_mixing`,
-`torch_parametrize`, `torch_storage`, `torch_engine`).
+(`forward_losses`), its times (`meter`, `step_meter`) and `ranges`, and whether it fits the root
+alone (`root_memory`); `contexts`, which end whatever comes through them, attributes that are others
+for a while among them, and those that are `generated`; `errors` of other people's code and their
+`likely_cause`; private names of torch (`torch_private`, `torch_backends`, `torch_compile`,
+`torch_losses`, `torch_mixing`, `torch_parametrize`, `torch_storage`, `torch_engine`).
 """

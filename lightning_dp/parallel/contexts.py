@@ -1,4 +1,4 @@
-"""Contexts: what lasts for a while, and ends whatever happens inside.
+"""Contexts: what lasts for a while, and ends whatever happens inside; attributes that are replaced.
 
 The code of users runs inside of them. Its errors leave a context unchanged, and nothing is asked of
 them: `contextlib` sets their `__traceback__`, which an error may refuse, and makes a RuntimeError
@@ -15,17 +15,13 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import wraps
-from types import TracebackType
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias
 
 import torch
 
-P = ParamSpec("P")
-T = TypeVar("T")
-Entries: TypeAlias = "list[Lasting | weakref.ref[_Generated[Any]]]"
+Entries: TypeAlias = "list[Lasting | weakref.ref[Any]]"
 
 
 _GONE: weakref.ref[Any] = weakref.ref(set())
@@ -40,6 +36,13 @@ class _Open(threading.local):
 
 _open = _Open()
 _NOWHERE: Entries = []
+_ABSENT = object()
+
+
+def opened_here() -> Entries:
+    """What this thread has open within its innermost surroundings; a list of no use without any."""
+    around = _open.around()
+    return [] if around is None else around.opened
 
 
 class Lasting(ABC):
@@ -62,7 +65,7 @@ class Lasting(ABC):
     def __enter__(self) -> None:
         """It lasts from here on."""
         try:
-            around = _open.around()
+            around = _open.around()  # as `opened_here`, without its frame
             self._entries = [] if around is None else around.opened
             self._entries.append(self)
             self.begin()
@@ -135,101 +138,6 @@ class Paired(Lasting):
             self._begun.pop()[1]()
 
 
-def context(
-    generator: Callable[P, Iterator[T]],
-) -> Callable[P, AbstractContextManager[T]]:
-    """As `contextlib.contextmanager`, for what users' errors come through.
-
-    Example:
-        >>> @context
-        ... def talking():
-        ...     print("hello")
-        ...     try:
-        ...         yield
-        ...     finally:
-        ...         print("goodbye")
-        >>> with talking():
-        ...     print("how are you?")
-        hello
-        how are you?
-        goodbye
-    """
-
-    @wraps(generator)
-    def make(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[T]:
-        # An iterator is declared, as for `contextlib.contextmanager`.
-        return _Generated(cast(Generator[T, None, None], generator(*args, **kwargs)))
-
-    return make
-
-
-class _Generated(AbstractContextManager[T], Generic[T]):
-    """A context that a generator begins and ends."""
-
-    def __init__(self, generator: Generator[T, None, None]) -> None:
-        self._generator = generator
-        self._entry = weakref.ref(self)  # it ends by itself, once nobody has it any more
-        around = _open.around()
-        self._entries: Entries = [] if around is None else around.opened
-
-    def __enter__(self) -> T:
-        self._entries.append(self._entry)
-        try:
-            return next(self._generator)
-        except BaseException as error:
-            raised = _own(error)
-        self.put_back()
-        try:
-            raise raised
-        finally:
-            del raised
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        """Whether the generator has swallowed the error."""
-        raised: BaseException | None
-        try:
-            if error is None:
-                next(self._generator)
-            else:
-                self._generator.throw(error)
-            raised = RuntimeError("Expected the generator of a context to yield once.")
-        except StopIteration as found:
-            raised = error if found is error else None
-        except BaseException as found:
-            raised = _own(found)
-        self.put_back()  # the error may be an interrupt of the lines above
-        try:
-            if raised is None:
-                return error is not None
-            if raised is not error:
-                raise raised
-            # Not through the error's own attributes.
-            BaseException.with_traceback(raised, traceback)
-            return False
-        finally:
-            del raised, error  # which would be kept alive in a circle
-
-    def put_back(self) -> None:
-        """Ends it, if it has not ended."""
-        if self._entry in self._entries:
-            self._generator.close()
-            self._entries.remove(self._entry)
-
-
-def _own(raised: BaseException) -> BaseException:
-    """What was raised in a generator, which makes a RuntimeError of a StopIteration."""
-    if type(raised) is RuntimeError and raised.args == ("generator raised StopIteration",):
-        cause = raised.__cause__
-        if cause is not None and issubclass(type(cause), StopIteration):
-            return cause
-    return raised
-
-
 class Surroundings:
     """What a thread has open, and whether gradients are on, is after an error as it was before.
 
@@ -260,3 +168,120 @@ class Surroundings:
                     opened.put_back()
             torch.set_grad_enabled(self._grad)
         _open.around = self._outer
+
+
+class replaced(Lasting):
+    """Gives an object other attributes, and puts its own back whatever happens.
+
+    They are written to its `__dict__`: a method of its class is hidden for a while, and nothing
+    that a module registers is touched. What it had none of before, it has none of afterwards.
+
+    Args:
+        owner: a module, a class instance or a Python module.
+        names: the attributes.
+
+    Example:
+        >>> class Greeter:
+        ...     def word(self):
+        ...         return "hello"
+        >>> greeter = Greeter()
+        >>> with replaced(greeter, word=lambda: "goodbye"):
+        ...     greeter.word()
+        'goodbye'
+        >>> greeter.word(), vars(greeter)
+        ('hello', {})
+    """
+
+    def __init__(self, owner: Any, **names: Any) -> None:
+        self._attributes = vars(owner)
+        self._names = names
+        self._before = {name: self._attributes.get(name, _ABSENT) for name in names}
+
+    def begin(self) -> None:
+        """The attributes are others from here on."""
+        self._attributes.update(self._names)
+
+    def end(self) -> None:
+        """They are the object's own again."""
+        for name, value in self._before.items():
+            if value is _ABSENT:
+                self._attributes.pop(name, None)
+            else:
+                self._attributes[name] = value
+
+
+class StandIn:
+    """Stands on an object for one of its methods, and has the attributes of that method.
+
+    A copy or a pickle of the object that is made meanwhile, to save or to average it, has its own
+    method there: what stands in for the original's must not follow it.
+
+    Example:
+        >>> import copy
+        >>> class Greeter:
+        ...     def word(self):
+        ...         return "hello"
+        >>> greeter = Greeter()
+        >>> with standing_in(greeter, "word", lambda: "goodbye"):
+        ...     greeter.word(), copy.deepcopy(greeter).word()
+        ('goodbye', 'hello')
+    """
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        self._owner = weakref.ref(owner)  # which refers to this: a cycle would keep it alive
+        self._class, self._name = type(owner), name
+        self._own = vars(owner).get(name)
+        self._call: Callable[..., Any] | None = call
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """Without its object. Schedules take it from the `step` of optimizers, and wrap it."""
+        return lambda owner, *args, **kwargs: self(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What stands in, as long as it does."""
+        return (self._call or self._method())(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The method's own: schedules mark the `step` of optimizers."""
+        if "_call" not in vars(self):  # it is being made
+            raise AttributeError(name)
+        return getattr(self._method(), name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The own method of the owner's copy."""
+        if self._own is not None:
+            return _itself, (self._own,)
+        # A copy has no attributes yet when it asks for this: it gets its class's method.
+        return getattr, (self._owner(), self._name)
+
+    def retire(self) -> None:
+        """From now on it is the method that it has stood for: wrappers may still call it."""
+        self._call = None
+
+    def _method(self) -> Any:
+        if self._own is not None:
+            return self._own
+        method = getattr(self._class, self._name)
+        return method.__get__(self._owner()) if hasattr(method, "__get__") else method
+
+
+class standing_in(replaced):
+    """While it lasts, something is called in the place of a method, see `StandIn`.
+
+    What the code inside binds there, a wrapper around the method perhaps, stays.
+    """
+
+    def __init__(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        self._name, self._stand_in = name, StandIn(owner, name, call)
+        super().__init__(owner, **{name: self._stand_in})
+
+    def end(self) -> None:
+        """As `replaced`; and what stood in becomes the method, which wrappers may still call."""
+        if self._attributes.get(self._name) is self._stand_in:
+            super().end()
+        self._stand_in.retire()
+
+
+def _itself(value: Any) -> Any:
+    return value

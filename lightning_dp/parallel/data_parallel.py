@@ -16,7 +16,7 @@ from torch import nn
 from lightning_dp.keys import PREFIXES, match_keys, normalize_state_dict
 from lightning_dp.parallel.batch import Override, check_overrides, to_device
 from lightning_dp.parallel.checks import check_choice, check_dim, check_module
-from lightning_dp.parallel.contexts import Surroundings
+from lightning_dp.parallel.contexts import Surroundings, replaced
 from lightning_dp.parallel.devices import (
     DeviceLike,
     all_devices,
@@ -28,7 +28,6 @@ from lightning_dp.parallel.devices import (
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.gradients import BUFFERS, Buffers
 from lightning_dp.parallel.primitives import gather
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import OwnSplit, Sizes, check_split, split_policy
 from lightning_dp.parallel.stages import Stages, replaces_stages
 from lightning_dp.parallel.workers import EXECUTORS, ExecutorName

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +40,10 @@ from lightning_dp.parallel.gradients import (
 )
 from lightning_dp.parallel.links import Ahead, host_waits_for
 from lightning_dp.parallel.meter import Meter
-from lightning_dp.parallel.ranges import Ranges, stage
+from lightning_dp.parallel.ranges import InRanges, Ranges
 from lightning_dp.parallel.replicas import BufferCopies, ReplicaRules, Replicas, limits_norms
 from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
+from lightning_dp.parallel.torch_private import is_profiling
 from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, fewest_samples
 
 if TYPE_CHECKING:
@@ -134,13 +135,14 @@ class Engine:
             batch: as the user's code has it; or `Shards`, which are cut already.
             plan: sizes that were decided already; samples beyond their sum are left out.
         """
+        do = self.stages
         if not isinstance(batch, Shards):
-            dims = self.dims.of(call.name, training=call.training)
-            plan = plan or self.plan(batch, call.path, training=call.training, telling=dims.asks)
-            batch = self.scatter(batch, call.transfer, plan, dims)
-        modules = self.replicate(call, batch)
-        outputs = self.apply(call, modules, batch)
-        return self.gather(call, outputs, batch)
+            dims = self.dims[call.name, call.training]
+            plan = plan or do.plan(batch, call.path, training=call.training, telling=dims.asks)
+            batch = do.scatter(batch, call.transfer, plan, dims)
+        modules = do.replicate(call, batch)
+        outputs = do.apply(call, modules, batch)
+        return do.gather(call, outputs, batch)
 
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """What the backward of a joint loss does: every replica's own, then the sums."""
@@ -157,13 +159,22 @@ class Engine:
             during = self.meter.working([graph.replica for graph in joint.graphs])
             backward_at_once(joint.graphs, gradient, keep_graph, during=during)
         self.meter.stop()
-        self.reduce(spread)
+        self.stages.reduce(spread)
         self.planner.record_success(training=True)
         self.interrupted = None
 
     # Its stages
 
-    @stage("plan")
+    @property
+    def stages(self) -> Engine:
+        """Whose methods they are: the engine, or while a profiler listens what tells it of them."""
+        return cast(Engine, InRanges(self, self.ranges)) if self.is_heard else self
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether a profiler is told of stages."""
+        return self.ranges.profile is not None or is_profiling()
+
     def plan(
         self, batch: Any, path: str = "", *, training: bool = True, telling: bool = False
     ) -> Plan:
@@ -186,7 +197,6 @@ class Engine:
             n, costs, training=training, reading=reading, telling=telling, least=least
         )
 
-    @stage("scatter")
     def scatter(
         self,
         batch: Any,
@@ -199,7 +209,7 @@ class Engine:
         A batch in which there is nothing to cut goes to the root alone. A module may cut itself, by
         a method `split_batch(batch, sizes)` that returns one shard for each of the sizes.
         """
-        dims = dims or self.dims.of("", training=True)
+        dims = dims or self.dims["", True]
         plan = plan or self.plan(batch, telling=dims.asks)
         if plan.whole:
             return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True, dims=dims)
@@ -213,7 +223,6 @@ class Engine:
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
         return Shards(plan.sizes, moved, order=plan.order, dims=dims)
 
-    @stage("replicate")
     def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
         """The replicas, up to date on the devices that have samples."""
         self.reducer.settle(trains=call.training)
@@ -234,12 +243,12 @@ class Engine:
             self.replicas.share_parameters(call.has_backward and not in_threads)
         return self.replicas.modules
 
-    @stage("apply")
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
         training = call.training
-        shards.dims.has_seen(shards.sizes)
+        if shards.dims.asks:
+            shards.dims.has_seen(shards.sizes)
         self.calls = Calls(shards.active_sizes, shards.active_order, self._dim, self.world)
         call.begin(shards)
         if training and not shards.whole:
@@ -265,7 +274,6 @@ class Engine:
             self.meter.stop()
         return outputs
 
-    @stage("gather")
     def gather(self, call: ReplicaCall, outputs: list[Any], shards: Shards) -> Any:
         """What one device would have returned for the whole batch, on the output device."""
         result = call.gather(outputs, shards)
@@ -273,7 +281,6 @@ class Engine:
             self.planner.record_success(training=call.training)
         return result
 
-    @stage("reduce")
     def reduce(self, spread: Spread | None = None) -> None:
         """The sums of the replicas' gradients become the root's."""
         self.reducer.after_backward(spread)

@@ -16,10 +16,9 @@ from torch import nn
 
 from lightning_dp.parallel.batch import Scalars, Shards, to_device_together
 from lightning_dp.parallel.call import ReplicaCall
-from lightning_dp.parallel.contexts import Lasting, Surroundings
+from lightning_dp.parallel.contexts import Lasting, StandIn, Surroundings, replaced
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
-from lightning_dp.parallel.replaced import StandIn, replaced
 from lightning_dp.parallel.torch_private import is_in_backward
 
 _TELLING = ("batch_size", "split_batch", "sample_cost")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.gradients import (
     Graph,
@@ -32,7 +33,6 @@ from lightning_dp.parallel.processes import (
     join_processes,
     one_graph,
 )
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.torch_private import backwards_go_to, hooked
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.call import ReplicaCall
+from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import (
     allocated_memory,
     empty_cache,
@@ -23,7 +24,6 @@ from lightning_dp.parallel.devices import (
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.errors import described, forget_frames
 from lightning_dp.parallel.gradients import wait_for_autograd
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import Plan, Sizes
 
 T = TypeVar("T")

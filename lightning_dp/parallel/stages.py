@@ -43,9 +43,9 @@ class Stages:
         """Cuts the arguments of a call; by the engine's split, where they are for all devices."""
         engine, arguments = self._engine, _arguments(args, kwargs)
         if devices == engine.devices:
-            plan = engine.plan(arguments, training=engine.module.training)
+            plan = engine.stages.plan(arguments, training=engine.module.training)
             with Surroundings():
-                parts = engine.scatter(arguments, plan=plan).parts
+                parts = engine.stages.scatter(arguments, plan=plan).parts
         else:
             parts = self._even_parts(arguments, devices)
         while parts and parts[-1] is None:
@@ -62,7 +62,7 @@ class Stages:
         shards = self._padded((1,) * n, [None] * n)  # so many work; with what, is not known yet
         call = engine.spread_call()
         with Surroundings():
-            replicas = engine.replicate(call, shards)[:n]
+            replicas = engine.stages.replicate(call, shards)[:n]
             call.begin(shards)  # the calls may be made by anybody
         return replicas
 
@@ -78,7 +78,7 @@ class Stages:
         sizes = self.sizes(inputs, kwargs) or tuple(int(shard is not None) for shard in shards)
         whole = self._padded(sizes, shards)
         with Surroundings():
-            outputs = iter(engine.apply(_WholeCall(engine), replicas, whole))
+            outputs = iter(engine.stages.apply(_WholeCall(engine), replicas, whole))
         return [next(outputs) if size else None for size in sizes]
 
     def sizes(self, inputs: Sequence[Any], kwargs: Sequence[Any]) -> Sizes:

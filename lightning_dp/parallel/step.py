@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, without_rows
 from lightning_dp.parallel.call import PLAIN, ReplicaCall, StepContext, Transfer
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.contexts import replaced
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.gradients import (
     GradientsAside,
     Graph,
@@ -32,7 +33,6 @@ from lightning_dp.parallel.gradients import (
     wait_for_autograd,
 )
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.torch_private import hooked
 from lightning_dp.parallel.workers import Calls
 

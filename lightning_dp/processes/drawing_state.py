@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 from lightning_dp.processes.random_states import host_state, same_states, set_host_state
 
 if TYPE_CHECKING:

@@ -1,10 +1,9 @@
-"""Optimizers, schedules and gradient scalers that a step can get hold of: replicas share them."""
+"""Optimizers, schedules and gradient scalers that a step can get hold of."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from itertools import chain
 from types import FunctionType
 from typing import Any, TypeAlias
 
@@ -12,12 +11,6 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
-
-from lightning_dp.parallel.contexts import Lasting
-from lightning_dp.parallel.replicas import Replicas
-from lightning_dp.parallel.workers import current_participant
 
 Tool: TypeAlias = Optimizer | LRScheduler | GradScaler
 
@@ -70,38 +63,3 @@ def own_methods(optimizer: Optimizer) -> list[str]:
 
 def _is_generator(function: Callable[..., Any]) -> bool:
     return inspect.isgeneratorfunction(inspect.unwrap(function))
-
-
-class no_step_of_one_replica(Lasting):
-    """While it lasts, no replica alone makes a step of an optimizer of the module's parameters.
-
-    All would make it, at the same time and each with its own samples' gradients.
-    """
-
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
-        self._handle: RemovableHandle | None = None
-
-    def begin(self) -> None:
-        """Looks at all optimizers."""
-        self._handle = register_optimizer_step_pre_hook(self._check)
-
-    def end(self) -> None:
-        """No longer."""
-        if self._handle is not None:
-            self._handle.remove()
-
-    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        participant = current_participant()
-        if participant is None:
-            return
-        own = set(map(id, chain.from_iterable(self._replicas.parameters)))
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError(
-                "Expected steps of optimizers of the module's parameters to be made once for all "
-                f"replicas, got {type(optimizer).__qualname__}.step from replica "
-                f"{participant.replica}, in a way that does not show before the step. With "
-                "automatic_optimization=False call optimizer.step() of an optimizer that "
-                "configure_optimizers returns or that is an attribute of self, or use "
-                'DataParallelStrategy(mode="forward").'
-            )

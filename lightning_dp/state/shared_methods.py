@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, cast
 
-from lightning_dp.parallel.contexts import Lasting
-from lightning_dp.parallel.replaced import StandIn
+from lightning_dp.parallel.contexts import Lasting, StandIn
 from lightning_dp.parallel.workers import current_participant
 
 Call: TypeAlias = Callable[..., Any]

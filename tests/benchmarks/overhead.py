@@ -44,7 +44,7 @@ import lightning_dp  # noqa: F401  # registers the strategy
 from lightning_dp import sim
 from lightning_dp.metrics import Journals
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.replaced import replaced
+from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.split import split_policy
 from lightning_dp.parallel.step import StepParallel, TrainingStep

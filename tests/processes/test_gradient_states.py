@@ -13,8 +13,8 @@ import torch.distributed as dist
 from several_processes import run_in_processes
 from torch import Tensor, nn
 
+from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.processes import World, buckets, on_the_way
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.split import between_processes
 from lightning_dp.parallel.step import StepParallel
 

@@ -16,8 +16,8 @@ from test_gradient_states import _cut, world_of
 from torch import Tensor, nn
 
 from lightning_dp import sim
+from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.processes import World
-from lightning_dp.parallel.replaced import replaced
 from lightning_dp.parallel.step import StepParallel
 from lightning_dp.parallel.workers import ExecutorName
 

@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dp.doctor import processor, versions
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 
 note = logging.getLogger("lightning_dp.run")
 """Of what is in the file alone."""

@@ -15,7 +15,7 @@ from hydra.main import get_args_parser  # type: ignore[attr-defined]  # imported
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 
 _FULL = "HYDRA_FULL_ERROR"
 _CONF = "lightning_dp.conf"

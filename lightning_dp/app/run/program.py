@@ -17,7 +17,7 @@ from lightning_dp.app.run.log import remove_unused, run_log
 from lightning_dp.app.run.mistyped import task_begins
 from lightning_dp.app.run.refusals import is_full_disk, refusal
 from lightning_dp.app.run.sweep import JobFailed, is_sweep, noted_job
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 
 R = TypeVar("R")
 

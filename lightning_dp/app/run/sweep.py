@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 
 
 class JobFailed(CompactHydraException):

@@ -2,10 +2,10 @@
 
 Decided here: which containers there are (`tree`), which leaves can be cut and how (`leaves`), how
 many samples a batch has (`sizes`, by what is `counted`; `lists`) and what they cost (`cost`), what
-one shard of it is (`scatter`; `shards` are all of them) and how it is moved (`to_device`), which
-dimension of an output counts samples (`sample_dims`), what the replicas' outputs are together
-(`gather`, whose table is in `join`), what a step has `added` to its batch, and what is left of them
-where the sample is not to count (`without_rows`).
+the `shards` are, which read and cut the plain batches (all others `scatter` cuts), how they are
+moved (`to_device`), which dimension of an output counts samples (`sample_dims`), what the replicas'
+outputs are together (`gather`, whose table is in `join`), what a step has `added` to its batch, and
+what is left of them where the sample is not to count (`without_rows`).
 """
 
 from lightning_dp.parallel.batch import tree as tree
@@ -24,15 +24,14 @@ from lightning_dp.parallel.batch.sample_dims import Override as Override
 from lightning_dp.parallel.batch.sample_dims import SampleDims as SampleDims
 from lightning_dp.parallel.batch.sample_dims import StepDims as StepDims
 from lightning_dp.parallel.batch.sample_dims import judge as judge
-from lightning_dp.parallel.batch.scatter import cut_for as cut_for
 from lightning_dp.parallel.batch.scatter import scatter as scatter
-from lightning_dp.parallel.batch.shards import DeviceUsage as DeviceUsage
 from lightning_dp.parallel.batch.shards import Shards as Shards
+from lightning_dp.parallel.batch.shards import cut_for as cut_for
+from lightning_dp.parallel.batch.shards import infer_for as infer_for
 from lightning_dp.parallel.batch.shards import warn_of_nothing_to_cut as warn_of_nothing_to_cut
 from lightning_dp.parallel.batch.sizes import BatchSizeError as BatchSizeError
 from lightning_dp.parallel.batch.sizes import Inferred as Inferred
 from lightning_dp.parallel.batch.sizes import infer_batch_size as infer_batch_size
-from lightning_dp.parallel.batch.sizes import infer_for as infer_for
 from lightning_dp.parallel.batch.to_device import bring as bring
 from lightning_dp.parallel.batch.to_device import to_device as to_device
 from lightning_dp.parallel.batch.to_device import to_device_together as to_device_together

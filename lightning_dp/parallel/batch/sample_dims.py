@@ -213,18 +213,16 @@ class StepDims:
         self.asks = self.keeps_sizes or (self._asked <= _ASK_AT_MOST and not self.is_told)
 
 
-class SampleDims:
-    """What is known of every kind of step: of a method, in training and in evaluation."""
+class SampleDims(dict[tuple[str, bool], StepDims]):
+    """What is known of every kind of step: by its method's name, and whether it trains."""
 
     def __init__(
         self, dim: int, overrides: Mapping[str, Override] | None, *, is_told: bool
     ) -> None:
+        super().__init__()
         self._make = partial(StepDims, dim, overrides, is_told=is_told)
-        self._steps: dict[tuple[str, bool], StepDims] = {}
 
-    def of(self, name: str, *, training: bool) -> StepDims:
-        """What is known of one kind of step."""
-        kind = (name, training)
-        if kind not in self._steps:
-            self._steps[kind] = self._make()
-        return self._steps[kind]
+    def __missing__(self, kind: tuple[str, bool]) -> StepDims:
+        """Nothing, of a kind of step that is new."""
+        self[kind] = self._make()
+        return self[kind]

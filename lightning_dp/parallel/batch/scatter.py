@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.leaves import CannotCut, Kind, kind_of, pick, size_of, slices
@@ -91,28 +91,6 @@ def _sizes_and_dim(
             "sizes as a list."
         )
     return None, sizes
-
-
-def cut_for(
-    module: nn.Module,
-    batch: Any,
-    inferred: Inferred,
-    sizes: Sizes,
-    dim: int = 0,
-    order: Order | None = None,
-) -> list[Any]:
-    """Cuts a batch as the module does it, by `split_batch(batch, sizes)`, or else as `cut`."""
-    own = getattr(module, "split_batch", None)
-    if own is None:
-        return cut(batch, sizes, dim, order, inferred)
-    parts = list(own(batch, sizes))
-    if len(parts) != len(sizes):
-        raise ValueError(
-            f"{type(module).__qualname__}.split_batch: expected one shard for each of "
-            f"the sizes {sizes}, got {len(parts)} shards. Return a list as long as sizes; "
-            "where a size is 0, the entry is not used."
-        )
-    return parts
 
 
 def cut(

@@ -1,4 +1,8 @@
-"""A batch in pieces, and what the devices have done with theirs."""
+"""A batch in pieces: how it is read, cut, and kept.
+
+Most batches are plain columns: a tensor, or a list, tuple or dict of nothing but tensors of one
+length. They are read and cut here; `sizes` reads, and `scatter` cuts, all others.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,20 @@ import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, count
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lightning_dp.parallel.batch.sample_dims import StepDims
+from lightning_dp.parallel.batch.scatter import cut
+from lightning_dp.parallel.batch.sizes import Inferred, infer_batch_size, told_by
 from lightning_dp.parallel.split import Order, Sizes
 
-
-@dataclass
-class DeviceUsage:
-    """What one device has done in training so far.
-
-    Attributes:
-        device: the device.
-        name: the replica's name, which is the device's unless several share it.
-        samples: training samples it was given; in forward mode the rows of all spread calls.
-        busy_seconds: time spent in its forward and backward, as its worker saw it; in forward
-            mode in its forward. Accelerators compute asynchronously: there it is the time that
-            issuing the forward took.
-        peak_bytes: the most memory that was in use on the device since its statistics were reset
-            last, by whomever; 0 where devices do not count it, as the CPU.
-    """
-
-    device: torch.device
-    name: str
-    samples: int = 0
-    busy_seconds: float = 0.0
-    peak_bytes: int = 0
+_LAYOUT = attrgetter("layout", "is_nested", "requires_grad")
+_PLAIN = (torch.strided, False, False)
 
 
 @dataclass(frozen=True)
@@ -80,6 +70,82 @@ class Shards:
     def place(self, stage: str, k: int) -> str:
         """Completes the sentence "in replica 2 on cuda:1, ..." in an error."""
         return f", {stage}, {self.samples(k)}"
+
+
+def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = False) -> Inferred:
+    """How a module's batch is read.
+
+    The module's own method `batch_size(batch)` counts first, then the `len()` of a batch object
+    that can be cut, then what is in the batch. With `columns`, lists are containers of columns
+    whatever is in them.
+    """
+    if callable(getattr(module, "batch_size", None)) or hasattr(module, "split_batch"):
+        return told_by(module, batch, dim, columns=columns)
+    plain = _plain_columns(batch, dim)
+    if plain is None:
+        return infer_batch_size(batch, dim, columns=columns)
+    return Inferred(plain[0].size(dim), "columns")
+
+
+def cut_for(
+    module: nn.Module,
+    batch: Any,
+    inferred: Inferred,
+    sizes: Sizes,
+    dim: int = 0,
+    order: Order | None = None,
+) -> list[Any]:
+    """Cuts a batch as the module does it, by `split_batch(batch, sizes)`, or else as `cut`."""
+    own = getattr(module, "split_batch", None)
+    if own is None:
+        parts = _cut_plain(batch, sizes, dim) if order is None else None
+        return cut(batch, sizes, dim, order, inferred) if parts is None else parts
+    parts = list(own(batch, sizes))
+    if len(parts) != len(sizes):
+        raise ValueError(
+            f"{type(module).__qualname__}.split_batch: expected one shard for each of "
+            f"the sizes {sizes}, got {len(parts)} shards. Return a list as long as sizes; "
+            "where a size is 0, the entry is not used."
+        )
+    return parts
+
+
+def _plain_columns(batch: Any, dim: int) -> list[Tensor] | None:
+    """The tensors of a batch that are one, or a container of nothing else, of one length.
+
+    None of another batch, and where the tensors are of kinds that are cut in ways of their own.
+    """
+    kind = type(batch)
+    columns = [*batch.values()] if kind is dict else [*batch] if kind in (list, tuple) else [batch]
+    if {*map(type, columns)} != {Tensor} or {*map(_LAYOUT, columns)} != {_PLAIN}:
+        return None
+    ranks = [column.dim() for column in columns]
+    if not -min(ranks) <= dim < min(ranks):
+        return None
+    return columns if len({column.size(dim) for column in columns}) == 1 else None
+
+
+def _cut_plain(batch: Any, sizes: Sizes, dim: int) -> list[Any] | None:
+    """The shards of plain columns, None where a size is 0; or None of another batch.
+
+    The pieces have memory in common, and no version counter: one replica that writes to its piece
+    would seem to have written to what the others have saved for their backward.
+    """
+    columns, active = _plain_columns(batch, dim), list(filter(None, sizes))
+    if columns is None or min(sizes) < 0 or columns[0].size(dim) != sum(active):
+        return None
+    if any([forward_ad.unpack_dual(column).tangent is not None for column in columns]):
+        return None
+    pieces = zip(*[[piece.data for piece in c.split(active, dim)] for c in columns], strict=True)
+    kind = type(batch)
+    if kind is Tensor:
+        shards: list[Any] = [piece for (piece,) in pieces]
+    else:
+        shards = [
+            dict(zip(batch, own, strict=True)) if kind is dict else kind(own) for own in pieces
+        ]
+    found = iter(shards)
+    return shards if len(active) == len(sizes) else [next(found) if n else None for n in sizes]
 
 
 def warn_of_nothing_to_cut(dim: int) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.counted import (
@@ -41,7 +41,7 @@ from lightning_dp.parallel.batch.counted import (
     rows_of,
     samples_in,
 )
-from lightning_dp.parallel.batch.leaves import TENSORS, kind_of
+from lightning_dp.parallel.batch.leaves import kind_of
 from lightning_dp.parallel.batch.lists import (
     has_label,
     has_names,
@@ -72,13 +72,8 @@ class Inferred(NamedTuple):
     reading: Reading
 
 
-def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = False) -> Inferred:
-    """How a module's batch is read.
-
-    The module's own method `batch_size(batch)` counts first, then the `len()` of a batch object
-    that can be cut, then what is in the batch. With `columns`, lists are containers of columns
-    whatever is in them.
-    """
+def told_by(module: nn.Module, batch: Any, dim: int, *, columns: bool) -> Inferred:
+    """How a batch is read of which a module says something; see `infer_for`."""
     own: Any = getattr(module, "batch_size", None)
     cuts_itself, is_asked = hasattr(module, "split_batch"), callable(own)
     told = own(batch) if is_asked else _length(batch) if cuts_itself else None
@@ -95,7 +90,7 @@ def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = Fa
 
 
 def infer_batch_size(batch: Any, dim: int, *, columns: bool = False) -> Inferred:
-    """How a batch is read, by what is in it; see `infer_for`.
+    """How a batch is read, by what is in it.
 
     Example:
         >>> import torch
@@ -105,9 +100,6 @@ def infer_batch_size(batch: Any, dim: int, *, columns: bool = False) -> Inferred
         >>> tuple(infer_batch_size({"boxes": boxes}, 0))
         (3, 'lists')
     """
-    n = _plain_columns(batch, dim)
-    if n is not None:
-        return Inferred(n, "columns")
     rows = rows_of(batch, dim)
     n = agreed(rows)
     if columns:
@@ -170,19 +162,6 @@ def _check_there_is(n: int, module: nn.Module, batch: Any, dim: int) -> None:
             f"{type(module).__qualname__}.batch_size: expected the length of something in the "
             f"batch along dim {dim} {(*found,)}, got {n}. Return that number. {WAY_OUT}"
         )
-
-
-def _plain_columns(batch: Any, dim: int) -> int | None:
-    """The one size of a tensor, or of the tensors in a container of nothing else."""
-    tensors = batch if type(batch) in (list, tuple) else (batch,)
-    if type(batch) is dict:
-        tensors = batch.values()
-    sizes = set()
-    for tensor in tensors:
-        if type(tensor) is not Tensor:
-            return None
-        sizes.add(TENSORS.size(tensor, dim))
-    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _columns_or_lists(batch: Any, n: int, by_lists: int, entries: list[Counted]) -> Inferred:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.processes.together import check_together
 from lightning_dp.parallel.processes.world import World
 

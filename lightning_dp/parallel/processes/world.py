@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.processes.exchange import Exchange
 
 T = TypeVar("T")

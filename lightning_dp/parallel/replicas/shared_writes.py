@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.replicas.trained_writes import TrainedWrites
 from lightning_dp.parallel.replicas.untracked_writes import LOOKS, fingerprints_of_frozen, shapes
 from lightning_dp.parallel.replicas.weights import Weights

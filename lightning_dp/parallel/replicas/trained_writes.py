@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from lightning_dp.parallel.contexts import context
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.replicas.fingerprints import fingerprints
 from lightning_dp.parallel.replicas.untracked_writes import LOOKS, shapes
 from lightning_dp.parallel.torch_private import version

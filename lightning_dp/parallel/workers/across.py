@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.contexts import context
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.errors import add_note
+from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import is_in_backward
 from lightning_dp.parallel.workers.calls import Calls

@@ -1,37 +1,53 @@
-"""Options of optimizers that a step changes: changed once, however many replicas do it."""
+"""Optimizers in a step of all replicas, which share them: what one does to one is done once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.parallel.contexts import Lasting
+from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.workers import current_participant
 
 Options = dict[str, Any]
 
 
-class changed_once(Lasting):
-    """While it lasts, `group["lr"] *= 0.9` in every replica's step takes effect once.
+class shared_optimizers(Lasting):
+    """While it lasts, replicas share the optimizers of a module.
 
-    The leader's change is the optimizer's; each of the others sees what it has written itself. A
-    rerun, and a step that did not fit and will run again, change nothing.
+    `group["lr"] *= 0.9` in every replica's step takes effect once: the leader's change is the
+    optimizer's, and each of the others sees what it has written itself. A rerun, and a step that
+    did not fit and will run again, change nothing.
+
+    No replica alone makes a step of an optimizer of the module's parameters: all would make it, at
+    the same time and each with its own samples' gradients.
     """
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], leader: int, *, is_rerun: bool = False
+        self,
+        optimizers: Sequence[Optimizer],
+        replicas: Replicas,
+        leader: int,
+        *,
+        is_rerun: bool = False,
     ) -> None:
+        self._replicas = replicas
         self._keeps = not is_rerun
+        self._handle: RemovableHandle | None = None
         self._shared = []
         for groups in map(attrgetter("param_groups"), optimizers):
             self._shared.append((groups, [_SharedGroup(group, leader) for group in groups]))
 
     def begin(self) -> None:
-        """Gives the optimizers groups that the replicas share."""
+        """Gives the optimizers groups that the replicas share, and looks at steps of all."""
+        self._handle = register_optimizer_step_pre_hook(self._check_step)
         for groups, shared in self._shared:
             groups[:] = shared
 
@@ -43,9 +59,26 @@ class changed_once(Lasting):
 
     def end(self) -> None:
         """They get their own back."""
+        if self._handle is not None:
+            self._handle.remove()
         for groups, shared in self._shared:
             # Those that were added in the meantime come after these.
             groups[: len(shared)] = [group.release(self._keeps) for group in shared]
+
+    def _check_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        participant = current_participant()
+        if participant is None:
+            return
+        own = set(map(id, chain.from_iterable(self._replicas.parameters)))
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "Expected steps of optimizers of the module's parameters to be made once for all "
+                f"replicas, got {type(optimizer).__qualname__}.step from replica "
+                f"{participant.replica}, in a way that does not show before the step. With "
+                "automatic_optimization=False call optimizer.step() of an optimizer that "
+                "configure_optimizers returns or that is an attribute of self, or use "
+                'DataParallelStrategy(mode="forward").'
+            )
 
 
 class _SharedGroup(Options):

@@ -25,7 +25,7 @@ from lightning_dp.parallel.contexts import Surroundings, replaced
 from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.likely_cause import note_kept_tensors
 from lightning_dp.parallel.split import CostSplit
-from lightning_dp.parallel.workers import Calls, OneThread, current_participant
+from lightning_dp.parallel.workers import PARTICIPANT, Calls, OneThread, current_participant
 from lightning_dp.processes import begin_alike, check_options, open_fetcher
 
 
@@ -110,7 +110,7 @@ class DataParallelMixin(BetweenStepsMixin, MeasuredMixin):
 
         A step that has taken a batch by itself may ask for it: then to its replica's device.
         """
-        participant = current_participant()
+        participant = current_participant() if PARTICIPANT.get() else None
         if participant is not None:  # hooks are the root's: on the host, one after another
             own = (batch, device or participant.device, dataloader_idx)
             return participant.meet("batch_to_device", own, self._batches_to_devices)

@@ -510,6 +510,20 @@ def test_get_current_dispatch_mode_stack() -> None:
     assert private.current_modes() == (None, (), ())
 
 
+def test_len_torch_function_stack() -> None:
+    assert private.count_function_modes() == 0
+    with _Counts(), _Counts():
+        assert private.count_function_modes() == 2
+    with _default_device():
+        assert private.count_function_modes() == 1
+
+
+def test_len_torch_dispatch_stack() -> None:
+    assert private.count_dispatch_modes() == 0
+    with _CountsDispatch(), _CountsDispatch():
+        assert private.count_dispatch_modes() == 2
+
+
 @contextlib.contextmanager
 def _default_device() -> Iterator[None]:
     torch.set_default_device("meta")

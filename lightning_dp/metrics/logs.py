@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_dp.lightning_private import batch_value, keep_batch_value, results_of
 from lightning_dp.metrics.arguments import MetricCall
@@ -70,7 +70,8 @@ def log_late(module: LightningModule, logs: Sequence[LateLog], samples: int | No
     """
     with nullcontext() if samples is None else _for_all(module, samples):
         for call, value in logs:
-            is_later = value is not (latest := batch_value(call.value))
+            latest = batch_value(call.value) if isinstance(call.value, nn.Module) else None
+            is_later = value is not latest
             if is_later:
                 keep_batch_value(call.value, value)
             try:

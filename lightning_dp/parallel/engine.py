@@ -99,6 +99,7 @@ class Engine:
         self.output_device = output_device
         self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
         self.on_cpu = all(device.type == "cpu" for device in devices)
+        self.accelerators = [d for d in (*devices, output_device) if d.type != "cpu"]
         self.meter = Meter(devices, None if world is None else world.rank)
         stays = self.meter.is_by_counts if overlap and not self.on_cpu else None
         self.reducer = Reducer(self.replicas, buffers, self.devices, stays)

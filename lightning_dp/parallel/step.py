@@ -250,7 +250,7 @@ class TrainingStep(EvaluationStep):
 
     def _with_backward(self, joint: Tensor, graphs: list[Graph], shards: Shards) -> Tensor:
         engine = self.engine
-        crosses, devices = engine.calls.crossed, [*engine.devices, engine.output_device]
+        crosses, devices = engine.calls.crossed, engine.accelerators
         run = engine.watched_backward if engine.around_backward else engine.backward
         own = (self.name, shards, graphs, crosses, run, devices, engine.calls.crossings)
         return JointBackward(*own).attach(joint, engine.requested_parameters())

@@ -152,15 +152,16 @@ hooks_of = _getter(Tensor, "_backward_hooks", "_post_accumulate_grad_hooks")
 
 def hooked(parameters: Sequence[Tensor]) -> list[int]:
     """Positions of the parameters that have hooks of either kind."""
-    if not any(map(gradient_hooks, parameters)) and not any(map(_parameter_hooks, parameters)):
-        return []  # nearly always, and without a Python call for each
     return [i for i, (a, b) in enumerate(map(hooks_of, parameters)) if a or b]
 
 
 gradient_hooks: Callable[[Tensor], Mapping[int, Any] | None] = _getter(Tensor, "_backward_hooks")
 """Those that autograd calls with the gradient, and with None where there is none."""
 
-_parameter_hooks = _getter(Tensor, "_post_accumulate_grad_hooks")
+accumulation_hooks: Callable[[Tensor], Mapping[int, Any] | None] = _getter(
+    Tensor, "_post_accumulate_grad_hooks"
+)
+"""Those that autograd calls when it has added the gradient to what was there."""
 
 
 def take_hooks_off(parameter: Tensor) -> ParameterHooks:
@@ -252,9 +253,12 @@ def _update() -> None:
 class Modes(NamedTuple):
     """What a thread is in, outermost first; a default device apart from torch function modes."""
 
-    default_device: torch.device | None
-    function: tuple[Any, ...]
-    dispatch: tuple[Any, ...]
+    default_device: torch.device | None = None
+    function: tuple[Any, ...] = ()
+    dispatch: tuple[Any, ...] = ()
+
+
+NO_MODES = Modes()
 
 
 _function_modes = found(torch.overrides, "_get_current_function_mode_stack")
@@ -263,6 +267,13 @@ _pop_function_mode = found(torch.overrides, "_pop_mode")
 _dispatch_modes = found(_python_dispatch, "_get_current_dispatch_mode_stack")
 _push_dispatch_mode = found(_python_dispatch, "_push_mode")
 _pop_dispatch_mode = found(_python_dispatch, "_pop_mode")
+
+
+count_function_modes: Callable[[], int] = found(torch._C, "_len_torch_function_stack")
+"""How many modes of torch functions the calling thread is in; a default device is one."""
+
+count_dispatch_modes: Callable[[], int] = found(torch._C, "_len_torch_dispatch_stack")
+"""How many dispatch modes the calling thread is in."""
 
 
 def current_modes() -> Modes:

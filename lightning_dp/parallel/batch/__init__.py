@@ -19,7 +19,6 @@ from lightning_dp.parallel.batch.gather import own_sizes as own_sizes
 from lightning_dp.parallel.batch.join import Join as Join
 from lightning_dp.parallel.batch.join import Scalars as Scalars
 from lightning_dp.parallel.batch.join import as_rows as as_rows
-from lightning_dp.parallel.batch.join import weighted_mean as weighted_mean
 from lightning_dp.parallel.batch.sample_dims import Override as Override
 from lightning_dp.parallel.batch.sample_dims import SampleDims as SampleDims
 from lightning_dp.parallel.batch.sample_dims import StepDims as StepDims
@@ -29,6 +28,7 @@ from lightning_dp.parallel.batch.shards import Shards as Shards
 from lightning_dp.parallel.batch.shards import cut_for as cut_for
 from lightning_dp.parallel.batch.shards import infer_for as infer_for
 from lightning_dp.parallel.batch.shards import warn_of_nothing_to_cut as warn_of_nothing_to_cut
+from lightning_dp.parallel.batch.shards import weighted_mean as weighted_mean
 from lightning_dp.parallel.batch.sizes import BatchSizeError as BatchSizeError
 from lightning_dp.parallel.batch.sizes import Inferred as Inferred
 from lightning_dp.parallel.batch.sizes import infer_batch_size as infer_batch_size

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.batch.leaves import TENSORS, Kind, is_array, kind_of, move, pick
 from lightning_dp.parallel.batch.sample_dims import Override, StepDims, Verdict, multiple_of
+from lightning_dp.parallel.batch.shards import weighted_mean
 from lightning_dp.parallel.split import Order, Sizes, batch_order
 
 Scalars: TypeAlias = Literal["merge", "stack"]
@@ -193,13 +194,6 @@ def join_as(override: Override, leaves: list[Any], rules: Join, path: tree.Path)
         return weighted_mean(tensors, rules.sizes)
     stacked = torch.stack(tensors)
     return stacked if override == "stack" else _sum(stacked)
-
-
-def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Sum of w_i * x_i over the sum of w_i; the x_i share one shape and device."""
-    total = float(sum(weights))
-    terms = [scalar * (weight / total) for scalar, weight in zip(scalars, weights, strict=True)]
-    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
 def _merge(tensors: list[Tensor], rules: Join, path: tree.Path) -> Tensor:

@@ -7,6 +7,7 @@ length. They are read and cut here; `sizes` reads, and `scatter` cuts, all other
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress, count
@@ -146,6 +147,16 @@ def _cut_plain(batch: Any, sizes: Sizes, dim: int) -> list[Any] | None:
         ]
     found = iter(shards)
     return shards if len(active) == len(sizes) else [next(found) if n else None for n in sizes]
+
+
+def weighted_mean(scalars: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The mean over all samples, of means over shards; of one shape, on one device.
+
+    Sum of w_i * x_i over the sum of w_i.
+    """
+    total = float(sum(weights))
+    terms = [scalar * (weight / total) for scalar, weight in zip(scalars, weights, strict=True)]
+    return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
 
 
 def warn_of_nothing_to_cut(dim: int) -> None:

@@ -147,10 +147,11 @@ def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
     """
     counting = [graph for graph in graphs if graph.weight != 0]
     values = [graph.loss if graph.value is None else graph.value for graph in counting]
-    device = joining_device(values, output_device)
-    moved = [value.to(device) for value in values]
-    joint = moved[0] * counting[0].weight
-    for loss, graph in zip(moved[1:], counting[1:], strict=True):
+    if {value.device for value in values} != {output_device}:
+        device = joining_device(values, output_device)
+        values = [value.to(device) for value in values]
+    joint = values[0] * counting[0].weight
+    for loss, graph in zip(values[1:], counting[1:], strict=True):
         joint = joint.add(loss, alpha=graph.weight)
     return joint.to(output_device)
 
@@ -187,7 +188,7 @@ class JointBackward:
         self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
         self.crosses = crosses
         self._run = weakref.WeakMethod(run)
-        self._streams = side_streams(devices)
+        self._streams = side_streams(devices) if devices else []
 
     def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
         """A loss of the same value whose backward is this one.

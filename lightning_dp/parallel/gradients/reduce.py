@@ -22,7 +22,7 @@ from lightning_dp.parallel.gradients.outside import Outside
 from lightning_dp.parallel.gradients.overlap import Overlap
 from lightning_dp.parallel.gradients.slices import Spread, reduce_gradients
 from lightning_dp.parallel.replicas import Replicas
-from lightning_dp.parallel.torch_private import hooked
+from lightning_dp.parallel.torch_private import accumulation_hooks, gradient_hooks, hooked
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.gradients.between import Between
@@ -115,7 +115,9 @@ class Reducer:
         self._in_backward = True
         if self._waiting:
             self._outside.follow(self._replicas.parameters)
-        with_hooks = hooked(self._replicas.root_parameters)
+        root = self._replicas.root_parameters
+        has_any = any(map(gradient_hooks, root)) or any(map(accumulation_hooks, root))
+        with_hooks = hooked(root) if has_any else []
         if self.between is not None:
             self._begin_between(self.between, with_hooks)
         if with_hooks or can_fail:
@@ -225,8 +227,9 @@ class Reducer:
 
     def _reduce(self, spread: Spread | None) -> None:
         self._waiting = self.accumulating
-        if not self.accumulating or self._outside.has_written:
-            reduce_gradients(self._replicas.parameters, self._replicas.packing, spread)
+        parameters = self._replicas.parameters
+        if len(parameters) > 1 and (not self.accumulating or self._outside.has_written):
+            reduce_gradients(parameters, self._replicas.packing, spread)
 
     def _left_on_replicas(self) -> bool:
         """Whether earlier backwards, which accumulated, have left gradients on replicas."""

@@ -19,7 +19,11 @@ from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.links import Stretch
 from lightning_dp.parallel.torch_parametrize import cached_values
-from lightning_dp.parallel.torch_private import saved_tensors_functions
+from lightning_dp.parallel.torch_private import (
+    count_dispatch_modes,
+    count_function_modes,
+    saved_tensors_functions,
+)
 from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.calls import Calls
 from lightning_dp.parallel.workers.left_behind import ended, leave_behind
@@ -113,7 +117,7 @@ class Executor:
         stretch = Stretch(self._devices) if measured else None
         values = cached_values()
         try:
-            calls.begin(tasks, ThreadState.capture(self._devices), self._start)
+            calls.begin(tasks, self._thread_state(), self._start)
             if len(tasks) > 1 and self._in_threads[kind]:
                 calls.run_in_threads()
             else:
@@ -139,6 +143,19 @@ class Executor:
                 add_note(error, f"[in {who}{task.cause(error)}]")
             raise error
         return results
+
+    def _thread_state(self) -> ThreadState:
+        """That of the calling thread, which on the CPU is in no mode as a rule."""
+        is_plain = self._is_on_cpu and not (
+            torch.is_inference_mode_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or count_function_modes()
+            or count_dispatch_modes()
+            or saved_tensors_functions()
+        )
+        if is_plain:
+            return ThreadState(self._devices[0], torch.is_grad_enabled())
+        return ThreadState.capture(self._devices)
 
     def rest(self) -> None:
         """Waits until the workers have let go of their latest calls, just after these ended."""
@@ -194,7 +211,10 @@ class Executor:
             why = "deterministic"
         elif why == "auto":
             trial = self._latest[kind] = self._trials[kind, count]
-            trial.begin()
+            if trial.rest:
+                trial.rest -= 1
+            else:
+                trial.begin()
             in_threads = trial.threads
         self._in_threads[kind], self._why[kind] = in_threads, why
         return in_threads

@@ -21,6 +21,7 @@ from lightning_dp.parallel.contexts import Contexts, Lasting
 from lightning_dp.parallel.devices import current_device, hand_over
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.torch_private import (
+    NO_MODES,
     Functions,
     Modes,
     current_modes,
@@ -61,13 +62,13 @@ class ThreadState:
 
     root: torch.device
     grad: bool
-    inference: bool
-    autocasts: Sequence[Autocast]
-    modes: Modes
-    saved_tensors: Functions | None  # how to pack and unpack
-    streams: Sequence[torch.Stream]  # the caller's own, for there is order on them
-    work_for: Callable[[], AbstractContextManager[None]] | None  # see `hand_over`
-    is_plain: bool  # on the CPU a worker's thread has all of it from its start, but for `grad`
+    inference: bool = False
+    autocasts: Sequence[Autocast] = ()
+    modes: Modes = NO_MODES
+    saved_tensors: Functions | None = None  # how to pack and unpack
+    streams: Sequence[torch.Stream] = ()  # the caller's own, for there is order on them
+    work_for: Callable[[], AbstractContextManager[None]] | None = None  # see `hand_over`
+    is_plain: bool = True  # on the CPU a worker has all of it from its start, but for `grad`
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> ThreadState:

@@ -31,6 +31,7 @@ class Trial:
         self.threads = True  # how the present piece of work is to run
         self.is_measured = False  # whether its time is to be added
         self.count = 0  # pieces of work so far
+        self.rest = 0  # further ones, of which there is nothing to decide or to measure
         self._in_a_row = 0  # of these by the present way
         self._interval = self._left = 0  # pieces from one probe to the next, and to its end
         self._seconds = {way: deque[float](maxlen=self.KEPT) for way in (True, False)}
@@ -39,6 +40,9 @@ class Trial:
 
     def begin(self) -> None:
         """Starts another piece of work."""
+        if self.rest:
+            self.rest -= 1
+            return
         self._read()
         way = self._next()
         self._in_a_row = self._in_a_row + 1 if self.count and way == self.threads else 1
@@ -48,6 +52,11 @@ class Trial:
         self.is_measured = self._left < self.PROBE or self._interval - self._left < self.KEPT
         if self.is_measured:
             self._pieces.append((way, self._in_a_row == 1, []))
+        elif not self._pieces:
+            self.rest = self._left - self.PROBE
+            self._left = self.PROBE
+            self._in_a_row += self.rest
+            self.count += self.rest
 
     @property
     def has_ended(self) -> bool:

@@ -45,7 +45,6 @@ from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.ranges import Ranges
 from lightning_dp.parallel.replicas import Replicas
-from lightning_dp.parallel.replicas.compiled import Compilations
 from lightning_dp.parallel.torch_compile import more_recompilations
 from lightning_dp.parallel.torch_private import Modes, backwards_go_to, current_modes, entries_of
 from lightning_dp.parallel.workers.thread_state import ThreadState
@@ -231,7 +230,6 @@ CONTEXTS: dict[str, Callable[[Fixture], AbstractContextManager[Any]]] = {
     "spreading": lambda f: f.engine.spreading(),
     "a turn": lambda f: f.engine.turn(),
     "rerunning": lambda f: f.engine.rerunning(),
-    "noticing": lambda f: Compilations(f.net, []).around_calls(),
     "recompilations": lambda f: more_recompilations(3),
     "backwards": lambda f: backwards_go_to(len),
     "a range": lambda f: f.ranges.of("step"),

@@ -43,6 +43,7 @@ FLOORS = [
     ["parallel.step", "parallel.forward", "parallel.followed_gradients", "parallel.primitives"],
     ["parallel.out_of_memory", "parallel.root_memory"],
     ["parallel.engine"],
+    ["parallel.parts"],
     ["parallel.call", "parallel.gradients", "parallel.meter"],
     ["parallel.step_meter"],
     ["parallel.replicas", "parallel.workers", "parallel.likely_cause"],

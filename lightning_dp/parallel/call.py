@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
@@ -12,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import Shards, to_device, to_device_together
-from lightning_dp.parallel.likely_cause import LikelyCause
 from lightning_dp.parallel.replicas import ParameterCopies, Replicas
-from lightning_dp.parallel.workers import Task
 
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
 """Moves one shard to a device."""
@@ -34,6 +33,7 @@ StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContext
 HOST = torch.device("cpu")
 
 
+@dataclass(eq=False)
 class ReplicaCall(ABC):
     """One step's call, for `Engine.step`.
 
@@ -43,13 +43,12 @@ class ReplicaCall(ABC):
 
     has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
     gathers: ClassVar[bool] = True  # or the outputs stay where they are
-    copied_parameters: ParameterCopies = "changed"  # by replicas elsewhere
+    copied_parameters: ParameterCopies = field(default="changed", init=False)  # elsewhere
     path = ""  # of the submodule that is called
 
-    def __init__(self, name: str, *, training: bool = False, transfer: Transfer = PLAIN) -> None:
-        self.name = name
-        self.training = training
-        self.transfer = transfer
+    name: str
+    training: bool = field(default=False, kw_only=True)
+    transfer: Transfer = field(default=PLAIN, kw_only=True)
 
     def begin(self, shards: Shards) -> None:
         """The replicas are up to date, and about to be called."""
@@ -58,18 +57,6 @@ class ReplicaCall(ABC):
     @abstractmethod
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """What a replica does with its shard."""
-
-    def tasks(
-        self, modules: Sequence[nn.Module], shards: Shards, devices: Sequence[torch.device]
-    ) -> list[Task]:
-        """The calls of the replicas that work."""
-        tasks = []
-        for k in shards.active:
-            call = partial(self.on_replica, modules[k], shards.parts[k])
-            place = partial(shards.place, self.name, k)
-            cause = LikelyCause(modules[k], devices[k], shards, k)
-            tasks.append(Task(k, devices[k], call, place, cause))
-        return tasks
 
     def leave(self, outputs: list[Any], devices: Collection[torch.device]) -> list[Any]:
         """The outputs on their way to the host, which does not wait for these devices yet."""

@@ -6,125 +6,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.batch import (
     Inferred,
-    Override,
-    SampleDims,
-    Scalars,
     Shards,
     StepDims,
     bring,
     cut_for,
-    gather,
     infer_for,
     sample_costs,
     warn_of_nothing_to_cut,
 )
-from lightning_dp.parallel.call import PLAIN, PlainTransfer, ReplicaCall, StepContext, Transfer
-from lightning_dp.parallel.gradients import (
-    Buffers,
-    JointBackward,
-    Reducer,
-    Snapshot,
-    Spread,
-    backward_at_once,
-    reduce_gradients,
-)
-from lightning_dp.parallel.links import Ahead, host_waits_for
-from lightning_dp.parallel.meter import Meter
-from lightning_dp.parallel.ranges import InRanges, Ranges
-from lightning_dp.parallel.replicas import BufferCopies, ReplicaRules, Replicas, limits_norms
-from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
+from lightning_dp.parallel.call import PLAIN, PlainTransfer, ReplicaCall, Transfer
+from lightning_dp.parallel.gradients import JointBackward, Spread, backward_at_once
+from lightning_dp.parallel.likely_cause import LikelyCause
+from lightning_dp.parallel.links import host_waits_for
+from lightning_dp.parallel.parts import Parts
+from lightning_dp.parallel.ranges import InRanges
+from lightning_dp.parallel.replicas import BufferCopies
+from lightning_dp.parallel.split import Plan
 from lightning_dp.parallel.torch_private import is_profiling
-from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, fewest_samples
-
-if TYPE_CHECKING:
-    from lightning_dp.parallel.processes import World
+from lightning_dp.parallel.workers import Calls, Task, fewest_samples
 
 
-class Engine:
-    """Runs something on all replicas of a module, each on its shard of the batch.
+class Engine(Parts):
+    """Runs something on all replicas of a module, each on its shard of the batch; see `Parts`."""
 
-    Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first; an entry may repeat.
-        output_device: where gathered outputs end up.
-        split: how many samples each device gets.
-        dim: the dimension along which batches are cut and outputs joined.
-        columns: whether lists are containers of columns whatever is in them.
-        cost_key: the batch's entry that holds costs; None to ask the module, see `sample_costs`.
-        buffers: which buffers the root keeps after a training step, see `reduce_buffers`.
-        executor: how the replicas run, see `Executor`.
-        scalars, overrides: how 0-dim outputs and those under certain keys are gathered.
-        rules: how special submodules are replicated.
-        context: entered around every apply, for what replicas leave behind besides outputs.
-        overlap: whether gradients leave devices while the backward runs.
-        world: the processes that train together; None if this is the only one.
-    """
+    _planned: tuple[object, ...] = ()  # what the latest plan is for
 
-    expects_samples: ClassVar[bool] = False  # what is cut is a batch, not some call's arguments
-    last_sizes: Sizes = ()  # samples per device in the latest apply
-    interrupted: Tensor | None = None  # of the joint loss whose backward has not ended
+    def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
+        """A step; where memory runs out, what `recover` makes of that.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        devices: Sequence[torch.device],
-        *,
-        output_device: torch.device,
-        split: SplitPolicy,
-        dim: int = 0,
-        columns: bool = False,
-        cost_key: str | None = None,
-        buffers: Buffers = "first",
-        executor: ExecutorName = "auto",
-        scalars: Scalars = "merge",
-        overrides: Mapping[str, Override] | None = None,
-        rules: ReplicaRules | None = None,
-        context: StepContext = lambda *_: nullcontext(),
-        overlap: bool = True,
-        world: World | None = None,
-    ) -> None:
-        self.module = self.asked = module  # which says by its methods how batches are cut
-        self.devices = list(devices)
-        self.world = world
-        self.output_device = output_device
-        self.replicas = Replicas(module, devices, rules, reduce_gradients, buffers == "mean")
-        self.on_cpu = all(device.type == "cpu" for device in devices)
-        self.accelerators = [d for d in (*devices, output_device) if d.type != "cpu"]
-        self.meter = Meter(devices, None if world is None else world.rank)
-        stays = self.meter.is_by_counts if overlap and not self.on_cpu else None
-        self.reducer = Reducer(self.replicas, buffers, self.devices, stays)
-        if world is not None:
-            self.reducer.join(world)
-        self.ahead = None if self.on_cpu else Ahead([*devices, output_device])
-        self._sends_home = output_device.type == "cpu" and not self.on_cpu
-        self.ranges = Ranges()  # the stages, as profilers see them
-        self.calls = Calls()  # of the replicas, in the latest apply
-        self.planner = Planner(len(devices), split)
-        if self.planner.learns:
-            self.meter.watch()
-        self.snapshot = None if self.on_cpu else Snapshot()
-        self.is_rerun = False
-        # Two threads would shorten the same row of a weight twice.
-        in_order = self.on_cpu and limits_norms(self.module)
-        how: ExecutorName = "inorder" if in_order else executor
-        self.executor = Executor(devices, how, self.replicas.lose, self.meter.names)
-        self._dim, self._columns, self._cost_key = dim, columns, cost_key
-        self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
-        self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
-        self._context = context
-        self._stale = set(range(len(devices)))
+        The batch may have been cut already, into shards.
+        """
+        try:
+            return self.step(call, batch if shards is None else shards)
+        except torch.OutOfMemoryError as error:
+            return self.recover(call, batch, error)
 
-    # The flow
+    def recover(self, call: ReplicaCall, batch: Any, error: torch.OutOfMemoryError) -> Any:
+        """The step once more, in a way that fits: here there is none, see `out_of_memory`."""
+        raise error
 
     def step(self, call: ReplicaCall, batch: Any, plan: Plan | None = None) -> Any:
         """One step of all replicas, and what one device would have returned for the whole batch.
@@ -154,14 +83,16 @@ class Engine:
             # A backward for each replica: on the calling thread they would queue.
             tasks = joint.tasks(gradient, keep_graph, self.devices, self.reducer.before_last)
             self.executor.run(joint.name, tasks, goes_on=True)
-            self.meter.add(tasks)
+            self._count_work(tasks)
             spread = self.executor.spreading(joint.name)
         else:
             during = self.meter.working([graph.replica for graph in joint.graphs])
             backward_at_once(joint.graphs, gradient, keep_graph, during=during)
-        self.meter.stop()
+        if self.meter.is_watched:
+            self.meter.stop()
         self.stages.reduce(spread)
-        self.planner.record_success(training=True)
+        if not self.planner.is_recorded:
+            self.planner.record_success(training=True)
         self.interrupted = None
 
     # Its stages
@@ -185,13 +116,18 @@ class Engine:
         be `telling`, shards are unequal, which shows what counts samples. The submodule `path` is
         called: batch norm in it takes no shard of one sample.
         """
-        self.planner.learn(self.meter.latest)
+        if self.planner.learns:
+            self.planner.learn(self.meter.latest)
         self.forget_step()
         n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)
+        kind = (n, reading, path, training)
+        if kind == self._planned and self.planner.repeats and not telling:
+            return self.planner.latest
         if n is None and self.expects_samples:
             warn_of_nothing_to_cut(self._dim)
         if not n:
             return self.planner.whole()
+        self._planned = kind
         costs = partial(sample_costs, self.asked, batch, n, self._cost_key)
         least = partial(fewest_samples, self.module, path)
         return self.planner.plan(
@@ -237,7 +173,7 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        compiles = self.replicas.compiled.may_come
+        compiles = self.replicas.may_compile
         in_threads = self.executor.choose(call.name, len(shards.active), compiles=compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's own gradients.
@@ -247,38 +183,66 @@ class Engine:
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
-        training = call.training
+        training, is_watched = call.training, self.meter.is_watched
         if shards.dims.asks:
             shards.dims.has_seen(shards.sizes)
         self.calls = Calls(shards.active_sizes, shards.active_order, self._dim, self.world)
         call.begin(shards)
-        if training and not shards.whole:
+        if is_watched and training and not shards.whole:
             self.meter.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self.is_rerun)
         noticed = self.replicas.noticed(shards.active) if training else nullcontext()
-        with context, noticed, self.replicas.compiled.around_calls():
-            tasks = call.tasks(modules, shards, self.devices)
-            if self.meter.is_watched:
+        compiles = self.replicas.may_compile
+        compiling = self.replicas.compiled.as_often() if compiles else nullcontext()
+        with context, noticed, compiling:
+            tasks = self._tasks(call, modules, shards)
+            if is_watched:
                 self.meter.follow(tasks)
             outputs = self.executor.run(call.name, tasks, goes_on=True, calls=self.calls)
             if self._sends_home and call.gathers:  # what replicas have logged has left already
                 outputs = call.leave(outputs, self.devices)
                 host_waits_for(*self.devices)
             outputs = outputs if self.world is None else call.tell(outputs, shards)
+        self.replicas.notice_compiled()
         if training:
             self.reducer.after_forward(shards)
-            self.meter.count(shards.sizes, call.name, in_turns=self.calls.one_by_one)
-            self.meter.add(tasks)
+            self._count_samples(call, shards)
+            self._count_work(tasks)
         else:
             self.replicas.adopt_rows(shards.active)
-        if training and not call.has_backward:
+        if is_watched and training and not call.has_backward:
             self.meter.stop()
         return outputs
+
+    def _tasks(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Task]:
+        """The calls of the replicas that work."""
+        tasks = []
+        for k in shards.active:
+            own = partial(call.on_replica, modules[k], shards.parts[k])
+            place = partial(shards.place, call.name, k)
+            cause = LikelyCause(modules[k], self.devices[k], shards, k)
+            tasks.append(Task(k, self.devices[k], own, place, cause))
+        return tasks
+
+    def _count_samples(self, call: ReplicaCall, shards: Shards) -> None:
+        """A training step's forward is done."""
+        self.meter.kind, self.meter.counted = call.name, shards.sizes
+        for usage, size in zip(self.meter.usage, shards.sizes, strict=True):
+            usage.samples += size
+        if self.meter.is_watched:
+            self.meter.note(in_turns=self.calls.one_by_one)
+
+    def _count_work(self, tasks: Sequence[Task]) -> None:
+        """The workers spent their seconds in these calls."""
+        for task in tasks:
+            self.meter.usage[task.replica].busy_seconds += task.seconds
+        if self.meter.is_watched:
+            self.meter.add(tasks)
 
     def gather(self, call: ReplicaCall, outputs: list[Any], shards: Shards) -> Any:
         """What one device would have returned for the whole batch, on the output device."""
         result = call.gather(outputs, shards)
-        if not call.has_backward:
+        if not call.has_backward and not self.planner.is_recorded:
             self.planner.record_success(training=call.training)
         return result
 
@@ -290,18 +254,6 @@ class Engine:
 
     def forget_step(self) -> None:
         """From here on there is nothing to undo."""
-        self.meter.keep()
+        self.meter.counted = ()
         if self.snapshot is not None:
             self.snapshot.drop()
-
-    def resync(self) -> None:
-        """Makes the next step copy everything to the replicas, changed or not."""
-        self.reducer.resync()
-        self._stale = set(range(len(self.devices)))
-
-    def close(self) -> None:
-        """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
-        self.reducer.close()
-        self.executor.close()
-        self.ahead = None
-        self.meter.read_peaks()

@@ -177,7 +177,8 @@ class _Spreading(Lasting):
     def __init__(self, engine: ForwardParallel) -> None:
         self._engine = engine
         # Compiled code may also be called with whole batches, beside the replicas' calls.
-        self._compiled = engine.replicas.compiled.as_often()
+        compiles = engine.replicas.may_compile
+        self._compiled = engine.replicas.compiled.as_often() if compiles else nullcontext()
 
     def begin(self) -> None:
         self._engine.start_spreading()

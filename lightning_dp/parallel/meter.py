@@ -47,7 +47,7 @@ class Meter:
         self._memory = PeakMemory(devices)
         self._steps: StepMeter | None = None
         self.is_watched = False  # training steps are measured
-        self._counted: Sizes = ()
+        self.counted: Sizes = ()  # of the latest step, as long as it may run again
         self.kind = ""  # of work, as the executor knows the latest training step
 
     def watch(self) -> None:
@@ -69,23 +69,16 @@ class Meter:
         if self._steps is not None:
             self._steps.start(sizes)
 
-    def count(self, sizes: Sizes, kind: str = "", *, in_turns: bool = False) -> None:
+    def note(self, *, in_turns: bool) -> None:
         """The training step's forward is done, by replicas one after another perhaps."""
-        self._counted, self.kind = sizes, kind
         if self._steps is not None:
             self._steps.note(in_turns=in_turns)
-        for usage, size in zip(self.usage, sizes, strict=True):
-            usage.samples += size
 
     def uncount(self) -> None:
         """The step whose forward was done last will run again."""
-        for usage, size in zip(self.usage, self._counted, strict=False):
+        for usage, size in zip(self.usage, self.counted, strict=False):
             usage.samples -= size
-        self.keep()
-
-    def keep(self) -> None:
-        """What was counted stays."""
-        self._counted = ()
+        self.counted = ()
 
     def follow(self, tasks: Sequence[Task]) -> None:
         """These calls are part of the step: what devices do in them counts."""
@@ -101,10 +94,9 @@ class Meter:
         return nullcontext() if self._steps is None else self._steps.working(replicas)
 
     def add(self, tasks: Sequence[Task]) -> None:
-        """The workers spent their seconds in these calls."""
-        for task in tasks:
-            self.usage[task.replica].busy_seconds += task.seconds
-            if self._steps is not None:
+        """The workers spent their seconds in these calls, which are part of the step."""
+        if self._steps is not None:
+            for task in tasks:
                 self._steps.add(task.replica, task.seconds)
 
     def add_alone(self, samples: int, seconds: float) -> None:

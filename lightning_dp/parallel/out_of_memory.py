@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import (
@@ -45,15 +44,9 @@ class RecoveringEngine(Engine):
         self._clean: dict[torch.device, int] = {}  # bytes in use after the latest cleaning up
         self._excused: set[Sizes] = set()
 
-    def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
-        """A step; where memory runs out, again with fewer samples there.
-
-        The batch may have been cut already, into shards.
-        """
-        try:
-            return self.step(call, batch if shards is None else shards)
-        except torch.OutOfMemoryError as error:
-            return self._retry(call, call.name, partial(self.step, call, batch), batch, error)
+    def recover(self, call: ReplicaCall, batch: Any, error: torch.OutOfMemoryError) -> Any:
+        """The step again, with fewer samples where memory ran out."""
+        return self._retry(call, call.name, partial(self.step, call, batch), batch, error)
 
     def rerun(
         self,

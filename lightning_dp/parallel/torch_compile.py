@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
-from types import FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -42,15 +42,22 @@ def set_compiled_function(function: FunctionType, original: Callable[..., Any]) 
     function.__dict__["_torchdynamo_wrapper_id"] = id(function)
 
 
-def compiled_frames() -> int:
-    """How often anything was compiled so far. Gone: an error, where torch compiles at all."""
+def compilation_counts() -> Callable[[], Mapping[str, int]]:
+    """What tells how often anything was compiled so far, as "total".
+
+    Every step asks it, so it is no function of Python's where the compiler has been loaded. Gone:
+    an error, where torch compiles at all.
+    """
     dynamo = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else int(_counters(dynamo)["frames"]["total"])
+    if dynamo is None:
+        return _no_counts
+    counters: dict[str, Mapping[str, int]] = found(dynamo, "counters")
+    return partial(counters.__getitem__, "frames")
 
 
-@cache
-def _counters(dynamo: ModuleType) -> Any:
-    return found(dynamo, "counters")
+def _no_counts() -> Mapping[str, int]:
+    """Those of a program that had not loaded the compiler when it was asked first."""
+    return {"total": 0} if "torch._dynamo.utils" not in sys.modules else compilation_counts()()
 
 
 _is_raised: ContextVar[bool] = ContextVar("_is_raised", default=False)

@@ -105,15 +105,15 @@ class Contents:
     """The items of containers, as they were."""
 
     def __init__(self, live: list[Collection[Any]]) -> None:
-        self._live = live
-        self._lengths = list(map(len, live))
-        self._filled = list(filter(len, live))  # the others have no items to look at
-        self._items = list(chain.from_iterable(self._filled))
+        self.live = live
+        self.lengths = list(map(len, live))
+        self.filled = list(filter(len, live))  # the others have no items to look at
+        self.items = list(chain.from_iterable(self.filled))
 
     def differ(self) -> bool:
         """Whether they are others now."""
-        items = chain.from_iterable(self._filled)
-        return list(map(len, self._live)) != self._lengths or any(map(is_not, items, self._items))
+        items = chain.from_iterable(self.filled)
+        return list(map(len, self.live)) != self.lengths or any(map(is_not, items, self.items))
 
 
 def live(node: Any) -> Iterator[Collection[Any]]:

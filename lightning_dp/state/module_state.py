@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
+from itertools import chain, compress
 from operator import attrgetter, is_not, ne
 from typing import NamedTuple
 
@@ -238,7 +238,9 @@ class ModuleState:
         Some change in nearly every step. The others are looked at all at once.
         """
         changed = {container for container in self._busy if container.differs()}
-        if contents.differ():
+        items = chain.from_iterable(contents.filled)  # from here on as `differ`, without its frame
+        has_lengths = list(map(len, contents.live)) == contents.lengths
+        if not has_lengths or any(map(is_not, items, contents.items)):
             found = [container for container in self._quiet if container.differs()]
             for container in found:
                 container.is_busy = True

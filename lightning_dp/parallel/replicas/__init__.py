@@ -2,10 +2,11 @@
 
 Decided here: what a module is made of (`structure`), what stands for each part of it on another
 device (`replica`: `weights`, `buffers`, `attributes`, `compiled` parts) and leads back to the root
-(`broadcast`), what is copied before a step (`replicate`), what a write changes that leaves no trace
-(`untracked_writes`, by `fingerprints`; `limited_norm`) or that every replica makes
-(`shared_writes`, `trained_writes`), which buffers are state of a batch (`buffer_state`), and which
-modules cannot be replicated (`structure`, `hidden_layers`).
+(`broadcast`), how all replicas are `built`, what is copied before a step (`replicate`, by the
+`changes`), what a write changes that leaves no trace (`untracked_writes`, by `fingerprints`;
+`limited_norm`) or that every replica makes (`shared_writes`, `trained_writes`), which buffers are
+state of a batch (`buffer_state`), and which modules cannot be replicated (`structure`,
+`hidden_layers`).
 """
 
 from lightning_dp.parallel.replicas.buffer_state import WAYS_OUT as WAYS_OUT
@@ -19,6 +20,5 @@ from lightning_dp.parallel.replicas.limited_norm import limits_norms as limits_n
 from lightning_dp.parallel.replicas.replicate import BufferCopies as BufferCopies
 from lightning_dp.parallel.replicas.replicate import ParameterCopies as ParameterCopies
 from lightning_dp.parallel.replicas.replicate import Replicas as Replicas
-from lightning_dp.parallel.replicas.structure import AttributeVersions as AttributeVersions
 from lightning_dp.parallel.replicas.structure import ModuleStructure as ModuleStructure
 from lightning_dp.parallel.replicas.structure import ReplicaRules as ReplicaRules

@@ -12,64 +12,36 @@ compiled so many times as often as on one device before it is given up.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import partial
-from operator import attrgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from lightning_dp.parallel.torch_compile import (
-    compiled_frames,
+    compilation_counts,
     compiled_function,
     compiled_inner,
     more_recompilations,
 )
 
-_COMPILES = attrgetter("compiles")
-
-
-class _Replica(Protocol):
-    @property
-    def compiles(self) -> bool:
-        """Whether its own attributes have compiled parts."""
-
 
 class Compilations:
-    """Whether calls of a module and its replicas may compile something, and what surrounds them."""
+    """What calls of a module and its replicas may compile.
 
-    def __init__(self, root: nn.Module, others: Sequence[_Replica]) -> None:
-        self._others = others
+    If `are_known` they may; `counts()["total"]` tells how often anything was compiled so far.
+    """
+
+    def __init__(self, root: nn.Module, replicas: int) -> None:
+        self._replicas = replicas
         self.are_known = compiles(root)
-
-    @property
-    def may_come(self) -> bool:
-        """Whether a call may compile something."""
-        return self.are_known or any(map(_COMPILES, self._others))
-
-    def around_calls(self) -> AbstractContextManager[None]:
-        """What surrounds calls of the replicas, which may compile something or not."""
-        return self.as_often() if self.may_come else _Noticing(self)
+        self.counts = compilation_counts()
 
     def as_often(self) -> AbstractContextManager[None]:
         """While it lasts, each replica may compile as much as one device would."""
-        return more_recompilations(1 + len(self._others)) if self.may_come else nullcontext()
-
-
-class _Noticing(AbstractContextManager[None]):
-    """Functions may be compiled that are reached in ways which nobody has looked at."""
-
-    def __init__(self, compilations: Compilations) -> None:
-        self._compilations = compilations
-
-    def __enter__(self) -> None:
-        self._before = compiled_frames()
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if kind is None:
-            self._compilations.are_known = compiled_frames() != self._before
+        return more_recompilations(self._replicas)
 
 
 def compiles(module: nn.Module) -> bool:

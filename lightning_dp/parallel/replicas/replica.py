@@ -59,28 +59,28 @@ class Replica:
             mirror.own(compiled_attributes(original, twins[id(original)]))
         self.module: nn.Module = twins[id(source.root)]
         self.submodules: list[nn.Module] = [twins[id(m)] for m in source.modules]
-        self._attributes = [module.__dict__ for module in self.submodules]
-        self._attribute_versions: list[int] = []
-        self._attribute_counts: list[int] = []
-        self._watched: list[AttributeMirror] = []
+        self.attributes = [module.__dict__ for module in self.submodules]
+        self.versions: list[int] = []
+        self.counts: list[int] = []
+        self.watched: list[AttributeMirror] = []
         self._note_attributes()
 
     def refresh(self, versions: list[int]) -> None:
-        """Follows the root's attributes, of which these are the versions."""
-        # All at once first: nearly always nothing has changed.
-        if (
-            versions == self._attribute_versions
-            and list(map(len, self._attributes)) == self._attribute_counts
-            and not (self._watched and any(mirror.is_stale() for mirror in self._watched))
-        ):
+        """Follows the root's attributes, of which these are the versions.
+
+        There is nothing to do if these and the attributes' counts are those of the latest time, and
+        no mirror that has to be `watched` is stale.
+        """
+        has_same = versions == self.versions and list(map(len, self.attributes)) == self.counts
+        if has_same and not any(mirror.is_stale() for mirror in self.watched):
             return
         for mirror, version in zip(self._mirrors, versions, strict=True):
             if mirror.version != version or mirror.is_stale():
                 mirror.refresh()
                 mirror.version = version
-        self._attribute_versions = list(versions)
-        self._attribute_counts = list(map(len, self._attributes))
-        self._watched = [mirror for mirror in self._mirrors if mirror.has_to_be_watched]
+        self.versions = list(versions)
+        self.counts = list(map(len, self.attributes))
+        self.watched = [mirror for mirror in self._mirrors if mirror.has_to_be_watched]
         self._note_attributes()
 
     def share(self, positions: set[int]) -> None:

@@ -1,78 +1,30 @@
-"""Replicate: one module on every device. Built once, kept, and refreshed where the root changed.
-
-Replica 0 is the user's module. A replica on the root's device shares the root's parameter memory
-and owns only its gradients; elsewhere it owns a copy. Its parameters are real leaf parameters.
-"""
+"""Replicate: before every step the replicas are brought up to date, where the root has changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import compress
-from operator import attrgetter, not_
-from typing import Any, Literal, TypeAlias
+from itertools import compress, count, repeat
+from operator import attrgetter, is_not
+from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_dp.parallel.links import Packing
-from lightning_dp.parallel.replicas.buffer_state import BufferState
-from lightning_dp.parallel.replicas.buffers import CopiedBuffers, entries
-from lightning_dp.parallel.replicas.compiled import Compilations
-from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
+from lightning_dp.parallel.replicas.built import BuiltReplicas
+from lightning_dp.parallel.replicas.changes import ParameterState
 from lightning_dp.parallel.replicas.replica import Replica
-from lightning_dp.parallel.replicas.shared_writes import SharedWrites
-from lightning_dp.parallel.replicas.structure import (
-    AttributeVersions,
-    ModuleStructure,
-    ReplicaRules,
-)
-from lightning_dp.parallel.replicas.untracked_writes import SilentWrites
-from lightning_dp.parallel.replicas.weights import ParameterState, Sharing, WeightCopies
-from lightning_dp.parallel.torch_private import at_end_of_backward
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
-_GRAD = attrgetter("grad")
+NONE: set[int] = set()
+_GRAD, _COMPILES = attrgetter("grad"), attrgetter("compiles")
+_SEEN = attrgetter("weights.seen")
 
 
-class Replicas:
-    """A module and its replicas, one per device.
-
-    The first of `modules` is the root itself, whose parameters lie on the first device. In
-    `submodules` are all modules of every replica, at equal positions: one list until other replicas
-    take their place. Before they do, `before_rebuild` is called with the parameters of all: what
-    has accumulated on them must not go with them. If the root `takes_means` of floating buffers,
-    steps may leave these different. What they compile is in `compiled`, and in `attributes` what
-    the latest refresh has seen of the root's submodules.
-    """
-
-    _has_links: bool  # of buffers
-    shared_writes: SharedWrites | None
-    attributes: AttributeVersions
-    modules: list[nn.Module]
-    submodules: list[list[nn.Module]]
-
-    def __init__(
-        self,
-        root: nn.Module,
-        devices: Sequence[torch.device],
-        rules: ReplicaRules | None = None,
-        before_rebuild: Callable[[Sequence[Sequence[Tensor]]], None] = lambda _: None,
-        takes_means: bool = False,
-    ) -> None:
-        self._root, self._devices = root, list(devices)
-        self._rules = rules or ReplicaRules()
-        self._before_rebuild = before_rebuild
-        self._sharing = Sharing()
-        self._followed: ParameterState | None = None  # by a refresh, of which the step goes on
-        self._buffer_state = BufferState(root, takes_means)
-        self._build()
-
-    def lose(self) -> None:
-        """The next refresh makes new ones: somebody may still be at work with these."""
-        self._are_lost = True
+class Replicas(BuiltReplicas):
+    """Replicas that follow the root: before every step they are brought up to date with it."""
 
     @property
     def parameters(self) -> Sequence[Sequence[Tensor]]:
@@ -84,7 +36,7 @@ class Replicas:
         if self._buffers.leaves:
             leaves = [self._buffers.leaves, *(replica.buffers.leaves for replica in self._others)]
             return [[*own, *more] for own, more in zip(self._parameters, leaves, strict=True)]
-        if not self._sharing.positions:
+        if self._before is None:
             return self._parameters
         # They may be in the graph of an earlier step, or a step may have bound gradients there.
         others = [
@@ -103,23 +55,6 @@ class Replicas:
     def parameters_of(self, k: int) -> Sequence[Tensor]:
         """Those that a backward of replica k fills: the root's, where it has the root's own."""
         return self._parameters[0 if k > 0 and self._others[k - 1].shared else k]
-
-    @property
-    def packing(self) -> Packing:
-        """How parameters, and gradients of their kinds, are packed when they travel."""
-        return self._weights.packing
-
-    @property
-    def root_buffers(self) -> list[Tensor | None]:
-        """The root's buffers."""
-        return entries(self._structure.buffer_tables)
-
-    @property
-    def buffers_of_steps(self) -> list[list[Tensor | None]]:
-        """Those of them that are left as a step has left them: what is apart has its own rules."""
-        tables = [self._structure.buffer_tables, *(r.buffers.tables for r in self._others)]
-        are_apart = [id(module) in self._structure.apart for module in self._structure.modules]
-        return [entries(list(compress(own, map(not_, are_apart)))) for own in tables]
 
     def refresh(
         self,
@@ -144,6 +79,7 @@ class Replicas:
         """
         others = [self._others[k - 1] for k in (active or range(len(self._devices))) if k > 0]
         self._followed = None
+        self._compiled_before = self.compiled.counts()["total"]
         self.attributes.look()
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
@@ -156,37 +92,43 @@ class Replicas:
                 self._build()
             elif others:
                 self._follow(others, parameters)
-                if parameters == "all" or buffers != "read" or self._structure.reads_buffers():
-                    if self._buffers.will_replace_leaves():
-                        self._before_rebuild(self.parameters)
-                    everything = parameters == "all" or buffers != "changed"
-                    self._buffers.refresh([r.buffers for r in others], everything=everything)
+                if self._structure.with_buffers:
+                    self._follow_buffers(others, parameters, buffers)
 
     def _follow(self, others: list[Replica], parameters: ParameterCopies) -> None:
         """Has replicas follow the root, but for the buffers."""
-        for replica in others:
-            replica.refresh(self.attributes.versions)
-        versioned = self._silent is not None or bool(self._sharing.positions)
+        versions = self.attributes.versions
+        for replica in others:  # a frame only for those that may have to follow
+            counts = list(map(len, replica.attributes))
+            if versions != replica.versions or counts != replica.counts or replica.watched:
+                replica.refresh(versions)
+        versioned = self._silent is not None or self._before is not None
         self._followed = state = ParameterState.of(self._structure.parameters, versions=versioned)
         self._all_trained = all(state.requires_grad)
         limited = set() if self.limited is None else self.limited.positions
         silent = limited | (set() if self._silent is None else self._silent.look())
-        self._weights.refresh([r.weights for r in others], state, parameters, silent)
+        bound, seen = self._weights.bound, map(_SEEN, others)
+        is_bound = (bound.pointers, bound.requires_grad) == (state.pointers, state.requires_grad)
+        # Replicas that share memory have seen it as one object, and others never do.
+        if (
+            parameters != "changed"
+            or silent
+            or not is_bound
+            or any(map(is_not, seen, repeat(bound)))
+        ):
+            self._weights.refresh([r.weights for r in others], state, parameters, silent)
         if self.shared_writes is not None and self.shared_writes.apart:
             self.shared_writes.refresh()
 
-    def refresh_parameters(self, active: Iterable[int]) -> None:
-        """Brings the parameters of some replicas up to date, in the middle of a step.
-
-        Attributes and buffers stay as the step has left them on each replica.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
-            others = [self._others[k - 1] for k in filter(None, active)]
-            self._weights.refresh([replica.weights for replica in others], state)
-            self._buffers.copy_leaves([replica.buffers for replica in others])
-            if self.shared_writes is not None and self.shared_writes.apart:
-                self.shared_writes.refresh()
+    def _follow_buffers(
+        self, others: list[Replica], parameters: ParameterCopies, buffers: BufferCopies
+    ) -> None:
+        if parameters != "all" and buffers == "read" and not self._structure.reads_buffers():
+            return
+        if self._buffers.will_replace_leaves():
+            self._before_rebuild(self.parameters)
+        everything = parameters == "all" or buffers != "changed"
+        self._buffers.refresh([r.buffers for r in others], everything=everything)
 
     def share_parameters(self, share: bool) -> None:
         """Lets replicas on the root's device compute with the root's own parameters, or no longer.
@@ -195,14 +137,27 @@ class Replicas:
         after every refresh, and only where replicas and their backwards run one after another.
         Shared are those that are trained, until a step does something to one: see `check_shared`.
         """
-        share, roots = share and not self._buffers.leaves, self._structure.parameters
-        positions = self._sharing.choose(roots, share, self._followed, self.limited)
+        positions = NONE
+        if share and self._may_share and not self._buffers.leaves:
+            positions = self._choose_shared()
+        if not positions:
+            self._before = None
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
                 # Now, and not in the midst of a backward that has little memory left.
                 self.packing.sums.prepare([self._devices[0], device])
-            elif replica.shared is not positions:
+            elif replica.shared is not positions and replica.shared != positions:
                 replica.share(positions)
+
+    def _choose_shared(self) -> set[int]:
+        """Those that are trained, but for some: one object as long as it is equal."""
+        state = self._followed
+        if state is None or not state.versions:
+            state = ParameterState.of(self._structure.parameters, versions=True)
+        if state.requires_grad != self._trained[0]:
+            self._trained = state.requires_grad, set(compress(count(), state.requires_grad))
+        self._before, positions = state, self._trained[1]
+        return positions if self.limited is None else positions - self.limited.positions
 
     def check_shared(self) -> None:
         """Shares nothing from now on if the step has written to, bound or frozen a parameter.
@@ -210,10 +165,23 @@ class Replicas:
         To be called before every replica but the first one that runs in a step. What that one, the
         root, does to its parameters the others do to theirs: so these have to be their own.
         """
-        before, roots = self._sharing.before, self._structure.parameters
+        before, roots = self._before, self._structure.parameters
         if before is not None and before != ParameterState.of(roots, versions=True):
-            self._sharing.end()
+            self._may_share = False
             self.share_parameters(False)
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether a call may compile something: replicas then run in order."""
+        return self.compiled.are_known or any(map(_COMPILES, self._others))
+
+    def notice_compiled(self) -> None:
+        """Calls may compile from now on, if any since the latest refresh has.
+
+        Functions may be compiled that are reached in ways which nobody has looked at.
+        """
+        if self.compiled.counts()["total"] != self._compiled_before:
+            self.compiled.are_known = True
 
     def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
         """What surrounds a training step: writes to buffers and shared weights are noticed."""
@@ -232,24 +200,6 @@ class Replicas:
             if k > 0 and not self._others[k - 1].shares_memory:
                 self.limited.adopt(self._others[k - 1].parameters)
 
-    def keep(self, k: int, position: int, name: str) -> None:
-        """Lets a submodule of replica k keep what it has bound, until the root's is bound anew."""
-        self._others[k - 1].keep(position, name)
-
-    def stand_in(self, container: Any, copies: Sequence[Any]) -> None:
-        """Has hooks that know a container of the root's know these on the other replicas."""
-        for replica, own in zip(self._others, copies, strict=True):
-            replica.stand_in(container, own)
-
-    def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
-        """Makes the replicas compute with functions of the root's parameters, until told otherwise.
-
-        A backward then goes through them to the root's parameters, and calls `after_backward` at
-        its end. Without gradients, the replicas compute with their own parameters again.
-        """
-        for k in filter(None, active):
-            self._others[k - 1].connect(partial(at_end_of_backward, after_backward))
-
     def link_buffers(
         self, active: Iterable[int], on_backward: Callable[[list[str]], None]
     ) -> list[str]:
@@ -267,34 +217,3 @@ class Replicas:
         for k in filter(None, active):
             self._others[k - 1].link_buffers(partial(on_backward, names))
         return names
-
-    def disconnect(self) -> None:
-        """Makes the replicas compute with their own parameters again."""
-        for replica in self._others:
-            replica.disconnect()
-
-    def _build(self) -> None:
-        self._are_lost = False
-        with torch.inference_mode(False), torch.no_grad():
-            self._structure = structure = ModuleStructure(self._root, self._rules)
-            self.attributes, self.read_buffers = structure.attributes, structure.read_buffers
-            limited = LimitedNorms(structure.modules, structure.parameters)
-            self.limited = limited if limited.modules else None
-            differ = len(set(self._devices)) > 1
-            self._silent = SilentWrites(structure.parameters) if differ else None
-            self._weights = weights = WeightCopies(structure.parameters)
-            self._buffers = buffers = CopiedBuffers(structure.buffer_tables, structure.parameters)
-            self._others = [
-                Replica(structure, k, device, self._rules, weights.on(device), buffers)
-                for k, device in enumerate(self._devices)
-                if k > 0
-            ]
-            self.compiled = Compilations(self._root, self._others)
-            self.modules = [self._root, *(replica.module for replica in self._others)]
-            self.submodules = [structure.modules, *(r.submodules for r in self._others)]
-            self._parameters = [structure.parameters, *(r.parameters for r in self._others)]
-            tables = [replica.buffers.tables for replica in self._others]
-            self._buffer_state.follow(structure, self.submodules, tables)
-            self._all_trained = self._has_links = False
-            own = [r.weights if r.shares_memory else None for r in self._others]
-            self.shared_writes = SharedWrites(structure.parameters, own) if any(own) else None

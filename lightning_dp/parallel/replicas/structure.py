@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from operator import is_not, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.replicas.changes import AttributeVersions, ModuleTables
 from lightning_dp.parallel.replicas.hidden_layers import layers_in
 from lightning_dp.parallel.torch_compile import compiled_call
-from lightning_dp.parallel.torch_private import (
-    FIXED_NAMES,
-    buffer_table,
-    child_table,
-    hook_tables,
-    parameter_table,
-)
+from lightning_dp.parallel.torch_private import buffer_table, child_table, parameter_table
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -67,21 +59,12 @@ class ModuleStructure:
         self.buffer_tables = [
             {} if id(m) in self.staying else buffer_table(m) for m in self.modules
         ]
-        self._with_buffers = [m for m in self.modules if buffer_table(m)]
+        self.with_buffers = [m for m in self.modules if buffer_table(m)]
         own_names = map(rules.own_names, self.modules)
         self.attributes = AttributeVersions([m.__dict__ for m in self.modules], list(own_names))
-        # Hooks by their numbers: every one has its own, for good.
-        fixed: list[dict[str, Any]] = [*parameter_tables, *map(child_table, self.modules)]
-        hooks: list[dict[int, Any]] = list(chain.from_iterable(map(hook_tables, self.modules)))
-        tables: list[dict[Any, Any]] = [*fixed, *self.buffer_tables, *hooks]
-        self._empty_tables = [table for table in tables if not table]
-        self._filled_tables = [table for table in tables if table]
-        self._lengths = list(map(len, self._filled_tables))
-        self._live: list[Iterable[Any]] = [
-            *(t.values() for t in fixed if t),
-            *(t.keys() for t in hooks if t),
-        ]
-        self._entries = list(chain.from_iterable(self._live))
+        self.tables = ModuleTables(self.modules, parameter_tables, self.buffer_tables)
+        self.has_changed = self.tables.have_changed
+        """Whether a parameter, submodule, buffer name or hook came, went or was replaced."""
 
     def _walk(
         self,
@@ -113,69 +96,14 @@ class ModuleStructure:
                 if rules.is_apart(hidden):
                     self._walk(hidden, rules, seen, stays=stays)
 
-    def has_changed(self) -> bool:
-        """Whether a parameter, submodule, buffer name or hook came, went or was replaced."""
-        return (
-            any(self._empty_tables)
-            or list(map(len, self._filled_tables)) != self._lengths
-            or any(map(is_not, chain.from_iterable(self._live), self._entries))
-        )
-
     def reads_buffers(self) -> bool:
         """Whether a forward may read a buffer. Batch norm in training writes to its own only."""
-        return any(type(m) not in _NORMS or not m.training for m in self._with_buffers)
+        return any(type(m) not in _NORMS or not m.training for m in self.with_buffers)
 
     def read_buffers(self) -> list[Tensor | None]:
         """Those that a forward may read."""
-        readers = [m for m in self._with_buffers if type(m) not in _NORMS or not m.training]
+        readers = [m for m in self.with_buffers if type(m) not in _NORMS or not m.training]
         return [buffer for module in readers for buffer in buffer_table(module).values()]
-
-
-class AttributeVersions:
-    """The attributes of modules that are neither parameters, buffers nor submodules.
-
-    `versions` has a number for each module, which grows when one is bound anew, comes or goes. Not
-    looked at are those that every replica of a module keeps for itself.
-    """
-
-    def __init__(self, modules: list[dict[str, Any]], own_names: Sequence[frozenset[str]]) -> None:
-        self._now = modules
-        self._fixed = [FIXED_NAMES | own for own in own_names]
-        self.versions = [0] * len(modules)
-        self._names: list[set[str]] = [set() for _ in modules]
-        self._seen: list[tuple[Any, ...]] = [()] * len(modules)
-        self._getters: list[Callable[[Any], tuple[Any, ...]]] = [tuple] * len(modules)
-        self._learn_names()
-
-    def look(self) -> list[int]:
-        """Compares with the last look; the versions."""
-        try:
-            values = [get(now) for get, now in zip(self._getters, self._now, strict=True)]
-        except KeyError:  # one went
-            values = []
-        # All at once first: nearly always nothing has changed.
-        if not values or list(map(len, self._now)) != self._sizes:
-            self._learn_names()
-        elif any(map(is_not, chain.from_iterable(values), self._flat)):
-            self._compare(values)
-        return self.versions
-
-    def _compare(self, values: list[tuple[Any, ...]]) -> None:
-        for j, pair in enumerate(zip(values, self._seen, strict=True)):
-            self.versions[j] += len(pair[0]) != len(pair[1]) or any(map(is_not, *pair))
-        self._seen = values
-        self._flat = list(chain.from_iterable(values))
-
-    def _learn_names(self) -> None:
-        self._sizes = list(map(len, self._now))
-        # itemgetter returns a tuple, as of three names at least: `training` and tables of hooks.
-        for j, now in enumerate(self._now):
-            names = now.keys() - self._fixed[j]
-            if names != self._names[j]:
-                self._names[j] = names
-                self._getters[j] = itemgetter(*names)
-                self._seen[j] = ()
-        self._compare([get(now) for get, now in zip(self._getters, self._now, strict=True)])
 
 
 def _check_replicable(module: nn.Module) -> None:

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, count, repeat
-from operator import attrgetter, ne
-from typing import Any, NamedTuple
+from operator import ne
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_dp.parallel.links import Packed, Packing, can_be_packed, kind
-from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
-from lightning_dp.parallel.torch_private import version
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
-
-
-class ParameterState(NamedTuple):
-    """What shows whether parameters are what they were."""
-
-    pointers: list[int]
-    versions: list[int]
-    requires_grad: list[bool]
-
-    @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter], *, versions: bool) -> ParameterState:
-        """As these are now; versions are for replicas that own copies."""
-        pointers, counts = map(Tensor.data_ptr, parameters), map(version, parameters)
-        trained = list(map(_REQUIRES_GRAD, parameters))
-        return cls(list(pointers), list(counts) if versions else [], trained)
+from lightning_dp.parallel.replicas.changes import ParameterState
 
 
 class Weights:
@@ -128,45 +110,6 @@ class Weights:
             self.parameters[i].data.copy_(self._roots[i].data)
 
 
-class Sharing:
-    """Which of the root's own parameters replicas on its device compute with, by `positions`.
-
-    That is one object as long as it is equal. They were in a state `before` the step.
-    """
-
-    def __init__(self) -> None:
-        self.positions: set[int] = set()
-        self._is_over = False
-        self.before: ParameterState | None = None
-        self._trained: tuple[list[bool], set[int]] = ([], set())  # and the positions
-
-    def choose(
-        self,
-        roots: Sequence[nn.Parameter],
-        share: bool,
-        state: ParameterState | None,
-        limited: LimitedNorms | None,
-    ) -> set[int]:
-        """From now on those that are trained, but for some. They are in a state, if it is known."""
-        positions: set[int] = set()
-        if share and not self._is_over:
-            if state is None or not state.versions:
-                state = ParameterState.of(roots, versions=True)
-            if state.requires_grad != self._trained[0]:
-                self._trained = state.requires_grad, set(compress(count(), state.requires_grad))
-            positions = self._trained[1]
-            if limited is not None:
-                positions = positions - limited.positions
-        self.before = state if positions else None
-        if positions != self.positions:
-            self.positions = positions
-        return self.positions
-
-    def end(self) -> None:
-        """There is never anything to share again."""
-        self._is_over = True
-
-
 class WeightCopies:
     """The parameters of all replicas elsewhere: packed on the root's device, and sent."""
 
@@ -175,7 +118,7 @@ class WeightCopies:
         self._elsewhere: list[Weights] = []
         self.packing = Packing(roots)
         self._ids = set(map(id, roots))
-        self._bound = ParameterState([], [], [])  # without versions
+        self.bound = ParameterState([], [], [])  # without versions: what sharing replicas have seen
         self._plain = [root for root in roots if can_be_packed(root)]
         self._pointers = list(map(Tensor.data_ptr, self._plain))
         self._strides = list(map(Tensor.stride, self._plain))
@@ -201,7 +144,7 @@ class WeightCopies:
         stale = []
         # One object as long as it is equal, which all replicas have seen then.
         bound = state._replace(versions=[])
-        self._bound = bound = self._bound if bound == self._bound else bound
+        self.bound = bound = self.bound if bound == self.bound else bound
         for weights in copies:
             now = bound if weights.shares_memory else state
             is_seen = weights.seen is now or weights.seen == now

@@ -21,6 +21,7 @@ from lightning_dp.parallel.split.arithmetic import (
     unequal,
 )
 from lightning_dp.parallel.split.least import at_least, has_room
+from lightning_dp.parallel.split.policies import is_fixed
 from lightning_dp.parallel.split.usage import Caps, LearningSplit, StepUsage
 
 MARGIN = 8
@@ -136,18 +137,17 @@ class Planner:
     def __init__(self, k: int, policy: SplitPolicy) -> None:
         self.latest = Plan((0,) * k)
         self._policy = policy
+        self._is_fixed = is_fixed(policy)
+        self.repeats = False  # the next batch of this size is split like the latest one
+        self.is_recorded = False  # the latest plan's step was done
         # Asked once: to see whether something follows a protocol takes as long as to cut a batch.
         self._learner = policy if isinstance(policy, LearningSplit) else None
+        self.learns = self._learner is not None  # the policy wants to see the steps
         # Evaluation keeps no graphs, and more fits.
         self._capacity = {training: Capacity(k) for training in (True, False)}
         self._load_caps = {training: [math.inf] * k for training in (True, False)}
         self._learnt: StepUsage | None = None
         self._least: Least = lambda: 1
-
-    @property
-    def learns(self) -> bool:
-        """Whether the policy wants to see the steps."""
-        return self._learner is not None
 
     def plan(
         self,
@@ -174,7 +174,9 @@ class Planner:
             sizes = unequal(plan.sizes, least())
             order = plan.order and reordered(plan.order, sizes)
             plan = Plan(sizes, order) if self._capacity[training].within(sizes) == sizes else plan
-        self.latest = replace(plan, reading=reading)
+        self._begin(replace(plan, reading=reading))
+        has_choice = telling or _is_small(plan.sizes) or self._capacity[training].caps is not None
+        self.repeats = self._is_fixed and not has_choice
         return self.latest
 
     def trial(self, n: int, *, training: bool) -> Plan | None:
@@ -182,13 +184,13 @@ class Planner:
         sizes = self._capacity[training].trial(n, self._least())
         if sizes is None:
             return None
-        self.latest = Plan(sizes, left_out=n - sum(sizes), reading=self.latest.reading)
+        self._begin(Plan(sizes, left_out=n - sum(sizes), reading=self.latest.reading))
         return self.latest
 
     def whole(self) -> Plan:
         """For a batch in which there is nothing to cut, and so nothing to learn of what fits."""
         k = len(self.latest.sizes)
-        self.latest = Plan((0,) * k)
+        self._begin(Plan((0,) * k))
         return Plan((1, *[0] * (k - 1)), whole=True)
 
     def learn(self, step: StepUsage | None) -> None:
@@ -201,10 +203,12 @@ class Planner:
 
     def record_success(self, *, training: bool) -> None:
         """The latest plan's step was done."""
+        self.is_recorded = True
         self._capacity[training].record_success(self.latest.sizes)
 
     def record_oom(self, devices: Sequence[int], *, training: bool) -> None:
         """In the latest plan's step these devices ran out of memory: they get less from now on."""
+        self.repeats = self.is_recorded = False
         if not self.latest.loads:
             self._capacity[training].record_oom(self.latest.sizes, devices)
             return
@@ -227,6 +231,9 @@ class Planner:
     def most(self, n: int, *, training: bool) -> int:
         """The largest batch of at most n samples that is known to fit."""
         return self._capacity[training].most(n, self._least())
+
+    def _begin(self, plan: Plan) -> None:
+        self.latest, self.repeats, self.is_recorded = plan, False, False
 
     def _sizes(self, n: int, training: bool) -> Sizes:
         capacity = self._capacity[training]

@@ -133,6 +133,11 @@ def _weighted_sizes(shares: tuple[float, ...], n: int) -> Sizes:
     return weighted(n, shares)
 
 
+def is_fixed(policy: SplitPolicy) -> bool:
+    """Whether batches of one size are split alike, whatever has been seen."""
+    return isinstance(policy, partial) and policy.func in (_fixed_sizes, _weighted_sizes)
+
+
 def _checked(split: OwnSplit, devices: Sequence[Any], n: int) -> Sizes:
     """The answer of a user's function."""
     sizes, k = split(n, list(devices)), len(devices)

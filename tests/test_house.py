@@ -214,3 +214,11 @@ def test_what_checkers_are_told_to_pass_over_has_its_reason_on_the_line() -> Non
     mark = "#"
     for words in ("noqa", "noqa: E501", "type: ignore", "type: ignore  # why", "noqa: E501 why"):
         assert [why for _, why in ignores(f"x = 1  {mark} {words}")] == [False], words
+
+
+def test_the_guide_has_a_line_for_every_wing() -> None:
+    guide = (ROOT / "examples" / "guides" / "how-it-works.md").read_text()
+    lines = [line.split("|")[1] for line in guide.splitlines() if line.startswith("|")]
+    folders = {f"`{wing.replace('.', '/')}/`" for wing in WINGS if not wing.startswith("app.")}
+    missing = {folder for folder in folders if not any(folder in line for line in lines)}
+    assert not missing, missing

@@ -1,9 +1,9 @@
 """The engine: plan -> scatter -> replicate -> apply -> gather -> backward -> reduce.
 
-`engine` is the flow. Each question that it raises has a wing: what is a `batch`; how many samples
-does each device get, `split`; the module on every device, `replicas`; where calls run, `workers`;
-the loss and its `gradients`; copies between devices, `links`; several `processes`. Needs torch
-alone.
+`engine` is the flow, and `parts` what it is made of. Each question that it raises has a wing: what
+is a `batch`; how many samples does each device get, `split`; the module on every device,
+`replicas`; where calls run, `workers`; the loss and its `gradients`; copies between devices,
+`links`; several `processes`. Needs torch alone.
 
 What runs on a replica, and what becomes of its result, is a `call`: of step mode (`step`), manual
 optimisation (`manual`) or forward mode (`forward`). Around the flow stands `out_of_memory`: a step

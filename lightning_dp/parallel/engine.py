@@ -116,7 +116,7 @@ class Engine(Parts):
         be `telling`, shards are unequal, which shows what counts samples. The submodule `path` is
         called: batch norm in it takes no shard of one sample.
         """
-        if self.planner.learns:
+        if self.meter.is_watched:  # steps that nobody reads would be dropped
             self.planner.learn(self.meter.latest)
         self.forget_step()
         n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)

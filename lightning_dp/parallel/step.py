@@ -226,12 +226,8 @@ class TrainingStep(EvaluationStep):
         return whole
 
     def _joined_here(self, outputs: list[Any], shards: Shards) -> _Joined:
-        returned: list[int] = []
-        steps: list[StepOutput] = []
-        for k, output in zip(shards.active, outputs, strict=True):
-            if output is not None:
-                returned.append(k)
-                steps.append(StepOutput.parse(output))
+        found = [(k, out) for k, out in zip(shards.active, outputs, strict=True) if out is not None]
+        returned, steps = [k for k, _ in found], [StepOutput.parse(out) for _, out in found]
         sizes = [*map(shards.sizes.__getitem__, returned)]
         counts = agreed_items(list(map(_NUM_ITEMS, steps)))
         weights = loss_weights(sizes, self.engine.loss_reduction, counts)
@@ -242,18 +238,18 @@ class TrainingStep(EvaluationStep):
         elif not (counts or self.engine.calls.crossed):
             means.look(key, graphs, sizes)
         joint, items = None, None if counts is None else sum(counts)
-        with torch.no_grad():  # the joint loss has a backward of its own
-            if graphs:
+        if graphs:
+            with torch.no_grad():  # the joint loss has a backward of its own
                 joint = join_losses(graphs, self.engine.output_device)
         has_graph = any(map(_REQUIRES_GRAD, steps))
         return _Joined(returned, sizes, steps, graphs, joint, items, has_graph)
 
     def _with_backward(self, joint: Tensor, graphs: list[Graph], shards: Shards) -> Tensor:
-        engine = self.engine
-        crosses, devices = engine.calls.crossed, engine.accelerators
+        engine, calls = self.engine, self.engine.calls
         run = engine.watched_backward if engine.around_backward else engine.backward
-        own = (self.name, shards, graphs, crosses, run, devices, engine.calls.crossings)
-        return JointBackward(*own).attach(joint, engine.requested_parameters())
+        own = (calls.crossed, run, engine.accelerators, calls.crossings)
+        backward = JointBackward(self.name, shards, graphs, *own)
+        return backward.attach(joint, engine.requested_parameters())
 
     def _of_all_processes(self, world: World) -> JointLoss:
         losses, buffers = cast("Losses", self._losses), self.engine.reducer.buffers_between

@@ -54,8 +54,11 @@ class Summing:
         self._buckets = buckets
         shared = [bucket.bytes for bucket in buckets if len(bucket.positions) > 1]
         self._most = max([_PAGE, bucket_bytes, *shared])  # bytes of a piece
-        numbers, before = count(), accumulate([0, *[bucket.bytes for bucket in buckets]])
-        self._pieces = [self._cut(*pair, numbers) for pair in zip(buckets, before, strict=False)]
+        before = accumulate([0, *[bucket.bytes for bucket in buckets]])
+        # In the order in which a backward fills buckets, the last one first: pieces that are under
+        # way at once are then in slots of their own.
+        numbers, order = count(), [*zip(buckets, before, strict=False)][::-1]
+        self._pieces = [self._cut(*pair, numbers) for pair in order][::-1]
         self._windows: dict[torch.device, _Window | None] = {}
         self._is_at_work = False  # or was interrupted
 
@@ -78,7 +81,7 @@ class Summing:
 
     def _window(self, device: torch.device) -> _Window | None:
         try:
-            return _Window(device, [piece for own in self._pieces for piece in own])
+            return _Window(device, [piece for own in self._pieces[::-1] for piece in own])
         except torch.OutOfMemoryError:
             return None
 
@@ -198,7 +201,9 @@ class _Slice(_Piece):
 
 
 class _Window:
-    """Memory on a device through which pieces pass: each in its slot, which several share."""
+    """Memory on a device through which pieces, in the order of their numbers, pass: each in its
+    slot, which several share.
+    """
 
     def __init__(self, device: torch.device, pieces: Sequence[_Piece]) -> None:
         self.device, self._is_cpu = device, device.type == "cpu"

@@ -114,8 +114,8 @@ class AloneSteps:
         if self.is_alone and piece is not None:
             engine = self._engine
             engine.last_sizes = (piece.n, *[0] * (len(engine.devices) - 1))
-            if training and self.is_watched:
-                engine.meter.start(engine.last_sizes)
+            if training and self.is_watched and engine.meter.steps is not None:
+                engine.meter.steps.start(engine.last_sizes)
                 alone = partial(self._watched, alone)
             output = alone()
         else:
@@ -181,8 +181,8 @@ class AloneSteps:
         if self.is_alone and training:
             seconds = time.perf_counter() - self._began
             engine.meter.add_alone(engine.last_sizes[0], seconds)
-            if self.is_watched:
-                engine.meter.stop()
+            if self.is_watched and engine.meter.steps is not None:
+                engine.meter.steps.stop()
         if piece is None:
             return
         if not self.is_alone and engine.last_sizes[:1] == (piece.n,):

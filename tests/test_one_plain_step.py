@@ -9,7 +9,7 @@ from benchmarks.steps_in_files import plain_step
 from lightning_dp.parallel.workers import ExecutorName
 
 
-@pytest.mark.parametrize("executor, files, most", [("inorder", 16, 232), ("threads", 20, 292)])
+@pytest.mark.parametrize("executor, files, most", [("inorder", 16, 240), ("threads", 20, 300)])
 def test_a_plain_step_enters_few_functions_and_no_meeting(
     executor: ExecutorName, files: int, most: int
 ) -> None:
@@ -17,8 +17,8 @@ def test_a_plain_step_enters_few_functions_and_no_meeting(
     # and so its replicas, which listen to all optimizers.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         step = process.submit(plain_step, executor=executor).result(timeout=300)
-    # In threads 284 to 292: of the ends of 4 replicas in 2 rounds the main thread hears one by one,
-    # or of several at once.
+    # In threads some ten more or less: of the ends of 4 replicas in 2 rounds the main thread hears
+    # one by one, or of several at once.
     assert step.frames <= most, step.calls.most_common(20)
     assert len(step.files) <= files, step.files.most_common()
     assert not [file for file, _ in step.calls if "rendezvous" in file or "collectives" in file]

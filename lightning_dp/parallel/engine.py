@@ -88,8 +88,8 @@ class Engine(Parts):
         else:
             during = self.meter.working([graph.replica for graph in joint.graphs])
             backward_at_once(joint.graphs, gradient, keep_graph, during=during)
-        if self.meter.is_watched:
-            self.meter.stop()
+        if self.meter.steps is not None:
+            self.meter.steps.stop()
         self.stages.reduce(spread)
         if not self.planner.is_recorded:
             self.planner.record_success(training=True)
@@ -116,7 +116,7 @@ class Engine(Parts):
         be `telling`, shards are unequal, which shows what counts samples. The submodule `path` is
         called: batch norm in it takes no shard of one sample.
         """
-        if self.meter.is_watched:  # steps that nobody reads would be dropped
+        if self.meter.steps is not None:  # steps that nobody reads would be dropped
             self.planner.learn(self.meter.latest)
         self.forget_step()
         n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)
@@ -183,21 +183,21 @@ class Engine(Parts):
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
-        training, is_watched = call.training, self.meter.is_watched
+        training, steps = call.training, self.meter.steps if call.training else None
         if shards.dims.asks:
             shards.dims.has_seen(shards.sizes)
         self.calls = Calls(shards.active_sizes, shards.active_order, self._dim, self.world)
         call.begin(shards)
-        if is_watched and training and not shards.whole:
-            self.meter.start(shards.sizes)
+        if steps is not None and not shards.whole:
+            steps.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self.is_rerun)
         noticed = self.replicas.noticed(shards.active) if training else nullcontext()
         compiles = self.replicas.may_compile
         compiling = self.replicas.compiled.as_often() if compiles else nullcontext()
         with context, noticed, compiling:
             tasks = self._tasks(call, modules, shards)
-            if is_watched:
-                self.meter.follow(tasks)
+            if steps is not None:
+                steps.follow(tasks)
             outputs = self.executor.run(call.name, tasks, goes_on=True, calls=self.calls)
             if self._sends_home and call.gathers:  # what replicas have logged has left already
                 outputs = call.leave(outputs, self.devices)
@@ -210,8 +210,8 @@ class Engine(Parts):
             self._count_work(tasks)
         else:
             self.replicas.adopt_rows(shards.active)
-        if is_watched and training and not call.has_backward:
-            self.meter.stop()
+        if steps is not None and not call.has_backward:
+            steps.stop()
         return outputs
 
     def _tasks(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Task]:
@@ -229,15 +229,15 @@ class Engine(Parts):
         self.meter.kind, self.meter.counted = call.name, shards.sizes
         for usage, size in zip(self.meter.usage, shards.sizes, strict=True):
             usage.samples += size
-        if self.meter.is_watched:
-            self.meter.note(in_turns=self.calls.one_by_one)
+        if self.meter.steps is not None:
+            self.meter.steps.note(in_turns=self.calls.one_by_one)
 
     def _count_work(self, tasks: Sequence[Task]) -> None:
         """The workers spent their seconds in these calls."""
         for task in tasks:
             self.meter.usage[task.replica].busy_seconds += task.seconds
-        if self.meter.is_watched:
-            self.meter.add(tasks)
+            if self.meter.steps is not None:
+                self.meter.steps.add(task.replica, task.seconds)
 
     def gather(self, call: ReplicaCall, outputs: list[Any], shards: Shards) -> Any:
         """What one device would have returned for the whole batch, on the output device."""

@@ -12,7 +12,6 @@ from lightning_dp.parallel.contexts import Paired
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.split import Sizes, StepUsage
 from lightning_dp.parallel.step_meter import PeakMemory, StepMeter
-from lightning_dp.parallel.workers import Task
 
 
 @dataclass
@@ -45,34 +44,22 @@ class Meter:
         self.usage = list(map(DeviceUsage, devices, self.names))  # since the engine was made
         self._devices = list(devices)
         self._memory = PeakMemory(devices)
-        self._steps: StepMeter | None = None
-        self.is_watched = False  # training steps are measured
+        self.steps: StepMeter | None = None  # measures training steps, once somebody watches
         self.counted: Sizes = ()  # of the latest step, as long as it may run again
         self.kind = ""  # of work, as the executor knows the latest training step
 
     def watch(self) -> None:
         """Measures every training step from now on."""
-        self.is_watched = True
-        self._steps = self._steps or StepMeter(self._devices, self._memory)
+        self.steps = self.steps or StepMeter(self._devices, self._memory)
 
     @property
     def latest(self) -> StepUsage | None:
         """The latest training step that the devices are through with; None if none is watched."""
-        return None if self._steps is None else self._steps.latest()
+        return None if self.steps is None else self.steps.latest()
 
     def take(self, *, wait: bool = False) -> list[StepUsage]:
         """The steps measured since the last call; see `StepMeter.take`."""
-        return [] if self._steps is None else self._steps.take(wait=wait)
-
-    def start(self, sizes: Sizes) -> None:
-        """A training step begins."""
-        if self._steps is not None:
-            self._steps.start(sizes)
-
-    def note(self, *, in_turns: bool) -> None:
-        """The training step's forward is done, by replicas one after another perhaps."""
-        if self._steps is not None:
-            self._steps.note(in_turns=in_turns)
+        return [] if self.steps is None else self.steps.take(wait=wait)
 
     def uncount(self) -> None:
         """The step whose forward was done last will run again."""
@@ -80,36 +67,20 @@ class Meter:
             usage.samples -= size
         self.counted = ()
 
-    def follow(self, tasks: Sequence[Task]) -> None:
-        """These calls are part of the step: what devices do in them counts."""
-        if self._steps is not None:
-            self._steps.follow(tasks)
-
     def is_by_counts(self) -> bool:
         """Whether a step is measured by what devices count themselves, whatever it is for."""
-        return self._steps is not None and self._steps.is_by_counts()
+        return self.steps is not None and self.steps.is_by_counts()
 
     def working(self, replicas: Sequence[int]) -> AbstractContextManager[None]:
         """While it lasts, the devices of some replicas are at work for the step."""
-        return nullcontext() if self._steps is None else self._steps.working(replicas)
-
-    def add(self, tasks: Sequence[Task]) -> None:
-        """The workers spent their seconds in these calls, which are part of the step."""
-        if self._steps is not None:
-            for task in tasks:
-                self._steps.add(task.replica, task.seconds)
+        return nullcontext() if self.steps is None else self.steps.working(replicas)
 
     def add_alone(self, samples: int, seconds: float) -> None:
         """The root has done a training step without the others, in so many seconds."""
         self.usage[0].samples += samples
         self.usage[0].busy_seconds += seconds
-        if self._steps is not None:
-            self._steps.add(0, seconds)
-
-    def stop(self) -> None:
-        """The step's work has been handed to the devices."""
-        if self._steps is not None:
-            self._steps.stop()
+        if self.steps is not None:
+            self.steps.add(0, seconds)
 
     def unmeasured(self) -> AbstractContextManager[None]:
         """What happens meanwhile does not count into the devices' peaks of memory."""

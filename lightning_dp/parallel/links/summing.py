@@ -201,8 +201,9 @@ class _Slice(_Piece):
 
 
 class _Window:
-    """Memory on a device through which pieces, in the order of their numbers, pass: each in its
-    slot, which several share.
+    """Memory on a device through which pieces pass: each in its slot, which several share.
+
+    Pieces come in the order of their numbers.
     """
 
     def __init__(self, device: torch.device, pieces: Sequence[_Piece]) -> None:

@@ -3,15 +3,11 @@
 `import lightning_dp` registers the strategy: `Trainer(strategy="dp_custom", devices=4)`.
 
 The engine is `parallel`. For Lightning there are the `strategy`, its `options`, what it has
-`measured`, the `modes`, of which `forward_mode` is one, and what is asked of them (`mode_options`),
-steps of the root `alone`, hooks `between_steps`, a word where `fewer_devices` would do or
-`more_devices` could, `manual_optimization`, `dataloader_iter`, forward mode `forward_in_processes`,
-batch norm (`layer_sync`), a warning where nothing is spread (`spread_check`), whose code moves
-batches (`transfer_hooks`) or looks at gradients between micro-batches (`gradient_hooks`),
-`predictions` of all processes, which of Lightning's lines are left out (`adverts`); private names
-(`lightning_private`); the other package (`pytorch_lightning`). Programs outside of `app` are
-`convert`, and what they print on a terminal, `table`. Imports run downwards only, and a wing offers
-what its `__init__` names.
+`measured`, its `modes`, steps of the root `alone`, hooks `between_steps`, batch norm
+(`layer_sync`), whether code looks at gradients between micro-batches (`gradient_hooks`),
+`predictions` of all processes, `hints` for people; private names (`lightning_private`); the other
+package (`pytorch_lightning`). Programs outside of `app` are `convert`, and what they print on a
+terminal, `table`. Imports run downwards only, and a wing offers what its `__init__` names.
 """
 
 import sys
@@ -19,8 +15,8 @@ from pathlib import Path
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_dp.adverts import leave_out
 from lightning_dp.checkpointing import ModulePrefixCheckpointIO
+from lightning_dp.hints import leave_out
 from lightning_dp.keys import normalize_state_dict
 from lightning_dp.monitor import DataParallelMonitor
 from lightning_dp.parallel.data_parallel import DataParallel, data_parallel

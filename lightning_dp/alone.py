@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_dp.forward_mode import ForwardMode
-from lightning_dp.modes import Mode, StepMode
+from lightning_dp.modes import ForwardMode, Mode, StepMode
 from lightning_dp.parallel.batch import BatchSizeError, infer_for
 from lightning_dp.parallel.links import Stretch
 from lightning_dp.parallel.root_memory import RootMemory

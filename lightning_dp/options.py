@@ -18,9 +18,8 @@ from typing_extensions import override
 
 from lightning_dp.alone import AloneSteps
 from lightning_dp.checkpointing import CheckpointMixin
-from lightning_dp.fewer_devices import FewerDevicesHint
-from lightning_dp.mode_options import mode_maker
-from lightning_dp.modes import Mode, StepMode
+from lightning_dp.hints import FewerDevicesHint
+from lightning_dp.modes import Mode, StepMode, mode_maker
 from lightning_dp.parallel.batch import Override, no_costs
 from lightning_dp.parallel.checks import check_choice, named_options
 from lightning_dp.parallel.data_parallel import check_engine_options

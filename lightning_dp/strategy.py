@@ -15,11 +15,11 @@ from typing_extensions import override
 from lightning_dp.alone import AloneSteps
 from lightning_dp.between_steps import BetweenStepsMixin, check_callbacks
 from lightning_dp.first_step import FirstStep, check_first_step
+from lightning_dp.hints import hint_more_devices
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import layer_sync, set_layer_sync
 from lightning_dp.measured import MeasuredMixin
 from lightning_dp.modes import Mode
-from lightning_dp.more_devices import hint_more_devices
 from lightning_dp.options import OptionsMixin
 from lightning_dp.parallel.contexts import Surroundings, replaced
 from lightning_dp.parallel.generated import context

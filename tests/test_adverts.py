@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from lightning_dp.adverts import leave_out
+from lightning_dp.hints.adverts import leave_out
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

@@ -31,7 +31,7 @@ from lightning_dp.metrics import Journals, OwnRows
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.recorders import ReplicaMetrics
-from lightning_dp.modes import _around_step
+from lightning_dp.modes.step_mode import _around_step
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import (
     Contexts,

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.dataloader_iter import takes_iterator
+from lightning_dp.modes.dataloader_iter import takes_iterator
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

@@ -30,7 +30,7 @@ from lightning_dp.app.run import few_keys, note_machine
 from lightning_dp.app.together import has_restarted
 from lightning_dp.app.trained import task_overrides
 from lightning_dp.checkpointing import load_weights
-from lightning_dp.more_devices import on_purpose
+from lightning_dp.hints import on_purpose
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from lightning.pytorch import Callback
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.app.devices import check_devices
+from lightning_dp.hints import on_purpose
 from lightning_dp.monitor import Period
-from lightning_dp.more_devices import on_purpose
 from lightning_dp.table import OneLineParser
 
 _ACCELERATORS = ("cpu", "sim", "gpu")

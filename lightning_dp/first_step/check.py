@@ -18,9 +18,8 @@ from torch import Tensor
 from lightning_dp.first_step.compare import Difference, Outcome
 from lightning_dp.first_step.diagnosis import CHANCE, Diagnosis, cause_in_buffers
 from lightning_dp.first_step.snapshot import Snapshot, trained_tensors
-from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.metrics import is_metric
-from lightning_dp.modes import Mode, Transfer
+from lightning_dp.modes import ForwardMode, Mode, Transfer
 from lightning_dp.parallel.batch import to_device
 from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.errors import described

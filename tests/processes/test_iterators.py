@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from worlds import in_turn
 
-from lightning_dp.dataloader_iter import Pulled
+from lightning_dp.modes.dataloader_iter import Pulled
 from lightning_dp.parallel.processes import World
 from lightning_dp.processes.loaders import is_idle_in, is_of_several, open_fetcher
 from lightning_dp.processes.slices import Slice

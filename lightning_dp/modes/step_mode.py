@@ -13,9 +13,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_dp.dataloader_iter import Pulled, takes_iterator
-from lightning_dp.manual_optimization import ManualOptimization
 from lightning_dp.metrics import Backwards, Journals, OwnRows, is_metric
+from lightning_dp.modes.dataloader_iter import Pulled, takes_iterator
+from lightning_dp.modes.manual_optimization import ManualOptimization
+from lightning_dp.modes.transfer_hooks import transfers_plainly
 from lightning_dp.parallel.batch import Shards, give_back_added, to_device
 from lightning_dp.parallel.call import PlainTransfer
 from lightning_dp.parallel.contexts import Contexts
@@ -25,7 +26,6 @@ from lightning_dp.parallel.manual import ManualStep
 from lightning_dp.parallel.replicas import Replicas, check_nothing_hidden
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
 from lightning_dp.state import shared_optimizers
-from lightning_dp.transfer_hooks import transfers_plainly
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World

@@ -12,18 +12,18 @@ from lightning.pytorch import LightningModule
 
 from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics import Journals, is_metric
-from lightning_dp.modes import Mode
+from lightning_dp.modes.spread_check import SpreadCheck
+from lightning_dp.modes.step_mode import Mode
+from lightning_dp.modes.transfer_hooks import transfers_plainly
 from lightning_dp.parallel.batch import Shards, bring
 from lightning_dp.parallel.contexts import Contexts, replaced
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.gradients import LossReduction
 from lightning_dp.parallel.replicas import Replicas
-from lightning_dp.spread_check import SpreadCheck
-from lightning_dp.transfer_hooks import transfers_plainly
 
 if TYPE_CHECKING:
-    from lightning_dp.forward_in_processes import ForwardInProcesses
+    from lightning_dp.modes.forward_in_processes import ForwardInProcesses
     from lightning_dp.parallel.processes import World
 
 
@@ -60,7 +60,7 @@ class ForwardMode(Mode):
     def _new_journals(self, world: World | None, devices: Any, output: Any) -> Journals:
         if world is None:
             return super()._new_journals(None, devices, output)
-        from lightning_dp.forward_in_processes import ForwardInProcesses
+        from lightning_dp.modes.forward_in_processes import ForwardInProcesses
 
         self._processes = ForwardInProcesses(self._module, world, devices, output)
         return self._processes.journals

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_dp.forward_mode import ForwardMode
-from lightning_dp.modes import MODES, Mode, StepMode
+from lightning_dp.modes.forward_mode import ForwardMode
+from lightning_dp.modes.step_mode import MODES, Mode, StepMode
 from lightning_dp.parallel.checks import check_choice, check_names
 from lightning_dp.parallel.gradients import LOSS_REDUCTIONS, LossReduction
 

@@ -17,7 +17,7 @@ from oracle import assert_equal_trees, assert_same, gradients, loader, run
 from spreading import EXACT, inputs, wrapping
 from torch import Tensor, nn
 
-from lightning_dp import DataParallelStrategy
+from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.parallel.replicas import Replicas
 
 pytestmark = [
@@ -249,6 +249,27 @@ def test_in_forward_mode_a_loss_may_be_compiled_beside_threads() -> None:
     options = {"executor": "threads", "mode": "forward"}
     oracle.trainer(3, DataParallelStrategy(**options)).fit(Beside(), loader(), loader())
     assert COMPILERS and set(COMPILERS) == {"MainThread"} and "MainThread" not in seen
+
+
+def test_what_the_caller_compiles_between_the_stages_is_nothing_to_the_replicas() -> None:
+    seen: list[str] = []
+    prepared = compiled(lambda x: x.sin())
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(threading.current_thread().name)
+            return super().forward(x)
+
+    class Prepared(DataParallel):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any = None) -> Any:
+            inputs = [(prepared(x),) for (x,) in inputs]
+            return super().parallel_apply(replicas, inputs, kwargs)
+
+    parallel = Prepared(Net(3, 1), ["cpu"] * 2, executor="threads")
+    for _ in range(3):
+        parallel(torch.randn(6, 3))
+    assert COMPILERS and "MainThread" not in seen and len(seen) == 6
+    parallel.close()
 
 
 def test_what_is_not_compiled_runs_in_threads_as_before() -> None:

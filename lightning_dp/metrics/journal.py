@@ -225,8 +225,10 @@ class Journals(ReplicaRules):
             if len(row) < len(journals):
                 check_keys(calls[0].name, row, names or names_of(shards, self._devices))
             merged = merged_log(calls, present, self._output_device, shards.dims)
-            is_metric = isinstance(merged.value, nn.Module)
-            logs.append(LateLog(merged, batch_value(merged.value) if is_metric else None))
+            value = merged.value
+            logs.append(
+                LateLog(merged, batch_value(value) if isinstance(value, nn.Module) else None)
+            )
         return logs
 
     def log(self, logs: Sequence[LateLog]) -> None:

@@ -19,6 +19,7 @@ from torchmetrics import Metric
 from lightning_dp.lightning_private import own_device, state_defaults, unused_state
 from lightning_dp.parallel.batch import to_device
 from lightning_dp.parallel.contexts import Lasting
+from lightning_dp.parallel.replicas import Contents
 from lightning_dp.parallel.torch_private import (
     buffer_table,
     child_table,
@@ -26,7 +27,7 @@ from lightning_dp.parallel.torch_private import (
     tables_as_attributes,
     version,
 )
-from lightning_dp.state import Contents, copied, is_container, live
+from lightning_dp.state import copied, is_container, live
 
 Attributes = dict[str, Any]
 

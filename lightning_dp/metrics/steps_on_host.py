@@ -107,7 +107,7 @@ class HostJournals(Journals):
     def _recording(self) -> Iterator[None]:
         self.calls.clear()
         self.exchange.syncs.in_step = True
-        if self._structure is None or self._structure.has_changed():
+        if self._structure is None or self._structure.tables.have_changed():
             self._structure = ModuleStructure(self._module, self)
             self._follow([self._structure.modules])
         metrics = self._journals[0].metrics

@@ -24,7 +24,7 @@ _NEXT = "next(dataloader_iter)"
 
 
 def takes_iterator(step: Callable[..., Any]) -> bool:
-    """Whether an iterator that the loop gives a step is one over batches, and no batch itself."""
+    """Whether the loop gives a step an iterator over batches, in the place of a batch."""
     return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
 
 

@@ -39,20 +39,15 @@ from lightning_dp.parallel.workers import Calls, Task, fewest_samples
 class Engine(Parts):
     """Runs something on all replicas of a module, each on its shard of the batch; see `Parts`."""
 
-    _planned: tuple[object, ...] = ()  # what the latest plan is for
-
     def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
-        """A step; where memory runs out, what `recover` makes of that.
-
-        The batch may have been cut already, into shards.
-        """
+        """A step of a batch, which may have been cut already; see `recover`."""
         try:
             return self.step(call, batch if shards is None else shards)
         except torch.OutOfMemoryError as error:
             return self.recover(call, batch, error)
 
     def recover(self, call: ReplicaCall, batch: Any, error: torch.OutOfMemoryError) -> Any:
-        """The step once more, in a way that fits: here there is none, see `out_of_memory`."""
+        """What `run` returns where a step ran out of memory; an engine that can runs it again."""
         raise error
 
     def step(self, call: ReplicaCall, batch: Any, plan: Plan | None = None) -> Any:
@@ -65,14 +60,14 @@ class Engine(Parts):
             batch: as the user's code has it; or `Shards`, which are cut already.
             plan: sizes that were decided already; samples beyond their sum are left out.
         """
-        do = self.stages
+        stages, training = self.stages, call.training
         if not isinstance(batch, Shards):
-            dims = self.dims[call.name, call.training]
-            plan = plan or do.plan(batch, call.path, training=call.training, telling=dims.asks)
-            batch = do.scatter(batch, call.transfer, plan, dims)
-        modules = do.replicate(call, batch)
-        outputs = do.apply(call, modules, batch)
-        return do.gather(call, outputs, batch)
+            dims = self.dims[call.name, training]
+            plan = plan or stages.plan(batch, call.path, training=training, telling=dims.asks)
+            batch = stages.scatter(batch, call.transfer, plan, dims)
+        modules = stages.replicate(call, batch)
+        outputs = stages.apply(call, modules, batch)
+        return stages.gather(call, outputs, batch)
 
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """What the backward of a joint loss does: every replica's own, then the sums."""
@@ -99,7 +94,7 @@ class Engine(Parts):
 
     @property
     def stages(self) -> Engine:
-        """Whose methods they are: the engine, or while a profiler listens what tells it of them."""
+        """This engine; while a profiler listens, with methods that are ranges to it."""
         return cast(Engine, InRanges(self, self.ranges)) if self.is_heard else self
 
     @property
@@ -116,23 +111,21 @@ class Engine(Parts):
         be `telling`, shards are unequal, which shows what counts samples. The submodule `path` is
         called: batch norm in it takes no shard of one sample.
         """
-        if self.meter.steps is not None:  # steps that nobody reads would be dropped
-            self.planner.learn(self.meter.latest)
+        if self.meter.steps is not None:
+            self.planner.learn(self.meter.latest)  # also reads it: unread steps would be dropped
         self.forget_step()
         n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)
         kind = (n, reading, path, training)
-        if kind == self._planned and self.planner.repeats and not telling:
+        if kind == self.planner.repeated and not telling:
             return self.planner.latest
         if n is None and self.expects_samples:
             warn_of_nothing_to_cut(self._dim)
         if not n:
             return self.planner.whole()
-        self._planned = kind
         costs = partial(sample_costs, self.asked, batch, n, self._cost_key)
         least = partial(fewest_samples, self.module, path)
-        return self.planner.plan(
-            n, costs, training=training, reading=reading, telling=telling, least=least
-        )
+        plan = partial(self.planner.plan, n, costs, least=least, kind=kind)
+        return plan(training=training, reading=reading, telling=telling)
 
     def scatter(
         self,
@@ -193,7 +186,9 @@ class Engine(Parts):
         context = self._context(self.replicas, call.name, shards, self.is_rerun)
         noticed = self.replicas.noticed(shards.active) if training else nullcontext()
         compiles = self.replicas.may_compile
-        compiling = self.replicas.compiled.as_often() if compiles else nullcontext()
+        compiled = self.replicas.compiled
+        compiling = compiled.as_often() if compiles else nullcontext()
+        before = compiled.counts()["total"]
         with context, noticed, compiling:
             tasks = self._tasks(call, modules, shards)
             if steps is not None:
@@ -203,7 +198,8 @@ class Engine(Parts):
                 outputs = call.leave(outputs, self.devices)
                 host_waits_for(*self.devices)
             outputs = outputs if self.world is None else call.tell(outputs, shards)
-        self.replicas.notice_compiled()
+        if compiled.counts()["total"] != before:  # by functions that nobody knew of
+            compiled.are_known = True
         if training:
             self.reducer.after_forward(shards)
             self._count_samples(call, shards)

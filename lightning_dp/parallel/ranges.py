@@ -38,7 +38,7 @@ class Ranges:
 
 
 class InRanges:
-    """An object of which each method's call is a range of the method's name."""
+    """The methods of an object, each call of which is a range of the method's name."""
 
     def __init__(self, owner: Any, ranges: Ranges) -> None:
         self._owner, self._ranges = owner, ranges

@@ -9,7 +9,6 @@ of (`optimizers`, and of one replica `own_optimizers`), that what it does to the
 methods of an object that they share (`shared_methods`).
 """
 
-from lightning_dp.state.copied_containers import Contents as Contents
 from lightning_dp.state.copied_containers import live as live
 from lightning_dp.state.items import copied as copied
 from lightning_dp.state.items import is_container as is_container

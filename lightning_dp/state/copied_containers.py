@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from operator import is_not
 from typing import Any, TypeAlias
 
+from lightning_dp.parallel.replicas import Contents
 from lightning_dp.state.items import copied, is_container, refill, survivors
 
 Attributes: TypeAlias = dict[str, Any]
@@ -99,21 +99,6 @@ def _fill(container: Any, items: Any) -> None:
         container.update(items)
     else:
         container.extend(items)
-
-
-class Contents:
-    """The items of containers, as they were."""
-
-    def __init__(self, live: list[Collection[Any]]) -> None:
-        self.live = live
-        self.lengths = list(map(len, live))
-        self.filled = list(filter(len, live))  # the others have no items to look at
-        self.items = list(chain.from_iterable(self.filled))
-
-    def differ(self) -> bool:
-        """Whether they are others now."""
-        items = chain.from_iterable(self.filled)
-        return list(map(len, self.live)) != self.lengths or any(map(is_not, items, self.items))
 
 
 def live(node: Any) -> Iterator[Collection[Any]]:

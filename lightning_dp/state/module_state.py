@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress
+from itertools import compress
 from operator import attrgetter, is_not, ne
 from typing import NamedTuple
 
@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.batch import Shards, tree
-from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.replicas import Contents, Replicas
 from lightning_dp.parallel.torch_private import version
 from lightning_dp.state.containers import Merge, Path
-from lightning_dp.state.copied_containers import Attributes, Contents, CopiedContainer
+from lightning_dp.state.copied_containers import Attributes, CopiedContainer
 from lightning_dp.state.kept_by_hooks import KeptByHooks, known_to_hooks
 from lightning_dp.state.looked_at import is_looked_at, names_of, not_looked_at
 from lightning_dp.state.made_in_steps import MadeInSteps
@@ -238,9 +238,7 @@ class ModuleState:
         Some change in nearly every step. The others are looked at all at once.
         """
         changed = {container for container in self._busy if container.differs()}
-        items = chain.from_iterable(contents.filled)  # from here on as `differ`, without its frame
-        has_lengths = list(map(len, contents.live)) == contents.lengths
-        if not has_lengths or any(map(is_not, items, contents.items)):
+        if contents.differ():
             found = [container for container in self._quiet if container.differs()]
             for container in found:
                 container.is_busy = True

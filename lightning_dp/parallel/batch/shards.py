@@ -24,7 +24,7 @@ from lightning_dp.parallel.batch.sizes import Inferred, infer_batch_size, told_b
 from lightning_dp.parallel.split import Order, Sizes
 
 _LAYOUT = attrgetter("layout", "is_nested", "requires_grad")
-_PLAIN = (torch.strided, False, False)
+_STRIDED = (torch.strided, False, False)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ def cut_for(
     """Cuts a batch as the module does it, by `split_batch(batch, sizes)`, or else as `cut`."""
     own = getattr(module, "split_batch", None)
     if own is None:
-        parts = _cut_plain(batch, sizes, dim) if order is None else None
+        is_told = order is None and inferred.size == sum(sizes)
+        parts = _cut_plain(batch, sizes, dim) if is_told else None
         return cut(batch, sizes, dim, order, inferred) if parts is None else parts
     parts = list(own(batch, sizes))
     if len(parts) != len(sizes):
@@ -118,7 +119,7 @@ def _plain_columns(batch: Any, dim: int) -> list[Tensor] | None:
     """
     kind = type(batch)
     columns = [*batch.values()] if kind is dict else [*batch] if kind in (list, tuple) else [batch]
-    if {*map(type, columns)} != {Tensor} or {*map(_LAYOUT, columns)} != {_PLAIN}:
+    if {*map(type, columns)} != {Tensor} or {*map(_LAYOUT, columns)} != {_STRIDED}:
         return None
     ranks = [column.dim() for column in columns]
     if not -min(ranks) <= dim < min(ranks):
@@ -127,10 +128,10 @@ def _plain_columns(batch: Any, dim: int) -> list[Tensor] | None:
 
 
 def _cut_plain(batch: Any, sizes: Sizes, dim: int) -> list[Any] | None:
-    """The shards of plain columns, None where a size is 0; or None of another batch.
+    """The shards of plain columns; of any other batch it returns None, and `cut` cuts it.
 
-    The pieces have memory in common, and no version counter: one replica that writes to its piece
-    would seem to have written to what the others have saved for their backward.
+    Where a size is 0, there is no shard. The pieces have memory in common, but no version counter,
+    as those that `leaves` cuts.
     """
     columns, active = _plain_columns(batch, dim), list(filter(None, sizes))
     if columns is None or min(sizes) < 0 or columns[0].size(dim) != sum(active):

@@ -12,6 +12,7 @@ state of a batch (`buffer_state`), and which modules cannot be replicated (`stru
 from lightning_dp.parallel.replicas.buffer_state import WAYS_OUT as WAYS_OUT
 from lightning_dp.parallel.replicas.buffer_state import alike as alike
 from lightning_dp.parallel.replicas.buffer_state import keeps_state as keeps_state
+from lightning_dp.parallel.replicas.changes import Contents as Contents
 from lightning_dp.parallel.replicas.hidden_layers import (
     check_nothing_hidden as check_nothing_hidden,
 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_dp.parallel.links import Packing
 from lightning_dp.parallel.replicas.buffer_state import BufferState
 from lightning_dp.parallel.replicas.buffers import CopiedBuffers, entries
-from lightning_dp.parallel.replicas.changes import AttributeVersions, ParameterState
+from lightning_dp.parallel.replicas.changes import AttributeVersions
 from lightning_dp.parallel.replicas.compiled import Compilations
 from lightning_dp.parallel.replicas.limited_norm import LimitedNorms
 from lightning_dp.parallel.replicas.replica import Replica
@@ -57,10 +57,6 @@ class BuiltReplicas:
         self._root, self._devices = root, list(devices)
         self._rules = rules or ReplicaRules()
         self._before_rebuild = before_rebuild
-        self._may_share = True
-        self._before: ParameterState | None = None  # of shared parameters, before a step
-        self._trained: tuple[list[bool], set[int]] = ([], set())  # and their positions
-        self._followed: ParameterState | None = None  # by a refresh, of which the step goes on
         self._buffer_state = BufferState(root, takes_means)
         self._build()
 
@@ -84,19 +80,6 @@ class BuiltReplicas:
         tables = [self._structure.buffer_tables, *(r.buffers.tables for r in self._others)]
         are_apart = [id(module) in self._structure.apart for module in self._structure.modules]
         return [entries(list(compress(own, map(not_, are_apart)))) for own in tables]
-
-    def refresh_parameters(self, active: Iterable[int]) -> None:
-        """Brings the parameters of some replicas up to date, in the middle of a step.
-
-        Attributes and buffers stay as the step has left them on each replica.
-        """
-        with torch.inference_mode(False), torch.no_grad():
-            state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
-            others = [self._others[k - 1] for k in filter(None, active)]
-            self._weights.refresh([replica.weights for replica in others], state)
-            self._buffers.copy_leaves([replica.buffers for replica in others])
-            if self.shared_writes is not None and self.shared_writes.apart:
-                self.shared_writes.refresh()
 
     def keep(self, k: int, position: int, name: str) -> None:
         """Lets a submodule of replica k keep what it has bound, until the root's is bound anew."""
@@ -138,7 +121,6 @@ class BuiltReplicas:
                 if k > 0
             ]
             self.compiled = Compilations(self._root, len(self._devices))
-            self._compiled_before = self.compiled.counts()["total"]
             self.modules = [self._root, *(replica.module for replica in self._others)]
             self.submodules = [structure.modules, *(r.submodules for r in self._others)]
             self._parameters = [structure.parameters, *(r.parameters for r in self._others)]

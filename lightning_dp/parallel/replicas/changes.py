@@ -6,7 +6,7 @@ each part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_not, itemgetter
 from typing import Any, NamedTuple
@@ -109,3 +109,18 @@ class AttributeVersions:
                 self._getters[j] = itemgetter(*names)
                 self._seen[j] = ()
         self._compare([get(now) for get, now in zip(self._getters, self._now, strict=True)])
+
+
+class Contents:
+    """The items of containers, as they were."""
+
+    def __init__(self, live: list[Collection[Any]]) -> None:
+        self._live = live
+        self._lengths = list(map(len, live))
+        self._filled = list(filter(len, live))  # the others have no items to look at
+        self._items = list(chain.from_iterable(self._filled))
+
+    def differ(self) -> bool:
+        """Whether they are others now."""
+        items = chain.from_iterable(self._filled)
+        return list(map(len, self._live)) != self._lengths or any(map(is_not, items, self._items))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ class Replica:
         self.weights, self._root_buffers = weights, buffers
         self.shares_memory = weights.shares_memory
         self.parameters = weights.parameters
-        self.shared: set[int] = set()  # positions of those of which it has the root's own
+        self.shared: Set[int] = frozenset()  # positions of those of which it has the root's own
         self._others: dict[int, Tensor] = {}  # what it computes with, by the ids of its own
         self._in_hooks: dict[int, Any] = {}
         self._known: list[Any] = []  # of which these are the ids
@@ -68,12 +68,9 @@ class Replica:
     def refresh(self, versions: list[int]) -> None:
         """Follows the root's attributes, of which these are the versions.
 
-        There is nothing to do if these and the attributes' counts are those of the latest time, and
-        no mirror that has to be `watched` is stale.
+        It need not if these are the `versions` that it has followed, if its own `attributes` have
+        the same `counts`, and if no mirror that has to be `watched` is stale.
         """
-        has_same = versions == self.versions and list(map(len, self.attributes)) == self.counts
-        if has_same and not any(mirror.is_stale() for mirror in self.watched):
-            return
         for mirror, version in zip(self._mirrors, versions, strict=True):
             if mirror.version != version or mirror.is_stale():
                 mirror.refresh()
@@ -83,7 +80,7 @@ class Replica:
         self.watched = [mirror for mirror in self._mirrors if mirror.has_to_be_watched]
         self._note_attributes()
 
-    def share(self, positions: set[int]) -> None:
+    def share(self, positions: Set[int]) -> None:
         """Computes with the root's own parameters of these positions, and no others."""
         self.shared = positions
         self._compute_with({i: self._source.parameters[i] for i in positions})

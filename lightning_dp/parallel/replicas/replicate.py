@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import compress, count, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_not, methodcaller
 from typing import Literal, TypeAlias
 
 import torch
@@ -18,13 +18,19 @@ from lightning_dp.parallel.replicas.replica import Replica
 
 ParameterCopies: TypeAlias = Literal["changed", "trained", "all"]
 BufferCopies: TypeAlias = Literal["changed", "all", "read"]
-NONE: set[int] = set()
+_NONE: Set[int] = frozenset()
+_IS_STALE = methodcaller("is_stale")
 _GRAD, _COMPILES = attrgetter("grad"), attrgetter("compiles")
 _SEEN = attrgetter("weights.seen")
 
 
 class Replicas(BuiltReplicas):
     """Replicas that follow the root: before every step they are brought up to date with it."""
+
+    _may_share = True
+    _before: ParameterState | None = None  # of shared parameters, before a step
+    _trained: tuple[list[bool], Set[int]] = ([], _NONE)  # and their positions
+    _followed: ParameterState | None = None  # by a refresh, of which the step goes on
 
     @property
     def parameters(self) -> Sequence[Sequence[Tensor]]:
@@ -79,13 +85,12 @@ class Replicas(BuiltReplicas):
         """
         others = [self._others[k - 1] for k in (active or range(len(self._devices))) if k > 0]
         self._followed = None
-        self._compiled_before = self.compiled.counts()["total"]
         self.attributes.look()
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
             if self._are_lost:
                 self._build()
-            elif self._structure.has_changed():
+            elif self._structure.tables.have_changed():
                 # The weights of a functional call accumulate nothing.
                 if all(parameter.is_leaf for parameter in self._structure.parameters):
                     self._before_rebuild(self.parameters)
@@ -98,9 +103,10 @@ class Replicas(BuiltReplicas):
     def _follow(self, others: list[Replica], parameters: ParameterCopies) -> None:
         """Has replicas follow the root, but for the buffers."""
         versions = self.attributes.versions
-        for replica in others:  # a frame only for those that may have to follow
+        for replica in others:  # a frame only for those that have to follow
             counts = list(map(len, replica.attributes))
-            if versions != replica.versions or counts != replica.counts or replica.watched:
+            is_same = versions == replica.versions and counts == replica.counts
+            if not is_same or any(map(_IS_STALE, replica.watched)):
                 replica.refresh(versions)
         versioned = self._silent is not None or self._before is not None
         self._followed = state = ParameterState.of(self._structure.parameters, versions=versioned)
@@ -130,6 +136,19 @@ class Replicas(BuiltReplicas):
         everything = parameters == "all" or buffers != "changed"
         self._buffers.refresh([r.buffers for r in others], everything=everything)
 
+    def refresh_parameters(self, active: Iterable[int]) -> None:
+        """Brings the parameters of some replicas up to date, in the middle of a step.
+
+        Attributes and buffers stay as the step has left them on each replica.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
+            others = [self._others[k - 1] for k in filter(None, active)]
+            self._weights.refresh([replica.weights for replica in others], state)
+            self._buffers.copy_leaves([replica.buffers for replica in others])
+            if self.shared_writes is not None and self.shared_writes.apart:
+                self.shared_writes.refresh()
+
     def share_parameters(self, share: bool) -> None:
         """Lets replicas on the root's device compute with the root's own parameters, or no longer.
 
@@ -137,7 +156,7 @@ class Replicas(BuiltReplicas):
         after every refresh, and only where replicas and their backwards run one after another.
         Shared are those that are trained, until a step does something to one: see `check_shared`.
         """
-        positions = NONE
+        positions = _NONE
         if share and self._may_share and not self._buffers.leaves:
             positions = self._choose_shared()
         if not positions:
@@ -149,7 +168,7 @@ class Replicas(BuiltReplicas):
             elif replica.shared is not positions and replica.shared != positions:
                 replica.share(positions)
 
-    def _choose_shared(self) -> set[int]:
+    def _choose_shared(self) -> Set[int]:
         """Those that are trained, but for some: one object as long as it is equal."""
         state = self._followed
         if state is None or not state.versions:
@@ -174,14 +193,6 @@ class Replicas(BuiltReplicas):
     def may_compile(self) -> bool:
         """Whether a call may compile something: replicas then run in order."""
         return self.compiled.are_known or any(map(_COMPILES, self._others))
-
-    def notice_compiled(self) -> None:
-        """Calls may compile from now on, if any since the latest refresh has.
-
-        Functions may be compiled that are reached in ways which nobody has looked at.
-        """
-        if self.compiled.counts()["total"] != self._compiled_before:
-            self.compiled.are_known = True
 
     def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
         """What surrounds a training step: writes to buffers and shared weights are noticed."""

@@ -63,8 +63,6 @@ class ModuleStructure:
         own_names = map(rules.own_names, self.modules)
         self.attributes = AttributeVersions([m.__dict__ for m in self.modules], list(own_names))
         self.tables = ModuleTables(self.modules, parameter_tables, self.buffer_tables)
-        self.has_changed = self.tables.have_changed
-        """Whether a parameter, submodule, buffer name or hook came, went or was replaced."""
 
     def _walk(
         self,

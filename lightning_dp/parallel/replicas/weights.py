@@ -148,6 +148,8 @@ class WeightCopies:
         for weights in copies:
             now = bound if weights.shares_memory else state
             is_seen = weights.seen is now or weights.seen == now
+            if is_seen:
+                weights.seen = now
             if silent or policy != "changed" or weights.is_behind or not is_seen:
                 positions = weights.follow(now, policy, silent or set())
                 if positions:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -138,7 +138,7 @@ class Planner:
         self.latest = Plan((0,) * k)
         self._policy = policy
         self._is_fixed = is_fixed(policy)
-        self.repeats = False  # the next batch of this size is split like the latest one
+        self.repeated: Hashable = None  # of which kind a batch is that is planned as the latest one
         self.is_recorded = False  # the latest plan's step was done
         # Asked once: to see whether something follows a protocol takes as long as to cut a batch.
         self._learner = policy if isinstance(policy, LearningSplit) else None
@@ -158,12 +158,14 @@ class Planner:
         reading: Any = "columns",
         telling: bool = False,
         least: Least = lambda: 1,
+        kind: Hashable = None,
     ) -> Plan:
         """Decides for a batch of n samples; what they cost is asked if the split is by cost.
 
         If they are to be `telling`, shards become unequal by a sample, where they can, so that what
         counts samples shows. Replicas that work have at least `least()` samples, as far as n and
-        memory allow; it is asked only where it may matter.
+        memory allow; it is asked only where it may matter. Batches of a `kind` are equal in all
+        that a plan may follow from, but for what is learnt.
         """
         self._least = least
         plan = None
@@ -175,8 +177,9 @@ class Planner:
             order = plan.order and reordered(plan.order, sizes)
             plan = Plan(sizes, order) if self._capacity[training].within(sizes) == sizes else plan
         self._begin(replace(plan, reading=reading))
-        has_choice = telling or _is_small(plan.sizes) or self._capacity[training].caps is not None
-        self.repeats = self._is_fixed and not has_choice
+        if self._is_fixed and not telling and self._capacity[training].caps is None:
+            # Where a device would have one sample, what replicas need may change the sizes.
+            self.repeated = None if _is_small(self._policy(n)) else kind
         return self.latest
 
     def trial(self, n: int, *, training: bool) -> Plan | None:
@@ -203,12 +206,12 @@ class Planner:
 
     def record_success(self, *, training: bool) -> None:
         """The latest plan's step was done."""
-        self.is_recorded = True
         self._capacity[training].record_success(self.latest.sizes)
+        self.is_recorded = True
 
     def record_oom(self, devices: Sequence[int], *, training: bool) -> None:
         """In the latest plan's step these devices ran out of memory: they get less from now on."""
-        self.repeats = self.is_recorded = False
+        self.repeated, self.is_recorded = None, False
         if not self.latest.loads:
             self._capacity[training].record_oom(self.latest.sizes, devices)
             return
@@ -233,7 +236,8 @@ class Planner:
         return self._capacity[training].most(n, self._least())
 
     def _begin(self, plan: Plan) -> None:
-        self.latest, self.repeats, self.is_recorded = plan, False, False
+        self.repeated, self.is_recorded = None, False  # first: an interrupt may come in between
+        self.latest = plan
 
     def _sizes(self, n: int, training: bool) -> Sizes:
         capacity = self._capacity[training]

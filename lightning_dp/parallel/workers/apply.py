@@ -211,9 +211,7 @@ class Executor:
             why = "deterministic"
         elif why == "auto":
             trial = self._latest[kind] = self._trials[kind, count]
-            if trial.rest:
-                trial.rest -= 1
-            else:
+            if next(trial.rest, None) is None:
                 trial.begin()
             in_threads = trial.threads
         self._in_threads[kind], self._why[kind] = in_threads, why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Iterator
 
 from lightning_dp.parallel.links import Stretch
 
@@ -30,8 +31,8 @@ class Trial:
     def __init__(self) -> None:
         self.threads = True  # how the present piece of work is to run
         self.is_measured = False  # whether its time is to be added
-        self.count = 0  # pieces of work so far
-        self.rest = 0  # further ones, of which there is nothing to decide or to measure
+        self.count = 0  # pieces of work so far, and the rest
+        self.rest: Iterator[int] = iter(())  # further ones: nothing to decide, nothing to measure
         self._in_a_row = 0  # of these by the present way
         self._interval = self._left = 0  # pieces from one probe to the next, and to its end
         self._seconds = {way: deque[float](maxlen=self.KEPT) for way in (True, False)}
@@ -40,8 +41,7 @@ class Trial:
 
     def begin(self) -> None:
         """Starts another piece of work."""
-        if self.rest:
-            self.rest -= 1
+        if next(self.rest, None) is not None:
             return
         self._read()
         way = self._next()
@@ -53,10 +53,9 @@ class Trial:
         if self.is_measured:
             self._pieces.append((way, self._in_a_row == 1, []))
         elif not self._pieces:
-            self.rest = self._left - self.PROBE
-            self._left = self.PROBE
-            self._in_a_row += self.rest
-            self.count += self.rest
+            rest, self._left = self._left - self.PROBE, self.PROBE
+            self.count, self._in_a_row = self.count + rest, self._in_a_row + rest
+            self.rest = iter(range(rest))
 
     @property
     def has_ended(self) -> bool:

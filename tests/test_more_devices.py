@@ -16,8 +16,9 @@ from lightning.pytorch import Trainer
 from oracle import QUIET, Classifier, loader
 from programs import ROOT
 
-from lightning_dp import DataParallelStrategy, more_devices
+from lightning_dp import DataParallelStrategy
 from lightning_dp.app.scripts import ScriptParser
+from lightning_dp.hints import more_devices
 
 
 @pytest.fixture(autouse=True)

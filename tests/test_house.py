@@ -212,3 +212,17 @@ def test_the_guide_has_a_line_for_every_wing() -> None:
     folders = {f"`{wing.replace('.', '/')}/`" for wing in WINGS if not wing.startswith("app.")}
     missing = {folder for folder in folders if not any(folder in line for line in lines)}
     assert not missing, missing
+
+
+def test_files_and_functions_are_of_a_size_that_one_reads_at_once() -> None:
+    """Of functions what they do counts: neither what they take nor what they say of it."""
+    files = {file: file.read_text() for file in PACKAGE.rglob("*.py")}
+    long = [f"{file}: {text.count(chr(10))}" for file, text in files.items()]
+    long = [told for told in long if int(told.rpartition(" ")[2]) > 300]
+    for file, text in files.items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                lines = 1 + node.end_lineno - body[0].lineno if body and node.end_lineno else 0
+                long.extend([f"{file}: {node.name} {lines}"] if lines > 40 else [])
+    assert not long, long

@@ -262,9 +262,8 @@ def kill_one(folder: Path, seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("agents", "moment"), [*((1, moment) for moment in range(10)), (2, 0), (2, 1), (2, 2)]
-)
+@pytest.mark.parametrize("moment", range(10))
+@pytest.mark.parametrize("agents", [1, 2])
 def test_killed_at_any_moment_and_started_again(agents: int, moment: int, tmp_path: Path) -> None:
     """The parameters are those of an undisturbed run, with dropout.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+from types import ModuleType
 
 import torch
 from torch.utils.backend_registration import (
@@ -82,8 +84,22 @@ def _enable(device_count: int) -> None:
     let_parameters_move(extension)
     device_module.manual_seed_all(torch.initial_seed())
     extension.wake_autograd_threads(device_count)
+    atexit.register(_settle_autograd_threads, extension, device_count)
     for index in range(device_count):
         device_module.reset_peak_memory_stats(index)
+
+
+def _settle_autograd_threads(extension: ModuleType, device_count: int) -> None:
+    """Wait until autograd's threads have let go of what the last backward gave them.
+
+    A thread may hold the last reference to a backward's Python context after the backward has
+    returned, and the process aborts if the interpreter ends meanwhile.
+    """
+    if device_module._is_in_bad_fork():
+        return  # these threads are the parent's
+    for index in range(device_count):
+        extension.set_memory_limit(index, 0)
+    extension.wake_autograd_threads(device_count)
 
 
 def _host_memory() -> int:

@@ -87,6 +87,43 @@ def test_devices_can_be_enabled_after_a_backward_on_the_cpu() -> None:
 
 
 @pytest.mark.slow
+def test_a_process_may_end_right_after_a_backward_also_when_memory_is_full() -> None:
+    """A thread of autograd's that has the last reference to Python's context is waited for."""
+    code = """
+import contextvars, itertools, threading, time, torch
+from lightning_dp import sim
+
+sim.enable(8)
+main, late = threading.get_ident(), threading.Event()
+
+class Slow:
+    def __del__(self):
+        if threading.get_ident() != main:
+            late.set()
+            for _ in range(1000):
+                time.sleep(0.001)
+
+held = contextvars.ContextVar("held")
+leaves = [torch.ones(2, device=f"sim:{index}", requires_grad=True) for index in range(8)]
+
+def backward(leaf):
+    held.set(Slow())
+    (leaf * 3).sum().backward()
+
+deadline = time.monotonic() + 120
+for leaf in itertools.cycle(leaves):  # each has another thread: the next need not wait for one
+    if late.is_set() or time.monotonic() > deadline:
+        break
+    contextvars.copy_context().run(backward, leaf)
+assert late.is_set()
+torch.sim.set_memory_limit(0, torch.sim.memory_allocated(0))
+"""
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+    assert not result.stderr
+
+
+@pytest.mark.slow
 def test_missing_tools_are_named(tmp_path: Path) -> None:
     code = "from lightning_dp import sim; sim.enable(2)"
     result = python(code, TORCH_EXTENSIONS_DIR=str(tmp_path), PATH="", CXX="no-such-compiler")

@@ -18,7 +18,7 @@ from places import on_separate
 from torch import Tensor
 
 from lightning_dp.parallel.contexts import Surroundings
-from lightning_dp.parallel.links import Packing, on_streams, packing, side_streams
+from lightning_dp.parallel.links import Packing, on_streams, packing, pipeline, side_streams
 from lightning_dp.parallel.links.lanes import lane
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), ()]
@@ -39,6 +39,12 @@ def nothing_is_under_way(on: str) -> Iterator[None]:
 def bucket_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tensors in one bucket, in several, or each in one."""
     monkeypatch.setattr(packing, "BUCKET_BYTES", request.param)
+
+
+@pytest.fixture(params=[True, False])
+def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether devices have access to each other's memory."""
+    monkeypatch.setattr(pipeline, "have_access", lambda *_: request.param)
 
 
 def tensors_on(device: torch.device, seed: int = 0) -> list[Tensor]:
@@ -111,7 +117,7 @@ def test_gradients_do_not_wait_for_what_the_root_does() -> None:
         torch.testing.assert_close(total.cpu(), right)
 
 
-@pytest.mark.usefixtures("bucket_bytes")
+@pytest.mark.usefixtures("access", "bucket_bytes")
 @pytest.mark.parametrize("places", [(0, 1, 2, 3), (0, 1, 1), (0, 0, 1)])
 def test_memory_of_the_way_is_used_again_in_order(places: tuple[int, ...]) -> None:
     """Also by others, when the bundle is gone."""
@@ -170,7 +176,7 @@ class Traffic:
         return [total.cpu() for total in sums]
 
 
-@pytest.mark.usefixtures("bucket_bytes")
+@pytest.mark.usefixtures("access", "bucket_bytes")
 @pytest.mark.parametrize("goes", [True, False])
 def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
     """Neither where all goes and others get its memory, nor where the next step goes on with it."""
@@ -191,6 +197,6 @@ def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
                 assert torch.equal(got, sum_), line
 
 
-@pytest.mark.usefixtures("on_side_streams", "bucket_bytes")
+@pytest.mark.usefixtures("on_side_streams", "access", "bucket_bytes")
 def test_lanes_follow_the_callers_streams() -> None:
     test_memory_of_the_way_is_used_again_in_order((0, 1, 2, 3))

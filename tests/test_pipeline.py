@@ -1,19 +1,22 @@
-"""Parameters go out down a chain of devices, piece by piece: on strict devices, on virtual time."""
+"""Parameters go out down a chain of devices, or by the host: on strict devices, on virtual time."""
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from oracle import devices_of
+from oracle import Classifier, assert_same, devices_of, run
 from places import on_separate
 from torch import Tensor
 
-from lightning_dp.parallel.links import Packing, packing, pipeline
+from lightning_dp.parallel.links import Packing, packing, pipeline, relay
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), (), (0,)]
 RATE = 1e9  # bytes per second, of each link
@@ -40,6 +43,14 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """All in one bucket and piece; in several; each tensor alone in several pieces."""
     monkeypatch.setattr(packing, "BUCKET_BYTES", request.param[0])
     monkeypatch.setattr(pipeline, "LEAST_BYTES", request.param[1])
+    monkeypatch.setattr(relay, "PIECE_BYTES", max(512, request.param[1]))
+
+
+@pytest.fixture(params=["chain", "relay"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether devices have access to each other's memory."""
+    monkeypatch.setattr(pipeline, "have_access", lambda *_: request.param == "chain")
+    return str(request.param)
 
 
 def tensors_on(device: torch.device, seed: int) -> list[Tensor]:
@@ -72,7 +83,7 @@ class Copies:
                     assert torch.equal(own.cpu(), right)
 
 
-@pytest.mark.usefixtures("sizes")
+@pytest.mark.usefixtures("sizes", "way")
 @pytest.mark.parametrize("places", [(0, 1), (0, 1, 2, 3), (2, 0, 1), (0, 1, 1, 2, 2), (1, 0, 2, 0)])
 def test_all_that_is_sent_arrives_and_nothing_that_is_in_use_is_written_to(
     places: tuple[int, ...],
@@ -93,7 +104,7 @@ def test_all_that_is_sent_arrives_and_nothing_that_is_in_use_is_written_to(
     copies.check(4)
 
 
-@pytest.mark.usefixtures("sizes")
+@pytest.mark.usefixtures("sizes", "way")
 def test_chains_of_some_devices_only() -> None:
     """Each next one writes to what the one before may still be passing on."""
     copies = Copies((0, 1, 2, 3))
@@ -106,7 +117,7 @@ def test_chains_of_some_devices_only() -> None:
     copies.check(seed)
 
 
-@pytest.mark.usefixtures("sizes")
+@pytest.mark.usefixtures("sizes", "way")
 def test_some_buckets_go_to_some_devices() -> None:
     copies = Copies((0, 1, 2, 3))
     for seed in range(4):
@@ -120,7 +131,7 @@ def test_some_buckets_go_to_some_devices() -> None:
     copies.check(seed)
 
 
-@pytest.mark.usefixtures("on_side_streams", "sizes")
+@pytest.mark.usefixtures("on_side_streams", "sizes", "way")
 def test_on_the_callers_streams() -> None:
     test_chains_of_some_devices_only()
 
@@ -168,6 +179,73 @@ def test_what_goes_out_takes_its_bytes_and_a_piece_for_each_device(
 def test_with_the_sizes_that_are_used(k: int, preset: str, rate: float, latency: float) -> None:
     seconds = seconds_to_send(k, preset)
     assert seconds <= bound(k, 25, pipeline.LEAST_BYTES, rate, latency)
+
+
+@pytest.mark.sim_only("A GPU's time is no bound.")
+@pytest.mark.parametrize("k", [3, 4, 8])
+def test_without_access_all_leaves_once_and_is_read_by_all_at_once(k: int) -> None:
+    """What is read of the first pieces while others leave costs nothing but one more piece."""
+    seconds, pieces = seconds_to_send(k, "pcie4"), 7
+    assert seconds > TOTAL / 26e9
+    assert seconds <= bound(3, pieces, TOTAL / pieces + 2**20, 26e9, 7.5e-6)
+
+
+@pytest.mark.sim_only("It has links that can be set.")
+def test_access_follows_the_links() -> None:
+    sim = [torch.device("sim", k) for k in range(3)]
+    assert relay.have_access(sim[0], sim[1])
+    torch.sim.set_links("pcie4")
+    assert not relay.have_access(sim[0], sim[1])
+    torch.sim.set_link(0, 1, bytes_per_second=1e9)
+    assert relay.have_access(sim[0], sim[1])
+    assert not relay.have_access(sim[1], sim[0])
+    torch.sim.set_links("nvlink4")
+    assert relay.have_access(sim[1], sim[2])
+
+
+@pytest.mark.sim_only("It has links that can be set.")
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_devices_without_access_train_as_one_does(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    bytes_carried, carry = [], relay.Relay.carry
+
+    def counted(self: relay.Relay, here: Tensor, targets: Sequence[Tensor]) -> None:
+        bytes_carried.append(here.nbytes)
+        carry(self, here, targets)
+
+    monkeypatch.setattr(relay.Relay, "carry", counted)
+    oracle = run(Classifier, 1)
+    torch.sim.set_links("pcie4")
+    assert_same(run(Classifier, k), oracle, atol=1e-6)
+    assert bool(bytes_carried) == (k > 2)
+
+
+class Interrupt(BaseException):
+    """As Ctrl-C."""
+
+
+@pytest.mark.usefixtures("sizes", "way")
+def test_what_follows_an_interrupted_copy_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, copy = Copies((0, 1, 2, 3)), Tensor.copy_
+
+    def interrupted(number: int) -> Callable[..., Tensor]:
+        calls = count()
+
+        def copy_until(*args: Any, **kwargs: Any) -> Tensor:
+            if next(calls) == number:
+                raise Interrupt
+            return copy(*args, **kwargs)
+
+        return copy_until
+
+    for number in range(12):
+        copies.write(1)
+        with monkeypatch.context() as patch, contextlib.suppress(Interrupt):
+            patch.setattr(Tensor, "copy_", interrupted(number))
+            copies.send()
+        for seed in (2, 3):
+            copies.write(seed)
+            copies.send()
+            copies.check(seed)
 
 
 @pytest.mark.slow

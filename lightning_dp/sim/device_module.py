@@ -199,6 +199,7 @@ set_speed, get_speed, busy_seconds = speed.set_speed, speed.get_speed, speed.bus
 
 set_clock, elapsed = virtual_time.set_clock, virtual_time.elapsed
 set_link, remove_link, set_links = links.set_link, links.remove_link, links.set_links
+can_device_access_peer = links.can_device_access_peer
 timeline, hand_over = virtual_time.timeline, virtual_time.hand_over
 save_timeline, draw_timeline = virtual_time.save_timeline, virtual_time.draw_timeline
 

@@ -92,6 +92,18 @@ def remove_link(source: LinkEnd, target: LinkEnd) -> None:
     attached.extension.remove_link(*_ends(source, target))
 
 
+def can_device_access_peer(device: LinkEnd, peer_device: LinkEnd) -> bool:
+    """Return whether copies from one device to another need not go through the CPU's memory.
+
+    As ``torch.cuda`` has it. They do where their links with the CPU were set and theirs was not.
+
+    Args:
+        device: a device.
+        peer_device: another one.
+    """
+    return bool(attached.extension.can_access_peer(*_ends(device, peer_device)))
+
+
 def set_links(preset: str | None) -> None:
     """Give all devices and the CPU the links of a machine that there is; None takes all away.
 

@@ -1,18 +1,20 @@
 """Pipeline: what is packed on one accelerator goes out to others, each of which passes it on.
 
 Sent to each from where it is packed, it would leave there as often as there are others, one copy
-after another. Down a chain every device receives and sends at the same time, piece by piece.
+after another. Down a chain every device receives and sends at the same time, piece by piece. Where
+one has no access to the next one's memory, all read it from the host's: see `relay`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.links.lanes import Lane, lane
+from lightning_dp.parallel.links.relay import Relay, have_access
 from lightning_dp.parallel.links.routes import chain
 from lightning_dp.parallel.links.streams import are_accelerators, current_stream
 
@@ -33,10 +35,13 @@ class Pipeline:
     """
 
     def __init__(self) -> None:
-        # By address, what is packed there: it leaves on a lane, or has left by an event.
-        self._leaving: dict[int, Lane | torch.Event] = {}
-        self._first: set[Lane] = set()  # lanes for which the current streams have not waited yet:
-        self._next: set[Lane] = set()  # from what is packed, and from device to device
+        # By address, what is packed there: it leaves on a way, or has left by an event.
+        self._leaving: dict[int, Lane | Relay | torch.Event] = {}
+        # Ways for which the current streams have not waited yet:
+        self._first: set[Lane | Relay] = set()  # from what is packed,
+        self._next: set[Lane] = set()  # and from device to device
+        self._relays: dict[torch.device, Relay] = {}
+        self._has_access: dict[tuple[torch.device, ...], bool] = {}  # each to the next, in a send
         self._same: list[tuple[Tensor, Tensor]] = []  # of one device: from where, and to where
 
     def send(self, here: Tensor, targets: Sequence[Tensor]) -> None:
@@ -53,7 +58,33 @@ class Pipeline:
         for target in targets:
             if tensors.setdefault(target.device, target) is not target:
                 self._same.append((tensors[target.device], target))
-        first, *others = [lane(*ends) for ends in pairwise(reversed(chain(list(tensors))))]
+        stops = tuple(reversed(chain(list(tensors))))
+        if self._is_direct(stops):
+            self._pass_on(tensors, [lane(*ends) for ends in pairwise(stops)])
+        else:
+            self._relay(here, [tensors[device] for device in stops[1:]])
+
+    def _is_direct(self, stops: tuple[torch.device, ...]) -> bool:
+        """Whether each has access to the next, or there is but one way through the host."""
+        if len(stops) == 2:
+            return True
+        if stops not in self._has_access:
+            self._has_access[stops] = all([have_access(*ends) for ends in pairwise(stops)])
+        return self._has_access[stops]
+
+    def _relay(self, here: Tensor, targets: Sequence[Tensor]) -> None:
+        if here.device not in self._relays:
+            self._relays[here.device] = Relay(here.device)
+        relay = self._relays[here.device]
+        # First: an interrupt may come in between.
+        self._first.add(relay)
+        self._leaving[here.data_ptr()] = relay
+        relay.carry(here, targets)
+        self._leaving[here.data_ptr()] = relay.left()
+
+    def _pass_on(self, tensors: Mapping[torch.device, Tensor], ways: Sequence[Lane]) -> None:
+        first, *others = ways
+        here = tensors[first.source]
         # First: an interrupt may come in between.
         self._first.add(first)
         self._next.update(others)
@@ -62,22 +93,23 @@ class Pipeline:
         if not others:
             size = here.numel()
         arrived: list[torch.Event] = []
-        for way in (first, *others):
+        for way in ways:
             arrived = way.pass_on(tensors[way.source], tensors[way.target], size, arrived)
         self._leaving[here.data_ptr()] = first.left()
 
     def claim(self, packed: Tensor) -> None:
         """From here on, the current stream may write to what was packed."""
         leaving = self._leaving.get(packed.data_ptr())
-        if isinstance(leaving, Lane):
-            leaving.leave()
-        elif leaving is not None:
+        if isinstance(leaving, torch.Event):
             current_stream(packed.device).wait_event(leaving)
+        elif leaving is not None:
+            leaving.leave()
         self._leaving.pop(packed.data_ptr(), None)  # last: an interrupt may come in between
 
     def settle(self) -> None:
         """Waits for what was sent, if nobody could because it was interrupted."""
         self._same.clear()
+        self._has_access.clear()  # simulated links may change
         self.arrive()
 
     def arrive(self) -> None:

@@ -45,6 +45,15 @@ void set_link(int source, int target, std::optional<Link> link) {
   }
 }
 
+bool can_access_peer(int source, int target) {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  if (g_links.count({source, target}) > 0) {
+    return true;
+  }
+  const auto link = way(source, target);
+  return link.bytes_per_second == 0 && link.seconds == 0;
+}
+
 int64_t transfer_nanoseconds(int source, int target, int64_t bytes) {
   std::lock_guard<std::mutex> lock(g_mutex);
   const auto link = way(source, target);

@@ -153,6 +153,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_link", [](int source, int target, double bytes_per_second, double seconds) {
     sim::set_link(source, target, sim::Link{bytes_per_second, seconds});
   });
+  m.def("can_access_peer", &sim::can_access_peer);
   m.def("remove_link", [](int source, int target) { sim::set_link(source, target, std::nullopt); });
   m.def("memory_allocated", [](c10::DeviceIndex index) { return sim::memory_counters(index).allocated; });
   m.def("max_memory_allocated", [](c10::DeviceIndex index) { return sim::memory_counters(index).peak; });

@@ -107,6 +107,8 @@ struct Link {
 
 // From and to a device's index, or -1 for the CPU. None: copies of two devices go through the CPU.
 void set_link(int source, int target, std::optional<Link> link);
+// Whether copies do not go through the CPU, or as fast as if they did not.
+bool can_access_peer(int source, int target);
 // How long a copy takes. Through the CPU it is made in pieces, which go in while the next come out: it takes the time of
 // the slower way, and the delays of both.
 int64_t transfer_nanoseconds(int source, int target, int64_t bytes);

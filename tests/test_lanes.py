@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -141,6 +142,32 @@ def test_memory_of_the_way_is_used_again_in_order(places: tuple[int, ...]) -> No
                 torch.ones(n, device=device)
 
 
+@pytest.mark.usefixtures("bucket_bytes")
+@pytest.mark.parametrize("k", [2, 3])
+def test_terms_may_lie_otherwise_than_the_sum(k: int) -> None:
+    """What is sent from where it is would come out of order."""
+    root, *others = devices_of(k)
+    shape = (2, 3, 4, 4)
+    for formats in itertools.permutations([torch.channels_last, torch.contiguous_format]):
+        sums, *terms = [
+            [torch.randn(shape).contiguous(memory_format=own).to(device)]
+            for own, device in zip([formats[0]] + [formats[1]] * k, [root, *others], strict=False)
+        ]
+        right = sum(row[0].cpu() for row in (sums, *terms))
+        Packing(sums).sums.add(sums, terms)
+        torch.testing.assert_close(sums[0].cpu(), right)
+
+
+def test_a_term_that_is_sent_from_where_it_is_may_be_written_to_afterwards() -> None:
+    root, other = devices_of(2)
+    sums, term = [torch.zeros(2**16, device=root)], torch.ones(2**16, device=other)
+    packing = Packing(sums)
+    for _ in range(3):
+        packing.sums.add(sums, [[term]])
+        term.zero_().add_(1)
+    assert sums[0].sum().item() == 3 * 2**16
+
+
 @sees_races
 def test_memory_of_sums_goes_to_others_when_these_are_there() -> None:
     """Also where the sums are made on streams of which the current ones know nothing."""
@@ -172,7 +199,8 @@ class Traffic:
     def run(self) -> list[Tensor]:
         self.bundle.send(self.sources, list(zip(*(p for p, _ in self.memory), strict=True)))
         sums = [torch.zeros_like(source) for source in self.sources]
-        self.bundle.sums.add(sums, [tensors for _, tensors in self.memory])
+        gradients = [[tensor * 1 for tensor in tensors] for _, tensors in self.memory]
+        self.bundle.sums.add(sums, gradients)
         return [total.cpu() for total in sums]
 
 

@@ -235,7 +235,9 @@ class _Window:
         if self._is_cpu or len(rows) > 1 or len(rows[0]) > 1:
             return None
         tensor, view = rows[0][0].detach(), self.pieces[piece].views[0]
-        return tensor.as_strided([tensor.numel()], [1]) if tensor.stride() == view.stride() else None
+        return (
+            tensor.as_strided([tensor.numel()], [1]) if tensor.stride() == view.stride() else None
+        )
 
     def send(self, piece: int, target: _Window, own: Tensor | None = None) -> None:
         """Copies a piece to another device, whose current stream waits for it.

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dp.parallel.links import Packing, packing
+from lightning_dp.parallel.links import Packing, packing, summing
+from lightning_dp.parallel.links.routes import piece_bytes
 
 KIB = 2**10
 
@@ -18,6 +19,7 @@ def tensors(*kib: int) -> list[Tensor]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "BUCKET_BYTES", 64 * KIB)
+    monkeypatch.setattr(summing, "piece_bytes", lambda size, links, direct: size // 8)
 
 
 def positions(found: list[Tensor]) -> list[set[int]]:
@@ -58,3 +60,16 @@ def test_pieces_are_all_of_a_bucket_and_no_larger_than_what_comes_before(kib: li
         assert len(own) == 1 or max(own) <= max(8, min(64, before))
         before += sum(own)
     assert before >= sum(kib)
+
+
+@given(st.integers(1, 2**24), st.integers(1, 15), st.sampled_from([(True, 2e-6), (False, 15e-6)]))
+def test_pieces_pass_links_as_soon_as_any_of_up_to_eight_would(
+    size: int, links: int, way: tuple[bool, float]
+) -> None:
+    direct, seconds = way
+
+    def passed(pieces: float) -> float:
+        return (pieces + links - 1) * (seconds + size / pieces / 26e9)
+
+    own = passed(size / piece_bytes(size, links, direct=direct))
+    assert own <= 1.01 * min(map(passed, range(1, 9)))

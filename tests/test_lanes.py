@@ -19,7 +19,14 @@ from places import on_separate
 from torch import Tensor
 
 from lightning_dp.parallel.contexts import Surroundings
-from lightning_dp.parallel.links import Packing, on_streams, packing, pipeline, side_streams
+from lightning_dp.parallel.links import (
+    Packing,
+    on_streams,
+    packing,
+    pipeline,
+    side_streams,
+    summing,
+)
 from lightning_dp.parallel.links.lanes import lane
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), ()]
@@ -156,6 +163,22 @@ def test_terms_may_lie_otherwise_than_the_sum(k: int) -> None:
         right = sum(row[0].cpu() for row in (sums, *terms))
         Packing(sums).sums.add(sums, terms)
         torch.testing.assert_close(sums[0].cpu(), right)
+
+
+def test_pieces_become_smaller_when_the_chain_gets_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors, too, that lie otherwise than their pieces would."""
+    monkeypatch.setattr(packing, "BUCKET_BYTES", 2**17)
+    monkeypatch.setattr(summing, "piece_bytes", lambda size, links, direct: size // links)
+    devices, shape = devices_of(4), (8, 16, 16, 16)
+    bundle = Packing([torch.zeros(shape, device=devices[0])])
+    for k in (2, 4, 3):
+        for own in (torch.channels_last, torch.contiguous_format):
+            terms = [[torch.randn(shape).to(device, memory_format=own)] for device in devices[1:k]]
+            total = torch.zeros(shape, device=devices[0])
+            done = bundle.sums.add([total], terms)
+            right = sum(row[0].cpu() for row in terms) if done else torch.zeros(shape)
+            torch.testing.assert_close(total.cpu(), right)
+            assert done or own is torch.channels_last
 
 
 def test_a_term_that_is_sent_from_where_it_is_may_be_written_to_afterwards() -> None:

@@ -17,6 +17,7 @@ from places import on_separate
 from torch import Tensor
 
 from lightning_dp.parallel.links import Packing, packing, pipeline, relay
+from lightning_dp.parallel.links.routes import have_access
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), (), (0,)]
 RATE = 1e9  # bytes per second, of each link
@@ -193,14 +194,16 @@ def test_without_access_all_leaves_once_and_is_read_by_all_at_once(k: int) -> No
 @pytest.mark.sim_only("It has links that can be set.")
 def test_access_follows_the_links() -> None:
     sim = [torch.device("sim", k) for k in range(3)]
-    assert relay.have_access(sim[0], sim[1])
+    assert have_access([sim[0], sim[1]])
     torch.sim.set_links("pcie4")
-    assert not relay.have_access(sim[0], sim[1])
+    assert not have_access([sim[0], sim[1]])
     torch.sim.set_link(0, 1, bytes_per_second=1e9)
-    assert relay.have_access(sim[0], sim[1])
-    assert not relay.have_access(sim[1], sim[0])
+    assert have_access([sim[0], sim[1]])
+    assert not have_access([sim[1], sim[0]])
+    assert not have_access(sim)
     torch.sim.set_links("nvlink4")
-    assert relay.have_access(sim[1], sim[2])
+    assert have_access(sim)
+    assert have_access([sim[1], sim[2]])
 
 
 @pytest.mark.sim_only("It has links that can be set.")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.links.lanes import Lane, lane
-from lightning_dp.parallel.links.relay import Relay, have_access
-from lightning_dp.parallel.links.routes import chain
+from lightning_dp.parallel.links.relay import Relay
+from lightning_dp.parallel.links.routes import chain, have_access
 from lightning_dp.parallel.links.streams import are_accelerators, current_stream
 
 PIECES = 8
@@ -69,7 +69,7 @@ class Pipeline:
         if len(stops) == 2:
             return True
         if stops not in self._has_access:
-            self._has_access[stops] = all([have_access(*ends) for ends in pairwise(stops)])
+            self._has_access[stops] = have_access(stops)
         return self._has_access[stops]
 
     def _relay(self, here: Tensor, targets: Sequence[Tensor]) -> None:

@@ -24,12 +24,6 @@ _SLOTS = 4
 """Pieces in the host's memory: two under way, and two for links that are not as fast as others."""
 
 
-def have_access(source: torch.device, target: torch.device) -> bool:
-    """Whether accelerators copy to each other directly. Where torch cannot say, they seem to."""
-    ask = getattr(torch.get_device_module(source), "can_device_access_peer", None)
-    return ask is None or bool(ask(source, target))
-
-
 class Relay:
     """The way from one accelerator to others, into memory that stays there."""
 

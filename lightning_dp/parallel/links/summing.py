@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.links.lanes import lane
-from lightning_dp.parallel.links.routes import chain
-from lightning_dp.parallel.links.streams import current_stream
+from lightning_dp.parallel.links.routes import chain, have_access, piece_bytes
+from lightning_dp.parallel.links.streams import are_accelerators, current_stream
 from lightning_dp.parallel.torch_private import add_to_each, copy_to_each
 
 if TYPE_CHECKING:
@@ -34,12 +34,6 @@ kind = attrgetter("shape", "dtype", "layout")
 
 _PAGE = 4096  # bytes; less is never cut
 
-_FIRST = 1 / 8
-"""Of a bucket's bytes, the most that a piece of the first bucket has.
-
-A backward fills it last, so the step waits until it has passed every device. The pieces of others
-have at most as many bytes as all buckets before them: they leave that much earlier.
-"""
 _PLAIN = frozenset([Tensor])
 
 
@@ -54,17 +48,30 @@ class Summing:
         self._buckets = buckets
         shared = [bucket.bytes for bucket in buckets if len(bucket.positions) > 1]
         self._most = max([_PAGE, bucket_bytes, *shared])  # bytes of a piece
-        before = accumulate([0, *[bucket.bytes for bucket in buckets]])
-        # In the order in which a backward fills buckets, the last one first: pieces that are under
-        # way at once are then in slots of their own.
-        numbers, order = count(), [*zip(buckets, before, strict=False)][::-1]
-        self._pieces = [self._cut(*pair, numbers) for pair in order][::-1]
+        self._links = 0  # of the longest chain so far
         self._windows: dict[torch.device, _Window | None] = {}
         self._is_at_work = False  # or was interrupted
+        self.cut(1)
 
-    def _cut(self, bucket: Bucket, before: int, numbers: count[int]) -> list[_Piece]:
-        """The pieces of a bucket that comes after so many bytes of others."""
-        most = min(self._most, max(_PAGE, int(_FIRST * self._most), before))
+    def cut(self, links: int, *, direct: bool = True) -> None:
+        """Cuts buckets into pieces for a chain of so many links, see `routes.piece_bytes`.
+
+        A backward fills the first bucket last, so the step waits until it has passed all links. The
+        pieces of others have at most as many bytes as all buckets before them: they leave that much
+        earlier.
+        """
+        self._links, first = links, piece_bytes(self._most, links, direct=direct)
+        before = accumulate([0, *[bucket.bytes for bucket in self._buckets]])
+        # In the order in which a backward fills buckets, the last one first: pieces that are under
+        # way at once are then in slots of their own.
+        numbers, order = count(), [*zip(self._buckets, before, strict=False)][::-1]
+        self._pieces = [
+            self._cut(bucket, max(_PAGE, first, size), numbers) for bucket, size in order
+        ][::-1]
+
+    def _cut(self, bucket: Bucket, most: int, numbers: count[int]) -> list[_Piece]:
+        """The pieces of a bucket: of at most so many bytes, where it is one tensor."""
+        most = min(self._most, most)
         if bucket.bytes <= most or len(bucket.positions) > 1:
             return [_Piece(next(numbers), bucket)]
         elements = range(bucket.length)
@@ -74,10 +81,15 @@ class Summing:
 
     def prepare(self, devices: Sequence[torch.device]) -> bool:
         """Takes the memory through which sums pass on the devices; whether each has room for it."""
-        for device in devices:
+        stops = chain(devices)
+        if len(stops) - 1 > self._links:
+            self._settle()
+            self._windows.clear()
+            self.cut(len(stops) - 1, direct=are_accelerators(*stops) and have_access(stops))
+        for device in stops:
             if device not in self._windows:
                 self._windows[device] = self._window(device)
-        return all([self._windows[device] is not None for device in devices])
+        return all([self._windows[device] is not None for device in stops])
 
     def _window(self, device: torch.device) -> _Window | None:
         try:
@@ -94,11 +106,15 @@ class Summing:
         kinds, or which have no sum to add to. A replica may have nothing of a bucket.
         """
         done: set[int] = set()
+        first = [next((t for t in row if t is not None), None) for row in (sums, *terms)]
+        devices = [tensor.device for tensor in first if tensor is not None]
+        # First: what is whole depends on how buckets are cut.
+        has_room = len({*devices}) < 2 or self.prepare(devices)
         for j, bucket in enumerate(self._buckets):
             total, *others = [bucket.of(row) for row in (sums, *terms)]
             rows = [total, *[row for row in others if not all([t is None for t in row])]]
             if self._are_whole(j, rows):
-                self._add_bucket(j, cast(list[Row], rows))
+                self._add_bucket(j, cast(list[Row], rows), has_room)
                 done |= bucket.positions
         return done
 
@@ -113,14 +129,13 @@ class Summing:
         # Pieces are cut from memory as it lies.
         return len(self._pieces[j]) == 1 or cast(Row, row)[0].stride() == bucket.stride
 
-    def _add_bucket(self, j: int, rows: Sequence[Row]) -> None:
-        devices = [row[0].device for row in rows]
-        if len(set(devices)) == 1 or self.prepare(devices):
+    def _add_bucket(self, j: int, rows: Sequence[Row], has_room: bool) -> None:
+        if has_room:
             self.send(j, rows)
             return
         for row in rows[1:]:
             for total, tensor in zip(rows[0], row, strict=True):
-                total.add_(tensor.to(devices[0]))
+                total.add_(tensor.to(total.device))
 
     def send(self, j: int, rows: Sequence[Row]) -> None:
         """Adds up a bucket, on what are the devices' current streams.

@@ -95,7 +95,7 @@ def _settle_autograd_threads(extension: ModuleType, device_count: int) -> None:
     A thread may hold the last reference to a backward's Python context after the backward has
     returned, and the process aborts if the interpreter ends meanwhile.
     """
-    if device_module._is_in_bad_fork():
+    if device_module.is_forked():
         return  # these threads are the parent's
     for index in range(device_count):
         extension.set_memory_limit(index, 0)

@@ -59,9 +59,12 @@ def _mark_forked() -> None:
     _forked = True
 
 
-def _is_in_bad_fork() -> bool:
-    # DataLoader workers seed every backend; in a forked one the devices are out of reach.
+def is_forked() -> bool:
+    """Return whether this is a forked child, in which the devices are out of reach."""
     return _forked
+
+
+_is_in_bad_fork = is_forked  # torch asks for it: DataLoader workers seed every backend
 
 
 # --- devices ---

@@ -100,10 +100,10 @@ class Pipeline:
     def claim(self, packed: Tensor) -> None:
         """From here on, the current stream may write to what was packed."""
         leaving = self._leaving.get(packed.data_ptr())
-        if isinstance(leaving, torch.Event):
-            current_stream(packed.device).wait_event(leaving)
-        elif leaving is not None:
+        if isinstance(leaving, (Lane, Relay)):
             leaving.leave()
+        elif leaving is not None:
+            current_stream(packed.device).wait_event(leaving)
         self._leaving.pop(packed.data_ptr(), None)  # last: an interrupt may come in between
 
     def settle(self) -> None:

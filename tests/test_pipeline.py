@@ -195,6 +195,7 @@ def test_without_access_all_leaves_once_and_is_read_by_all_at_once(k: int) -> No
 def test_access_follows_the_links() -> None:
     sim = [torch.device("sim", k) for k in range(3)]
     assert have_access([sim[0], sim[1]])
+    assert not torch.sim.can_device_access_peer(0, 0)
     torch.sim.set_links("pcie4")
     assert not have_access([sim[0], sim[1]])
     torch.sim.set_link(0, 1, bytes_per_second=1e9)
@@ -220,6 +221,52 @@ def test_devices_without_access_train_as_one_does(k: int, monkeypatch: pytest.Mo
     torch.sim.set_links("pcie4")
     assert_same(run(Classifier, k), oracle, atol=1e-6)
     assert bool(bytes_carried) == (k > 2)
+
+
+@pytest.mark.sim_only("It has links that can be set.")
+def test_a_default_device_changes_nothing() -> None:
+    torch.sim.set_links("pcie4")
+    copies = Copies((0, 1, 2))
+    with torch.device("sim:1"):
+        copies.send()
+    copies.check(0)
+
+
+def test_where_nothing_can_be_pinned_it_goes_down_the_chain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    empty, asked = torch.empty, []
+
+    def refusing(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        if pin_memory:
+            asked.append(args)
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "have_access", lambda *_: False)
+    monkeypatch.setattr(torch, "empty", refusing)
+    copies = Copies((0, 1, 2))
+    for seed in (1, 2, 3):
+        copies.write(seed)
+        copies.send()
+        copies.check(seed)
+    assert len(asked) == 1
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.bfloat16, torch.complex64])
+def test_any_dtype(dtype: torch.dtype) -> None:
+    devices = devices_of(4)
+    sources = [torch.arange(12).reshape(3, 4).to(dtype).to(devices[0]) for _ in range(2)]
+    bundle = Packing(sources)
+    memory = [bundle.memory(sources, device) for device in devices[1:]]
+    for _, tensors in memory:
+        for tensor in tensors:
+            tensor.zero_()
+    bundle.send(sources, list(zip(*(packed for packed, _ in memory), strict=True)))
+    for _, tensors in memory:
+        for tensor, source in zip(tensors, sources, strict=True):
+            assert torch.equal(tensor.cpu(), source.cpu())
 
 
 class Interrupt(BaseException):

@@ -21,6 +21,9 @@ from lightning_dp.sim.parameters import let_parameters_move
 DEFAULT_DEVICE_COUNT = 8
 # PyTorch keeps device indices in a signed byte.
 MAX_DEVICE_COUNT = 127
+SECONDS_AT_EXIT = 2.0
+"""So long the end of the process waits for autograd's threads, one of which may never return."""
+
 _lock = threading.Lock()
 
 
@@ -97,9 +100,10 @@ def _settle_autograd_threads(extension: ModuleType, device_count: int) -> None:
     """
     if device_module.is_forked():
         return  # these threads are the parent's
+    extension.set_strict(False)  # no race of the program's own is found by what follows,
     for index in range(device_count):
-        extension.set_memory_limit(index, 0)
-    extension.wake_autograd_threads(device_count)
+        extension.set_memory_limit(index, 0)  # and no limit keeps it from its few bytes
+    extension.settle_autograd_threads(device_count, SECONDS_AT_EXIT)
 
 
 def _host_memory() -> int:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 
 from lightning_dp.sim import attached
+from lightning_dp.sim.attached import DeviceLike, index_of
 
 LinkEnd: TypeAlias = "int | str | torch.device"
 
@@ -92,16 +93,18 @@ def remove_link(source: LinkEnd, target: LinkEnd) -> None:
     attached.extension.remove_link(*_ends(source, target))
 
 
-def can_device_access_peer(device: LinkEnd, peer_device: LinkEnd) -> bool:
+def can_device_access_peer(device: DeviceLike, peer_device: DeviceLike) -> bool:
     """Return whether copies from one device to another need not go through the CPU's memory.
 
-    As ``torch.cuda`` has it. They do where their links with the CPU were set and theirs was not.
+    They go through it where their links with the CPU were set, and none between the two. As with
+    ``torch.cuda``, a device is no peer of its own.
 
     Args:
-        device: a device.
+        device: a device; None: the current one.
         peer_device: another one.
     """
-    return bool(attached.extension.can_access_peer(*_ends(device, peer_device)))
+    ends = index_of(device), index_of(peer_device)
+    return ends[0] != ends[1] and bool(attached.extension.can_access_peer(*ends))
 
 
 def set_links(preset: str | None) -> None:

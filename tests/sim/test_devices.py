@@ -124,6 +124,42 @@ torch.sim.set_memory_limit(0, torch.sim.memory_allocated(0))
 
 
 @pytest.mark.slow
+def test_a_process_ends_soon_though_a_hook_does_not_return_and_memory_was_let_go_early() -> None:
+    code = """
+import atexit, os, threading, time, torch
+from lightning_dp import sim
+
+sim.enable(2)
+begun = threading.Event()
+
+def hook(gradient):
+    begun.set()
+    time.sleep(600)
+
+def early():
+    x = torch.ones(1024, device="sim:1")
+    side = torch.Stream("sim:1")
+    side.wait_stream(torch.accelerator.current_stream(1))
+    with torch.sim.stream(side):
+        return x * 2
+
+kept = early()
+x = torch.ones(2, device="sim:0", requires_grad=True)
+y = (x * 2).sum()
+x.register_hook(hook)
+threading.Thread(target=y.backward, daemon=True).start()
+assert begun.wait(60)
+atexit._run_exitfuncs()
+print("through")
+os._exit(0)
+"""
+    began = time.monotonic()
+    result = python(code)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "through\n", "")
+    assert time.monotonic() - began < 100
+
+
+@pytest.mark.slow
 def test_missing_tools_are_named(tmp_path: Path) -> None:
     code = "from lightning_dp import sim; sim.enable(2)"
     result = python(code, TORCH_EXTENSIONS_DIR=str(tmp_path), PATH="", CXX="no-such-compiler")

@@ -82,7 +82,7 @@ class Packing:
     def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
         """Copies tensors of these kinds, which are on one device, to memory for them.
 
-        For each bucket there are `targets`: it is packed once. Accelerators pass it on.
+        For each bucket there are `targets`: it is packed once. Between accelerators see `pipeline`.
         """
         if not any(targets):
             return

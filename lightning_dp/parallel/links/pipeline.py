@@ -1,4 +1,4 @@
-"""Pipeline: what is packed on one accelerator goes out to others, each of which passes it on.
+"""Pipeline: what is packed on one accelerator goes out to others.
 
 Sent to each from where it is packed, it would leave there as often as there are others, one copy
 after another. Down a chain every device receives and sends at the same time, piece by piece. Where
@@ -29,7 +29,7 @@ LEAST_BYTES = 2**20
 
 
 class Pipeline:
-    """The way from one accelerator down a chain of others, into memory that stays there.
+    """The way from one accelerator to others, into memory that stays there.
 
     What is packed must not be written to before it has left.
     """
@@ -59,10 +59,11 @@ class Pipeline:
             if tensors.setdefault(target.device, target) is not target:
                 self._same.append((tensors[target.device], target))
         stops = tuple(reversed(chain(list(tensors))))
-        if self._is_direct(stops):
-            self._pass_on(tensors, [lane(*ends) for ends in pairwise(stops)])
+        relay = None if self._is_direct(stops) else self._relay_from(here.device)
+        if relay is not None and relay.prepare(here.nbytes):
+            self._carry(relay, here, [tensors[device] for device in stops[1:]])
         else:
-            self._relay(here, [tensors[device] for device in stops[1:]])
+            self._pass_on(tensors, [lane(*ends) for ends in pairwise(stops)])
 
     def _is_direct(self, stops: tuple[torch.device, ...]) -> bool:
         """Whether each has access to the next, or there is but one way through the host."""
@@ -72,10 +73,12 @@ class Pipeline:
             self._has_access[stops] = have_access(stops)
         return self._has_access[stops]
 
-    def _relay(self, here: Tensor, targets: Sequence[Tensor]) -> None:
-        if here.device not in self._relays:
-            self._relays[here.device] = Relay(here.device)
-        relay = self._relays[here.device]
+    def _relay_from(self, device: torch.device) -> Relay:
+        if device not in self._relays:
+            self._relays[device] = Relay(device)
+        return self._relays[device]
+
+    def _carry(self, relay: Relay, here: Tensor, targets: Sequence[Tensor]) -> None:
         # First: an interrupt may come in between.
         self._first.add(relay)
         self._leaving[here.data_ptr()] = relay
@@ -107,7 +110,7 @@ class Pipeline:
         self._leaving.pop(packed.data_ptr(), None)  # last: an interrupt may come in between
 
     def settle(self) -> None:
-        """Waits for what was sent, if nobody could because it was interrupted."""
+        """Begins anew: waits for what was sent, if nobody could because it was interrupted."""
         self._same.clear()
         self._has_access.clear()  # simulated links may change
         self.arrive()

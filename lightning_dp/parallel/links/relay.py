@@ -31,25 +31,39 @@ class Relay:
         self._source = source
         self._out = own_stream(source, "to the host")
         self._in: dict[torch.device, torch.Stream] = {}
-        self._slots = cycle([_Slot() for _ in range(_SLOTS)])
+        self._slots = [_Slot() for _ in range(_SLOTS)]
+        self._turns = cycle(self._slots)
+        self._is_refused = False
+
+    def prepare(self, size: int) -> bool:
+        """Takes the host's memory for so many bytes on their way; whether it could be pinned."""
+        if not self._is_refused:
+            try:
+                for slot in self._slots:
+                    slot.hold(min(size, PIECE_BYTES))
+            except RuntimeError:  # the system pins no more; torch has no error of its own for that
+                self._is_refused = True
+        return not self._is_refused
 
     def carry(self, here: Tensor, targets: Sequence[Tensor]) -> None:
         """Issues the copies of what the current stream of `here` has written.
 
         Nothing is written before the target's current stream is through with what it was told.
+        There is memory for them, see `prepare`.
         """
+        here, *targets = [tensor.view(torch.uint8) for tensor in (here, *targets)]
         here.record_stream(self._out)
         self._out.wait_stream(current_stream(self._source))
         for target in targets:
             self._in[target.device] = way = own_stream(target.device, "from the host")
             target.record_stream(way)
             way.wait_stream(current_stream(target.device))
-        size = PIECE_BYTES // here.element_size()
-        for piece, *there in zip(here.split(size), *(t.split(size) for t in targets), strict=True):
+        pieces = [tensor.split(PIECE_BYTES) for tensor in (here, *targets)]
+        for piece, *there in zip(*pieces, strict=True):
             self._pass(piece, there)
 
     def _pass(self, piece: Tensor, targets: Sequence[Tensor]) -> None:
-        slot = next(self._slots)
+        slot = next(self._turns)
         memory = slot.claim(piece, self._out, [*self._in.values()])
         with on_streams([self._out]):
             memory.copy_(piece, non_blocking=True)
@@ -80,8 +94,13 @@ class _Slot:
     """Pinned memory for one piece at a time."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.read: list[torch.Event] | None = []  # when all have; None: not known
+
+    def hold(self, size: int) -> None:
+        """Has room for so many bytes. What is under way keeps the memory that was there before."""
+        if self._memory.numel() < size:
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def claim(self, piece: Tensor, way: torch.Stream, readers: Sequence[torch.Stream]) -> Tensor:
         """Memory for a piece, to which a stream may write when all have read what was there."""
@@ -90,6 +109,4 @@ class _Slot:
         for reader in readers if self.read is None else ():
             way.wait_stream(reader)
         self.read = None
-        if self._memory.nbytes < piece.nbytes:
-            self._memory = torch.empty(piece.nbytes, dtype=torch.uint8, pin_memory=True)
-        return self._memory[: piece.nbytes].view(piece.dtype)
+        return self._memory[: piece.numel()]

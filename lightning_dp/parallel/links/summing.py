@@ -163,19 +163,15 @@ class Summing:
         """Sends a piece, of which each device has some rows, down the chain."""
         *others, root = chain(list(stops))
         before: _Window | None = None
-        own: Tensor | None = None  # what the first one sends from where it is
         for device in others:
             here, rows = self._there(device), stops[device]
             views = here.pieces[piece].views
-            if before is not None:
-                before.send(piece, here, own)
-                add_to_each(views, rows[0])
-                own = None
+            if before is None:
+                here.claim(piece)
+                copy_to_each(views, rows[0])
             else:
-                own = here.as_it_is(piece, rows)
-                if own is None:
-                    here.claim(piece)
-                    copy_to_each(views, rows[0])
+                before.send(piece, here)
+                add_to_each(views, rows[0])
             for row in rows[1:]:
                 add_to_each(views, row)
             before = here
@@ -184,7 +180,7 @@ class Summing:
             add_to_each(total, row)
         if before is not None:
             here = self._there(root)
-            before.send(piece, here, own)
+            before.send(piece, here)
             add_to_each(total, here.pieces[piece].views)
             here.let_go(piece)
 
@@ -227,7 +223,7 @@ class _Window:
 
     def __init__(self, device: torch.device, pieces: Sequence[_Piece]) -> None:
         self.device, self._is_cpu = device, device.type == "cpu"
-        size = max([piece.bucket.bytes for piece in pieces], default=1)
+        size = max([1, *[piece.bucket.bytes for piece in pieces]])
         self._slots = max(1, min(len(pieces), WINDOW_BYTES // size))
         room = partial(torch.zeros, size, dtype=torch.uint8, device=device)
         memory = [room() for _ in range(self._slots)]
@@ -245,22 +241,9 @@ class _Window:
         if not self._is_cpu:
             self._free[piece % self._slots] = [self._current(piece).record_event()]
 
-    def as_it_is(self, piece: int, rows: Sequence[Row]) -> Tensor | None:
-        """A piece as one flat tensor, if the rows are one that lies as there: nothing is packed."""
-        if self._is_cpu or len(rows) > 1 or len(rows[0]) > 1:
-            return None
-        tensor, view = rows[0][0].detach(), self.pieces[piece].views[0]
-        return (
-            tensor.as_strided([tensor.numel()], [1]) if tensor.stride() == view.stride() else None
-        )
-
-    def send(self, piece: int, target: _Window, own: Tensor | None = None) -> None:
-        """Copies a piece to another device, whose current stream waits for it.
-
-        It is in its slot, or else the current stream waits until `own` may be written to.
-        """
-        here = self.pieces[piece].flat if own is None else own
-        there = target.pieces[piece].flat[: here.numel()]
+    def send(self, piece: int, target: _Window) -> None:
+        """Copies a piece to another device, whose current stream waits for it."""
+        here, there = self.pieces[piece].flat, target.pieces[piece].flat
         if self._is_cpu or target._is_cpu:
             target.claim(piece)
             there.copy_(here)
@@ -268,10 +251,7 @@ class _Window:
             return
         way = lane(self.device, target.device)
         way.carry(here, there, target._free[piece % self._slots])
-        if own is None:
-            self._free[piece % self._slots] = [way.left()]
-        else:
-            way.leave()
+        self._free[piece % self._slots] = [way.left()]
         way.arrive()
         target._current(piece)
 

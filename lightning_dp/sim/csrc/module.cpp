@@ -13,7 +13,11 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <chrono>
+#include <future>
+#include <memory>
 #include <mutex>
+#include <thread>
 
 namespace py = pybind11;
 
@@ -51,6 +55,25 @@ void wake_threads(c10::DeviceIndex device_count) {
     const auto leaf = torch::autograd::make_variable(at::ones({}, device), /*requires_grad=*/true);
     torch::autograd::backward({leaf.clone()}, {});
   }
+}
+
+// The same, for so long at most: whether all have done it. One may be in a hook of Python's that never returns.
+bool settle_threads(c10::DeviceIndex device_count, double seconds) {
+  auto done = std::make_shared<std::promise<void>>();
+  auto is_done = done->get_future();
+  std::thread([=] {
+    try {
+      wake_threads(device_count);
+      done->set_value();
+    } catch (...) {
+      done->set_exception(std::current_exception());
+    }
+  }).detach();
+  if (is_done.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready) {
+    return false;
+  }
+  is_done.get();
+  return true;
 }
 
 // `tensor.data = data` between the CPU and a simulated device, which PyTorch refuses for out-of-tree devices and allows
@@ -134,6 +157,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_data", &set_data);
   m.def("start_autograd_threads", &EngineAccess::start_threads, no_gil);
   m.def("wake_autograd_threads", &wake_threads, no_gil);
+  m.def("settle_autograd_threads", &settle_threads, no_gil);
   m.def("device_count", &sim::device_count);
   m.def("current_device", &sim::current_device);
   m.def("set_device", &sim::set_current_device);

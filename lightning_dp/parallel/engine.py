@@ -72,8 +72,20 @@ class Engine(Parts):
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
         """What the backward of a joint loss does: every replica's own, then the sums."""
         self.interrupted = gradient
-        spread = None
         self.reducer.before_backward(joint, can_fail=not self.on_cpu)
+        try:
+            spread = self._backwards(joint, gradient, keep_graph)
+            self.stages.reduce(spread)
+        except BaseException:
+            self.reducer.fail()
+            raise
+        if not self.planner.is_recorded:
+            self.planner.record_success(training=True)
+        self.interrupted = None
+
+    def _backwards(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> Spread | None:
+        """Every replica's own; then the workers may add up."""
+        spread = None
         if self.on_cpu and not joint.crosses:
             # A backward for each replica: on the calling thread they would queue.
             tasks = joint.tasks(gradient, keep_graph, self.devices, self.reducer.before_last)
@@ -85,10 +97,7 @@ class Engine(Parts):
             backward_at_once(joint.graphs, gradient, keep_graph, during=during)
         if self.meter.steps is not None:
             self.meter.steps.stop()
-        self.stages.reduce(spread)
-        if not self.planner.is_recorded:
-            self.planner.record_success(training=True)
-        self.interrupted = None
+        return spread
 
     # Its stages
 

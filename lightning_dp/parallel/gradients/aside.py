@@ -22,6 +22,7 @@ from lightning_dp.parallel.torch_private import (
 
 _GRAD = attrgetter("grad")
 _KIND = attrgetter("dtype", "device")
+_ALL = slice(None)
 
 
 class GradientsAside:
@@ -38,9 +39,9 @@ class GradientsAside:
         if self.has_any:
             clear_gradients(self._parameters)
 
-    def put_back(self) -> None:
-        """Only the earlier gradients remain."""
-        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+    def put_back(self, of: slice = _ALL) -> None:
+        """Only the earlier gradients remain, of parameters at these positions."""
+        for parameter, earlier in zip(self._parameters[of], self._earlier[of], strict=True):
             parameter.grad = earlier
 
     def add(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff
+from lightning_dp.parallel.gradients.aside import GradientsAside, HooksOff, clear_gradients
 from lightning_dp.parallel.gradients.at_once import wait_for_autograd
 from lightning_dp.parallel.gradients.buffers import Buffers, reduce_buffers
 from lightning_dp.parallel.gradients.loss import JointBackward
@@ -62,6 +62,7 @@ class Reducer:
         self._waiting = False
         self._outside = Outside()
         self._in_backward = False  # or one has not ended
+        self._is_told = False  # of that by an error, the caller
         self._devices = devices
         self._overlap = None if stays is None else Overlap(stays)
 
@@ -161,16 +162,15 @@ class Reducer:
 
     def after_backward(self, spread: Spread | None = None) -> None:
         """Reduces the gradients, unless they accumulate; see `reduce_gradients`."""
-        self._in_backward = False
         if self._overlap is not None:
             self._overlap.end()
         self._settle_forward()
         self._call_hooks()
-        earlier, self._earlier = self._earlier, None
         # By themselves first: apart from the earlier ones, they can still be undone.
         self._reduce(spread)
         if self._overlap is not None:
             self._overlap.arrive()
+        earlier, self._earlier = self._earlier, None
         if earlier is not None:
             earlier.add()
             if earlier.has_any and self._left_on_replicas():
@@ -181,6 +181,15 @@ class Reducer:
             self.buffers_between.after_step()
         if self._waiting:
             self._outside.note(self._replicas.parameters)
+        self._in_backward = False
+
+    def fail(self) -> None:
+        """A backward has failed: what the caller does to the root's gradients from now on counts.
+
+        Nothing is waited for: this may be one of autograd's threads.
+        """
+        self._is_told = True
+        self._put_roots_back()
 
     def reduce_waiting(self) -> None:
         """Reduces what has accumulated, if no backward has come to do so."""
@@ -205,12 +214,16 @@ class Reducer:
             wait_for_autograd(self._devices)
             if self.between is not None:
                 self.between.cancel()
+            if not self._waiting:  # else they follow the root's, see `Outside`
+                # Parts of sums that were not made would be added to the next ones.
+                clear_gradients(chain.from_iterable(self._replicas.parameters[1:]))
         self._settle_forward()
         if self.buffers_between is not None:
             self.buffers_between.after_step()
         is_open = self._overlap is not None and self._overlap.is_open
         if self._hooked or self._earlier is not None or is_open:
             self._put_back()
+        self._is_told = False
         if trains and self._waiting:
             self._outside.follow(self._replicas.parameters)
         if trains and self.buffers_between is not None:
@@ -219,6 +232,7 @@ class Reducer:
     def undo(self) -> None:
         """Takes back what a step has left that is to be run again."""
         self._unsettled, self._forwarded = None, ()
+        self._is_told = False  # they were not the caller's meanwhile
         self._put_back()
 
     def root_keeps_its_buffers(self, shards: Shards) -> bool:
@@ -254,13 +268,20 @@ class Reducer:
             self._overlap.cancel()
         if self.between is not None:
             self.between.cancel()
+        if not self._is_told:
+            self._put_roots_back()
         if self._earlier is not None:
-            self._earlier.put_back()
+            self._earlier.put_back(slice(len(self._replicas.root_parameters), None))
             self._earlier = None
-        for parameters, hooks, earlier in self._hooked:
+        for _, hooks, _ in self._hooked:
             hooks.put_back()
-            parameters[0].grad = earlier
         self._hooked = []
+
+    def _put_roots_back(self) -> None:
+        if self._earlier is not None:
+            self._earlier.put_back(slice(len(self._replicas.root_parameters)))
+        for parameters, _, earlier in self._hooked:
+            parameters[0].grad = earlier
 
     def _settle_forward(self) -> None:
         """Not before the backward, which checks that nobody wrote to what it saved."""

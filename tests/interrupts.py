@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
 from collections import Counter
@@ -83,13 +84,19 @@ class Tracer:
         return caller is not None and caller.f_code.co_filename.startswith(PACKAGE)
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Makes a call on this thread, which is the main one."""
-        before = sys.gettrace()
+        """Makes a call on this thread, which is the main one.
+
+        No garbage is collected meanwhile: what is destroyed then would come to lines of ours, too.
+        """
+        before, collects = sys.gettrace(), gc.isenabled()
+        gc.disable()
         sys.settrace(self.enters)
         try:
             return call()
         finally:
             sys.settrace(before)
+            if collects:
+                gc.enable()
 
 
 def lines_of(setting: Setting) -> Counter[Line]:

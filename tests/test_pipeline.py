@@ -246,6 +246,8 @@ def test_where_nothing_can_be_pinned_it_goes_down_the_chain(
     monkeypatch.setattr(pipeline, "have_access", lambda *_: False)
     monkeypatch.setattr(torch, "empty", refusing)
     copies = Copies((0, 1, 2))
+    with pytest.warns(UserWarning, match="Expected to pin.*CUDA error: out of memory"):
+        copies.send()
     for seed in (1, 2, 3):
         copies.write(seed)
         copies.send()

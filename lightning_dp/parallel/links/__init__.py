@@ -2,9 +2,8 @@
 
 Decided here: who waits for a copy (`transfer`, and between accelerators `lanes`), what
 comes from the host while the device computes (`ahead`), what travels together (`packing`), how it
-is added up (`summing`) or passed on (`pipeline`) on which way (`routes`, through the host
-`relay`), what is in order on a
-device (`streams`), and how long a device is at work (`spans`).
+is added up (`summing`) or passed on (`pipeline`) on which way (`routes`, and through the host
+`relay`), what is in order on a device (`streams`), and how long a device is at work (`spans`).
 """
 
 from lightning_dp.parallel.links.ahead import Ahead as Ahead

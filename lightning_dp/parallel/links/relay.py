@@ -7,6 +7,7 @@ leave the root as often. By the relay it leaves once, and all others read it the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import cycle
 
@@ -41,8 +42,9 @@ class Relay:
             try:
                 for slot in self._slots:
                     slot.hold(min(size, PIECE_BYTES))
-            except RuntimeError:  # the system pins no more; torch has no error of its own for that
+            except RuntimeError as error:  # torch has no error of its own for what is not pinned
                 self._is_refused = True
+                _tell(error)
         return not self._is_refused
 
     def carry(self, here: Tensor, targets: Sequence[Tensor]) -> None:
@@ -110,3 +112,12 @@ class _Slot:
             way.wait_stream(reader)
         self.read = None
         return self._memory[: piece.numel()]
+
+
+def _tell(error: RuntimeError) -> None:
+    warnings.warn(
+        f"Expected to pin {_SLOTS} times {PIECE_BYTES} bytes of the host's memory at most, through "
+        f"which all devices get their parameters at once, got: {error}. They pass them on from one "
+        "to the next instead, which takes longer. Let this process lock more memory (ulimit -l).",
+        stacklevel=2,
+    )

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from programs import ROOT, read_json
 
 import lightning_dp
+from lightning_dp import app
 from lightning_dp.app import report
 from lightning_dp.app.devices import check_devices, default_devices
 from lightning_dp.app.evaluate import evaluate
@@ -231,9 +232,9 @@ def test_a_run_is_evaluated_with_its_own_model_and_data(
     [
         ((), (8, 3, "digits")),
         (("data.split_seed=5", "+data.more=1", "strategy=single"), (8, 5, "digits")),
-        (("model=digits_cnn",), (32, 3, "digits")),
-        (("model=digits_cnn", "model.width=4"), (4, 3, "digits")),
-        (("experiment=digits",), (32, 0, "digits")),
+        (("model=digits_crnn",), (16, 3, "digits")),
+        (("model=digits_crnn", "model.width=4"), (4, 3, "digits")),
+        (("experiment=digits",), (16, 0, "digits")),
         (("data=random_rows",), (8, None, "tutorial")),
     ],
 )
@@ -335,8 +336,17 @@ def test_default_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(app.devices, "cores", lambda: 64)
     trainer = configure(f"strategy.devices={devices}").trainer
     assert (trainer.accelerator, trainer.devices) == expected
+
+
+@pytest.mark.parametrize(("cores", "replicas"), [(1, 2), (2, 2), (3, 3), (4, 4), (64, 4)])
+def test_a_cpu_has_a_replica_for_each_core_within_bounds(
+    cores: int, replicas: int, configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.devices, "cores", lambda: cores)
+    assert configure("trainer.accelerator=cpu").trainer.devices == replicas
 
 
 @pytest.mark.parametrize("strategy", ["dp_custom", "ddp", "single"])

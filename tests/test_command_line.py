@@ -11,6 +11,7 @@ import pytest
 import torch
 from programs import command_line, read_json
 
+from lightning_dp.app.devices import cpu_replicas
 from lightning_dp.app.run import INTERRUPTED
 
 
@@ -18,7 +19,9 @@ from lightning_dp.app.run import INTERRUPTED
 def test_command_line_runs_the_default_job(tmp_path: Path) -> None:
     printed = command_line("debug=fdr", "trainer.accelerator=cpu", cwd=tmp_path)
     (folder,) = (tmp_path / "logs" / "debug" / "runs").iterdir()
-    assert read_json(folder / "metrics.json")["devices"] == [f"cpu:{k}" for k in range(4)]
+    assert read_json(folder / "metrics.json")["devices"] == [
+        f"cpu:{k}" for k in range(cpu_replicas())
+    ]
     assert (folder / ".hydra" / "overrides.yaml").is_file()
     assert folder.name in printed
 
@@ -28,11 +31,25 @@ def test_default_training_learns_the_digits(tmp_path: Path) -> None:
     printed = command_line("trainer.accelerator=cpu", cwd=tmp_path)
     (folder,) = (tmp_path / "logs" / "train" / "runs").iterdir()
     assert read_json(folder / "metrics.json")["test/acc"] >= 0.99
-    times = r"4 devices: [\d.]+ ms per step; 1 device: [\d.]+ ms"
+    times = rf"{cpu_replicas()} devices: [\d.]+ ms per step; 1 device: [\d.]+ ms"
     end = rf"^run folder: .*\n{times}(: one device would be faster here: .*)?$"
     assert re.search(end, printed, re.MULTILINE), printed
     assert "Tip" not in printed
     assert "Warning" not in printed
+
+
+@pytest.mark.slow
+def test_the_default_training_is_that_of_one_device(tmp_path: Path) -> None:
+    def tested(devices: int) -> dict[str, float]:
+        folder = tmp_path / str(devices)
+        options = (f"trainer.devices={devices}", "trainer.max_epochs=3", "compare=false")
+        command_line("trainer.accelerator=cpu", f"hydra.run.dir={folder}", *options, cwd=tmp_path)
+        metrics = read_json(folder / "metrics.json")
+        return {name: metrics[name] for name in ("test/acc", "test/loss")}
+
+    alone = tested(1)
+    for devices in (2, 4):
+        assert tested(devices) == pytest.approx(alone, rel=1e-3)
 
 
 @pytest.mark.slow

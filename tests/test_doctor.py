@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp import __main__ as program
 from lightning_dp import sim
+from lightning_dp.app.devices import cpu_replicas
 from lightning_dp.app.doctor import command as doctor
 from lightning_dp.app.doctor.own_workload import own_workloads
 from lightning_dp.doctor import OWN_TWO, Law, Plan, Report, Result, examine
@@ -140,7 +141,7 @@ def test_an_unknown_verb_says_which_there_are(
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("cpu", ["cpu"] * 4),
+        ("cpu", ["cpu"] * cpu_replicas()),
         ("cpu:3", ["cpu"] * 3),
         ("cpu,cpu", ["cpu"] * 2),
         ("cpu,", ["cpu"]),
@@ -156,7 +157,7 @@ def test_devices_are_named_by_kind_number_or_list(text: str, expected: list[str]
 
 
 def test_without_devices_there_are_replicas_on_the_cpu_or_all_accelerators() -> None:
-    for found, expected in (([CPU], [CPU] * 4), ([torch.device("cuda", 0)],) * 2):
+    for found, expected in (([CPU], [CPU] * cpu_replicas()), ([torch.device("cuda", 0)],) * 2):
         with mock.patch("lightning_dp.app.doctor.command.all_devices", return_value=found):
             assert doctor.devices_named(None) == expected
 

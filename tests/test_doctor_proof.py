@@ -118,6 +118,7 @@ def test_a_device_that_computes_wrongly_is_named(
     assert by_law["one step, float64"].verdict == "fail"
 
 
+@pytest.mark.slow
 @on_separate
 def test_a_law_about_all_devices_finds_the_wrong_one_by_itself(on: str, tmp_path: Path) -> None:
     machine = bench(K, tmp_path)
@@ -200,6 +201,7 @@ def test_scatter_and_gather_name_the_links_too(on: str, tmp_path: Path) -> None:
         assert result.verdict == "fail" and set(result.culprits) == culprits
 
 
+@pytest.mark.slow
 @on_separate
 def test_a_training_over_a_link_that_corrupts_is_wrong(on: str, tmp_path: Path) -> None:
     machine = bench(K, tmp_path)

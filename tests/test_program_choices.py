@@ -147,7 +147,7 @@ def test_missing_costs_are_told_before_data_is_loaded(
     cfg = configure(f"strategy={mode}", "strategy.split=cost", "trainer.accelerator=cpu")
     with pytest.raises(
         ValueError,
-        match=r"expected a method sample_cost\(batch\) on DigitsCNN, or "
+        match=r"expected a method sample_cost\(batch\) on DigitsCRNN, or "
         r"sample_cost='lengths' .*Define one of them, or use split='even'",
     ):
         train_program.train(cfg)

@@ -31,7 +31,7 @@ from lightning_dp.app.evaluate import evaluate
 from lightning_dp.app.quiet import quiet
 from lightning_dp.app.run import as_program
 from lightning_dp.app.train import train
-from lightning_dp.examples.digits import DigitsCNN, DigitsDataModule
+from lightning_dp.examples.digits import DigitsCRNN, DigitsDataModule
 
 HERE = __name__
 SMALL = (
@@ -55,7 +55,7 @@ SMALL = (
 Configure = Callable[..., DictConfig]
 
 
-class Worse(DigitsCNN):
+class Worse(DigitsCRNN):
     """Its first epoch is its best one."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -65,7 +65,7 @@ class Worse(DigitsCNN):
 WHERE = ("training", "validation", "validation step", "end")
 
 
-class Fails(DigitsCNN):
+class Fails(DigitsCRNN):
     """Fails once, in one of these places."""
 
     where = "training"
@@ -92,7 +92,7 @@ class Fails(DigitsCNN):
         self.fail("end", self.current_epoch == 1)
 
 
-class Warns(DigitsCNN):
+class Warns(DigitsCRNN):
     """Says twice in every step what nobody hears more than once."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -100,7 +100,7 @@ class Warns(DigitsCNN):
             warnings.warn("the model's own", UserWarning, stacklevel=1)
 
 
-class WritesEpochs(DigitsCNN):
+class WritesEpochs(DigitsCRNN):
     """Says in a file which epoch it is in."""
 
     def on_train_epoch_start(self) -> None:
@@ -546,7 +546,7 @@ def test_weights_that_do_not_fit_are_told_in_a_few_keys(
         assert line.startswith(f"error: {key}: expected ") and "which does not fit: " in line
         assert len(line) < 700, line
         counts = r"\d+ missing keys: .*; 18 keys that are not the model's: 0\.weight, 0\.bias, 1\."
-        assert re.search(counts if "other" in options[0] else r"\d+ of another size: net", line)
+        assert re.search(counts if "other" in options[0] else r"\d+ of another size: strokes", line)
 
 
 # --- quiet ----------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from lightning_dp.parallel.devices import explain_cuda_ids
+from lightning_dp.parallel.devices import cores, explain_cuda_ids
 
-CPU_REPLICAS = 4
+CPU_REPLICAS = range(2, 5)
+"""How many replicas a CPU gets: one for each core, at least and at most so many."""
 
 
 def register_resolvers() -> None:
@@ -29,12 +30,17 @@ def default_accelerator(devices: Sequence[object] | None = None) -> str:
 
 
 def default_devices(accelerator: str) -> int | str:
-    """Returns trainer.devices' default: all GPUs, 4 replicas on a CPU, else ``"auto"``."""
+    """Returns trainer.devices' default: all GPUs, a CPU's replicas, else ``"auto"``."""
     if accelerator == "cpu":
-        return CPU_REPLICAS
+        return cpu_replicas()
     if accelerator in ("gpu", "cuda"):
         return -1
     return "auto"
+
+
+def cpu_replicas() -> int:
+    """Returns how many replicas a CPU gets: one for each core of this process, from 2 to 4."""
+    return min(max(cores(), CPU_REPLICAS[0]), CPU_REPLICAS[-1])
 
 
 def check_devices(accelerator: object, devices: object) -> None:
@@ -65,7 +71,7 @@ def _check_cpu(devices: object) -> None:
     if type(devices) is not int or devices < 1:
         raise ValueError(
             "trainer.devices: expected a number of CPU replicas, at least 1, got "
-            f"{devices!r}. Try trainer.devices={CPU_REPLICAS}, or trainer.accelerator=gpu for "
+            f"{devices!r}. Try trainer.devices={cpu_replicas()}, or trainer.accelerator=gpu for "
             "GPUs; in a list, strategy.devices, a device may repeat: [cpu,cpu]."
         )
 

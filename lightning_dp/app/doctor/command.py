@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_dp.app.devices import CPU_REPLICAS
+from lightning_dp.app.devices import cpu_replicas
 from lightning_dp.app.doctor.own_workload import own_workloads
 from lightning_dp.app.run import INTERRUPTED
 from lightning_dp.doctor import (
@@ -148,7 +148,7 @@ def devices_named(text: str | None) -> list[torch.device]:
     """
     if text is None:
         devices = all_devices()
-        return devices if devices[0].type != "cpu" else devices * CPU_REPLICAS
+        return devices if devices[0].type != "cpu" else devices * cpu_replicas()
     if "," in text:
         names = [name.strip() for name in text.split(",") if name.strip()]
         _enable(names)
@@ -165,7 +165,7 @@ def devices_named(text: str | None) -> list[torch.device]:
             "Try cpu:4, or cuda for all of them."
         )
     if kind == "cpu":
-        return [torch.device("cpu")] * int(count or CPU_REPLICAS)
+        return [torch.device("cpu")] * int(count or cpu_replicas())
     if kind == "sim":
         _enable([f"sim:{int(count) - 1}" if count else "sim"])
     chosen = [f"{kind}:{i}" for i in range(int(count) if count else max(1, device_count(kind)))]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_dp.parallel.links import Packing, packing, summing
+from lightning_dp.parallel.links import Packing, buckets, summing
 from lightning_dp.parallel.links.routes import piece_bytes
 
 KIB = 2**10
@@ -18,7 +18,7 @@ def tensors(*kib: int) -> list[Tensor]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "BUCKET_BYTES", 64 * KIB)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 64 * KIB)
     monkeypatch.setattr(summing, "piece_bytes", lambda size, links, direct: size // 8)
 
 
@@ -43,6 +43,19 @@ def test_each_tensor_is_in_one_bucket_and_none_is_too_full(kib: list[int]) -> No
     found = positions(tensors(*kib))
     assert sorted(i for own in found for i in own) == [*range(len(kib))]
     assert all(len(own) == 1 or sum(kib[i] for i in own) <= 64 for own in found)
+
+
+@pytest.mark.usefixtures("small")
+@given(st.lists(st.tuples(st.integers(1, 150), st.booleans()), max_size=20))
+def test_blocks_are_all_buckets_in_a_row_the_first_one_alone(kinds: list[tuple[int, bool]]) -> None:
+    dtypes = [torch.float32 if is_float else torch.int32 for _, is_float in kinds]
+    own = [t.to(dtype) for t, dtype in zip(tensors(*(n for n, _ in kinds)), dtypes, strict=True)]
+    found = Packing(own).buckets
+    held = [[found[j] for j in block] for block in buckets.blocks(found)]
+    assert [bucket for block in held for bucket in block] == found
+    assert all(len({bucket.dtype for bucket in block}) == 1 for block in held)
+    assert all(len(b) == 1 or sum(bucket.bytes for bucket in b) <= 256 * KIB for b in held)
+    assert not held or len(held[0]) == 1
 
 
 @pytest.mark.usefixtures("small")

@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_dp.parallel.contexts import Surroundings
 from lightning_dp.parallel.links import (
     Packing,
+    buckets,
     on_streams,
-    packing,
     pipeline,
     side_streams,
     summing,
@@ -46,7 +46,7 @@ def nothing_is_under_way(on: str) -> Iterator[None]:
 @pytest.fixture(params=[2**25, 4096, 1])
 def bucket_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tensors in one bucket, in several, or each in one."""
-    monkeypatch.setattr(packing, "BUCKET_BYTES", request.param)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", request.param)
 
 
 @pytest.fixture(params=[True, False])
@@ -166,7 +166,7 @@ def test_terms_may_lie_otherwise_than_the_sum(k: int) -> None:
 
 def test_pieces_become_smaller_when_the_chain_gets_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tensors, too, that lie otherwise than their pieces would."""
-    monkeypatch.setattr(packing, "BUCKET_BYTES", 2**17)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2**17)
     monkeypatch.setattr(summing, "piece_bytes", lambda size, links, direct: size // links)
     devices, shape = devices_of(4), (8, 16, 16, 16)
     bundle = Packing([torch.zeros(shape, device=devices[0])])
@@ -199,22 +199,72 @@ def test_memory_of_sums_goes_to_others_when_these_are_there() -> None:
         torch.ones(size, dtype=torch.uint8, device=device)
 
 
-class Traffic:
-    """Weights that go out to two devices, and gradients that come back."""
+@pytest.mark.usefixtures("bucket_bytes")
+@pytest.mark.parametrize("places", [(0, 1), (0, 1, 1), (0, 1, 2)])
+def test_what_was_added_or_sent_may_be_written_again(places: tuple[int, ...]) -> None:
+    """As `zero_grad(set_to_none=False)` does, or an optimizer: also what left without packing."""
+    every = devices_of(3)
+    sums, *terms = [tensors_on(every[place], k) for k, place in enumerate(places)]
+    expected = [sum(t.cpu() for t in row) for row in zip(sums, *terms, strict=True)]
+    bundle = Packing(sums)
+    bundle.sums.add(sums, terms)
+    for term in itertools.chain(*terms):
+        term.zero_()
+    for total, right in zip(sums, expected, strict=True):
+        torch.testing.assert_close(total.cpu(), right)
+    packed, there = bundle.memory(sums, every[1])
+    bundle.send(sums, [[own] for own in packed])
+    for total in sums:
+        total.zero_()
+    for copy, right in zip(there, expected, strict=True):
+        torch.testing.assert_close(copy.cpu(), right)
 
-    def __init__(self) -> None:
-        self.root, *others = devices_of(3)
+
+def test_gradients_that_are_conjugates_of_what_lies_in_memory() -> None:
+    """Torch conjugates and negates when it reads: a copy of the memory would not have it."""
+    root, other = devices_of(2)
+    values = torch.complex(*torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)))
+    term = values.to(other).conj()
+    sums = [torch.zeros(3, 4, dtype=values.dtype, device=root), torch.zeros(3, 4, device=root)]
+    assert term.is_conj() and term.imag.is_neg()
+    bundle = Packing(sums)
+    bundle.sums.add(sums, [[term, term.imag]])
+    assert torch.equal(sums[0].cpu(), values.conj()) and torch.equal(sums[1].cpu(), -values.imag)
+
+
+class Traffic:
+    """Weights that go out to other devices, and gradients that come back."""
+
+    def __init__(self, k: int = 3) -> None:
+        self.root, *others = devices_of(k)
         self.sources = tensors_on(self.root)
         self.bundle = Packing(self.sources)
         self.memory = [self.bundle.memory(self.sources, device) for device in others]
 
+    def send(self) -> None:
+        rows = [packed for packed, _ in self.memory]
+        self.bundle.send(self.sources, list(zip(*rows, strict=True)), joined=True)
+
     def run(self) -> list[Tensor]:
-        self.bundle.send(self.sources, list(zip(*(p for p, _ in self.memory), strict=True)))
+        self.send()
         sums = [torch.zeros_like(source) for source in self.sources]
         self.bundle.sums.add(sums, [tensors for _, tensors in self.memory])
         return [total.cpu() for total in sums]
 
 
+@pytest.mark.usefixtures("access", "bucket_bytes")
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_has_passed_weights_on_may_write_to_its_own(first: int) -> None:
+    traffic = Traffic()
+    traffic.send()
+    own, other = (tensors for _, tensors in (traffic.memory[first], traffic.memory[1 - first]))
+    for tensor in own:
+        tensor.zero_()
+    for tensor, source in zip(other, traffic.sources, strict=True):
+        torch.testing.assert_close(tensor.cpu(), source.cpu())
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("access", "bucket_bytes")
 @pytest.mark.parametrize("goes", [True, False])
 def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
@@ -234,6 +284,39 @@ def test_an_interrupt_at_any_line_leaves_no_race(goes: bool) -> None:
                 traffic = Traffic()
             for got, sum_ in zip(traffic.run(), right, strict=True):
                 assert torch.equal(got, sum_), line
+
+
+@sees_races
+@pytest.mark.usefixtures("access", "bucket_bytes")
+@pytest.mark.parametrize("k", [2, 3])
+def test_after_an_interrupt_who_has_sent_may_write_to_what_was_leaving(k: int) -> None:
+    tracer = Tracer()
+    tracer.run(Traffic(k).send)
+    for line, visits in tracer.visits.items():
+        for nth in sorted({1, visits}):
+            traffic = Traffic(k)
+            with contextlib.suppress(KeyboardInterrupt), Surroundings():
+                Tracer(line, nth).run(traffic.send)
+            for source in traffic.sources:
+                source.mul_(2)
+
+
+@sees_races
+@pytest.mark.parametrize("places", [((2,), (1,)), ((1, 2), (2,)), ((2,), (1, 2))])
+def test_tensors_in_the_same_memory_go_to_different_devices(
+    places: tuple[tuple[int, ...], tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    root, *others = devices_of(3)
+    source = torch.arange(6.0).to(root)
+    bundle = Packing([source, source.detach()])
+    memory = {k: bundle.memory([source, source], others[k - 1]) for k in (1, 2)}
+    targets = [[memory[k][0][j] for k in own] for j, own in enumerate(places)]
+    bundle.send([source, source.detach()], targets)
+    source.mul_(2)
+    for j, own in enumerate(places):
+        for k in own:
+            assert torch.equal(memory[k][1][j].cpu(), torch.arange(6.0))
 
 
 @pytest.mark.usefixtures("on_side_streams", "access", "bucket_bytes")

@@ -53,6 +53,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*got sub of samples and of mean over all of them")
 @pytest.mark.parametrize("made", CASES, ids=lambda made: made.__name__)
 def test_what_a_step_makes_is_told(made: type[Classifier]) -> None:
     with pytest.warns(UserWarning, match=WORDS.format(CASES[made])) as told:

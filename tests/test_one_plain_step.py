@@ -1,10 +1,8 @@
 """What one plain training step costs in Python: a bound on the functions of ours that it enters."""
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-
 import pytest
 from benchmarks.steps_in_files import plain_step
+from several_processes import in_another_process
 
 from lightning_dp.parallel.workers import ExecutorName
 
@@ -15,8 +13,7 @@ def test_a_plain_step_enters_few_functions_and_no_meeting(
 ) -> None:
     # In a process of its own: pytest keeps the frames of a test that has failed, also as expected,
     # and so its replicas, which listen to all optimizers.
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        step = process.submit(plain_step, executor=executor).result(timeout=300)
+    step = in_another_process(plain_step, executor=executor)
     # In threads some ten more or less: of the ends of 4 replicas in 2 rounds the main thread hears
     # one by one, or of several at once.
     assert step.frames <= most, step.calls.most_common(20)

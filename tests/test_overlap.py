@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.parallel.gradients import wait_for_autograd
 from lightning_dp.parallel.gradients.overlap import Overlap
-from lightning_dp.parallel.links import on_streams, packing, summing
+from lightning_dp.parallel.links import buckets, on_streams, summing
 from lightning_dp.parallel.links.lanes import Lane
 from lightning_dp.parallel.step import StepParallel
 from lightning_dp.sim.links import PRESETS
@@ -40,7 +40,7 @@ PLACES = [(0, 1, 2), (0, 1, 1, 2, 0), (0, 0, 1)]
 )
 def small_buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are many, two are under way at once."""
-    monkeypatch.setattr(packing, "BUCKET_BYTES", request.param)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", request.param)
     if request.param < 2**20:
         monkeypatch.setattr(summing, "WINDOW_BYTES", 2**13)
 
@@ -572,7 +572,7 @@ def test_little_is_left_after_the_backward(
     """
     if "one bucket" in request.node.name:
         pytest.skip("it is about several")
-    monkeypatch.setattr(packing, "BUCKET_BYTES", LAYER_BYTES)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", LAYER_BYTES)
     monkeypatch.setattr(summing, "WINDOW_BYTES", 8 * LAYER_BYTES)
     scale = 100e6 / (LAYERS * LAYER_BYTES)
     links, devices = PRESETS[preset], devices_of(k)
@@ -602,7 +602,7 @@ def test_which_thread_sends_a_bucket_is_no_matter_on_virtual_time(
     first: int, then: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is that of the replica whose backward comes last, by the machine's load."""
-    monkeypatch.setattr(packing, "BUCKET_BYTES", LAYER_BYTES)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", LAYER_BYTES)
     devices, senders = devices_of(4), set[int]()
     filled: list[list[int]] = [[] for _ in range(LAYERS)]
     fill, send = Overlap._fill, Overlap._send

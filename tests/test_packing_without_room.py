@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ from spreading import inputs
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel
-from lightning_dp.parallel.links import Packing, to_device_coalesced
+from lightning_dp.parallel.links import Packing, buckets, to_device_coalesced
 
 pytestmark = pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte.")
 
@@ -47,6 +49,42 @@ def test_copies_to_replicas(room: Room) -> None:
         packing.send(sources, list(zip(*(packed for packed, _ in memory), strict=True)))
         for _, tensors in memory:
             assert_equal(tensors, sources)
+
+
+BUCKET = 4096
+
+
+@pytest.mark.parametrize(
+    ("k", "links", "extra", "most"),
+    [
+        (2, "pcie4", 2**20, 2 * buckets.BLOCK * BUCKET),
+        (2, "pcie4", 2**14, 2 * BUCKET),
+        (2, "pcie4_peer", 2**20, 2 * BUCKET),
+        (3, "pcie4", 2**20, 2 * BUCKET),
+    ],
+)
+def test_blocks_take_memory_only_between_two_devices_without_access(
+    k: int, links: str, extra: int, most: int, room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere, and where there is no room for them, each bucket goes by itself."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", BUCKET)
+    torch.manual_seed(0)
+    one = nn.Sequential(*[nn.Linear(16, 16) for _ in range(64)])
+    net = copy.deepcopy(one).to("sim:0")
+    torch.sim.set_links(links)
+    gc.collect()
+    before = torch.sim.memory_allocated(0)
+    wrapper = DataParallel(net, devices_of(k))
+    room(0, extra)
+    for _ in range(3):
+        with torch.no_grad():
+            for weights in (*net.parameters(), *one.parameters()):
+                weights.mul_(1.1)
+            torch.testing.assert_close(wrapper(torch.ones(6, 16)).cpu(), one(torch.ones(6, 16)))
+    del weights
+    assert most / 2 < torch.sim.memory_allocated(0) - before <= most
+    wrapper.close()
+    torch.sim.set_links(None)
 
 
 @pytest.mark.parametrize("tight", [0, 1])

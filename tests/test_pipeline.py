@@ -16,7 +16,7 @@ from oracle import Classifier, assert_same, devices_of, run
 from places import on_separate
 from torch import Tensor
 
-from lightning_dp.parallel.links import Packing, packing, pipeline, relay
+from lightning_dp.parallel.links import Packing, buckets, pipeline, relay
 from lightning_dp.parallel.links.routes import have_access
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), (), (0,)]
@@ -42,7 +42,7 @@ def nothing_is_under_way(on: str) -> Iterator[None]:
 @pytest.fixture(params=[(2**25, 2**20), (4096, 4), (1, 4)])
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one bucket and piece; in several; each tensor alone in several pieces."""
-    monkeypatch.setattr(packing, "BUCKET_BYTES", request.param[0])
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", request.param[0])
     monkeypatch.setattr(pipeline, "LEAST_BYTES", request.param[1])
     monkeypatch.setattr(relay, "PIECE_BYTES", max(512, request.param[1]))
 
@@ -75,7 +75,7 @@ class Copies:
 
     def send(self, left_out: Sequence[int] = ()) -> None:
         rows = [packed for k, (packed, _) in enumerate(self.memory) if k not in left_out]
-        self.bundle.send(self.sources, list(zip(*rows, strict=True)))
+        self.bundle.send(self.sources, list(zip(*rows, strict=True)), joined=True)
 
     def check(self, seed: int, left_out: Sequence[int] = ()) -> None:
         for k, (_, tensors) in enumerate(self.memory):
@@ -168,7 +168,7 @@ def test_what_goes_out_takes_its_bytes_and_a_piece_for_each_device(
     k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the root to each, one after another, it would take k - 1 times as long."""
-    monkeypatch.setattr(packing, "BUCKET_BYTES", 5 * 2**20)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 5 * 2**20)
     monkeypatch.setattr(pipeline, "LEAST_BYTES", 2**18)
     seconds = seconds_to_send(k)
     assert TOTAL / RATE < seconds <= bound(k, 40, TOTAL / 40, RATE, LATENCY)
@@ -253,6 +253,19 @@ def test_where_nothing_can_be_pinned_it_goes_down_the_chain(
         copies.send()
         copies.check(seed)
     assert len(asked) == 1
+
+
+@pytest.mark.usefixtures("sizes", "way")
+def test_tensors_that_lie_in_the_memory_of_another() -> None:
+    copies = Copies((0, 1, 2))
+    flat = torch.arange(1000.0).to(copies.devices[0])
+    copies.sources = [flat[3:99].view(8, 12).T, flat[99:].as_strided([4], [5]), flat[:0], flat[7]]
+    copies.bundle = Packing(copies.sources)
+    copies.memory = [copies.bundle.memory(copies.sources, there) for there in copies.devices[1:]]
+    copies.send()
+    for _, tensors in copies.memory:
+        for own, source in zip(tensors, copies.sources, strict=True):
+            assert torch.equal(own.cpu(), source.cpu())
 
 
 @pytest.mark.usefixtures("way")

@@ -125,7 +125,7 @@ version: Callable[[Tensor], int] = _getter(Tensor, "_version")
 """How often a tensor was written to, though not through `.data`. Inference tensors raise."""
 
 add_to_each: Callable[[Tensors, Tensors], None] = found(torch, "_foreach_add_")
-"""Adds a term to each tensor, in place: few kernels for many tensors."""
+"""Adds a term to each tensor, in place: few kernels for many tensors. See `add_as_read`."""
 
 copy_to_each: Callable[[Tensors, Tensors], None] = found(torch, "_foreach_copy_")
 """Copies into each tensor of the first list what is in the second: few kernels."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,3 +16,14 @@ _ALONE = 2  # the tensor, and the storage as an object of Python's
 def is_alone_in_memory(tensor: Tensor) -> bool:
     """Whether no other tensor lies in the memory of this one, as views would."""
     return _uses(tensor.untyped_storage()._cdata) == _ALONE
+
+
+def add_as_read(sums: Sequence[Tensor], terms: Sequence[Tensor], error: RuntimeError) -> None:
+    """Adds a term to each tensor, where `add_to_each` has raised this error.
+
+    It refuses, before it adds anything, what torch conjugates or negates only as it reads it.
+    """
+    if not any([own.is_conj() or own.is_neg() for own in (*sums, *terms)]):
+        raise error
+    for own, term in zip(sums, terms, strict=True):
+        own.add_(term)

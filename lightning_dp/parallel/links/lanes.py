@@ -72,7 +72,11 @@ class Lane:
 
     def leave(self) -> None:
         """The source's current stream goes on when all sources may be written again."""
-        current_stream(self.source).wait_stream(self._here)
+        self.release(current_stream(self.source))
+
+    def release(self, stream: torch.Stream) -> None:
+        """A stream of the source goes on when all sources so far may be written again."""
+        stream.wait_stream(self._here)
 
 
 @cache

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TypeAlias, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_dp.parallel.links.buckets import (
+    Bucket,
+    Packed,
+    are_whole,
+    blocks,
+    can_be_packed,
+    group,
+    kind,
+    most_bytes,
+)
+from lightning_dp.parallel.links.leaving import Leaving
 from lightning_dp.parallel.links.pipeline import Pipeline, copy_each
 from lightning_dp.parallel.links.streams import are_accelerators
-from lightning_dp.parallel.links.summing import Summing, kind
+from lightning_dp.parallel.links.summing import Summing
 from lightning_dp.parallel.torch_private import copy_to_each
-
-BUCKET_BYTES = 4 * 2**20
-"""A bucket is full once it holds this much; larger tensors travel alone."""
-
-_ALIGNMENT = 256  # bytes, as kernels expect of memory of its own
 
 
 class Packing:
@@ -35,14 +39,19 @@ class Packing:
         self._kinds = list(map(kind, tensors))
         self.buckets = [
             Bucket(positions, [tensors[i] for i in positions])
-            for positions in sorted(buckets(tensors))  # as a forward needs them
+            for positions in sorted(group(tensors))  # as a forward needs them
             if can_be_packed(tensors[positions[0]])
         ]
+        self._blocks = {self._block(held, tensors): held for held in blocks(self.buckets)}
         packed = set().union(*(bucket.positions for bucket in self.buckets))
         self.alone = [i for i in range(len(tensors)) if i not in packed]  # cannot be packed
-        self._staged: dict[torch.device, list[Packed] | None] = {}
+        self._staged: dict[tuple[torch.device, bool], _Places | None] = {}
         self._pipeline = Pipeline()
-        self.sums = Summing(self.buckets, BUCKET_BYTES)  # of several devices' tensors
+        self.sums = Summing(self.buckets, most_bytes())  # of several devices' tensors
+
+    def _block(self, held: range, tensors: Sequence[Tensor]) -> Bucket:
+        positions = [i for j in held for i in self.buckets[j].order]
+        return Bucket(positions, [tensors[i] for i in positions])
 
     def fits(self, tensors: Sequence[Tensor | None]) -> bool:
         """Whether these are of the kinds that this is for, every one of them."""
@@ -55,53 +64,83 @@ class Packing:
         self, tensors: Sequence[Tensor], device: torch.device
     ) -> tuple[list[Packed], list[Tensor]]:
         """Memory for tensors of these kinds on a device: bucket by bucket, and one by one."""
-        packed = [bucket.on(device) for bucket in self.buckets]
+        packed: list[Packed] = []
+        for block, held in self._blocks.items():
+            packed += block.on(device).split([self.buckets[j] for j in held])
         own = {i: tensors[i].detach().to(device, copy=True) for i in self.alone}
         for bucket, there in zip(self.buckets, packed, strict=True):
-            own.update(zip(bucket.of(range(len(tensors))), there.views, strict=True))
+            own.update(zip(bucket.order, there.views, strict=True))
         return packed, [own[i] for i in range(len(tensors))]
 
-    def staged(self, device: torch.device) -> list[Packed] | None:
-        """Memory through which they pass on a device: the buckets have two places, in turn.
+    def staged(self, device: torch.device, bucket: Bucket) -> Packed | None:
+        """Where a bucket or a block is packed on a device; None if there was no room for it."""
+        key = device, bucket in self._blocks
+        if key not in self._staged:
+            if key[1]:
+                self._staged.pop((device, False), None)  # that for buckets, which were first
+            try:
+                self._staged[key] = places(device, self._blocks if key[1] else self.buckets)
+            except torch.OutOfMemoryError:
+                self._staged[key] = None
+        found = self._staged[key]
+        return None if found is None else found.get(bucket)
 
-        One is packed while another leaves. None where there was no room for it.
-        """
-        if device not in self._staged:
-            self._staged[device] = self._memory_on(device)
-        return self._staged[device]
-
-    def _memory_on(self, device: torch.device) -> list[Packed] | None:
-        size = max([bucket.bytes for bucket in self.buckets], default=0)
-        room = partial(torch.zeros, size, dtype=torch.uint8, device=device)
-        try:
-            memory = [room() for _ in self.buckets[:2]]
-        except torch.OutOfMemoryError:
-            return None
-        return [bucket.in_memory(memory[j % 2]) for j, bucket in enumerate(self.buckets)]
-
-    def send(self, sources: Sequence[Tensor], targets: Sequence[Sequence[Packed]]) -> None:
+    def send(
+        self,
+        sources: Sequence[Tensor],
+        targets: Sequence[Sequence[Packed]],
+        *,
+        joined: bool = False,
+    ) -> None:
         """Copies tensors of these kinds, which are on one device, to memory for them.
 
-        For each bucket there are `targets`: it is packed once. Between accelerators see `pipeline`.
+        For each bucket there are `targets`: it is packed once, unless it is one tensor, which
+        leaves from where it is. Between accelerators see `pipeline`.
+
+        Args:
+            sources: the tensors.
+            targets: for each bucket, memory for it, perhaps on several devices.
+            joined: whether blocks may be packed, where a copy takes long before its first byte.
         """
         if not any(targets):
             return
-        device = sources[0].device
-        staged = self.staged(device)
         self._pipeline.settle()
-        for j, (bucket, there) in enumerate(zip(self.buckets, targets, strict=True)):
-            here = staged[j] if staged and there else None
-            if here is not None:
-                self._stage(here, bucket.of(sources))
-                self._pipeline.send(here.flat, [packed.flat for packed in there])
-            for packed in there if here is None else ():
-                copy_each(packed.views, bucket.of(sources))
-        self._pipeline.arrive()
+        device = sources[0].device
+        leaving = Leaving(device)
+        with leaving:
+            for bucket, there in self._going(device, targets, joined):
+                tensors = bucket.of(sources)
+                if bucket.is_like(tensors):
+                    flats = [packed.flat[: bucket.length] for packed in there]
+                    self._pipeline.send(bucket.flat(tensors), flats, leaving)
+                elif here := self.staged(device, bucket):
+                    self._stage(here, tensors)
+                    self._pipeline.send(here.flat, [packed.flat for packed in there])
+                else:
+                    for packed in there:
+                        copy_each(packed.views, tensors)
+            self._pipeline.arrive()
 
-    def _stage(self, here: Packed, sources: Sequence[Tensor]) -> None:
+    def _going(
+        self, root: torch.device, targets: Sequence[Sequence[Packed]], joined: bool
+    ) -> Iterator[tuple[Bucket, Sequence[Packed]]]:
+        """What goes out in a copy each, and where to: buckets, or blocks of them."""
+        devices = {packed.flat.device for there in targets for packed in there}
+        joined = joined and self._pipeline.wants_few_copies(root, devices)
+        for block, held in self._blocks.items():
+            there = [targets[j] for j in held]
+            if joined and there[0] and are_whole(there) and self._has_place(root, block):
+                yield block, [cast(Packed, own.block) for own in there[0]]
+            else:
+                yield from ((self.buckets[j], targets[j]) for j in held if targets[j])
+
+    def _has_place(self, device: torch.device, block: Bucket) -> bool:
+        return len(block.order) == 1 or self.staged(device, block) is not None
+
+    def _stage(self, here: Packed, tensors: Sequence[Tensor]) -> None:
         """Packs a bucket where it is to leave from, when what was there before has left."""
         self._pipeline.claim(here.flat)
-        copy_to_each(here.views, sources)
+        copy_to_each(here.views, tensors)
 
     def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
@@ -123,86 +162,22 @@ class Packing:
 
     def _sent(self, j: int, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
         """The tensors of a bucket on another device, where they pass through."""
-        staged, arrived = self.staged(parts[0].device), self.staged(device)
-        if staged is None or arrived is None:
+        here, there = (self.staged(d, self.buckets[j]) for d in (parts[0].device, device))
+        if here is None or there is None:
             return [part.to(device) for part in parts]
-        here, there = staged[j], arrived[j]
         self._stage(here, parts)
         self._pipeline.claim(there.flat)
         there.flat.copy_(here.flat, non_blocking=are_accelerators(here.flat.device, device))
         return there.views
 
 
-class Packed(NamedTuple):
-    """The tensors of a bucket on a device: one flat tensor, and its views."""
-
-    flat: Tensor
-    views: list[Tensor]
+_Places: TypeAlias = dict["Bucket", Packed]
 
 
-class Bucket:
-    """Tensors that travel together, at these positions among all tensors.
-
-    From all tensors `of` takes them. The size counts their elements, gaps included.
-    """
-
-    def __init__(self, positions: list[int], tensors: list[Tensor]) -> None:
-        self.positions = set(positions)
-        get: Any = itemgetter(*positions)
-        self.of: Callable[[Sequence[Any]], tuple[Any, ...]] = (
-            get if len(positions) > 1 else lambda tensors: (get(tensors),)
-        )
-        self.dtype = tensors[0].dtype
-        self._like = [torch.empty_like(tensor, device="meta") for tensor in tensors]
-        step = _ALIGNMENT // self.dtype.itemsize
-        ends = list(accumulate(-(-tensor.numel() // step) * step for tensor in tensors))
-        self._places = [0, *ends]
-        self.size = ends[-1]
-        self.bytes = self.size * self.dtype.itemsize
-        self.kinds = list(map(kind, tensors))
-        self.length, self.stride = tensors[0].numel(), self._like[0].stride()  # of the first one
-
-    def of_elements(self, length: int) -> Bucket:
-        """One of so many elements of a tensor, in a row."""
-        return Bucket([0], [torch.empty(length, dtype=self.dtype, device="meta")])
-
-    def on(self, device: torch.device) -> Packed:
-        """The tensors in memory of their own."""
-        return self.in_memory(torch.zeros(self.size, dtype=self.dtype, device=device))
-
-    def in_memory(self, memory: Tensor) -> Packed:
-        """The tensors at the beginning of memory that is there."""
-        flat = memory.view(self.dtype)[: self.size]
-        views = [
-            # Through `.data`: a write to one must not seem to be one to all.
-            flat.data.as_strided(like.shape, like.stride(), place)
-            for like, place in zip(self._like, self._places, strict=False)
-        ]
-        return Packed(flat, views)
-
-
-def buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Positions of tensors that travel together: of one kind, at most a bucket's bytes."""
-    open_buckets: dict[Hashable, tuple[list[int], int]] = {}
-    for i, tensor in enumerate(tensors):
-        if not can_be_packed(tensor):
-            yield [i]
-            continue
-        # Together, those without a gradient would come out as if they had one.
-        own = tensor.dtype, tensor.requires_grad
-        positions, size = open_buckets.get(own, ([], 0))
-        added = tensor.numel() * tensor.element_size()
-        if added >= BUCKET_BYTES:
-            yield [i]
-            continue
-        if positions and size + added > BUCKET_BYTES:
-            yield positions
-            positions, size = [], 0
-        open_buckets[own] = ([*positions, i], size + added)
-    yield from (positions for positions, _ in open_buckets.values())
-
-
-def can_be_packed(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but its elements."""
-    is_plain = type(tensor) in (Tensor, nn.Parameter)
-    return is_plain and tensor.layout is torch.strided and not tensor.is_nested
+def places(device: torch.device, passing: Iterable[Bucket]) -> _Places:
+    """Memory for buckets of several tensors: two places, one packed while one leaves."""
+    shared = [own for own in passing if len(own.order) > 1]
+    size = max([own.bytes for own in shared], default=0)
+    room = partial(torch.zeros, size, dtype=torch.uint8, device=device)
+    memory = [room() for _ in shared[:2]]
+    return {own: own.in_memory(memory[j % 2]) for j, own in enumerate(shared)}

@@ -7,13 +7,14 @@ one has no access to the next one's memory, all read it from the host's: see `re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.links.lanes import Lane, lane
+from lightning_dp.parallel.links.leaving import Leaving
 from lightning_dp.parallel.links.relay import Relay
 from lightning_dp.parallel.links.routes import chain, have_access
 from lightning_dp.parallel.links.streams import are_accelerators, current_stream
@@ -44,11 +45,12 @@ class Pipeline:
         self._has_access: dict[tuple[torch.device, ...], bool] = {}  # each to the next, in a send
         self._same: list[tuple[Tensor, Tensor]] = []  # of one device: from where, and to where
 
-    def send(self, here: Tensor, targets: Sequence[Tensor]) -> None:
+    def send(self, here: Tensor, targets: Sequence[Tensor], leaving: Leaving | None = None) -> None:
         """Issues the copies of a bucket; `arrive` when those of all buckets are issued.
 
-        Nothing is written before the target's current stream is through with what it was told. What
-        would not cross between accelerators is copied at once.
+        What was not packed is `leaving`; for what was, see `claim`. Nothing is written before the
+        target's current stream is through with what it was told. What would not cross between
+        accelerators is copied at once.
         """
         devices = {target.device for target in targets}
         if here.device in devices or not are_accelerators(here.device, *devices):
@@ -61,44 +63,68 @@ class Pipeline:
         stops = tuple(reversed(chain(list(tensors))))
         relay = None if self._is_direct(stops) else self._relay_from(here.device)
         if relay is not None and relay.prepare(here.nbytes):
-            self._carry(relay, here, [tensors[device] for device in stops[1:]])
+            self._carry(relay, here, [tensors[device] for device in stops[1:]], leaving)
         else:
-            self._pass_on(tensors, [lane(*ends) for ends in pairwise(stops)])
+            self._pass_on(tensors, [lane(*ends) for ends in pairwise(stops)], leaving)
 
     def _is_direct(self, stops: tuple[torch.device, ...]) -> bool:
         """Whether each has access to the next, or there is but one way through the host."""
-        if len(stops) == 2:
-            return True
+        return len(stops) == 2 or self._have_access(stops)
+
+    def _have_access(self, stops: tuple[torch.device, ...]) -> bool:
         if stops not in self._has_access:
             self._has_access[stops] = have_access(stops)
         return self._has_access[stops]
+
+    def wants_few_copies(self, here: torch.device, devices: Collection[torch.device]) -> bool:
+        """Whether a copy takes a link long before its first byte, and does not go in pieces anyway.
+
+        That is so between two accelerators without access: it goes through the host's memory.
+        """
+        stops = (here, *devices)
+        return len(stops) == 2 and are_accelerators(*stops) and not self._have_access(stops)
 
     def _relay_from(self, device: torch.device) -> Relay:
         if device not in self._relays:
             self._relays[device] = Relay(device)
         return self._relays[device]
 
-    def _carry(self, relay: Relay, here: Tensor, targets: Sequence[Tensor]) -> None:
-        # First: an interrupt may come in between.
-        self._first.add(relay)
-        self._leaving[here.data_ptr()] = relay
+    def _carry(
+        self, relay: Relay, here: Tensor, targets: Sequence[Tensor], leaving: Leaving | None
+    ) -> None:
+        self._begins(here, relay, leaving)
         relay.carry(here, targets)
-        self._leaving[here.data_ptr()] = relay.left()
+        self._has_begun(here, relay, leaving)
 
-    def _pass_on(self, tensors: Mapping[torch.device, Tensor], ways: Sequence[Lane]) -> None:
+    def _pass_on(
+        self,
+        tensors: Mapping[torch.device, Tensor],
+        ways: Sequence[Lane],
+        leaving: Leaving | None,
+    ) -> None:
         first, *others = ways
         here = tensors[first.source]
-        # First: an interrupt may come in between.
-        self._first.add(first)
-        self._next.update(others)
-        self._leaving[here.data_ptr()] = first
+        self._next.update(others)  # first: an interrupt may come in between
+        self._begins(here, first, leaving)
         size = max(-(-here.numel() // PIECES), LEAST_BYTES // here.element_size())
         if not others:
             size = here.numel()
         arrived: list[torch.Event] = []
         for way in ways:
             arrived = way.pass_on(tensors[way.source], tensors[way.target], size, arrived)
-        self._leaving[here.data_ptr()] = first.left()
+        self._has_begun(here, first, leaving)
+
+    def _begins(self, here: Tensor, way: Lane | Relay, leaving: Leaving | None) -> None:
+        # First: an interrupt may come in between.
+        self._first.add(way)
+        if leaving is None:
+            self._leaving[here.data_ptr()] = way
+        else:
+            leaving.by(way)
+
+    def _has_begun(self, here: Tensor, way: Lane | Relay, leaving: Leaving | None) -> None:
+        if leaving is None:
+            self._leaving[here.data_ptr()] = way.left()
 
     def claim(self, packed: Tensor) -> None:
         """From here on, the current stream may write to what was packed."""

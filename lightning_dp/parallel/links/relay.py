@@ -89,7 +89,11 @@ class Relay:
 
     def leave(self) -> None:
         """The source's current stream goes on when all that was carried may be written again."""
-        current_stream(self._source).wait_stream(self._out)
+        self.release(current_stream(self._source))
+
+    def release(self, stream: torch.Stream) -> None:
+        """A stream of the source goes on when all that was carried may be written again."""
+        stream.wait_stream(self._out)
 
 
 class _Slot:

@@ -9,28 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate, count
-from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias, TypeGuard, cast
+from typing import TypeAlias, TypeGuard, cast
 
 import torch
 from torch import Tensor
 
+from lightning_dp.parallel.links.buckets import Bucket, kind
 from lightning_dp.parallel.links.lanes import lane
+from lightning_dp.parallel.links.leaving import Leaving
 from lightning_dp.parallel.links.routes import chain, have_access, piece_bytes
 from lightning_dp.parallel.links.streams import are_accelerators, current_stream
 from lightning_dp.parallel.torch_private import add_to_each, copy_to_each
-
-if TYPE_CHECKING:
-    from lightning_dp.parallel.links.packing import Bucket
+from lightning_dp.parallel.torch_storage import add_as_read
 
 WINDOW_BYTES = 32 * 2**20
 """Sums on their way take this much on each device: as many buckets as fit are under way at once."""
 
 Row: TypeAlias = Sequence[Tensor]
 """The tensors of a bucket, or of a piece, that one replica has."""
-
-kind = attrgetter("shape", "dtype", "layout")
-"""What packed tensors must not differ in from those that they were packed for."""
 
 _PAGE = 4096  # bytes; less is never cut
 
@@ -148,7 +144,7 @@ class Summing:
             stops: dict[torch.device, list[Row]] = {}
             for row in rows:
                 stops.setdefault(row[0].device, []).append(piece.of(row))
-            self._pass(piece.number, stops)
+            self._pass(piece, stops)
         self._is_at_work = False
 
     def _settle(self) -> None:
@@ -159,29 +155,34 @@ class Summing:
                     torch.accelerator.synchronize(device)
             self._is_at_work = False
 
-    def _pass(self, piece: int, stops: dict[torch.device, list[Row]]) -> None:
+    def _pass(self, passing: _Piece, stops: dict[torch.device, list[Row]]) -> None:
         """Sends a piece, of which each device has some rows, down the chain."""
+        piece = passing.number
         *others, root = chain(list(stops))
         before: _Window | None = None
+        own: Tensor | None = None  # leaves from where it is
         for device in others:
             here, rows = self._there(device), stops[device]
             views = here.pieces[piece].views
-            if before is None:
+            if before is not None:
+                before.send(piece, here, own)
+                own = None
+                _add(views, rows[0])
+            elif len(rows) == 1 and passing.bucket.is_like(rows[0]):
+                own = passing.bucket.flat(rows[0])
+            else:
                 here.claim(piece)
                 copy_to_each(views, rows[0])
-            else:
-                before.send(piece, here)
-                add_to_each(views, rows[0])
             for row in rows[1:]:
-                add_to_each(views, row)
+                _add(views, row)
             before = here
         total, *more = stops[root]
         for row in more:
-            add_to_each(total, row)
+            _add(total, row)
         if before is not None:
             here = self._there(root)
-            before.send(piece, here)
-            add_to_each(total, here.pieces[piece].views)
+            before.send(piece, here, own)
+            _add(total, here.pieces[piece].views)
             here.let_go(piece)
 
     def _there(self, device: torch.device) -> _Window:
@@ -241,17 +242,30 @@ class _Window:
         if not self._is_cpu:
             self._free[piece % self._slots] = [self._current(piece).record_event()]
 
-    def send(self, piece: int, target: _Window) -> None:
-        """Copies a piece to another device, whose current stream waits for it."""
+    def send(self, piece: int, target: _Window, own: Tensor | None = None) -> None:
+        """Copies a piece to another device, whose current stream waits for it.
+
+        It is in its slot; or it is `own`, which may be written again by what the current stream of
+        this device is told from here on.
+        """
         here, there = self.pieces[piece].flat, target.pieces[piece].flat
+        if own is not None:
+            here, there = own, there[: own.numel()]
         if self._is_cpu or target._is_cpu:
             target.claim(piece)
             there.copy_(here)
             self.let_go(piece)
             return
         way = lane(self.device, target.device)
-        way.carry(here, there, target._free[piece % self._slots])
-        self._free[piece % self._slots] = [way.left()]
+        free = target._free[piece % self._slots]
+        if own is None:
+            way.carry(here, there, free)
+            self._free[piece % self._slots] = [way.left()]
+        else:
+            leaving = Leaving(self.device)
+            with leaving:
+                leaving.by(way)
+                way.carry(here, there, free)
         way.arrive()
         target._current(piece)
 
@@ -260,3 +274,10 @@ class _Window:
         stream = current_stream(self.device)
         self.pieces[piece].flat.record_stream(stream)
         return stream
+
+
+def _add(sums: Row, terms: Row) -> None:
+    try:
+        add_to_each(sums, terms)
+    except RuntimeError as error:
+        add_as_read(sums, terms, error)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.links.packing import buckets
+from lightning_dp.parallel.links.buckets import group
 from lightning_dp.parallel.links.streams import host_waits_for
 
 
@@ -35,7 +35,7 @@ def to_device_coalesced(
         away = [i for i, tensor in enumerate(tensors) if tensor.device == source]
         alone = {i for i in away if has_graphs and tensors[i].requires_grad}
         others = [i for i in away if i not in alone]
-        packed = [[others[j] for j in bucket] for bucket in buckets([tensors[i] for i in others])]
+        packed = [[others[j] for j in bucket] for bucket in group([tensors[i] for i in others])]
         for positions in [*packed, *([i] for i in alone)]:
             parts = _sent([tensors[i] for i in positions], device)
             for i, part in zip(positions, parts, strict=True):

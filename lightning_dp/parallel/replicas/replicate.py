@@ -163,8 +163,9 @@ class Replicas(BuiltReplicas):
             self._before = None
         for device, replica in zip(self._devices[1:], self._others, strict=True):
             if not replica.shares_memory:
-                # Now, and not in the midst of a backward that has little memory left.
-                self.packing.sums.prepare([self._devices[0], device])
+                if torch.is_grad_enabled():
+                    # Now, and not in the midst of a backward that has little memory left.
+                    self.packing.sums.prepare([self._devices[0], device])
             elif replica.shared is not positions and replica.shared != positions:
                 replica.share(positions)
 

@@ -34,7 +34,7 @@ class Weights:
         self.is_behind = False  # an optimizer has written to the root's
         self._apart: set[int] = set()
         self.seen = ParameterState.of(roots, versions=not self.shares_memory)
-        self._roots, self._device = roots, device
+        self._roots, self.device = roots, device
         if self.shares_memory:
             self._memory = [p.detach() for p in roots]
         else:
@@ -42,7 +42,7 @@ class Weights:
         self.parameters = list(map(_leaf_parameter, roots, self._memory))
 
     def _make_memory(self, packing: Packing) -> None:
-        self.packed, self._memory = packing.memory(self._roots, self._device)
+        self.packed, self._memory = packing.memory(self._roots, self.device)
         self._pointers = list(map(Tensor.data_ptr, self._memory))
 
     def follow(self, state: ParameterState, policy: str, silent: set[int]) -> set[int]:
@@ -155,7 +155,8 @@ class WeightCopies:
                 if positions:
                     stale.append((weights, positions))
         if stale:
-            self._send(stale)
+            # With more devices blocks would be packed in the few steps of one of them alone.
+            self._send(stale, joined=len({own.device for own in self._elsewhere}) == 1)
 
     def _fits(self) -> bool:
         """Whether the packing is for the root's parameters as they are; strides need new memory."""
@@ -178,7 +179,7 @@ class WeightCopies:
                 for weights in self._elsewhere:
                     weights.is_behind = True
 
-    def _send(self, stale: list[tuple[Weights, set[int]]]) -> None:
+    def _send(self, stale: list[tuple[Weights, set[int]]], *, joined: bool = False) -> None:
         """Copies parameters of these positions; where they are most of a bucket, all of it.
 
         Where the root's change left no trace, neither does the copy: graphs of earlier calls stay
@@ -198,7 +199,7 @@ class WeightCopies:
                     positions -= bucket.positions
             weights.copy(positions)
             increment_version([weights.parameters[i] for i in weights.noticed])
-        self.packing.send(self._roots, targets)
+        self.packing.send(self._roots, targets, joined=joined)
 
 
 def _after_optimizer(

@@ -238,6 +238,7 @@ def test_what_to_choose_is_the_cure(
     assert "give the step of the root alone" in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:forward. expected outputs that samples have by themselves")
 def test_forward_that_looks_at_the_whole_batch_is_told_in_forward_mode() -> None:
     class Centred(Contrastive):
         def forward(self, x: Tensor) -> Tensor:

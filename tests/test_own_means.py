@@ -217,6 +217,14 @@ MEANS: dict[str, Loss] = {
     "triplets": lambda net, x, y: F.triplet_margin_loss(net(x), net(x + 1), net(x - 1)),
     "cosine": lambda net, x, y: F.cosine_similarity(net(x), y).mean(),
     "standardised": lambda net, x, y: F.layer_norm(net(x), [3]).square().mul(y).mean(),
+    "centred rows": lambda net, x, y: net(x - x.mean(1, keepdim=True)).square().mean(),
+    "zeros like": lambda net, x, y: net(x - x.new_zeros(4) - torch.zeros_like(x[0])).mean(),
+    "weights of one": lambda net, x, y: (
+        net(x) * torch.ones_like(y) / torch.ones_like(y).sum()
+    ).sum(),
+    "range of one": lambda net, x, y: net(x / torch.ones_like(x).max()).square().mean(),
+    "up to the longest": lambda net, x, y: (net(x) * _mask(y)).square().mean(),
+    "for people": lambda net, x, y: _shown(x, net(x).square().mean()),
     "column": lambda net, x, y: F.mse_loss(net(x)[:, 0].view(-1), y[:, 0]).view(1).squeeze(),
 }
 
@@ -227,6 +235,32 @@ def _dice(chosen: Tensor, right: Tensor) -> Tensor:
 
 def _mean(net: nn.Linear, x: Tensor) -> Tensor:
     return net(x).softmax(1).mean(0)
+
+
+def _shown(x: Tensor, loss: Tensor) -> Tensor:
+    assert ((x - x.amin()) / (x.amax() - x.amin())).mean() < 1  # an image, for a logger
+    return loss
+
+
+def _mask(y: Tensor) -> Tensor:
+    lengths = y.abs().long().sum(1)
+    places = torch.arange(lengths.max() + 1)[None].view(1, lengths.max() + 1)
+    return F.pad((places < lengths[:, None]).float(), (0, lengths.max()))[:, :3]
+
+
+def _centred_in_place(x: Tensor) -> Tensor:
+    x = x.clone()
+    x -= x.mean(0).expand_as(x)
+    return x
+
+
+def _less_running_mean(x: Tensor) -> Tensor:
+    return x - torch.zeros(4).lerp_(x.mean(0), 0.1)
+
+
+@torch.no_grad()
+def _advantages(x: Tensor) -> Tensor:
+    return (x - x.mean()) / (x.std() + 1e-6)
 
 
 OTHERS: dict[str, tuple[Loss, str]] = {
@@ -280,6 +314,36 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "experts": (
         lambda net, x, y: (_mean(net, x) * y.mean(0)).sum(),
         "a product of what shards have",
+    ),
+    "centred data": (
+        lambda net, x, y: net(x - x.mean(0)).square().mean(),
+        "sub of samples and of ",
+    ),
+    "in place": (lambda net, x, y: net(_centred_in_place(x)).square().mean(), "sub_ of samples "),
+    "running mean": (lambda net, x, y: net(_less_running_mean(x)).square().mean(), "of mean over "),
+    "advantages": (lambda net, x, y: (net(x) * _advantages(y)).mean(), "of mean over all of them"),
+    "range of data": (lambda net, x, y: net(x / x.abs().max()).square().mean(), "of max over all"),
+    "norm of data": (lambda net, x, y: net(F.relu(x) / x.norm()).square().mean(), "of norm over "),
+    "shares of data": (
+        lambda net, x, y: (net(x).square() * (y.exp() / y.exp().sum(0))).mean(),
+        "div of samples and of sum over all of them, which has no gradient. ",
+    ),
+    "shares of counts": (
+        lambda net, x, y: (net(x).square() * ((y > 0) / (y > 0).sum(0))).mean(),
+        "div of samples and of sum over all of them",
+    ),
+    "whitened": (lambda net, x, y: net(x @ (x.T @ x)).square().mean(), "of matmul over all of "),
+    "threshold": (
+        lambda net, x, y: (net(x) * (y > y.median())).square().mean(),
+        "gt of samples and of median over all of them",
+    ),
+    "imputed": (
+        lambda net, x, y: net(torch.where(x > 0, x, x.mean(0))).square().mean(),
+        "where of samples and of mean over all of them",
+    ),
+    "less the mean": (
+        lambda net, x, y: (net(x) - net(x).detach().mean(0)).square().mean(),
+        "sub of samples and of mean over all of them",
     ),
     "two means": (
         lambda net, x, y: net(x).mean() * net(x).square().mean(),

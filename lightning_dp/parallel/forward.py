@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import threading
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,6 +20,7 @@ from torch import nn
 from lightning_dp.parallel.batch import Scalars, Shards, to_device_together
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.contexts import Lasting, StandIn, Surroundings, replaced
+from lightning_dp.parallel.gradients import NOT_THE_BATCHS, Traces, related, tensors_of
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.torch_private import is_in_backward
@@ -72,6 +76,8 @@ class ForwardParallel(RecoveringEngine):
         self._locks: dict[int, threading.RLock] = {}
         self._all_devices = [*self.devices, self.output_device]
         self._streams: list[torch.Stream] = []  # the caller's own
+        self._unequal = Counter[str]()  # calls of a submodule whose shards were
+        self._told = set[str]()  # submodules whose samples depend on each other
 
     def turn(self) -> AbstractContextManager[Any]:
         """Lets one thread spread calls at a time: checkpoints do so in the threads of devices."""
@@ -109,6 +115,27 @@ class ForwardParallel(RecoveringEngine):
         # A checkpoint calls again in a thread of autograd, which has other ones.
         with on_streams(self._streams), replaced(self, asked=self._asked(path)):
             return self.run(self.spread_call(path, len(args)), arguments)
+
+    def traces(self, path: str, sizes: Sequence[int]) -> Traces | None:
+        """For the first call in shards of these sizes, if they differ, the 16th, the 256th, ..."""
+        if len(set(sizes)) < 2 or path in self._told or is_in_backward():
+            return None
+        self._unequal[path] = count = self._unequal[path] + 1
+        is_due = 16 ** round(math.log(count, 16)) == count and not self.replicas.may_compile
+        return Traces(self.replicas.modules) if is_due else None
+
+    def look(self, path: str, traces: Traces, outputs: Sequence[Any], shards: Shards) -> None:
+        """Tells, once, if a submodule computes of a sample what depends on others in its shard."""
+        own, sizes = traces.of(shards.active), shards.active_sizes
+        found = related(own, [*map(tensors_of, outputs)], sizes, with_gradient=True)
+        if found is not None:
+            self._told.add(path)
+            name = f"{path}.forward".lstrip(".")
+            warnings.warn(
+                f"{name}: expected outputs that samples have by themselves, got {found}. "
+                f"{NOT_THE_BATCHS} Compute it outside of the call, of the whole batch.",
+                stacklevel=2,
+            )
 
     @property
     def is_training(self) -> bool:
@@ -195,6 +222,8 @@ class SpreadCall(ReplicaCall):
     These are one dict; the first `num_args` go by position.
     """
 
+    _traces: Traces | None = None  # in a call that is looked at
+
     def __init__(
         self, engine: ForwardParallel, path: str, num_args: int, *, training: bool
     ) -> None:
@@ -208,18 +237,22 @@ class SpreadCall(ReplicaCall):
         # Not the engine itself: a graph that reaches what holds it is never freed.
         settle = partial(_settle, weakref.ref(self._engine))
         self._engine.replicas.connect(shards.active, settle)
+        self._traces = self._engine.traces(self.path, shards.active_sizes)
 
     def on_replica(self, module: nn.Module, shard: Mapping[int | str, Any]) -> Any:
         """The replica's `forward`."""
         rest = {name: value for name, value in shard.items() if isinstance(name, str)}
         args = map(shard.get, range(self._num_args))
-        return module.get_submodule(self.path).forward(*args, **rest)
+        with nullcontext() if self._traces is None else self._traces.begin(module, shard):
+            return module.get_submodule(self.path).forward(*args, **rest)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """Joined; what the root has returned alone stays as it is."""
         if shards.whole:
             return to_device_together(outputs, self._engine.output_device)[0]
         self._engine.num_cut += 1
+        if self._traces is not None:
+            self._engine.look(self.path, self._traces, outputs, shards)
         sizes, order = shards.active_sizes, shards.active_order
         return self._engine.join(
             outputs, sizes=sizes, order=order, dims=shards.dims, doubts_means=True

@@ -138,7 +138,7 @@ class ManualStep(EvaluationStep):
         if means.rest[key]:
             means.rest[key] -= 1
         elif not (counts or engine.calls.crossed):
-            means.look(key, graphs, sizes)
+            means.look(key, graphs, sizes, self.traces)
         return graphs
 
     def once(

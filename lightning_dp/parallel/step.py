@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from lightning_dp.parallel.gradients import (
     LossReduction,
     OwnMeans,
     StepOutput,
+    Traces,
     agreed_items,
     as_told,
     join_losses,
@@ -34,7 +35,7 @@ from lightning_dp.parallel.gradients import (
 )
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.torch_private import hooked
-from lightning_dp.parallel.workers import Calls
+from lightning_dp.parallel.workers import refuse_own_backward
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import JointLoss, Losses, World
@@ -121,6 +122,7 @@ class EvaluationStep(ReplicaCall):
 
     training = False
     shards: Shards  # the latest ones that it was made with
+    traces: Traces | None = None  # in a batch in which losses are looked at
 
     def __init__(
         self,
@@ -137,12 +139,17 @@ class EvaluationStep(ReplicaCall):
         self.shards = shards
         calls, replicas = self.engine.calls, self.engine.replicas
         # Not the calls themselves: a graph that reaches what holds it is never freed.
-        if replicas.link_buffers(shards.active, partial(_check_at_once, weakref.ref(calls))):
+        if replicas.link_buffers(shards.active, partial(refuse_own_backward, weakref.ref(calls))):
             calls.crossed = True
+        means, first = self.engine.own_means, (self.name, 0)
+        is_due = self.training and not means.rest[first] and not replicas.may_compile
+        is_due = is_due and means.is_traced(first, shards.active_sizes)
+        self.traces = Traces(replicas.modules) if is_due else None
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """The replica's own method."""
-        return getattr(module, self.name)(shard, *self.args)
+        with nullcontext() if self.traces is None else self.traces.begin(module, shard):
+            return getattr(module, self.name)(shard, *self.args)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """See `gather`."""
@@ -169,7 +176,7 @@ class TrainingStep(EvaluationStep):
         """The replica's own method; what the root has done to parameters must not reach others."""
         if module is not self.engine.module:
             self.engine.replicas.check_shared()
-        return getattr(module, self.name)(shard, *self.args)
+        return super().on_replica(module, shard)
 
     def leave(self, outputs: list[Any], devices: Collection[torch.device]) -> list[Any]:
         """Losses stay, too: their backward begins where they are."""
@@ -236,7 +243,7 @@ class TrainingStep(EvaluationStep):
         if means.rest[key]:
             means.rest[key] -= 1
         elif not (counts or self.engine.calls.crossed):
-            means.look(key, graphs, sizes)
+            means.look(key, graphs, sizes, self.traces)
         joint, items = None, None if counts is None else sum(counts)
         if graphs:
             with torch.no_grad():  # the joint loss has a backward of its own
@@ -283,15 +290,3 @@ class TrainingStep(EvaluationStep):
                 yield
         finally:
             aside.put_back()
-
-
-def _check_at_once(calls: Callable[[], Calls | None], buffers: list[str]) -> None:
-    """Refuses a replica's own backward through the graph of buffers, which all replicas share."""
-    running = calls()
-    if running is not None and running.is_open and not running.is_conducting:
-        raise RuntimeError(
-            "Expected no backward and no torch.autograd.grad inside of training_step through the "
-            f"buffers {buffers}, which were computed outside of it: all replicas share their "
-            "graph. Compute them in training_step, where each replica has its own, or use "
-            'DataParallelStrategy(mode="forward").'
-        )

@@ -1,11 +1,13 @@
 """Gradients: one loss of the replicas' losses, its backward, and the sums that reach the root.
 
 Decided here: what each replica's loss weighs and what the joint loss's backward does (`loss`; what
-losses are means over, `items`, and a warning where that is not samples, `own_means`), how it runs
-on accelerators (`at_once`), who sums gradients and `buffers`, and when (`reduce`; how, in `slices`;
-of several processes, `between` them and in `buffers_between`), what follows if somebody writes to
-the root's in between (`outside`), which gradients leave before it has ended (`overlap`, by a
-`schedule`), and how gradients, hooks and the values of buffers are set aside for a while (`aside`).
+losses are means over, `items`, and a warning where that is not samples, `own_means`, or where
+`traces` show `relations` of samples to a statistic of their shard, or of samples `along` their
+dimension), how it runs on accelerators (`at_once`), who sums gradients and `buffers`, and when
+(`reduce`; how, in `slices`; of several processes, `between` them and in `buffers_between`), what
+follows if somebody writes to the root's in between (`outside`), which gradients leave before it has
+ended (`overlap`, by a `schedule`), and how gradients, hooks and the values of buffers are set aside
+for a while (`aside`).
 """
 
 from lightning_dp.parallel.gradients.aside import GradientsAside as GradientsAside
@@ -31,5 +33,9 @@ from lightning_dp.parallel.gradients.loss import loss_of as loss_of
 from lightning_dp.parallel.gradients.loss import loss_weights as loss_weights
 from lightning_dp.parallel.gradients.own_means import OwnMeans as OwnMeans
 from lightning_dp.parallel.gradients.reduce import Reducer as Reducer
+from lightning_dp.parallel.gradients.relations import NOT_THE_BATCHS as NOT_THE_BATCHS
+from lightning_dp.parallel.gradients.relations import related as related
 from lightning_dp.parallel.gradients.slices import Spread as Spread
 from lightning_dp.parallel.gradients.slices import reduce_gradients as reduce_gradients
+from lightning_dp.parallel.gradients.traces import Traces as Traces
+from lightning_dp.parallel.gradients.traces import tensors_of as tensors_of

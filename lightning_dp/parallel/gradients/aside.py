@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_dp.parallel.gradients.slices import add_each
 from lightning_dp.parallel.links import can_be_packed
 from lightning_dp.parallel.torch_private import (
     ParameterHooks,
-    add_to_each,
     flattened,
     hooks_of,
     put_hooks_back,
@@ -58,7 +58,7 @@ class GradientsAside:
                 terms.append(parameter.grad)
             parameter.grad = earlier
         if sums:
-            add_to_each(sums, terms)
+            add_each(sums, terms)
 
 
 class HooksOff:

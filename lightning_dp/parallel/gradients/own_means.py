@@ -18,6 +18,8 @@ import torch
 
 from lightning_dp.parallel.gradients.items import numbers_of
 from lightning_dp.parallel.gradients.loss import Graph, LossReduction
+from lightning_dp.parallel.gradients.relations import NOT_THE_BATCHS, related
+from lightning_dp.parallel.gradients.traces import Traces
 from lightning_dp.parallel.torch_losses import Reduced, divisors_of_means, terms_of
 from lightning_dp.parallel.torch_mixing import mixed_samples
 
@@ -91,8 +93,25 @@ class OwnMeans:
         first = 0.0 if loss_reduction == "mean" else math.inf
         self.rest: defaultdict[tuple[str, int], float] = defaultdict(lambda: first)
         self._looked_at: defaultdict[tuple[str, int], int] = defaultdict(lambda: 1)
+        self._traced_for: defaultdict[tuple[str, int], int] = defaultdict(int)
 
-    def look(self, key: tuple[str, int], graphs: Sequence[Graph], sizes: Sequence[int]) -> None:
+    def is_traced(self, key: tuple[str, int], sizes: Sequence[int]) -> bool:
+        """Whether a step is to be traced for a look, in shards of these sizes: once for each look.
+
+        That may not come: the step's output may have `num_items`.
+        """
+        if len(set(sizes)) < 2 or self._traced_for[key] == self._looked_at[key]:
+            return False
+        self._traced_for[key] = self._looked_at[key]
+        return True
+
+    def look(
+        self,
+        key: tuple[str, int],
+        graphs: Sequence[Graph],
+        sizes: Sequence[int],
+        traces: Traces | None = None,
+    ) -> None:
         """Compares how the replicas' losses are put together with their samples.
 
         What is divided by the same everywhere does not follow from a shard's samples.
@@ -101,6 +120,7 @@ class OwnMeans:
             key: the method that the losses are of, and which of its losses they are.
             graphs: the replicas' losses.
             sizes: of their shards.
+            traces: of the steps that returned them, if they were traced.
         """
         if len(graphs) < 2:
             return
@@ -111,6 +131,7 @@ class OwnMeans:
         if got is None:
             verdicts = (term.verdict(sizes) for term in terms)
             got = next(filter(None, verdicts), None) or _mixed(graphs, sizes)
+            got = got or _related(graphs, sizes, traces)
         if got is not None:
             self.rest[key] = math.inf
             warnings.warn(
@@ -123,9 +144,19 @@ def _mixed(graphs: Sequence[Graph], sizes: Sequence[int]) -> str | None:
     if mixed is None:
         return None
     sample = "Take it of each sample, or use" if mixed.is_function else "Use"
+    return f"{mixed.what}. {NOT_THE_BATCHS} {sample} {_FORWARD}"
+
+
+def _related(graphs: Sequence[Graph], sizes: Sequence[int], traces: Traces | None) -> str | None:
+    own = [] if traces is None else traces.of([graph.replica for graph in graphs])
+    if len(own) < len(graphs):
+        return None
+    found = related(own, [[graph.loss] for graph in graphs], sizes)
+    if found is None:
+        return None
     return (
-        f"{mixed.what}. What shards have of their own samples is not what the batch has. {sample} "
-        f"{_FORWARD}"
+        f"{found}, which has no gradient. {NOT_THE_BATCHS} Compute it before the batch is cut, in "
+        f"on_before_batch_transfer, or use {_FORWARD}"
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
 from lightning_dp.parallel.torch_private import add_to_each
+from lightning_dp.parallel.torch_storage import add_as_read
 
 Spread: TypeAlias = Callable[[Sequence[Callable[[], None]]], object]
 """Makes calls at the same time, one in each worker, and returns when all have ended."""
@@ -101,7 +102,15 @@ def _add_up(share: Sequence[Sequence[Tensor]]) -> None:
     One column after another, not one replica after another: a sum then stays in the cache.
     """
     sums = [total for total, *terms in share for _ in terms]
-    add_to_each(sums, [term for _, *terms in share for term in terms])
+    add_each(sums, [term for _, *terms in share for term in terms])
+
+
+def add_each(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
+    """Adds a term to each tensor, in place."""
+    try:
+        add_to_each(sums, terms)
+    except RuntimeError as error:
+        add_as_read(sums, terms, error)
 
 
 def reduce_gradients(
@@ -176,4 +185,4 @@ def _add(sums: list[Tensor | None], gradients: list[Tensor | None]) -> None:
                 targets.append(total)
                 terms.append(gradient)
     if targets:
-        add_to_each(cast(list[Tensor], targets), cast(list[Tensor], terms))
+        add_each(cast(list[Tensor], targets), cast(list[Tensor], terms))

@@ -17,6 +17,7 @@ from lightning_dp.parallel.workers.apply import EXECUTORS as EXECUTORS
 from lightning_dp.parallel.workers.apply import Executor as Executor
 from lightning_dp.parallel.workers.apply import ExecutorName as ExecutorName
 from lightning_dp.parallel.workers.calls import Calls as Calls
+from lightning_dp.parallel.workers.calls import refuse_own_backward as refuse_own_backward
 from lightning_dp.parallel.workers.participant import PARTICIPANT as PARTICIPANT
 from lightning_dp.parallel.workers.participant import Task as Task
 from lightning_dp.parallel.workers.participant import current_participant as current_participant

@@ -1,0 +1,224 @@
+"""Relations: samples that are put in relation to others of their shard, or to a statistic of it.
+
+Shards differ in samples: in the traces of the replicas, a dimension that differs counts samples,
+and what has lost it is a statistic over them. What is computed from that and from samples again is
+not what it would be of the whole batch; nor is what a function makes along that dimension. In a
+step's loss, what has a gradient is left to its graph; see `torch_mixing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import starmap
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.gradients.along import changes_order
+from lightning_dp.parallel.gradients.traces import NO_NUMBER, STATISTICS, Call, Given, Trace
+
+_OF_THE_FIRST = {
+    *("expand", "expand_as", "narrow", "pad", "repeat", "repeat_interleave", "reshape"),
+    *("reshape_as", "resize_as_", "tile", "to", "type_as", "unflatten", "view", "view_as"),
+}
+"""What takes no more of others than a shape or a dtype."""
+
+_AT_PLACES = {"__getitem__", "gather", "index_select", "take", "take_along_dim"}
+"""What takes places of the second: a statistic tells which elements then, and not how much."""
+
+_OF_NONE = ("arange", "empty", "eye", "full", "new_", "ones", "rand", "zeros")
+"""How the names begin of what takes no more than a shape or a dtype of any."""
+
+
+NOT_THE_BATCHS = "What shards have of their own samples is not what the batch has."
+"""What warnings say of samples that meet."""
+
+
+class Related(NamedTuple):
+    """Names of functions: what made the statistic, if it was one, and in what samples met."""
+
+    statistic: str
+    met_in: str
+
+    def __str__(self) -> str:
+        """For people."""
+        if not self.statistic:
+            is_order = changes_order(self.met_in)
+            return f"{'another order of' if is_order else self.met_in + ' along'} samples"
+        return f"{self.met_in} of samples and of {self.statistic} over all of them"
+
+
+def related(
+    traces: Sequence[Trace],
+    results: Sequence[Sequence[Tensor]],
+    sizes: Sequence[int],
+    *,
+    with_gradient: bool = False,
+) -> Related | None:
+    """Where results depend on samples in relation to a statistic over them; None if nothing tells.
+
+    Nothing does where replicas did not call the same functions, or have equally many samples, or
+    where the statistic is the same in all shards.
+
+    Args:
+        traces: of what the replicas did with their shards.
+        results: what it returned.
+        sizes: of the shards.
+        with_gradient: whether statistics count that have one, as no graph is looked at.
+
+    Example:
+        >>> def traced(loss, shard):
+        ...     with Trace(shard) as trace:
+        ...         return trace, loss(shard)
+        >>> shards = torch.arange(5.0).split([3, 2])
+        >>> centred = [traced(lambda x: [(x - x.mean()).abs().mean()], shard) for shard in shards]
+        >>> related(*zip(*centred), (3, 2))
+        Related(statistic='mean', met_in='sub')
+        >>> plain = [traced(lambda x: [x.abs().mean()], shard) for shard in shards]
+        >>> related(*zip(*plain), (3, 2)) is None
+        True
+    """
+    paths = [*starmap(_path, zip(traces, results, strict=True))]
+    if any([_outline(path) != _outline(paths[0]) for path in paths]):
+        return None
+    known = _Known([*zip(*(trace.shard for trace in traces), strict=False)], sizes, with_gradient)
+    for calls in zip(*paths, strict=True):
+        if (found := known.met_in(calls[0]) or known.met_along(calls)) is not None:
+            return found
+        known.follow(calls)
+    return None
+
+
+class _Statistic(NamedTuple):
+    """By the name of what made it."""
+
+    name: str
+    is_floating: bool
+
+
+class _Known:
+    """The numbers of samples, and of statistics over them."""
+
+    def __init__(
+        self, leaves: Sequence[Sequence[Given]], sizes: Sequence[int], with_gradient: bool
+    ) -> None:
+        self._sizes, self._with_gradient = sizes, with_gradient
+        self._samples = {given[0].number for given in leaves if _differ(given)}
+        self._statistics: dict[int, _Statistic] = {}
+
+    def met_in(self, call: Call) -> Related | None:
+        """What a call makes of samples and a statistic, if it takes both.
+
+        With a statistic of whole numbers it has to be how much: else samples are counted or chosen,
+        as for a mask up to the longest of them.
+        """
+        statistic = self._statistic(call)
+        if statistic is None or not self._is_of_samples(call):
+            return None
+        is_amount = statistic.is_floating or any([given.is_floating for given in call.gives])
+        return Related(statistic.name, call.name) if is_amount else None
+
+    def met_along(self, calls: Sequence[Call]) -> Related | None:
+        """What the same call of all replicas makes along the dimension of samples.
+
+        As long as that is on each: what a shard was padded to is another number by chance.
+        """
+        call, first = calls[0], [own.gives[0] for own in calls]
+        if not self._is_of_samples(call) or self._is_left_to_graphs(first):
+            return None
+        if len({len(given.shape) for given in first}) > 1:
+            return None  # a shard of one sample may have lost its dimension
+        for dim in call.along:
+            lengths = [length for given in first for length in given.shape[dim : dim + 1]]
+            if len(set(lengths)) > 1 and _are_proportional(lengths, self._sizes):
+                return Related("", call.name)
+        return None
+
+    def follow(self, calls: Sequence[Call]) -> None:
+        """Learns of what the same call gave on all replicas."""
+        call, is_of_samples = calls[0], self._is_of_samples(calls[0])
+        statistic = self._statistic(call)
+        for given in zip(*(own.gives for own in calls), strict=True):
+            number = given[0].number
+            self._samples.discard(number)
+            self._statistics.pop(number, None)
+            if is_of_samples and _differ(given):
+                self._samples.add(number)
+            elif self._is_left_to_graphs(given):
+                continue  # as its graph shows
+            elif statistic is not None:
+                self._statistics[number] = _Statistic(statistic.name, given[0].is_floating)
+            elif is_of_samples and call.name in STATISTICS and _tell(given, self._sizes):
+                self._statistics[number] = _Statistic(call.name, given[0].is_floating)
+
+    def _is_left_to_graphs(self, given: Sequence[Given]) -> bool:
+        return not self._with_gradient and any([own.has_gradient for own in given])
+
+    def _is_of_samples(self, call: Call) -> bool:
+        return not self._samples.isdisjoint(_taken(call))
+
+    def _statistic(self, call: Call) -> _Statistic | None:
+        if call.name == "grad":
+            return None  # of a sum over samples: that of each
+        taken = call.takes[:1] if call.name in _AT_PLACES else _taken(call)
+        return next((self._statistics[n] for n in taken if n in self._statistics), None)
+
+
+def _path(trace: Trace, results: Sequence[Tensor]) -> list[Call]:
+    """The calls that results came of; numbers are in the order in which they take part."""
+    needed, path = {*map(trace.number_of, results)}, list[Call]()
+    for call in reversed(trace.calls):
+        if not needed.isdisjoint([given.number for given in call.gives]):
+            needed.update(call.takes)
+            path.append(call)
+    numbers = {given.number: given.number for given in trace.shard} | {NO_NUMBER: NO_NUMBER}
+    return [_renumbered(call, numbers) for call in reversed(path)]
+
+
+def _renumbered(call: Call, numbers: dict[int, int]) -> Call:
+    takes = [numbers.setdefault(number, len(numbers)) for number in call.takes]
+    gives = [
+        given._replace(number=numbers.setdefault(given.number, len(numbers)))
+        for given in call.gives
+    ]
+    return call._replace(takes=tuple(takes), gives=tuple(gives))
+
+
+def _outline(path: Sequence[Call]) -> list[tuple[str, tuple[int, ...], list[int]]]:
+    return [(own.name, own.takes, [given.number for given in own.gives]) for own in path]
+
+
+def _taken(call: Call) -> tuple[int, ...]:
+    """The numbers of those tensors whose values count."""
+    if call.name.startswith(_OF_NONE):
+        return ()
+    return call.takes[:1] if call.name in _OF_THE_FIRST else call.takes
+
+
+def _differ(given: Sequence[Given]) -> bool:
+    """Whether a dimension differs between shards."""
+    return len({own.shape for own in given}) > 1
+
+
+def _are_proportional(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
+    pairs = zip(lengths, sizes, strict=True)
+    return all([length * sizes[0] == lengths[0] * size for length, size in pairs])
+
+
+def _tell(given: Sequence[Given], sizes: Sequence[int]) -> bool:
+    """Whether a statistic is another one in each shard, and no count of all samples."""
+    values = [own.value for own in given]
+    known = [_precise(value) for value in values if value is not None]
+    if len(known) < len(values):
+        return True
+    of_one = [value / size for value, size in zip(known, sizes, strict=True)]
+    return not any([_are_equal(own) for own in (known, of_one)])
+
+
+def _precise(value: Tensor) -> Tensor:
+    return value.to("cpu", torch.complex128 if value.is_complex() else torch.float64)
+
+
+def _are_equal(values: Sequence[Tensor]) -> bool:
+    return all([torch.allclose(value, values[0], equal_nan=True) for value in values])

@@ -1,0 +1,156 @@
+"""Traces: which functions of torch's a call has used on its shard, and on what came of that."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_dp.parallel.batch import tree
+from lightning_dp.parallel.gradients.along import MOVES, dims_along
+
+STATISTICS = {
+    *("amax", "amin", "aminmax", "bincount", "corrcoef", "count_nonzero", "cov", "dot", "einsum"),
+    *("histc", "kthvalue", "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "logsumexp"),
+    *("matmul", "__matmul__", "max", "mean", "median", "min", "mm", "mode", "mv", "nanmean"),
+    *("nanmedian", "nanquantile", "nansum", "norm", "prod", "quantile", "std", "std_mean", "sum"),
+    *("tensordot", "var", "var_mean"),
+}
+"""What may take the dimension of samples away, and depends on all of them."""
+
+_MOST_KEPT = 2**14
+"""Elements of a statistic that is kept, to be compared between shards."""
+
+NO_NUMBER = -1
+
+
+class Given(NamedTuple):
+    """A tensor that a call returned, or wrote to; a value if it has no gradient and is small."""
+
+    number: int
+    shape: tuple[int, ...] = ()
+    is_floating: bool = False
+    has_gradient: bool = False
+    value: Tensor | None = None
+
+
+class Call(NamedTuple):
+    """A call of a function: the numbers of the tensors that it took, and what it gave.
+
+    Elements of the first one depend on each other `along` some dimensions, see `dims_along`.
+    """
+
+    name: str
+    takes: tuple[int, ...]
+    gives: tuple[Given, ...]
+    along: tuple[int, ...] = ()
+
+
+class Trace(TorchFunctionMode):
+    """While it lasts, notes what the calling thread computes from a shard.
+
+    That has numbers: first the tensors of the shard, in order. What is computed from nothing that
+    has a number is not noted, nor is what parameters are made of. Calls go on as they are; what
+    torch does inside of them is not noted, and a compiled function is passed over.
+
+    Example:
+        >>> shard = torch.ones(3, 2)
+        >>> with Trace(shard) as trace:
+        ...     loss = (shard - shard.mean(0)).square().mean()
+        >>> [call.name for call in trace.calls], trace.number_of(loss)
+        (['mean', 'sub', 'square', 'mean'], 4)
+    """
+
+    def __init__(self, shard: Any) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._orders: dict[int, weakref.ref[Tensor]] = {}  # random ones
+        self._count = 0
+        self.shard = [self._given(tensor, keeps=False) for tensor in tensors_of(shard)]
+
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a tensor, or `NO_NUMBER`."""
+        found = self._known.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else NO_NUMBER
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Notes a call."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if torch.compiler.is_compiling():  # or it would become a part of what is compiled
+            return result
+        takes = tuple([self.number_of(tensor) for tensor in _tensors((args, kwargs))])
+        name = getattr(func, "__name__", "")
+        written = args[0] if name == "__setitem__" else result
+        if name == "randperm" or (name in MOVES and self._is_order(args[0])):
+            self._orders[id(result)] = weakref.ref(result)
+        if max(takes, default=NO_NUMBER) > NO_NUMBER:
+            own = [tensor for tensor in _tensors(written) if not isinstance(tensor, nn.Parameter)]
+            given = [self._given(tensor, keeps=name in STATISTICS) for tensor in own]
+            if given:
+                along = dims_along(name, args, kwargs, result, self._is_order)
+                self.calls.append(Call(name, takes, tuple(given), along))
+        return result
+
+    def _is_order(self, argument: Any) -> bool:
+        """Whether it is a random order."""
+        known = self._orders.get(id(argument))
+        return known is not None and known() is argument
+
+    def _given(self, tensor: Tensor, *, keeps: bool) -> Given:
+        number = self.number_of(tensor)
+        if number == NO_NUMBER:
+            number, self._count = self._count, self._count + 1
+            self._known[id(tensor)] = weakref.ref(tensor), number
+        if tensor.is_nested:
+            return Given(number)
+        keeps = keeps and not tensor.requires_grad and tensor.numel() <= _MOST_KEPT
+        keeps = keeps and tensor.layout is torch.strided and not tensor.is_meta
+        is_floating = tensor.is_floating_point() or tensor.is_complex()
+        kinds = tuple(tensor.shape), is_floating, tensor.requires_grad
+        # A copy: what takes it may be followed by what writes to it.
+        return Given(number, *kinds, tensor.detach().clone() if keeps else None)
+
+
+class Traces:
+    """Those of the replicas of one step."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._of: dict[int, Trace] = {}  # by the modules' ids
+
+    def begin(self, module: nn.Module, shard: Any) -> Trace:
+        """That of a replica, which is about to get its shard."""
+        self._of[id(module)] = trace = Trace(shard)
+        return trace
+
+    def of(self, replicas: Iterable[int]) -> list[Trace]:
+        """Those of some replicas; without those that have none."""
+        found = [self._of.get(id(self._modules[k])) for k in replicas]
+        return [trace for trace in found if trace is not None]
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Its tensors, also those in what is cut as a whole, as what is packed."""
+    return [*_tensors(tree.leaves(batch))]
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(tuple(values.values()))

@@ -1,7 +1,9 @@
 """Every test leaves no thread behind, and the environment and torch's globals as found.
 
-Whole folders of tests run in a process for each core. Files and tests that are named, or chosen
-with -k, run in this process, where a debugger and prints work; `-n 4` and `-n 0` say otherwise.
+Whole folders of tests run in a process for each core, and of a test with three parameters or more
+as many combinations as it takes for every two values to meet; `--whole-products` runs all. Files
+and tests that are named, or chosen with -k, run whole and in this process, where a debugger and
+prints work; `-n 4` and `-n 0` say otherwise.
 """
 
 import argparse
@@ -14,7 +16,8 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ import torch
 from conformance_table import table
 from hypothesis import HealthCheck, settings
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from pairs import covering
 from places import SIM_DEVICES
 
 from lightning_dp import sim
@@ -97,6 +101,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     # For those who write tests of GPUs and have none: `--on cuda --played 1`, or `--played 8`.
     parser.addoption("--played", type=int, default=0, help=argparse.SUPPRESS)
     parser.addoption(
+        "--whole-products",
+        action="store_true",
+        help="all combinations of a test's parameters, not only those in which every two meet",
+    )
+    parser.addoption(
         "--side-streams",
         action="store_true",
         help="each test is on a stream of its own on every accelerator",
@@ -106,10 +115,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before the processes are counted
 def pytest_cmdline_main(config: pytest.Config) -> None:
     option = config.option
+    are_few = bool(option.keyword or getattr(option, "lf", False))  # as a rule
+    are_few |= not all(Path(name).is_dir() for name in config.args)
+    option.whole_products |= are_few
     is_told = getattr(option, "numprocesses", 0) is not None or hasattr(config, "workerinput")
     in_here = option.usepdb or option.collectonly or option.capture == "no"
-    in_here |= bool(option.keyword or getattr(option, "lf", False))  # few tests, as a rule
-    if is_told or in_here or not all(Path(name).is_dir() for name in config.args):
+    if is_told or in_here or are_few:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     option.numprocesses = min(cores or 1, MOST_PROCESSES) if (cores or 1) > 1 else 0
@@ -142,13 +153,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _chooses_itself(item: pytest.Item) -> bool:
-    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    return any("on" in (n.split(",") if isinstance(n, str) else n) for n in names)
+    return any("on" in names for names in _parametrized(item))
+
+
+def _parametrized(item: pytest.Item) -> Iterator[list[str]]:
+    """The parameters of a test that are listed together."""
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        yield [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    elsewhere = []
+    left_out = set(_elsewhere(items))
+    if not config.option.whole_products:
+        left_out |= set(_in_no_new_pair([item for item in items if item not in left_out]))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _elsewhere(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those for kinds of devices that this process has not; marks some of the others as slow."""
     for item in items:
         callspec = getattr(item, "callspec", None)
         kind = callspec.params.get("on") if callspec is not None else None
@@ -159,11 +185,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
         of_sim = item.get_closest_marker("sim_only") or item.path.parent.name == "sim"
         if kind == ELSEWHERE or (of_sim and "sim" not in places.kinds):
-            elsewhere.append(item)
-    if elsewhere:
-        config.hook.pytest_deselected(items=elsewhere)
-        left_out = set(elsewhere)
-        items[:] = [item for item in items if item not in left_out]
+            yield item
+
+
+def _in_no_new_pair(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of each test the combinations without which every two values of its parameters meet."""
+    tests = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for own in tests.values():
+        rows = [_lists_of(item) for item in own]
+        if len(rows[0]) > 2:
+            quick = [item.get_closest_marker("slow") is None for item in own]
+            kept = set(covering(rows, quick))
+            yield from (item for i, item in enumerate(own) if i not in kept)
+
+
+def _lists_of(item: Any) -> list[Hashable]:
+    """Which entry a test has of each list of parameters."""
+    left = {name: id(value) for name, value in item.callspec.params.items()}
+    listed = [tuple(left.pop(name) for name in names) for names in _parametrized(item)]
+    return [*listed, *left.values()]
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,4 +1,4 @@
-"""Runs a job in several processes that train together, as torchrun would start them.
+"""Runs a job in another process, or in several that train together, as torchrun would start them.
 
 The processes are forked from a server that has imported everything, so they start at once.
 """
@@ -6,12 +6,14 @@ The processes are forked from a server that has imported everything, so they sta
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing as mp
 import os
 import pickle
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -37,8 +39,7 @@ def run_in_processes(
 
     The job and its arguments are pickled: functions and classes have to be a module's own.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_dp", "oracle", "torchmetrics"])
+    context = server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
         "MASTER_ADDR": "127.0.0.1",
@@ -74,6 +75,21 @@ def run_in_processes(
     return [value for _, value in answers]
 
 
+def server() -> Any:
+    """The context of processes that have imported everything as they begin, where there are any."""
+    if "forkserver" not in mp.get_all_start_methods():
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["lightning_dp", "oracle", "torchmetrics"])
+    return context
+
+
+def in_another_process(job: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What `job(*args, **options)` returns in a process that nothing else has run in."""
+    with ProcessPoolExecutor(1, server()) as process:
+        return process.submit(job, *args, **options).result(timeout=300)
+
+
 def _answers(pipes: list[Connection], seconds: float) -> list[tuple[bool, Any]]:
     answers: list[tuple[bool, Any]] = [(False, "no answer in time")] * len(pipes)
     open_pipes, end = dict(zip(pipes, range(len(pipes)), strict=True)), time.monotonic() + seconds
@@ -90,6 +106,7 @@ def _answers(pipes: list[Connection], seconds: float) -> list[tuple[bool, Any]]:
 def _work(answer: Connection, environ: Mapping[str, str], job: Any, args: Any) -> None:
     os.environ.update(environ)
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported: collections need not look at it
     try:
         answer.send_bytes(pickle.dumps((True, job(*args))))
     except BaseException:

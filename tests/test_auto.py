@@ -89,7 +89,7 @@ def switching(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def families() -> list[Any]:
-    """Some families plain; every option with each of them is slow."""
+    """Some families plain; slow are all of them, and every option with each third one."""
     found = []
     for (i, option), (j, family) in itertools.product(
         enumerate(conformance.OPTIONS), enumerate(FAMILIES)
@@ -97,7 +97,8 @@ def families() -> list[Any]:
         own = conformance.OPTIONS[option]
         if "split" in own.strategy(4) or "weights" in own.strategy(4):
             continue
-        if own.manual or family != "adversarial":
+        is_its_turn = i == 0 or (i + j) % 3 == 0
+        if is_its_turn and (own.manual or family != "adversarial"):
             on = KINDS[(i + j) % len(KINDS)]
             marks = [] if i == 0 and j % 4 == 0 else [pytest.mark.slow]
             found.append(pytest.param(family, option, on, marks=marks))

@@ -561,6 +561,18 @@ def test_who_fails_is_left_out_and_says_why() -> None:
 
 
 @pytest.mark.slow
+def test_another_version_is_what_its_folder_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lightning_dp").mkdir()
+    (tmp_path / "lightning_dp" / "__init__.py").write_text("raise ImportError('that version')")
+    monkeypatch.chdir(contest.PACKAGE)  # where a version lies, too
+    entry = Entry("other", Job("dp_custom", "mlp", samples=4), package=tmp_path)
+    held = contest.hold([entry], Rules(rounds=1, warm_up=1, steps=1), [].append)
+    assert "that version" in held["other"].failure
+
+
+@pytest.mark.slow
 def test_who_does_not_answer_has_failed_and_is_ended() -> None:
     contestant = Contestant(Entry("one", Job("one device", "mlp", samples=4)), patience=0.01)
     try:

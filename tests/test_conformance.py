@@ -4,7 +4,7 @@
 By default every family is tried without options on CPU replicas and on simulated devices, and the
 i-th option on every sixth family from the i-th on, by turns on the two kinds of devices: so an
 option meets two or three families, and a family four or five options. The rest of the product is
-marked slow.
+marked slow, each case on one of the kinds of devices.
 """
 
 from __future__ import annotations
@@ -331,13 +331,15 @@ def distance(a: dict[str, Tensor], b: dict[str, Tensor], names: list[str]) -> fl
 
 
 def cases() -> list[Any]:
-    """The whole product; all but the cases named above are slow."""
+    """The whole product, on kinds of devices by turns; all but the cases named above are slow."""
     found = []
-    for (i, option), (j, family), on in product(enumerate(OPTIONS), enumerate(FAMILIES), KINDS):
+    for (i, option), (j, family) in product(enumerate(OPTIONS), enumerate(FAMILIES)):
         if OPTIONS[option].manual or family != "adversarial":
-            quick = i == 0 or ((j - i) % EVERY == 0 and on is KINDS[j % len(KINDS)])
-            marks = [*on.marks, *([] if quick else [pytest.mark.slow])]
-            found.append(pytest.param(family, option, *on.values, marks=marks))
+            quick = i == 0 or (j - i) % EVERY == 0
+            turn = j if quick else j - i // EVERY
+            for on in KINDS if i == 0 else [KINDS[turn % len(KINDS)]]:
+                marks = [*on.marks, *([] if quick else [pytest.mark.slow])]
+                found.append(pytest.param(family, option, *on.values, marks=marks))
     return found
 
 

@@ -13,12 +13,12 @@ from lightning_dp import DataParallelStrategy
 
 pytestmark = [pytest.mark.usefixtures("on", "one_thread"), pytest.mark.slow]
 
-STEPS = 2_000
-PER_EPOCH = 50
+STEPS = 1_000
+PER_EPOCH = 25
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
-def test_2000_steps_of_fit_and_validate_leave_nothing_behind(mode: str) -> None:
+def test_1000_steps_of_fit_and_validate_leave_nothing_behind(mode: str) -> None:
     count = Count(oracle.devices_of(3))
     strategy = DataParallelStrategy(mode=mode, executor="threads")
     options = {"callbacks": [count], "max_epochs": STEPS // PER_EPOCH}

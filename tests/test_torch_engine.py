@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 
 import pytest
-from programs import ROOT
-
-from lightning_dp.parallel.torch_engine import renew_engine
-
-PROGRAM = """
-import os, signal
 import torch
+from several_processes import in_another_process
+
 from lightning_dp.parallel.torch_engine import renew_engine
 
-signal.alarm(60)
-x = torch.ones(1, requires_grad=True)
-x.sin().backward()
-child = os.fork()
-renew_engine()
-x.sin().backward()
-assert torch.equal(x.grad, 2 * x.cos())
-assert child == 0 or os.waitpid(child, 0)[1] == 0
-"""
+
+def fork_after_a_backward() -> int:
+    """How the child ends, in which the next one goes on with another engine."""
+    x = torch.ones(1, requires_grad=True)
+    x.sin().backward()
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    is_right = False
+    try:
+        signal.alarm(60)
+        renew_engine()
+        x.sin().backward()
+        is_right = torch.equal(x.grad, 2 * x.cos())  # type: ignore[arg-type]  # there was a backward
+    finally:
+        os._exit(0 if is_right else 1)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 def test_execution_engine_is_checkpoint_valid_in_a_forked_child() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert in_another_process(fork_after_a_backward) == 0
     assert renew_engine(), "outside of a backward it says yes"

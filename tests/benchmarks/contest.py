@@ -145,6 +145,7 @@ class Contestant:
         return subprocess.Popen(
             [sys.executable, "-m", "benchmarks.contestant", job.to_json()],
             env=others | own,
+            cwd=entry.package,  # from where `-m` imports before it asks PYTHONPATH
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

@@ -1,7 +1,8 @@
 """The table of conformance, and the promise on one machine, once more in two processes.
 
 Each case is run by `test_conformance` itself, and so is its comparison with one device: only that
-the devices are shared out between two processes. Three devices are two and one.
+the devices are shared out between two processes. Three devices are two and one. Half of
+the cases are in a layout each, by turns.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from typing import Any
 
 import pytest
 from again_in_processes import assert_passed, run_again
-from families import FAMILIES
 from test_conformance import OPTIONS
+from test_conformance import cases as everything
 
 QUICK = [
     "test_conformance.py::test_as_one_device[language-plain-cpu]",
     "test_conformance.py::test_as_one_device[measured-weights-cpu]",
-    "test_conformance.py::test_as_one_device[frozen-accumulation-sim]",
+    "test_conformance.py::test_as_one_device[multitask-accumulation-sim]",
 ]
 NOT_SAME_NUMBERS = {
     "output_device": "Another process's device is refused by name.",
@@ -26,26 +27,26 @@ NOT_SAME_NUMBERS = {
 }
 """Which tests of `test_same_numbers` cannot hold in two processes, by words in their names: why."""
 
-FEW = ("plain", "weights", "manual", "forward")
-"""Options that are tried in every layout."""
-ALL = {"cpu": ("as told", "2x2"), "sim": ("2x2",)}
-"""Layouts in which every option is tried."""
-LAYOUTS = {"as told": None, "2x1": 2, "2x2": 4, "2x3": 6}
-
-_OWN_DEVICE = "The second output device would be another process's, which is refused by name."
-WITHOUT = {("output-1", layout, on): _OWN_DEVICE for layout in LAYOUTS for on in ("cpu", "sim")}
-"""What cannot be in two processes, by option, layout and kind of devices, and why."""
-del WITHOUT["output-1", "2x2", "cpu"], WITHOUT["output-1", "2x3", "cpu"]  # an index of a replica
+LAYOUTS = {"as told": None, "2x2": 4, "2x1": 2, "2x3": 6}
+EVERY, FEW = ("as told", "2x2"), ("plain", "weights", "manual", "forward")
+"""Layouts in which every option is tried, and options that are tried in the others as well."""
+TURNS = 4
+"""A layout of an option has one of so many parts of its cases; all would take long."""
 
 
 def cases() -> Iterator[Any]:
-    for on in ("cpu", "sim"):
-        for layout in LAYOUTS:
-            for option in OPTIONS:
-                if layout in ALL[on] or option in FEW:
-                    why = WITHOUT.get((option, layout, on))
-                    marks = [] if why is None else [pytest.mark.skip(reason=why)]
-                    yield pytest.param(option, layout, on, marks=marks)
+    """In each layout of an option some of its cases, of all kinds of devices, by turns."""
+    test = "test_conformance.py::test_as_one_device"
+    named = {case.values: f"{test}[{'-'.join(case.values)}]" for case in everything()}
+    for number, option in enumerate(OPTIONS):
+        own = [name for (_, key, _), name in named.items() if key == option]
+        layouts = LAYOUTS if option in FEW else EVERY
+        if option == "output-1":  # else another process's device, which is refused by name
+            layouts, own = ["2x2"] * 2, [name for name in own if name.endswith("-cpu]")]
+        for turn, layout in enumerate(layouts):
+            part = (number + turn) % TURNS
+            names = [name for i, name in enumerate(own) if i // 2 % TURNS == part]
+            yield pytest.param(names, layout, id=f"{option}-{layout}")
 
 
 def test_some_cases_are_as_one_device() -> None:
@@ -53,10 +54,8 @@ def test_some_cases_are_as_one_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("option", "layout", "on"), list(cases()))
-def test_every_family_is_as_one_device(option: str, layout: str, on: str) -> None:
-    families = [f for f in FAMILIES if OPTIONS[option].manual or f != "adversarial"]
-    names = [f"test_conformance.py::test_as_one_device[{f}-{option}-{on}]" for f in families]
+@pytest.mark.parametrize(("names", "layout"), list(cases()))
+def test_families_are_as_one_device(names: list[str], layout: str) -> None:
     assert_passed(run_again(names, devices=LAYOUTS[layout]))
 
 

@@ -61,8 +61,7 @@ def test_the_numbers_are_those_of_one_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", [53, 51])
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (2, 4), (4, 4)])
+@pytest.mark.parametrize(("processes", "devices", "samples"), [(2, 2, 53), (2, 4, 51), (4, 4, 53)])
 def test_each_of_them(processes: int, devices: int, samples: int) -> None:
     cases = [Case(make, samples=samples) for make in (*SOME, *OTHERS)]
     assert_as_on_one_device(cases, processes, devices, metrics=False)

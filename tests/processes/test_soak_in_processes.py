@@ -17,7 +17,7 @@ from lightning_dp import DataParallelStrategy
 
 pytestmark = pytest.mark.slow
 
-STEPS, PER_EPOCH = 2_000, 50
+STEPS, PER_EPOCH = 1_000, 25
 
 
 def soaked(devices: int, mode: Any) -> tuple[int, list[dict[str, int]], dict[str, int]]:
@@ -32,15 +32,15 @@ def soaked(devices: int, mode: Any) -> tuple[int, list[dict[str, int]], dict[str
         log_every_n_steps=1,
         callbacks=[count],
     )
-    # 299 samples in batches of 6: the last batch has 5, so shards are uneven.
+    # 149 samples in batches of 6: the last batch has 5, so shards are uneven.
     train, val = loader(n=PER_EPOCH * 6 - 1, batch_size=6), loader(n=19, batch_size=10)
     trainer.fit(Busy(), train, val)
     left = {"threads": threading.active_count(), "open files": len(os.listdir("/proc/self/fd"))}
     return trainer.global_step, count.counts, left
 
 
-@pytest.mark.parametrize(("devices", "mode"), [(2, "step"), (4, "step"), (4, "forward")])
-def test_2000_steps_of_two_processes_leave_nothing_behind(devices: int, mode: str) -> None:
+@pytest.mark.parametrize(("devices", "mode"), [(4, "step"), (4, "forward")])
+def test_1000_steps_of_two_processes_leave_nothing_behind(devices: int, mode: str) -> None:
     for steps, counts, left in run_in_processes(soaked, 2, devices, mode, seconds=600):
         assert steps == STEPS
         check_flat(counts)

@@ -130,8 +130,7 @@ def test_in_forward_mode_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, devices", [(2, 2), (4, 4), (2, 6)])
-@pytest.mark.parametrize("samples", [53, 51])
+@pytest.mark.parametrize(("processes", "devices", "samples"), [(2, 2, 53), (4, 4, 51), (2, 6, 53)])
 def test_in_forward_mode_with_any_number(processes: int, devices: int, samples: int) -> None:
     assert_forward_mode_is_exact(processes, devices, samples)
 
@@ -167,8 +166,9 @@ def test_one_sample_in_the_whole_batch_is_too_few_in_every_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes, devices", [(1, 4), (4, 4), (2, 6), (3, 3)])
-@pytest.mark.parametrize("samples", [53, 52])
+@pytest.mark.parametrize(
+    ("processes", "devices", "samples"), [(1, 4, 53), (4, 4, 52), (2, 6, 53), (3, 3, 52)]
+)
 def test_any_number_of_processes(processes: int, devices: int, samples: int) -> None:
     names = list(MODULES)
     expected = all_trained(names, 0, samples)

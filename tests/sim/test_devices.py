@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from patience import quickest, soon
+from several_processes import in_another_process
 from torch import nn
 
 from lightning_dp import sim
@@ -68,8 +69,7 @@ def test_importing_compiles_and_enables_nothing() -> None:
         "assert not sim.is_enabled() and not hasattr(torch, 'sim')\n"
         "assert 'torch.utils.cpp_extension' not in sys.modules"
     )
-    result = python(code)
-    assert result.returncode == 0, result.stderr
+    in_another_process(exec, code)
 
 
 @pytest.mark.slow

@@ -1,22 +1,32 @@
 """Relations: samples that are put in relation to others of their shard, or to a statistic of it.
 
 Shards differ in samples: in the traces of the replicas, a dimension that differs counts samples,
-and what has lost it is a statistic over them. What is computed from that and from samples again is
-not what it would be of the whole batch; nor is what a function makes along that dimension. In a
-step's loss, what has a gradient is left to its graph; see `torch_mixing`.
+and what has lost it is a statistic over them, or one of them. What is computed from that and from
+samples again is not what it would be of the whole batch; nor is what a function makes along that
+dimension, or what two of them are pairs of. So is a number of the host's that is another one in
+each shard. In a step's loss, what has a gradient is left to its graph; see `torch_mixing`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import starmap
+from itertools import combinations, starmap
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.gradients.along import changes_order
-from lightning_dp.parallel.gradients.traces import NO_NUMBER, STATISTICS, Call, Given, Trace
+from lightning_dp.parallel.gradients.traces import (
+    FROM_HOST,
+    NO_NUMBER,
+    ONE_OF_MANY,
+    STATISTICS,
+    Call,
+    Given,
+    Trace,
+)
 
 _OF_THE_FIRST = {
     *("expand", "expand_as", "narrow", "pad", "repeat", "repeat_interleave", "reshape"),
@@ -35,8 +45,19 @@ NOT_THE_BATCHS = "What shards have of their own samples is not what the batch ha
 """What warnings say of samples that meet."""
 
 
+PAIRS, A_NUMBER = "pairs", "a number"
+"""In what else samples meet than in a statistic."""
+
+_MADE_BY = {name: "one of them" for name in ONE_OF_MANY} | {
+    name: "numbers of the shard's own, which went through the host" for name in FROM_HOST
+}
+
+
 class Related(NamedTuple):
-    """Names of functions: what made the statistic, if it was one, and in what samples met."""
+    """Names of functions: what made the statistic, if it was one, and in what samples met.
+
+    Instead of a statistic it may be `PAIRS` of samples, or `A_NUMBER`.
+    """
 
     statistic: str
     met_in: str
@@ -46,7 +67,12 @@ class Related(NamedTuple):
         if not self.statistic:
             is_order = changes_order(self.met_in)
             return f"{'another order of' if is_order else self.met_in + ' along'} samples"
-        return f"{self.met_in} of samples and of {self.statistic} over all of them"
+        if self.statistic == PAIRS:
+            return f"{self.met_in} of pairs of samples"
+        if self.statistic == A_NUMBER:
+            return f"{self.met_in} of a number that is another one in each shard"
+        made_by = _MADE_BY.get(self.statistic, f"{self.statistic} over all of them")
+        return f"{self.met_in} of samples and of {made_by}"
 
 
 def related(
@@ -84,7 +110,7 @@ def related(
         return None
     known = _Known([*zip(*(trace.shard for trace in traces), strict=False)], sizes, with_gradient)
     for calls in zip(*paths, strict=True):
-        if (found := known.met_in(calls[0]) or known.met_along(calls)) is not None:
+        if (found := known.met(calls)) is not None:
             return found
         known.follow(calls)
     return None
@@ -106,8 +132,18 @@ class _Known:
         self._sizes, self._with_gradient = sizes, with_gradient
         self._samples = {given[0].number for given in leaves if _differ(given)}
         self._statistics: dict[int, _Statistic] = {}
+        self._pairs = {given[0].number for given in leaves if self._are_pairs(given)}
 
-    def met_in(self, call: Call) -> Related | None:
+    def met(self, calls: Sequence[Call]) -> Related | None:
+        """In what samples meet where all replicas make the same call, if they do."""
+        return (
+            self._met_in(calls[0])
+            or self._met_along(calls)
+            or self._met_in_pairs(calls)
+            or self._met_in_a_number(calls)
+        )
+
+    def _met_in(self, call: Call) -> Related | None:
         """What a call makes of samples and a statistic, if it takes both.
 
         With a statistic of whole numbers it has to be how much: else samples are counted or chosen,
@@ -119,7 +155,7 @@ class _Known:
         is_amount = statistic.is_floating or any([given.is_floating for given in call.gives])
         return Related(statistic.name, call.name) if is_amount else None
 
-    def met_along(self, calls: Sequence[Call]) -> Related | None:
+    def _met_along(self, calls: Sequence[Call]) -> Related | None:
         """What the same call of all replicas makes along the dimension of samples.
 
         As long as that is on each: what a shard was padded to is another number by chance.
@@ -135,22 +171,57 @@ class _Known:
                 return Related("", call.name)
         return None
 
+    def _met_in_pairs(self, calls: Sequence[Call]) -> Related | None:
+        """What the same call of all replicas makes of each sample and each other one."""
+        call, first = calls[0], [own.gives[0] for own in calls]
+        if not self._is_of_samples(call) or self._is_left_to_graphs(first):
+            return None
+        if not self._are_pairs(first) or not self._pairs.isdisjoint(call.takes):
+            return None  # of pairs that were there before, or as long by chance
+        return Related(PAIRS, call.name)
+
+    def _are_pairs(self, given: Sequence[Given]) -> bool:
+        """Whether two dimensions have one length, in proportion to the samples of each shard."""
+        shapes = [own.shape for own in given]
+        if len({*map(len, shapes)}) > 1 or not _differ(given):
+            return False
+        lengths = [*zip(*shapes, strict=True)]
+        return any(
+            one == other and len({*one}) > 1 and _are_proportional(one, self._sizes)
+            for one, other in combinations(lengths, 2)
+        )
+
+    def _met_in_a_number(self, calls: Sequence[Call]) -> Related | None:
+        """What takes a number of Python's that each shard has of its own."""
+        for values in zip(*(own.floats for own in calls), strict=False):
+            if not _follow_from_sizes(values, self._sizes):
+                return Related(A_NUMBER, calls[0].name)
+        return None
+
     def follow(self, calls: Sequence[Call]) -> None:
         """Learns of what the same call gave on all replicas."""
         call, is_of_samples = calls[0], self._is_of_samples(calls[0])
-        statistic = self._statistic(call)
+        statistic, makes_one = self._statistic(call), self._makes_one(call)
         for given in zip(*(own.gives for own in calls), strict=True):
             number = given[0].number
             self._samples.discard(number)
             self._statistics.pop(number, None)
-            if is_of_samples and _differ(given):
+            if self._are_pairs(given):
+                self._pairs.add(number)
+            if (is_of_samples or makes_one) and _differ(given):
                 self._samples.add(number)
             elif self._is_left_to_graphs(given):
                 continue  # as its graph shows
             elif statistic is not None:
                 self._statistics[number] = _Statistic(statistic.name, given[0].is_floating)
-            elif is_of_samples and call.name in STATISTICS and _tell(given, self._sizes):
+            elif makes_one and _tell(given, self._sizes):
                 self._statistics[number] = _Statistic(call.name, given[0].is_floating)
+
+    def _makes_one(self, call: Call) -> bool:
+        """Whether a call may make a statistic, or one of the samples, where there was none."""
+        if call.name in FROM_HOST:
+            return True
+        return call.name in STATISTICS | ONE_OF_MANY and self._is_of_samples(call)
 
     def _is_left_to_graphs(self, given: Sequence[Given]) -> bool:
         return not self._with_gradient and any([own.has_gradient for own in given])
@@ -204,6 +275,16 @@ def _differ(given: Sequence[Given]) -> bool:
 def _are_proportional(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
     pairs = zip(lengths, sizes, strict=True)
     return all([length * sizes[0] == lengths[0] * size for length, size in pairs])
+
+
+def _follow_from_sizes(values: Sequence[float], sizes: Sequence[int]) -> bool:
+    """Whether numbers are the same, or in proportion to the shards' sizes, or to their inverse."""
+    ways = (
+        values,
+        [value / size for value, size in zip(values, sizes, strict=True)],
+        [value * size for value, size in zip(values, sizes, strict=True)],
+    )
+    return any(all(math.isclose(v, own[0], rel_tol=1e-6) or v != v for v in own) for own in ways)
 
 
 def _tell(given: Sequence[Given], sizes: Sequence[int]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,24 @@ STATISTICS = {
     *("histc", "kthvalue", "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "logsumexp"),
     *("matmul", "__matmul__", "max", "mean", "median", "min", "mm", "mode", "mv", "nanmean"),
     *("nanmedian", "nanquantile", "nansum", "norm", "prod", "quantile", "std", "std_mean", "sum"),
-    *("tensordot", "var", "var_mean"),
+    *("tensordot", "unique", "var", "var_mean"),
 }
 """What may take the dimension of samples away, and depends on all of them."""
+
+ONE_OF_MANY = {"__getitem__", "select"}
+"""What may take the dimension of samples away, and is one of them."""
+
+FROM_HOST = {"as_tensor", "asarray", "new_tensor", "scalar_tensor", "tensor"}
+"""What makes tensors of Python's numbers, which may have been computed from the shard."""
+
+_KEPT = STATISTICS | ONE_OF_MANY | FROM_HOST
 
 _MOST_KEPT = 2**14
 """Elements of a statistic that is kept, to be compared between shards."""
 
 NO_NUMBER = -1
+
+_T = TypeVar("_T")
 
 
 class Given(NamedTuple):
@@ -41,21 +51,24 @@ class Given(NamedTuple):
 class Call(NamedTuple):
     """A call of a function: the numbers of the tensors that it took, and what it gave.
 
-    Elements of the first one depend on each other `along` some dimensions, see `dims_along`.
+    Elements of the first one depend on each other `along` some dimensions, see `dims_along`. Python
+    numbers that may be fractions were taken, too.
     """
 
     name: str
     takes: tuple[int, ...]
     gives: tuple[Given, ...]
     along: tuple[int, ...] = ()
+    floats: tuple[float, ...] = ()
 
 
 class Trace(TorchFunctionMode):
     """While it lasts, notes what the calling thread computes from a shard.
 
     That has numbers: first the tensors of the shard, in order. What is computed from nothing that
-    has a number is not noted, nor is what parameters are made of. Calls go on as they are; what
-    torch does inside of them is not noted, and a compiled function is passed over.
+    has a number is not noted, unless the host's values are made a tensor of fractions; nor is what
+    parameters are made of. Calls go on as they are; what torch does inside of them is not noted,
+    and a compiled function is passed over.
 
     Example:
         >>> shard = torch.ones(3, 2)
@@ -95,12 +108,14 @@ class Trace(TorchFunctionMode):
         written = args[0] if name == "__setitem__" else result
         if name == "randperm" or (name in MOVES and self._is_order(args[0])):
             self._orders[id(result)] = weakref.ref(result)
-        if max(takes, default=NO_NUMBER) > NO_NUMBER:
+        is_from_host = name in FROM_HOST and result.is_floating_point()
+        if is_from_host or max(takes, default=NO_NUMBER) > NO_NUMBER:
             own = [tensor for tensor in _tensors(written) if not isinstance(tensor, nn.Parameter)]
-            given = [self._given(tensor, keeps=name in STATISTICS) for tensor in own]
+            given = [self._given(tensor, keeps=name in _KEPT) for tensor in own]
             if given:
                 along = dims_along(name, args, kwargs, result, self._is_order)
-                self.calls.append(Call(name, takes, tuple(given), along))
+                floats = () if is_from_host else tuple(_floats((args, kwargs)))
+                self.calls.append(Call(name, takes, tuple(given), along, floats))
         return result
 
     def _is_order(self, argument: Any) -> bool:
@@ -147,10 +162,18 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
+    return _all_of(Tensor, values)
+
+
+def _floats(values: Any) -> Iterator[float]:
+    return _all_of(float, values)
+
+
+def _all_of(kind: type[_T], values: Any) -> Iterator[_T]:
+    if isinstance(values, kind):
         yield values
     elif isinstance(values, (tuple, list)):
         for value in values:
-            yield from _tensors(value)
+            yield from _all_of(kind, value)
     elif isinstance(values, dict):
-        yield from _tensors(tuple(values.values()))
+        yield from _all_of(kind, tuple(values.values()))

@@ -32,6 +32,7 @@ from lightning_dp.app.doctor import command as doctor
 from lightning_dp.app.doctor.own_workload import own_workloads
 from lightning_dp.doctor import OWN_TWO, Law, Plan, Report, Result, examine
 from lightning_dp.doctor.advice import NO_TIME, Timing, advice, first_steps, timings
+from lightning_dp.doctor.aside import Aside
 from lightning_dp.doctor.bandwidth import Link, measured_links
 from lightning_dp.doctor.ddp import DdpProcesses, NoDdpError, why_no_ddp
 from lightning_dp.doctor.environment import environment
@@ -427,6 +428,27 @@ def test_step_times_end_when_time_does(tmp_path: Path) -> None:
     assert set(least) == {"one device"}
     (none,) = timings([workload], [CPU] * 2, tmp_path, None, lambda: -1.0)
     assert none.seconds == {} and none.why_not == {"all": "no time was left"}
+
+
+def test_a_compiler_that_is_ended_leaves_nothing_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves a part of a file, which would be taken for a whole one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "users"))
+    program, begun = tmp_path / "compiler.py", tmp_path / "begun"
+    program.write_text(
+        "import os, pathlib, time\n"
+        "cache = pathlib.Path(os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+        "cache.mkdir(parents=True)\n"
+        "(cache / 'kernel.so').touch()\n"
+        f"pathlib.Path({str(begun)!r}).write_text(str(cache))\n"
+        "time.sleep(60)\n"
+    )
+    aside = Aside(Law("compiles", lambda bench: Finding()), [sys.executable, str(program)])
+    while not begun.exists() or not begun.read_text():
+        time.sleep(0.01)
+    assert aside.result(0).verdict == "skip"
+    assert not (tmp_path / "users").exists() and not Path(begun.read_text()).exists()
 
 
 @pytest.mark.parametrize("seconds_before", [31.0, 58.0])

@@ -32,11 +32,20 @@ class Aside:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            env={**os.environ, **self._environment()},
             start_new_session=True,  # compilers have processes of their own
         )
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)  # others are in a hurry
+
+    def _environment(self) -> dict[str, str]:
+        """It is kept small; and a linker that is killed leaves a part of a file where nobody looks.
+
+        In the user's cache it would be taken for a whole one by whoever compiles the same.
+        """
+        cache = str(Path(self._folder.name) / "compiled")
+        threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        return {**threads, "TORCHINDUCTOR_CACHE_DIR": cache}
 
     def result(self, seconds: float) -> Result:
         """What it has found, or that it has not in so many seconds."""

@@ -4,8 +4,9 @@
 
 Raises errors of all kinds in all stages of a training, in every mode, by every executor, on the CPU
 and on simulated devices; and interrupts the main thread at every line of the package that it comes
-to. Counted are trainings that hang, threads that stay, modules whose next training is not that of
-one device, and errors other than those that one device gives. Exits 1 if there is any.
+to, or at each Nth. Counted are trainings that hang, threads that stay, modules whose next training
+is not that of one device, and errors other than those that one device gives. Exits 1 if there is
+any.
 
 The trainings run in processes of their own, each watched: one that hangs is counted and ended.
 """
@@ -188,6 +189,7 @@ def arguments() -> argparse.Namespace:
         default="lines",
         help="none; at every line, in one of the settings that come to it; or in each of them",
     )
+    parser.add_argument("--apart", type=int, default=1, help="of the interrupts take each Nth")
     return parser.parse_args()
 
 
@@ -200,7 +202,7 @@ def main() -> int:
     cases: list[Case] = list(fault_cases(args.count, args.seed, on))
     if args.interrupts != "no":
         every = args.interrupts == "settings"
-        cases += interrupts(all_settings(on), args.seed, every_setting=every)
+        cases += interrupts(all_settings(on), args.seed, every_setting=every)[:: args.apart]
     table: dict[str, Counter[str]] = {}
     for case, outcome in outcomes(cases, args.processes):
         count(case, outcome, table)

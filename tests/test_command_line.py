@@ -47,9 +47,7 @@ def test_the_default_training_is_that_of_one_device(tmp_path: Path) -> None:
         metrics = read_json(folder / "metrics.json")
         return {name: metrics[name] for name in ("test/acc", "test/loss")}
 
-    alone = tested(1)
-    for devices in (2, 4):
-        assert tested(devices) == pytest.approx(alone, rel=1e-3)
+    assert tested(3) == pytest.approx(tested(1), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -266,7 +266,7 @@ def kill_one(folder: Path, seconds: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("agents", "moment"), [(1, 0), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("agents", "moment"), [(1, 0), (2, 1)])
 def test_killed_at_any_moment_and_started_again(agents: int, moment: int, tmp_path: Path) -> None:
     """The parameters are those of an undisturbed run, with dropout.
 

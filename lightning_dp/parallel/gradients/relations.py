@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations, starmap
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.gradients.along import changes_order
+from lightning_dp.parallel.gradients.paths import side_by_side
 from lightning_dp.parallel.gradients.traces import (
     FROM_HOST,
-    NO_NUMBER,
     ONE_OF_MANY,
     STATISTICS,
     Call,
@@ -105,11 +105,8 @@ def related(
         >>> related(*zip(*plain), (3, 2)) is None
         True
     """
-    paths = [*starmap(_path, zip(traces, results, strict=True))]
-    if any([_outline(path) != _outline(paths[0]) for path in paths]):
-        return None
     known = _Known([*zip(*(trace.shard for trace in traces), strict=False)], sizes, with_gradient)
-    for calls in zip(*paths, strict=True):
+    for calls in side_by_side(traces, results):
         if (found := known.met(calls)) is not None:
             return found
         known.follow(calls)
@@ -234,30 +231,6 @@ class _Known:
             return None  # of a sum over samples: that of each
         taken = call.takes[:1] if call.name in _AT_PLACES else _taken(call)
         return next((self._statistics[n] for n in taken if n in self._statistics), None)
-
-
-def _path(trace: Trace, results: Sequence[Tensor]) -> list[Call]:
-    """The calls that results came of; numbers are in the order in which they take part."""
-    needed, path = {*map(trace.number_of, results)}, list[Call]()
-    for call in reversed(trace.calls):
-        if not needed.isdisjoint([given.number for given in call.gives]):
-            needed.update(call.takes)
-            path.append(call)
-    numbers = {given.number: given.number for given in trace.shard} | {NO_NUMBER: NO_NUMBER}
-    return [_renumbered(call, numbers) for call in reversed(path)]
-
-
-def _renumbered(call: Call, numbers: dict[int, int]) -> Call:
-    takes = [numbers.setdefault(number, len(numbers)) for number in call.takes]
-    gives = [
-        given._replace(number=numbers.setdefault(given.number, len(numbers)))
-        for given in call.gives
-    ]
-    return call._replace(takes=tuple(takes), gives=tuple(gives))
-
-
-def _outline(path: Sequence[Call]) -> list[tuple[str, tuple[int, ...], list[int]]]:
-    return [(own.name, own.takes, [given.number for given in own.gives]) for own in path]
 
 
 def _taken(call: Call) -> tuple[int, ...]:

@@ -324,6 +324,19 @@ def test_a_statistic_that_tells_which_elements_are_used_is_not_told() -> None:
     assert found(lambda x: x.square()[:, x.abs().sum(0).argmax()].sum()) is None
 
 
+def test_where_the_samples_of_each_expert_end_is_not_told() -> None:
+    """As experts get theirs in one call, in the order of experts."""
+    weights = torch.randn(2, 4, 8)
+
+    def mixed(x: Tensor) -> Tensor:
+        expert = (x.sum(1) > 0).long()
+        order = expert.argsort()
+        ends = torch.histc(expert.float(), 2, 0, 1).cumsum(0).to(torch.int32)
+        return F.grouped_mm(x[order], weights, offs=ends).square().mean()
+
+    assert found(mixed) is None
+
+
 def test_a_statistic_in_which_shapes_or_dtypes_are_all_that_is_used_is_not_told() -> None:
     assert found(lambda x: (x.type_as(x.sum(0)) - torch.zeros_like(x.sum(0))).sum()) is None
     mean = Related("mean", "sub")

@@ -34,8 +34,11 @@ _OF_THE_FIRST = {
 }
 """What takes no more of others than a shape or a dtype."""
 
-_AT_PLACES = {"__getitem__", "gather", "index_select", "take", "take_along_dim"}
-"""What takes places of the second: a statistic tells which elements then, and not how much."""
+_AT_PLACES = {
+    *("__getitem__", "_grouped_mm", "gather", "grouped_mm", "index_select", "take"),
+    "take_along_dim",
+}
+"""What takes places of others: a statistic tells which elements then, and not how much."""
 
 _OF_NONE = ("arange", "empty", "eye", "full", "new_", "ones", "rand", "zeros")
 """How the names begin of what takes no more than a shape or a dtype of any."""

@@ -329,7 +329,7 @@ def test_where_the_samples_of_each_expert_end_is_not_told() -> None:
     weights = torch.randn(2, 4, 8)
 
     def mixed(x: Tensor) -> Tensor:
-        expert = (x.sum(1) > 0).long()
+        expert = (x[:, 1] > 0).long()
         order = expert.argsort()
         ends = torch.histc(expert.float(), 2, 0, 1).cumsum(0).to(torch.int32)
         return F.grouped_mm(x[order], weights, offs=ends).square().mean()

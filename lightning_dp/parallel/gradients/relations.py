@@ -34,11 +34,11 @@ _OF_THE_FIRST = {
 }
 """What takes no more of others than a shape or a dtype."""
 
-_AT_PLACES = {
-    *("__getitem__", "_grouped_mm", "gather", "grouped_mm", "index_select", "take"),
-    "take_along_dim",
-}
-"""What takes places of others: a statistic tells which elements then, and not how much."""
+_AT_PLACES = {"gather", "getitem", "grouped_mm", "index_select", "take", "take_along_dim"}
+"""What takes places of others: a statistic tells which elements then, and not how much.
+
+Without the underscores around a name.
+"""
 
 _OF_NONE = ("arange", "empty", "eye", "full", "new_", "ones", "rand", "zeros")
 """How the names begin of what takes no more than a shape or a dtype of any."""
@@ -232,7 +232,7 @@ class _Known:
     def _statistic(self, call: Call) -> _Statistic | None:
         if call.name == "grad":
             return None  # of a sum over samples: that of each
-        taken = call.takes[:1] if call.name in _AT_PLACES else _taken(call)
+        taken = call.takes[:1] if call.name.strip("_") in _AT_PLACES else _taken(call)
         return next((self._statistics[n] for n in taken if n in self._statistics), None)
 
 

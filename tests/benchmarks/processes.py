@@ -47,6 +47,8 @@ GATHERS = 4
 
 MODELS = ("convnet", "transformer", "language_model", "mlp")
 
+LOGS = {"no": [False], "yes": [True], "both": [False, True]}
+
 
 def contestants(job: Job) -> list[Entry]:
     """Ours in each number of processes, DDP's two, and all devices' shares for the forecast."""
@@ -144,7 +146,7 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=int, help="of a turn, instead of as many as take half a second")
     add("--warm-up", type=int, default=40, help="steps before")
     add("--quick", action="store_true", help="fewer and shorter rounds")
-    add("--without-logs", action="store_true", help="only as they are")
+    add("--logs", choices=[*LOGS], default="both", help="whether each step logs its loss")
     add("--json", type=Path, metavar="FILE", help="all that was measured goes there")
     return parser.parse_args()
 
@@ -160,7 +162,7 @@ def main() -> None:
         rate = link.bytes_per_second / 1e9
         print(f"{count} processes, sums: {rate:.3g} GB/s, {link.seconds * 1e6:.3g} us per message")
     for model in options.only:
-        for logs in (False,) if options.without_logs else (False, True):
+        for logs in LOGS[options.logs]:
             own = {"logs": True} if logs else {}
             job = Job("", model, "cpu", DEVICES, options.cores, options.samples, options=own)
             held = hold(contestants(job), rules, print)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import ByHand, Classifier, run
-from test_relations import Called, alone, found, told_of
+from test_relations import (
+    check_that_a_call_is_not_told,
+    check_that_a_call_is_told,
+    check_that_a_fit_is_told,
+    found,
+    traced,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dp.parallel.gradients.relations import A_NUMBER, PAIRS, Related
+from lightning_dp.parallel.gradients.relations import A_NUMBER, PAIRS, Related, related
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,13 +88,7 @@ def meeting(name: str, *bases: type) -> Any:
 @pytest.mark.usefixtures("on")
 @pytest.mark.parametrize("name", MEETING)
 def test_a_fit_whose_samples_meet_is_told_once_and_is_not_one_devices(name: str) -> None:
-    make, text = meeting(name), MEETING[name][1]
-    with pytest.warns(UserWarning) as records:
-        several = run(make, 3)
-    told = [str(each.message) for each in records if "training_step: expected" in str(each.message)]
-    assert [text in message for message in told] == [True]
-    one = run(make, 1)
-    assert not torch.allclose(several.module.net[0].weight.cpu(), one.module.net[0].weight)
+    check_that_a_fit_is_told(meeting(name), MEETING[name][1])
 
 
 def test_in_manual_optimisation_too() -> None:
@@ -115,17 +117,28 @@ OF_EACH: dict[str, Callable[[Any, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", OF_SHARDS)
 def test_a_call_in_which_samples_meet_is_told_and_is_not_one_devices(name: str) -> None:
-    does, text = OF_SHARDS[name]
-    result, told = told_of(Called(does))
-    assert [text in message for message in told] == [True]
-    assert not torch.equal(result, alone(Called(does)))
+    check_that_a_call_is_told(*OF_SHARDS[name])
 
 
 @pytest.mark.parametrize("name", OF_EACH)
 def test_a_call_that_looks_like_it_is_as_on_one_device_and_is_not_told(name: str) -> None:
-    result, told = told_of(Called(OF_EACH[name]))
-    assert not told
-    torch.testing.assert_close(result, alone(Called(OF_EACH[name])))
+    check_that_a_call_is_not_told(OF_EACH[name])
+
+
+def whole(step: Callable[[Tensor], Tensor], x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """The loss that shards give together."""
+    losses = [step(shard) * len(shard) / len(x) for shard in x.split(list(sizes))]
+    return torch.stack(losses).sum()
+
+
+def reading(step: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A step that gives the host a value first, as logs do."""
+
+    def read(x: Tensor) -> Tensor:
+        x.max().item()
+        return step(x)
+
+    return read
 
 
 @pytest.mark.parametrize(
@@ -133,14 +146,37 @@ def test_a_call_that_looks_like_it_is_as_on_one_device_and_is_not_told(name: str
     [
         lambda x: x.square().sum() / float(len(x)),
         lambda x: x.square().sum() * (1 / len(x)),
-        lambda x: x.square().mean() * (0.1 * len(x)),
-        lambda x: (x * float("nan")).sum(),
-        lambda x: (x + torch.tensor(float(len(x)))).sum(),
+        lambda x: (x.square() * 0.5).mean(),
+        lambda x: x.masked_fill(x > 0, float("nan")).nanmean(1).nan_to_num(0.0).mean(),
     ],
-    ids=["over the size", "times its inverse", "in proportion to it", "nan", "as a tensor"],
+    ids=["over the size", "times its inverse", "the same", "nan"],
 )
-def test_numbers_that_follow_from_the_sizes_of_shards_are_not_told(step: Any) -> None:
-    assert found(step) is None
+def test_numbers_of_a_mean_over_samples_are_not_told(step: Any) -> None:
+    assert found(reading(step)) is None
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(whole(step, x, (3, 2)), step(x))
+
+
+def drawn(kind: str) -> float:
+    if kind == "torch":
+        return torch.rand(()).item()
+    return random.random() if kind == "random" else float(np.random.random())
+
+
+@pytest.mark.parametrize("kind", ["random", "numpy", "torch"])
+def test_numbers_that_each_replica_draws_are_not_told(kind: str) -> None:
+    """Random numbers are each shard's own, as a guide says."""
+    assert found(reading(lambda x: (x * drawn(kind)).mean())) is None
+    assert found(reading(lambda x: (x * torch.tensor([drawn(kind)])).mean())) is None
+    assert found(lambda x: (x * drawn(kind)).mean()) is None
+
+
+def test_weights_by_how_often_a_value_occurs_are_told() -> None:
+    def weighted(x: Tensor) -> Tensor:
+        _, which, counts = (x[:, 0] > 0).long().unique(return_inverse=True, return_counts=True)
+        return (x.square().mean(1) * (1 / counts)[which]).sum()
+
+    assert found(weighted, (9, 7)) == Related("unique", "__getitem__")
 
 
 def test_pairs_are_told_where_they_are_made() -> None:
@@ -150,12 +186,14 @@ def test_pairs_are_told_where_they_are_made() -> None:
 
 
 def test_dimensions_of_one_length_that_were_there_before_are_no_pairs() -> None:
-    """As a batch that is padded to as many places as it has samples."""
+    """As of a batch that is padded to as many places as it has samples."""
 
     def step(x: Tensor) -> Tensor:
-        return x.new_zeros(len(x), len(x)).add(1).sum() + x.sum()
+        return (x * 2).square().mean(1).mean()
 
-    assert found(step) is None
+    sizes = (3, 2)
+    traces, losses = zip(*[traced(step, torch.randn(n, n)) for n in sizes], strict=True)
+    assert related(traces, [[loss] for loss in losses], sizes) is None
 
 
 def test_clusters_and_graphs_are_no_pairs() -> None:

@@ -160,6 +160,31 @@ def alone(net: nn.Module, counts: tuple[int, ...] = (10, 10, 7)) -> Tensor:
     return result
 
 
+def check_that_a_fit_is_told(make: Any, text: str) -> None:
+    """Once; and it is not one device's."""
+    with pytest.warns(UserWarning) as records:
+        several = run(make, 3)
+    told = [str(each.message) for each in records if "training_step: expected" in str(each.message)]
+    assert [text in message for message in told] == [True]
+    one = run(make, 1)
+    assert not torch.allclose(several.module.net[0].weight.cpu(), one.module.net[0].weight)
+
+
+def check_that_a_call_is_told(does: Callable[[Any, Tensor], Any], text: str) -> None:
+    """Once; and it is not one device's."""
+    result, told = told_of(Called(does))
+    assert [message.startswith("forward: expected outputs") for message in told] == [True]
+    assert text in told[0]
+    assert not torch.allclose(result, alone(Called(does)), rtol=1e-3)
+
+
+def check_that_a_call_is_not_told(does: Callable[[Any, Tensor], Any]) -> None:
+    """It is one device's."""
+    result, told = told_of(Called(does))
+    assert not told
+    torch.testing.assert_close(result, alone(Called(does)))
+
+
 MIXING: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "data": (lambda net, x: net.layer(x - x.mean(0)), "sub of samples and of mean over "),
     "features": (lambda net, x: net.layer(x) - net.layer(x).mean(0), "sub of samples and of mean"),
@@ -183,18 +208,12 @@ def _gradient(energy: Tensor, x: Tensor) -> Tensor:
 def test_a_call_whose_samples_depend_on_each_other_is_told_and_is_not_one_devices(
     name: str,
 ) -> None:
-    does, text = MIXING[name]
-    result, told = told_of(Called(does))
-    assert [message.startswith("forward: expected outputs") for message in told] == [True]
-    assert text in told[0]
-    assert not torch.allclose(result, alone(Called(does)), rtol=1e-3)
+    check_that_a_call_is_told(*MIXING[name])
 
 
 @pytest.mark.parametrize("name", OF_EACH)
 def test_a_call_of_which_nothing_is_told_is_as_on_one_device(name: str) -> None:
-    result, told = told_of(Called(OF_EACH[name]))
-    assert not told
-    torch.testing.assert_close(result, alone(Called(OF_EACH[name])))
+    check_that_a_call_is_not_told(OF_EACH[name])
 
 
 @pytest.mark.parametrize("converts", [False, True])

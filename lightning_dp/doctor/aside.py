@@ -39,9 +39,9 @@ class Aside:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)  # others are in a hurry
 
     def _environment(self) -> dict[str, str]:
-        """It is kept small; and a linker that is killed leaves a part of a file where nobody looks.
+        """One thread, and a cache of its own for compiled code.
 
-        In the user's cache it would be taken for a whole one by whoever compiles the same.
+        It may be killed in the midst of a file, which would be taken for a whole one in the user's.
         """
         cache = str(Path(self._folder.name) / "compiled")
         threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}

@@ -1,8 +1,8 @@
 """The table of conformance, and the promise on one machine, once more in two processes.
 
 Each case is run by `test_conformance` itself, and so is its comparison with one device: only that
-the devices are shared out between two processes. Three devices are two and one. Each
-layout has a part of an option's cases, by turns.
+the devices are shared out between two processes. Three devices are two and one. Each layout has a
+part of an option's cases, by turns.
 """
 
 from __future__ import annotations

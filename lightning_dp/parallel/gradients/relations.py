@@ -3,13 +3,12 @@
 Shards differ in samples: in the traces of the replicas, a dimension that differs counts samples,
 and what has lost it is a statistic over them, or one of them. What is computed from that and from
 samples again is not what it would be of the whole batch; nor is what a function makes along that
-dimension, or what two of them are pairs of. So is a number of the host's that is another one in
-each shard. In a step's loss, what has a gradient is left to its graph; see `torch_mixing`.
+dimension, or what two of them are pairs of. So is a number that the host has computed from
+the shard. In a step's loss, what has a gradient is left to its graph; see `torch_mixing`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
@@ -21,8 +20,8 @@ from lightning_dp.parallel.gradients.along import changes_order
 from lightning_dp.parallel.gradients.paths import side_by_side
 from lightning_dp.parallel.gradients.traces import (
     FROM_HOST,
+    KEPT,
     ONE_OF_MANY,
-    STATISTICS,
     Call,
     Given,
     Trace,
@@ -108,7 +107,7 @@ def related(
         >>> related(*zip(*plain), (3, 2)) is None
         True
     """
-    known = _Known([*zip(*(trace.shard for trace in traces), strict=False)], sizes, with_gradient)
+    known = _Known(traces, sizes, with_gradient)
     for calls in side_by_side(traces, results):
         if (found := known.met(calls)) is not None:
             return found
@@ -126,10 +125,10 @@ class _Statistic(NamedTuple):
 class _Known:
     """The numbers of samples, and of statistics over them."""
 
-    def __init__(
-        self, leaves: Sequence[Sequence[Given]], sizes: Sequence[int], with_gradient: bool
-    ) -> None:
+    def __init__(self, traces: Sequence[Trace], sizes: Sequence[int], with_gradient: bool) -> None:
         self._sizes, self._with_gradient = sizes, with_gradient
+        self._with_numbers = all([trace.numbers_are_the_shards() for trace in traces])
+        leaves = [*zip(*(trace.shard for trace in traces), strict=False)]
         self._samples = {given[0].number for given in leaves if _differ(given)}
         self._statistics: dict[int, _Statistic] = {}
         self._pairs = {given[0].number for given in leaves if self._are_pairs(given)}
@@ -167,7 +166,7 @@ class _Known:
             return None  # a shard of one sample may have lost its dimension
         for dim in call.along:
             lengths = [length for given in first for length in given.shape[dim : dim + 1]]
-            if len(set(lengths)) > 1 and _are_proportional(lengths, self._sizes):
+            if _grow(lengths, self._sizes):
                 return Related("", call.name)
         return None
 
@@ -183,17 +182,17 @@ class _Known:
     def _are_pairs(self, given: Sequence[Given]) -> bool:
         """Whether two dimensions have one length, in proportion to the samples of each shard."""
         shapes = [own.shape for own in given]
-        if len({*map(len, shapes)}) > 1 or not _differ(given):
+        if len({*map(len, shapes)}) > 1:
             return False
         lengths = [*zip(*shapes, strict=True)]
         return any(
-            one == other and len({*one}) > 1 and _are_proportional(one, self._sizes)
-            for one, other in combinations(lengths, 2)
+            one == other and _grow(one, self._sizes) for one, other in combinations(lengths, 2)
         )
 
     def _met_in_a_number(self, calls: Sequence[Call]) -> Related | None:
         """What takes a number of Python's that each shard has of its own."""
-        for values in zip(*(own.floats for own in calls), strict=False):
+        floats = [own.floats for own in calls] if self._with_numbers else []
+        for values in zip(*floats, strict=False):
             if not _follow_from_sizes(values, self._sizes):
                 return Related(A_NUMBER, calls[0].name)
         return None
@@ -220,8 +219,8 @@ class _Known:
     def _makes_one(self, call: Call) -> bool:
         """Whether a call may make a statistic, or one of the samples, where there was none."""
         if call.name in FROM_HOST:
-            return True
-        return call.name in STATISTICS | ONE_OF_MANY and self._is_of_samples(call)
+            return self._with_numbers
+        return call.name in KEPT and self._is_of_samples(call)
 
     def _is_left_to_graphs(self, given: Sequence[Given]) -> bool:
         return not self._with_gradient and any([own.has_gradient for own in given])
@@ -248,19 +247,18 @@ def _differ(given: Sequence[Given]) -> bool:
     return len({own.shape for own in given}) > 1
 
 
-def _are_proportional(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
+def _grow(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether lengths differ, in proportion to the shards' samples."""
     pairs = zip(lengths, sizes, strict=True)
-    return all([length * sizes[0] == lengths[0] * size for length, size in pairs])
+    return len({*lengths}) > 1 and all(
+        [length * sizes[0] == lengths[0] * size for length, size in pairs]
+    )
 
 
 def _follow_from_sizes(values: Sequence[float], sizes: Sequence[int]) -> bool:
     """Whether numbers are the same, or in proportion to the shards' sizes, or to their inverse."""
-    ways = (
-        values,
-        [value / size for value, size in zip(values, sizes, strict=True)],
-        [value * size for value, size in zip(values, sizes, strict=True)],
-    )
-    return any(all(math.isclose(v, own[0], rel_tol=1e-6) or v != v for v in own) for own in ways)
+    known, own = torch.tensor(values, dtype=torch.float64), torch.tensor(sizes)
+    return any([_are_equal([*way]) for way in (known, known / own, known * own)])
 
 
 def _tell(given: Sequence[Given], sizes: Sequence[int]) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -28,7 +31,11 @@ ONE_OF_MANY = {"__getitem__", "select"}
 FROM_HOST = {"as_tensor", "asarray", "new_tensor", "scalar_tensor", "tensor"}
 """What makes tensors of Python's numbers, which may have been computed from the shard."""
 
-_KEPT = STATISTICS | ONE_OF_MANY | FROM_HOST
+_READS = {"__float__", "__index__", "__int__", "item", "numpy", "tolist"}
+"""What gives the host values."""
+
+KEPT = STATISTICS | ONE_OF_MANY | FROM_HOST
+"""What gives values that are kept, to be compared between shards."""
 
 _MOST_KEPT = 2**14
 """Elements of a statistic that is kept, to be compared between shards."""
@@ -76,6 +83,10 @@ class Trace(TorchFunctionMode):
         ...     loss = (shard - shard.mean(0)).square().mean()
         >>> [call.name for call in trace.calls], trace.number_of(loss)
         (['mean', 'sub', 'square', 'mean'], 4)
+
+    Attributes:
+        calls: what was noted.
+        shard: the tensors of the shard.
     """
 
     def __init__(self, shard: Any) -> None:
@@ -84,12 +95,23 @@ class Trace(TorchFunctionMode):
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._orders: dict[int, weakref.ref[Tensor]] = {}  # random ones
         self._count = 0
+        self._has_read = self._has_read_others = False
+        self._generators = _generators()
         self.shard = [self._given(tensor, keeps=False) for tensor in tensors_of(shard)]
 
     def number_of(self, tensor: Tensor) -> int:
         """The number of a tensor, or `NO_NUMBER`."""
         found = self._known.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else NO_NUMBER
+
+    def numbers_are_the_shards(self) -> bool:
+        """Whether numbers of Python's that differ between shards were computed from these.
+
+        They were if the host has read values that came of the shard and no others, and has drawn
+        none since the trace began.
+        """
+        is_sure = self._has_read and not self._has_read_others
+        return is_sure and _generators() == self._generators
 
     def __torch_function__(
         self,
@@ -108,15 +130,23 @@ class Trace(TorchFunctionMode):
         written = args[0] if name == "__setitem__" else result
         if name == "randperm" or (name in MOVES and self._is_order(args[0])):
             self._orders[id(result)] = weakref.ref(result)
+        if name in _READS:
+            self._note_read(takes)
         is_from_host = name in FROM_HOST and result.is_floating_point()
         if is_from_host or max(takes, default=NO_NUMBER) > NO_NUMBER:
             own = [tensor for tensor in _tensors(written) if not isinstance(tensor, nn.Parameter)]
-            given = [self._given(tensor, keeps=name in _KEPT) for tensor in own]
+            given = [self._given(tensor, keeps=name in KEPT) for tensor in own]
             if given:
                 along = dims_along(name, args, kwargs, result, self._is_order)
                 floats = () if is_from_host else tuple(_floats((args, kwargs)))
                 self.calls.append(Call(name, takes, tuple(given), along, floats))
         return result
+
+    def _note_read(self, takes: Sequence[int]) -> None:
+        if NO_NUMBER in takes:
+            self._has_read_others = True  # which may have been drawn
+        else:
+            self._has_read = True
 
     def _is_order(self, argument: Any) -> bool:
         """Whether it is a random order."""
@@ -159,6 +189,13 @@ class Traces:
 def tensors_of(batch: Any) -> list[Tensor]:
     """Its tensors, also those in what is cut as a whole, as what is packed."""
     return [*_tensors(tree.leaves(batch))]
+
+
+def _generators() -> tuple[Any, bytes]:
+    """Where the generators stand that the host draws from."""
+    numpy = sys.modules.get("numpy")
+    numpys = None if numpy is None else numpy.random.get_state(legacy=False)
+    return random.getstate(), pickle.dumps(numpys)  # its arrays cannot be compared at once
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -184,6 +184,7 @@ def test_items_are_told_as_soon_as_they_can_be(
 
 
 Loss = Callable[[nn.Linear, Tensor, Tensor], Tensor]
+CLASSES = torch.tensor([1.0, 5.0, 0.3])
 MEANS: dict[str, Loss] = {
     "mean": lambda net, x, y: (net(x) - y).square().mean(),
     "sum by samples": lambda net, x, y: F.mse_loss(net(x), y, reduction="sum") / len(x),
@@ -225,12 +226,27 @@ MEANS: dict[str, Loss] = {
     "range of one": lambda net, x, y: net(x / torch.ones_like(x).max()).square().mean(),
     "up to the longest": lambda net, x, y: (net(x) * _mask(y)).square().mean(),
     "for people": lambda net, x, y: _shown(x, net(x).square().mean()),
+    "penalty of all": lambda net, x, y: (
+        F.mse_loss(net(x), y) + 0.1 * sum(p.square().sum() for p in net.parameters())
+    ),
+    "penalty by data": lambda net, x, y: (
+        net(x).mean() + y.mean() * net.weight.exp().sum() + x.mean() * net.bias.sum()
+    ),
+    "cross entropy of all": lambda net, x, y: (
+        F.cross_entropy(net(x), y.argmax(1), CLASSES) * CLASSES[y.argmax(1)].sum() / len(x)
+    ),
     "column": lambda net, x, y: F.mse_loss(net(x)[:, 0].view(-1), y[:, 0]).view(1).squeeze(),
 }
 
 
 def _dice(chosen: Tensor, right: Tensor) -> Tensor:
     return 1 - 2 * (chosen * right).sum() / (chosen.sum() + right.sum())
+
+
+def _divergence(mean: Tensor, spread: Tensor) -> Tensor:
+    """Of a normal distribution of weights from the standard one."""
+    variance = torch.log1p(spread.exp()).square()
+    return 0.5 * (variance + mean**2 - 1 - variance.log()).sum()
 
 
 def _mean(net: nn.Linear, x: Tensor) -> Tensor:
@@ -270,6 +286,30 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "by the batch": (lambda net, x, y: net(x).square().sum() / 8, "a sum of 15, 9 elements in "),
     "means by the batch": (lambda net, x, y: net(x).mean(1).sum() / 8, "a sum of 15, 9 elements"),
     "mean by length": (lambda net, x, y: net(x).square().mean() * len(x), "a sum of 15, 9 "),
+    "mean by the inverse": (
+        lambda net, x, y: F.mse_loss(net(x), y) * (8 / len(x)),
+        "a mean times 1.6, 2.66667 in shards of 5, 3 samples. That follows from how many ",
+    ),
+    "cross entropy by length": (
+        lambda net, x, y: F.cross_entropy(net(x), y.argmax(1)) * len(x),
+        "a sum of 15, 9 elements",
+    ),
+    "twice by length": (
+        lambda net, x, y: F.cross_entropy(net(x), y.argmax(1)) / len(x),
+        "a sum divided by 25, 9 in shards of 5, 3",
+    ),
+    "penalty by length": (
+        lambda net, x, y: F.mse_loss(net(x), y) + net.weight.square().sum() / len(x),
+        "a term of parameters alone times 0.2, 0.333333 in shards of 5, 3 samples. That follows ",
+    ),
+    "norm by length": (
+        lambda net, x, y: net(x).mean() + 0.1 * len(x) * net.weight.norm(),
+        "a term of parameters alone times 0.5, 0.3 in ",
+    ),
+    "divergence by length": (
+        lambda net, x, y: F.mse_loss(net(x), y) + _divergence(net.weight, net.weight / 2) / len(x),
+        "a term of parameters alone times ",
+    ),
     "one of two": (lambda net, x, y: net(x).mean() - 0.1 * net(x).exp().sum(), "a sum of 15, 9 "),
     "masked": (lambda net, x, y: (net(x) * (y > 0)).sum() / (y > 0).sum(), "a sum divided by "),
     "picked": (lambda net, x, y: (net(x) - y)[y > 0].square().mean(), "a sum divided by "),
@@ -388,10 +428,18 @@ def test_losses_of_which_something_is_told_are_not(name: str) -> None:
     assert not torch.allclose(gradient, one_step(loss, 1)[0], rtol=1e-3)
 
 
-def test_a_mean_times_what_each_replica_draws_is_not_told() -> None:
+DRAWN: dict[str, Loss] = {
+    "mean": lambda net, x, y: F.mse_loss(net(x), y),
+    "cross entropy": lambda net, x, y: F.cross_entropy(net(x), y.argmax(1)),
+    "penalty": lambda net, x, y: net.weight.square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_mean_times_what_each_replica_draws_is_not_told(name: str) -> None:
     """As random numbers are not: they are never one device's."""
     drawn = iter(range(1, 9))
-    _, told = one_step(lambda net, x, y: next(drawn) * F.mse_loss(net(x), y), 2)
+    _, told = one_step(lambda net, x, y: next(drawn) * DRAWN[name](net, x, y) + net(x).mean(), 2)
     assert not told
 
 

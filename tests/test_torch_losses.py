@@ -92,6 +92,27 @@ def test_saved_alpha_is_the_factor_of_what_is_added(scores: Tensor) -> None:
     assert dict(zip(elements(loss), factors(loss), strict=True)) == {12: (), 3: (0.5,)}
 
 
+def test_variable_tells_parameters_of_which_some_terms_are_alone(scores: Tensor) -> None:
+    one, other = torch.nn.Parameter(torch.rand(3, 4)), torch.nn.Parameter(torch.rand(()))
+    alone = [one.square().sum(), one.norm(), (0.5 * one.exp() - 1).mean() / 3, one.sum()]
+    alone += [
+        (other * one.norm() - other).exp(),
+        torch.stack([one.norm(), other.exp()]).sum().sqrt(),
+    ]
+    others = [(scores @ one).sum(), scores.sum(), (one * torch.rand(4)).exp().sum(), one.max()]
+    others += [(scores.sum() * one).exp().sum(), one[torch.tensor([0, 2])].sum()]
+    assert all(term.is_of_parameters for loss in alone for term in terms_of(loss))
+    assert not any(term.is_of_parameters for loss in others for term in terms_of(loss))
+    assert all(map(terms_of, alone))
+
+
+def test_a_cross_entropy_has_the_sum_of_weights_as_its_last_divisor(scores: Tensor) -> None:
+    [mean] = terms_of(F.cross_entropy(scores, CLASSES, WEIGHT) / 4)
+    assert mean.is_cross_entropy and [*map(float, mean.divisors)] == [4.0, 11.5]
+    [total] = terms_of(F.cross_entropy(scores, CLASSES, WEIGHT, reduction="sum"))
+    assert not total.is_cross_entropy and not total.divisors
+
+
 def test_what_raw_saved_tensors_have_packed_stays_packed(scores: Tensor) -> None:
     unpacked: list[Tensor] = []
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _NONE, _MEAN = 0, 1
 """torch's numbers of `reduction="none"` and `reduction="mean"`."""
@@ -25,6 +26,16 @@ _PASSED = (
     *("UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0"),
 )
 """What gives its elements on, but for their sign."""
+
+_OF_PARAMETERS = {
+    *("Abs", "Add", "Alias", "Cat", "Clamp", "Clone", "Div", "Exp", "Expm1", "LinalgVectorNorm"),
+    *("Log", "Log1P", "Mean", "Mul", "Neg", "Norm", "Pow", "Reciprocal", "Relu", "Reshape"),
+    *("ReshapeAlias", "Rsqrt", "Rsub", "Sigmoid", "Softplus", "Sqrt", "Squeeze", "Stack", "Sub"),
+    *("Sum", "T", "Tanh", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
+}
+"""What penalties are made of. It takes nothing from elsewhere, but for what is added to it."""
+
+_NUMBER = re.compile(r"Backward\d+$")
 
 _MOST = 1000
 """Nodes at the end of a graph that are looked at; those of more terms say nothing."""
@@ -68,12 +79,16 @@ class Reduced(NamedTuple):
         weights: numbers, and tensors of one element.
         divisors: likewise; by these the product is divided.
         is_weighted: elements may count differently in a way that is not looked at.
+        is_of_parameters: no sample has a part in it.
+        is_cross_entropy: it is a mean over weights of targets; their sum is the last divisor.
     """
 
     elements: int
     weights: tuple[float | Tensor, ...] = ()
     divisors: tuple[float | Tensor, ...] = ()
     is_weighted: bool = False
+    is_of_parameters: bool = False
+    is_cross_entropy: bool = False
 
 
 class _Place(NamedTuple):
@@ -85,7 +100,7 @@ class _Place(NamedTuple):
 
 
 def terms_of(loss: Tensor) -> list[Reduced]:
-    """The sums and means at the end of a loss's graph, without means of `cross_entropy`.
+    """The sums and means at the end of a loss's graph, and other functions of parameters alone.
 
     Other losses, and whatever is not linear, are left out.
 
@@ -101,8 +116,9 @@ def terms_of(loss: Tensor) -> list[Reduced]:
         count += 1
         place = places.pop()
         inner = list(_inner(place))
-        if not inner and place.term.elements:
-            found.append(place.term)
+        is_of_parameters = not inner and _is_of_parameters(place.node)
+        if is_of_parameters or (not inner and place.term.elements):
+            found.append(place.term._replace(is_of_parameters=is_of_parameters))
         places += inner
     return [] if places else found
 
@@ -134,8 +150,38 @@ def _inner(place: _Place) -> Iterator[_Place]:
     elif name == "StackBackward0" and size == len(followed):
         for following in followed:
             yield _Place(following, 1, term._replace(elements=0))
-    elif size == 1 and not term.elements and not is_packed(node, "self"):
+    elif size == 1 and not term.elements and not is_packed(node, "self", "total_weight"):
         yield from _of_loss(place, name)
+
+
+def _is_of_parameters(last: Any) -> bool:
+    """Whether nothing but parameters has gone into the result of a node."""
+    nodes, seen = [last], {last}
+    while nodes and len(seen) < _MOST:
+        node = nodes.pop()
+        if node is None or not (_is_parameter(node) or _is_of_what_it_takes(node)):
+            return False
+        new = {following for following, _ in node.next_functions} - {None} - seen
+        seen |= new
+        nodes += new
+    return not nodes
+
+
+def _is_parameter(node: Any) -> bool:
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+def _is_of_what_it_takes(node: Any) -> bool:
+    """Whether it is a part of penalties, and no product with several numbers from elsewhere."""
+    name = _NUMBER.sub("", node.name())
+    if name not in ("Div", "Mul") or None not in [
+        following for following, _ in node.next_functions
+    ]:
+        return name in _OF_PARAMETERS
+    if is_packed(node, "self", "other"):
+        return False
+    saved = [getattr(node, f"_saved_{own}", None) for own in ("self", "other")]
+    return not any(isinstance(own, Tensor) and own.numel() > 1 for own in saved)
 
 
 def is_packed(node: Any, *names: str) -> bool:
@@ -168,11 +214,11 @@ def _of_loss(place: _Place, name: str) -> Iterator[_Place]:
     """Before losses that end in one number."""
     node, _, term = place
     if getattr(node, "_saved_reduction", _NONE) != _NONE and hasattr(node, "_saved_self"):
-        is_mean = node._saved_reduction == _MEAN
-        if name not in _NODES or not is_mean:
-            elements = node._saved_self.numel()
-            whole = _over(term._replace(elements=elements), elements if is_mean else 1)
-            yield _Place(None, elements, whole)
+        elements, is_mean = node._saved_self.numel(), node._saved_reduction == _MEAN
+        by_weights = is_mean and name in _NODES
+        whole = term._replace(elements=elements, is_cross_entropy=by_weights)
+        mean_over: float | Tensor = node._saved_total_weight if by_weights else elements
+        yield _Place(None, elements, _over(whole, mean_over if is_mean else 1))
 
 
 def _times(term: Reduced, weight: float | Tensor) -> Reduced:

@@ -1,13 +1,13 @@
 """Gradients: one loss of the replicas' losses, its backward, and the sums that reach the root.
 
 Decided here: what each replica's loss weighs and what the joint loss's backward does (`loss`; what
-losses are means over, `items`, and a warning where that is not samples, `own_means`, or where
-`traces` show, on the `paths` to a loss, `relations` of samples to a statistic of their shard, or of
-samples `along` their dimension), how it runs on accelerators (`at_once`), who sums gradients and
-`buffers`, and when (`reduce`; how, in `slices`; of several processes, `between` them and in
-`buffers_between`), what follows if somebody writes to the root's in between (`outside`), which
-gradients leave before it has ended (`overlap`, by a `schedule`), and how gradients, hooks and the
-values of buffers are set aside for a while (`aside`).
+losses are means over, `items`, and a warning where that is not samples, `own_means`, as their
+`terms` say, or where `traces` show, on the `paths` to a loss, `relations` of samples to a statistic
+of their shard, or of samples `along` their dimension), how it runs on accelerators (`at_once`), who
+sums gradients and `buffers`, and when (`reduce`; how, in `slices`; of several processes, `between`
+them and in `buffers_between`), what follows if somebody writes to the root's in between
+(`outside`), which gradients leave before it has ended (`overlap`, by a `schedule`), and how
+gradients, hooks and the values of buffers are set aside for a while (`aside`).
 """
 
 from lightning_dp.parallel.gradients.aside import GradientsAside as GradientsAside

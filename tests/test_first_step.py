@@ -35,7 +35,11 @@ from lightning_dp import DataParallelStrategy
 from lightning_dp.first_step.check import FirstStep
 from lightning_dp.parallel.devices import reset_peak_memory
 
-pytestmark = pytest.mark.usefixtures("on")
+pytestmark = [
+    pytest.mark.usefixtures("on"),
+    # What is wrong with losses is wrong with their logs.
+    pytest.mark.filterwarnings("ignore:.*expected numbers for self.log:UserWarning"),
+]
 
 
 def checked(make: Callable[[], Any], *, k: int = 4, **options: Any) -> FirstStep:

@@ -103,8 +103,8 @@ def test_shards_of_equal_sizes_tell_nothing_and_are_not_traced() -> None:
     assert heard(Net(), 20, n=6) == [1], "the first batch is cut unequally"
 
 
-def test_losses_that_are_to_be_sums_are_not_traced() -> None:
-    assert not heard(Net(), 20, loss_reduction="sum")
+def test_where_losses_are_to_be_sums_what_is_logged_is_traced_once() -> None:
+    assert heard(Net(), 20, loss_reduction="sum") == [1]
 
 
 def test_a_step_that_tells_its_items_is_traced_once() -> None:

@@ -55,7 +55,7 @@ class Holder(LightningModule):
         return out
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/loss", self.net(batch[0]).sum())
+        self.log("val/loss", self.net(batch[0]).mean())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)

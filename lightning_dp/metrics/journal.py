@@ -20,6 +20,7 @@ from torch import nn
 
 from lightning_dp.lightning_private import batch_value, own_device
 from lightning_dp.metrics.arguments import MetricCall
+from lightning_dp.metrics.logged_means import Logged, LogLook
 from lightning_dp.metrics.logs import (
     Call,
     LateLog,
@@ -56,6 +57,7 @@ class Journal:
     def __init__(self, names: Sequence[str], leaving: Collection[torch.device] = ()) -> None:
         self._names, self._leaving = names, leaving
         self.calls: list[Call] = []
+        self.logged: list[Logged] | None = None  # in a step that is looked at
         self.metrics: ReplicaMetrics | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -64,7 +66,10 @@ class Journal:
             value.fail()
         if self.metrics is not None and isinstance(value, nn.Module):
             value = self.metrics.original(value)
-        self.calls.append(log_call(name, value, args, kwargs, self._leaving, self._names))
+        call = log_call(name, value, args, kwargs, self._leaving, self._names)
+        self.calls.append(call)
+        if self.logged is not None:
+            self.logged.append((call, value))
 
 
 class Journals(ReplicaRules):
@@ -132,13 +137,16 @@ class Journals(ReplicaRules):
         replicas: Replicas,
         shards: Shards,
         is_rerun: bool = False,
+        step: str = "",
     ) -> AbstractContextManager[None]:
         """Records while the replicas run; if all went well, replays.
 
         A rerun has done so before. It, and a step that did not fit and will run again, leave the
         module and its metrics as they were.
         """
-        return Recording(self, replicas, shards, is_rerun)
+        looks = step and shards.traces
+        look = LogLook(step, self._journals, shards) if looks else None
+        return Recording(self, replicas, shards, is_rerun, look)
 
     def begin(self, replicas: Replicas, active: Sequence[int]) -> AbstractContextManager[None]:
         """A step begins; what lasts while its replicas run, and the journals record."""
@@ -244,14 +252,21 @@ class Recording:
     """One step, see `Journals.around`. What has to be put back it has entered itself."""
 
     def __init__(
-        self, journals: Journals, replicas: Replicas, shards: Shards, is_rerun: bool
+        self,
+        journals: Journals,
+        replicas: Replicas,
+        shards: Shards,
+        is_rerun: bool,
+        look: LogLook | None = None,
     ) -> None:
         self._journals, self._is_rerun = journals, is_rerun
-        self._replicas, self._shards = replicas, shards
+        self._replicas, self._shards, self._look = replicas, shards, look
 
     def __enter__(self) -> None:
         """The step begins."""
         self._inside = self._journals.begin(self._replicas, self._shards.active)
+        if self._look is not None:
+            self._look.begin()
         try:
             self._inside.__enter__()
         except torch.OutOfMemoryError:
@@ -263,6 +278,8 @@ class Recording:
         logs: list[LateLog] = []
         try:
             self._inside.__exit__(kind, *error)
+            if self._look is not None:
+                self._look.end(tells=kind is None and not self._is_rerun)
             if kind is None and not self._is_rerun:
                 logs = self._journals.settle(self._replicas, self._shards)
         except torch.OutOfMemoryError:

@@ -204,7 +204,7 @@ def _around_step(
     is_rerun: bool,
 ) -> AbstractContextManager[None]:
     """What replicas say to the outside, and what they do with optimizers, is said and done once."""
-    said = journals.around(replicas, shards, is_rerun)
+    said = journals.around(replicas, shards, is_rerun, hook)
     if rows.looks_left.get(hook) and len(shards.active) > 1:
         said = Contexts([said, rows.around(hook, len(shards.active))])
     if hook != "training_step":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -122,7 +123,7 @@ class EvaluationStep(ReplicaCall):
 
     training = False
     shards: Shards  # the latest ones that it was made with
-    traces: Traces | None = None  # in a batch in which losses are looked at
+    traces: Traces | None = None  # in a batch in which losses and logs are looked at
 
     def __init__(
         self,
@@ -142,9 +143,11 @@ class EvaluationStep(ReplicaCall):
         if replicas.link_buffers(shards.active, partial(refuse_own_backward, weakref.ref(calls))):
             calls.crossed = True
         means, first = self.engine.own_means, (self.name, 0)
-        is_due = self.training and not means.rest[first] and not replicas.may_compile
+        rests = self.training and 0 < means.rest[first] < math.inf
+        is_due = not rests and not replicas.may_compile
         is_due = is_due and means.is_traced(first, shards.active_sizes)
         self.traces = Traces(replicas.modules) if is_due else None
+        shards.traces[:] = [self.traces] if is_due else []
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """The replica's own method."""

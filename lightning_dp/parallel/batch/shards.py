@@ -34,7 +34,8 @@ class Shards:
     It is `whole` if nothing was cut: the root has the batch as it is. `order` has the positions of
     each shard's samples in the batch, if they are not consecutive. `losses`, of
     `parallel.processes`, are there if other processes are to hear of them when the step ends.
-    `added` has the keys of entries that steps have put into the parts.
+    `added` has the keys of entries that steps have put into the parts. In `traces` are those of
+    `parallel.gradients`, if the replicas' step is looked at.
     """
 
     sizes: Sizes
@@ -44,6 +45,7 @@ class Shards:
     dims: StepDims = field(default_factory=StepDims, repr=False, compare=False)
     losses: list[Any] = field(default_factory=list, repr=False, compare=False)
     added: dict[Any, None] = field(default_factory=dict, repr=False, compare=False)
+    traces: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     @cached_property
     def active(self) -> list[int]:

@@ -3,11 +3,12 @@
 Decided here: what each replica's loss weighs and what the joint loss's backward does (`loss`; what
 losses are means over, `items`, and a warning where that is not samples, `own_means`, as their
 `terms` say, or where `traces` show, on the `paths` to a loss, `relations` of samples to a statistic
-of their shard, or of samples `along` their dimension), how it runs on accelerators (`at_once`), who
-sums gradients and `buffers`, and when (`reduce`; how, in `slices`; of several processes, `between`
-them and in `buffers_between`), what follows if somebody writes to the root's in between
-(`outside`), which gradients leave before it has ended (`overlap`, by a `schedule`), and how
-gradients, hooks and the values of buffers are set aside for a while (`aside`).
+of their shard, or of samples `along` their dimension; of what is logged, `summaries` that are no
+means, as the `reductions` of losses say, too), how it runs on accelerators (`at_once`), who sums
+gradients and `buffers`, and when (`reduce`; how, in `slices`; of several processes, `between` them
+and in `buffers_between`), what follows if somebody writes to the root's in between (`outside`),
+which gradients leave before it has ended (`overlap`, by a `schedule`), and how gradients, hooks and
+the values of buffers are set aside for a while (`aside`).
 """
 
 from lightning_dp.parallel.gradients.aside import GradientsAside as GradientsAside
@@ -37,5 +38,6 @@ from lightning_dp.parallel.gradients.relations import NOT_THE_BATCHS as NOT_THE_
 from lightning_dp.parallel.gradients.relations import related as related
 from lightning_dp.parallel.gradients.slices import Spread as Spread
 from lightning_dp.parallel.gradients.slices import reduce_gradients as reduce_gradients
+from lightning_dp.parallel.gradients.summaries import summary_of as summary_of
 from lightning_dp.parallel.gradients.traces import Traces as Traces
 from lightning_dp.parallel.gradients.traces import tensors_of as tensors_of

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import starmap
 
-from torch import Tensor
-
 from lightning_dp.parallel.gradients.traces import NO_NUMBER, Call, Trace
 
 
 def side_by_side(
-    traces: Sequence[Trace], results: Sequence[Sequence[Tensor]]
+    traces: Sequence[Trace], results: Sequence[Sequence[int]]
 ) -> Iterator[tuple[Call, ...]]:
     """Each call that all replicas' results came of; none if they did not call the same functions.
 
-    The numbers of tensors are in the order in which they take part, so the same on all replicas.
+    Results are given by their numbers. Those of what is yielded are in the order in which tensors
+    take part, so the same on all replicas.
     """
     paths = [*starmap(_path, zip(traces, results, strict=True))]
     if all([_outline(path) == _outline(paths[0]) for path in paths]):
         yield from zip(*paths, strict=True)
 
 
-def _path(trace: Trace, results: Sequence[Tensor]) -> list[Call]:
-    needed, path = {*map(trace.number_of, results)}, list[Call]()
+def _path(trace: Trace, results: Sequence[int]) -> list[Call]:
+    needed, path = {*results}, list[Call]()
     for call in reversed(trace.calls):
         if not needed.isdisjoint([given.number for given in call.gives]):
             needed.update(call.takes)

@@ -108,7 +108,9 @@ def related(
         True
     """
     known = _Known(traces, sizes, with_gradient)
-    for calls in side_by_side(traces, results):
+    pairs = zip(traces, results, strict=True)
+    numbers = [[trace.number_of(tensor) for tensor in own] for trace, own in pairs]
+    for calls in side_by_side(traces, numbers):
         if (found := known.met(calls)) is not None:
             return found
         known.follow(calls)
@@ -129,7 +131,7 @@ class _Known:
         self._sizes, self._with_gradient = sizes, with_gradient
         self._with_numbers = all([trace.numbers_are_the_shards() for trace in traces])
         leaves = [*zip(*(trace.shard for trace in traces), strict=False)]
-        self._samples = {given[0].number for given in leaves if _differ(given)}
+        self._samples = {given[0].number for given in leaves if differ_in_shape(given)}
         self._statistics: dict[int, _Statistic] = {}
         self._pairs = {given[0].number for given in leaves if self._are_pairs(given)}
 
@@ -166,7 +168,7 @@ class _Known:
             return None  # a shard of one sample may have lost its dimension
         for dim in call.along:
             lengths = [length for given in first for length in given.shape[dim : dim + 1]]
-            if _grow(lengths, self._sizes):
+            if grow(lengths, self._sizes):
                 return Related("", call.name)
         return None
 
@@ -186,7 +188,7 @@ class _Known:
             return False
         lengths = [*zip(*shapes, strict=True)]
         return any(
-            one == other and _grow(one, self._sizes) for one, other in combinations(lengths, 2)
+            one == other and grow(one, self._sizes) for one, other in combinations(lengths, 2)
         )
 
     def _met_in_a_number(self, calls: Sequence[Call]) -> Related | None:
@@ -207,7 +209,7 @@ class _Known:
             self._statistics.pop(number, None)
             if self._are_pairs(given):
                 self._pairs.add(number)
-            if (is_of_samples or makes_one) and _differ(given):
+            if (is_of_samples or makes_one) and differ_in_shape(given):
                 self._samples.add(number)
             elif self._is_left_to_graphs(given):
                 continue  # as its graph shows
@@ -226,28 +228,28 @@ class _Known:
         return not self._with_gradient and any([own.has_gradient for own in given])
 
     def _is_of_samples(self, call: Call) -> bool:
-        return not self._samples.isdisjoint(_taken(call))
+        return not self._samples.isdisjoint(taken_by(call))
 
     def _statistic(self, call: Call) -> _Statistic | None:
         if call.name == "grad":
             return None  # of a sum over samples: that of each
-        taken = call.takes[:1] if call.name.strip("_") in _AT_PLACES else _taken(call)
+        taken = call.takes[:1] if call.name.strip("_") in _AT_PLACES else taken_by(call)
         return next((self._statistics[n] for n in taken if n in self._statistics), None)
 
 
-def _taken(call: Call) -> tuple[int, ...]:
+def taken_by(call: Call) -> tuple[int, ...]:
     """The numbers of those tensors whose values count."""
     if call.name.startswith(_OF_NONE):
         return ()
     return call.takes[:1] if call.name in _OF_THE_FIRST else call.takes
 
 
-def _differ(given: Sequence[Given]) -> bool:
-    """Whether a dimension differs between shards."""
+def differ_in_shape(given: Sequence[Given]) -> bool:
+    """Whether a dimension differs between shards: it counts samples, or comes with them."""
     return len({own.shape for own in given}) > 1
 
 
-def _grow(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
+def grow(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
     """Whether lengths differ, in proportion to the shards' samples."""
     pairs = zip(lengths, sizes, strict=True)
     return len({*lengths}) > 1 and all(

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.gradients.along import MOVES, dims_along
+from lightning_dp.parallel.gradients.reductions import Reduction, reduction_of
 
 STATISTICS = {
     *("amax", "amin", "aminmax", "bincount", "corrcoef", "count_nonzero", "cov", "dot", "einsum"),
@@ -59,14 +60,20 @@ class Call(NamedTuple):
     """A call of a function: the numbers of the tensors that it took, and what it gave.
 
     Elements of the first one depend on each other `along` some dimensions, see `dims_along`. Python
-    numbers that may be fractions were taken, too.
+    numbers were taken, too. A loss has its `reduction`.
     """
 
     name: str
     takes: tuple[int, ...]
     gives: tuple[Given, ...]
     along: tuple[int, ...] = ()
-    floats: tuple[float, ...] = ()
+    numbers: tuple[float, ...] = ()
+    reduction: Reduction | None = None
+
+    @property
+    def floats(self) -> tuple[float, ...]:
+        """Python's numbers that may be fractions."""
+        return tuple([number for number in self.numbers if isinstance(number, float)])
 
 
 class Trace(TorchFunctionMode):
@@ -95,14 +102,17 @@ class Trace(TorchFunctionMode):
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._orders: dict[int, weakref.ref[Tensor]] = {}  # random ones
         self._count = 0
+        self._items: dict[int, tuple[Any, int]] = {}  # Python's numbers, by ids, and their tensors'
         self._has_read = self._has_read_others = False
         self._generators = _generators()
         self.shard = [self._given(tensor, keeps=False) for tensor in tensors_of(shard)]
 
-    def number_of(self, tensor: Tensor) -> int:
-        """The number of a tensor, or `NO_NUMBER`."""
-        found = self._known.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else NO_NUMBER
+    def number_of(self, value: Any) -> int:
+        """The number of a tensor, or of that which became such by `item`, or `NO_NUMBER`."""
+        if isinstance(value, Tensor):
+            found = self._known.get(id(value))
+            return found[1] if found is not None and found[0]() is value else NO_NUMBER
+        return self._items.get(id(value), (value, NO_NUMBER))[1]
 
     def numbers_are_the_shards(self) -> bool:
         """Whether numbers of Python's that differ between shards were computed from these.
@@ -132,14 +142,16 @@ class Trace(TorchFunctionMode):
             self._orders[id(result)] = weakref.ref(result)
         if name in _READS:
             self._note_read(takes)
+            self._items[id(result)] = result, takes[0]
         is_from_host = name in FROM_HOST and result.is_floating_point()
         if is_from_host or max(takes, default=NO_NUMBER) > NO_NUMBER:
             own = [tensor for tensor in _tensors(written) if not isinstance(tensor, nn.Parameter)]
             given = [self._given(tensor, keeps=name in KEPT) for tensor in own]
             if given:
                 along = dims_along(name, args, kwargs, result, self._is_order)
-                floats = () if is_from_host else tuple(_floats((args, kwargs)))
-                self.calls.append(Call(name, takes, tuple(given), along, floats))
+                numbers = () if is_from_host else tuple(_numbers((args, kwargs)))
+                reduction = reduction_of(name, args, kwargs)
+                self.calls.append(Call(name, takes, tuple(given), along, numbers, reduction))
         return result
 
     def _note_read(self, takes: Sequence[int]) -> None:
@@ -160,6 +172,7 @@ class Trace(TorchFunctionMode):
             self._known[id(tensor)] = weakref.ref(tensor), number
         if tensor.is_nested:
             return Given(number)
+        keeps = keeps or tensor.numel() == 1
         keeps = keeps and not tensor.requires_grad and tensor.numel() <= _MOST_KEPT
         keeps = keeps and tensor.layout is torch.strided and not tensor.is_meta
         is_floating = tensor.is_floating_point() or tensor.is_complex()
@@ -202,11 +215,11 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     return _all_of(Tensor, values)
 
 
-def _floats(values: Any) -> Iterator[float]:
-    return _all_of(float, values)
+def _numbers(values: Any) -> Iterator[float]:
+    return (number for number in _all_of((int, float), values) if not isinstance(number, bool))
 
 
-def _all_of(kind: type[_T], values: Any) -> Iterator[_T]:
+def _all_of(kind: type[_T] | tuple[type[_T], ...], values: Any) -> Iterator[_T]:
     if isinstance(values, kind):
         yield values
     elif isinstance(values, (tuple, list)):

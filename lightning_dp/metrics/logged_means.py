@@ -1,0 +1,85 @@
+"""Logged means: numbers that steps log and that are no means over samples, as traces show.
+
+Logged is the mean of the replicas' numbers, weighted by their samples. That is the batch's number
+only if each sample counts equally in it. Nothing else would say so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lightning_dp.metrics.logs import LogCall
+from lightning_dp.parallel.batch import Shards
+from lightning_dp.parallel.gradients import summary_of
+
+if TYPE_CHECKING:
+    from lightning_dp.metrics.journal import Journal
+
+Logged: TypeAlias = tuple[LogCall, Any]
+"""A call of `self.log`, and its value as it was given."""
+
+_DEGREES = {"mean": 0, "sum": 1}
+"""Of what is joined by these, in the samples of a shard."""
+
+
+class LogLook:
+    """A look at what a traced step logs; it warns of what is no mean, or no sum where they add up.
+
+    Nothing is told where replicas do not make the same calls.
+
+    Args:
+        step: its name.
+        journals: of all replicas.
+        shards: what these have, and the traces of what they do with it.
+    """
+
+    def __init__(self, step: str, journals: Sequence[Journal], shards: Shards) -> None:
+        self._step, self._journals, self._shards = step, journals, shards
+
+    def begin(self) -> None:
+        """From now on the journals keep what is logged as it was given."""
+        for journal in self._journals:
+            journal.logged = []
+
+    def end(self, *, tells: bool) -> None:
+        """They keep nothing any more; what they kept is looked at."""
+        logged = [self._journals[k].logged or [] for k in self._shards.active]
+        for journal in self._journals:
+            journal.logged = None
+        if tells and len({tuple([call.key for call, _ in own]) for own in logged}) == 1:
+            self._tell(logged)
+        self._shards.traces.clear()  # a graph that reaches the module would keep it alive
+
+    def _tell(self, logged: Sequence[Sequence[Logged]]) -> None:
+        found: dict[str, list[str]] = {}
+        for calls in zip(*logged, strict=True):
+            if what := _is_but(calls, self._shards):
+                found.setdefault(what, []).append(repr(calls[0][0].name))
+        if not found:
+            return
+        told = [f"{what} as {', '.join(dict.fromkeys(names))}" for what, names in found.items()]
+        warnings.warn(
+            f"{self._step}: expected numbers for self.log that are means over samples, got "
+            f"{'; '.join(told)}. Logged is the mean of what the shards have, which is not what the "
+            "batch has. Log a metric object, or use DataParallelStrategy(mode='forward').",
+            stacklevel=2,
+        )
+
+
+def _is_but(calls: Sequence[Logged], shards: Shards) -> str:
+    """What a number is, if it is not what it is joined as; empty where nothing tells."""
+    options, values = calls[0][0].options, [value for _, value in calls]
+    how, sizes = options.get("reduce_fx", "mean"), shards.active_sizes
+    degree = _DEGREES.get(getattr(how, "__name__", str(how)))
+    [traces] = shards.traces
+    own = traces.of(shards.active)
+    if degree is None or options.get("batch_size") is not None or len(own) < len(calls):
+        return ""  # who gives a batch_size says over how many it is a mean
+    summary = summary_of(own, values, sizes)
+    if summary is not None:
+        return summary.is_but(degree)
+    are_numbers = degree == 0 and all([isinstance(value, Number) for value in values])
+    return "the number of samples" if are_numbers and values == sizes else ""

@@ -46,6 +46,7 @@ MEANS: dict[str, Number] = {
     "stack": lambda z, y: torch.stack([_error(z, y), z.mean()]).mean(),
     "constant": lambda z, y: torch.tensor(3.0).sqrt(),
     "a number": lambda z, y: 0.1,
+    "by the same in all": lambda z, y: z.mean() / (2 * torch.ones_like(y).max()),
     "the same in all": lambda z, y: torch.ones_like(y).max().sqrt(),
     "classes that all count": lambda z, y: F.cross_entropy(z, y, z.new_full((3,), 0.5)),
     "probabilities": lambda z, y: F.cross_entropy(z, _one_hot(y)),
@@ -138,6 +139,15 @@ def test_sums_that_are_added_up_are_as_on_one_device_and_means_are_told() -> Non
     assert not torch.allclose(several, logged(run(make, 1)))
 
 
+def test_what_is_the_same_in_each_shard_is_told_where_sums_are_added_up() -> None:
+    make = logging(lambda z, y: 1.0, reduce_fx="sum")
+    with pytest.warns(UserWarning, match=TOLD + "what is the same in each shard as"):
+        several = logged(run(make, 3))
+    assert not torch.allclose(several, logged(run(make, 1)))
+    make = logging(lambda z, y: float(len(z)), reduce_fx="sum")
+    torch.testing.assert_close(logged(run(make, 3)), logged(run(make, 1)))
+
+
 def test_the_largest_of_all_is_as_on_one_device() -> None:
     make = logging(OTHERS["largest"][0], reduce_fx="max")
     torch.testing.assert_close(logged(run(make, 3)), logged(run(make, 1)))
@@ -156,6 +166,16 @@ class OfItems(Classifier):
 def test_with_a_batch_size_a_number_is_a_mean_over_that_many() -> None:
     several, one = (run(OfItems, devices).callback_metrics["val/own"] for devices in (3, 1))
     torch.testing.assert_close(several, one)
+
+
+@pytest.mark.parametrize("size", [len, lambda z: 25], ids=["samples", "a constant"])
+def test_with_as_many_as_there_are_samples_it_is_told(size: Callable[[Tensor], int]) -> None:
+    class Sized(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/own", self(batch[0]).std(), batch_size=size(batch[0]))
+
+    with pytest.warns(UserWarning, match=TOLD + "std over samples as 'val/own'"):
+        run(Sized, 3)
 
 
 class Unknown(Classifier):

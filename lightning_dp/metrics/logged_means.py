@@ -71,15 +71,24 @@ class LogLook:
 
 def _is_but(calls: Sequence[Logged], shards: Shards) -> str:
     """What a number is, if it is not what it is joined as; empty where nothing tells."""
-    options, values = calls[0][0].options, [value for _, value in calls]
-    how, sizes = options.get("reduce_fx", "mean"), shards.active_sizes
+    how, sizes = calls[0][0].options.get("reduce_fx", "mean"), shards.active_sizes
     degree = _DEGREES.get(getattr(how, "__name__", str(how)))
-    [traces] = shards.traces
-    own = traces.of(shards.active)
-    if degree is None or options.get("batch_size") is not None or len(own) < len(calls):
-        return ""  # who gives a batch_size says over how many it is a mean
+    own = shards.traces[0].of(shards.active)
+    if degree is None or len(own) < len(calls) or _are_of_items(calls, sizes):
+        return ""
+    values = [value for _, value in calls]
     summary = summary_of(own, values, sizes)
     if summary is not None:
         return summary.is_but(degree)
-    are_numbers = degree == 0 and all([isinstance(value, Number) for value in values])
-    return "the number of samples" if are_numbers and values == sizes else ""
+    if not all([isinstance(value, Number) for value in values]):
+        return ""
+    if degree == 0:
+        return "the number of samples" if values == sizes else ""
+    return "what is the same in each shard" if len({*values, 0}) == 2 else ""
+
+
+def _are_of_items(calls: Sequence[Logged], sizes: Sequence[int]) -> bool:
+    """Whether a `batch_size` says that it is a mean over something else than samples."""
+    told = [call.options.get("batch_size") for call, _ in calls]
+    counts = [int(count) for count in told if count is not None]
+    return len(set(counts)) > 1 and counts != [*sizes]

@@ -59,7 +59,8 @@ class Summary(NamedTuple):
 
     Attributes:
         name: of what has made it.
-        degree: 0 of a mean over samples, 1 of a sum; None if it is not known.
+        degree: 0 of a mean over samples, and of what is the same in all shards; 1 of a sum; None if
+            it is not known.
         function: what it is, if that is neither.
         values: on the replicas, if they are known.
     """
@@ -76,8 +77,6 @@ class Summary(NamedTuple):
 
     def is_but(self, degree: int) -> str:
         """What it is, if that is not of this degree; empty if it is, or nobody knows."""
-        if self.is_same:
-            return ""
         if self.function or self.degree in (None, degree):
             return self.function
         return f"a {'sum' if self.degree == 1 else 'mean'} over samples"
@@ -141,7 +140,8 @@ class _Known:
             if of_samples:
                 self._note(given)
             if made is not None and not differ_in_shape(given):
-                self.summaries[number] = made._replace(values=_values(given))
+                own = made._replace(values=_values(given))
+                self.summaries[number] = own._replace(degree=0, function="") if own.is_same else own
 
     def _note(self, given: Sequence[Given]) -> None:
         """Notes what is of samples."""

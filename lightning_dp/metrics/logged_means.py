@@ -64,7 +64,8 @@ class LogLook:
         warnings.warn(
             f"{self._step}: expected numbers for self.log that are means over samples, got "
             f"{'; '.join(told)}. Logged is the mean of what the shards have, which is not what the "
-            "batch has. Log a metric object, or use DataParallelStrategy(mode='forward').",
+            "batch has. Log a metric object, or say by batch_size= over how many a mean is, or use "
+            "DataParallelStrategy(mode='forward').",
             stacklevel=2,
         )
 

@@ -343,7 +343,6 @@ def test_a_shard_without_a_value_matters_to_nobody_who_does_not_ask() -> None:
         lambda module, value: torch.stack([value]),
         lambda module, value: value.detach(),
         lambda module, value: value,
-        lambda module, value: module.log("value", value),
         lambda module, value: setattr(module, "value", value),
     ],
 )
@@ -351,6 +350,16 @@ def test_a_value_that_there_is_not_is_an_error_to_whom_it_is_asked(use: Any) -> 
     module = type("Measuring", (Measuring,), {"use": staticmethod(use)})()
     with pytest.raises(ValueError, match="at least two samples"):
         trainer(3).fit(module, loader(3, 3), loader(5))
+
+
+def test_logged_it_is_that_of_the_batch() -> None:
+    def log(module: Any, value: Any) -> None:
+        module.log("value", value)
+
+    make = type("Measuring", (Measuring,), {"use": staticmethod(log)})
+    torch.set_default_dtype(torch.float64)
+    options: dict[str, Any] = {"data": lambda: loader(23, 20)}
+    assert_same(run(make, 3, **options), run(make, 1, **options))
 
 
 def test_a_metric_that_a_step_copies_is_one_of_its_own() -> None:

@@ -48,6 +48,7 @@ def trained(make: Any, devices: int, told: bool, **strategy: Any) -> Any:
     return run(made, devices, strategy=strategy)
 
 
+@pytest.mark.filterwarnings("ignore:.*expected numbers for self.log")
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 @pytest.mark.parametrize("make", [Weighted, WeightedByHand])
 def test_class_weights_are_told_and_with_their_sum_are_as_on_one_device(

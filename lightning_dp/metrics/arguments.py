@@ -45,6 +45,18 @@ class MetricCall(NamedTuple):
         return Contexts(attributes.as_at(values, device) for attributes, values in self.bound)
 
 
+class MetricValue(NamedTuple):
+    """Where a value comes from: the n-th `forward` of a metric in a step, and one of its leaves."""
+
+    metric: AnyMetric
+    call: int
+    leaf: int
+
+    def is_that(self, other: MetricValue | None) -> bool:
+        """Whether it is the same one, on another replica."""
+        return other is not None and self.metric is other.metric and self[1:] == other[1:]
+
+
 def join_arguments(
     calls: Sequence[MetricCall],
     sizes: Sequence[int],

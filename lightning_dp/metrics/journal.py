@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_dp.lightning_private import batch_value, own_device
+from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.logged_means import Logged, LogLook
 from lightning_dp.metrics.logs import (
@@ -27,6 +27,7 @@ from lightning_dp.metrics.logs import (
     aligned,
     brought_to,
     check_keys,
+    late_log,
     log_call,
     log_late,
     merged_log,
@@ -36,7 +37,7 @@ from lightning_dp.metrics.logs import (
 from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import StepAttributes, names_of_metric, state_of_metric
 from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
-from lightning_dp.metrics.torchmetrics_on_replicas import is_metric, replay
+from lightning_dp.metrics.torchmetrics_on_replicas import Returned, is_metric, replay
 from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import Contexts, StandIn, standing_in
@@ -62,11 +63,12 @@ class Journal:
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stands for `self.log` on a replica."""
+        source = None
+        if self.metrics is not None:
+            source, value = self.metrics.source(value), self.metrics.original(value)
         if isinstance(value, NoValue):
-            value.fail()
-        if self.metrics is not None and isinstance(value, nn.Module):
-            value = self.metrics.original(value)
-        call = log_call(name, value, args, kwargs, self._leaving, self._names)
+            value = vars(value)["error"] if source else value.fail()
+        call = log_call(name, value, args, kwargs, self._leaving, self._names, source)
         self.calls.append(call)
         if self.logged is not None:
             self.logged.append((call, value))
@@ -221,22 +223,22 @@ class Journals(ReplicaRules):
         if called:
             self._metric_states.keep(list(called))
         logs: list[LateLog] = []
+        returned: Returned = {}
         for row in aligned(journals, sizes, order, shards.dims):
             present = [sizes[i] for i in row]
             calls: list[Any] = list(row.values())
             if isinstance(calls[0], MetricCall):
                 positions = None if order is None else [order[i] for i in row]
-                replay(calls, present, positions, shards.dims, self._module)
+                value = replay(calls, present, positions, shards.dims, self._module)
+                if calls[0].method == "forward" and len(row) == len(journals):
+                    returned.setdefault(id(calls[0].metric), []).append(value)
                 if self.exchange is not None:
                     self.exchange.syncs.count_as_of_all(calls)
                 continue
             if len(row) < len(journals):
                 check_keys(calls[0].name, row, names or names_of(shards, self._devices))
             merged = merged_log(calls, present, self._output_device, shards.dims)
-            value = merged.value
-            logs.append(
-                LateLog(merged, batch_value(value) if isinstance(value, nn.Module) else None)
-            )
+            logs.append(late_log(merged, calls, returned, self._output_device))
         return logs
 
     def log(self, logs: Sequence[LateLog]) -> None:

@@ -75,7 +75,8 @@ def _is_but(calls: Sequence[Logged], shards: Shards) -> str:
     how, sizes = calls[0][0].options.get("reduce_fx", "mean"), shards.active_sizes
     degree = _DEGREES.get(getattr(how, "__name__", str(how)))
     own = shards.traces[0].of(shards.active)
-    if degree is None or len(own) < len(calls) or _are_of_items(calls, sizes):
+    are_known = all([call.from_metric is not None for call, _ in calls])
+    if degree is None or are_known or len(own) < len(calls) or _are_of_items(calls, sizes):
         return ""
     values = [value for _, value in calls]
     summary = summary_of(own, values, sizes)

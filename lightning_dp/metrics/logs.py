@@ -18,8 +18,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_dp.lightning_private import batch_value, keep_batch_value, results_of
-from lightning_dp.metrics.arguments import MetricCall
-from lightning_dp.metrics.torchmetrics_on_replicas import standing_alone
+from lightning_dp.metrics.arguments import MetricCall, MetricValue
+from lightning_dp.metrics.torchmetrics_on_replicas import Returned, standing_alone, value_of_batch
 from lightning_dp.parallel.batch import Shards, StepDims, weighted_mean
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import replica_names, replica_text
@@ -40,12 +40,17 @@ def option_names(log: Callable[..., Any]) -> Sequence[str]:
 
 
 class LogCall(NamedTuple):
-    """A call of `self.log` on one replica: the value is a number, a tensor, or the own metric."""
+    """A call of `self.log` on one replica: the value is a number, a tensor, or the own metric.
+
+    It may be `from_metric`: then that of the batch is known after the step. Instead of a value that
+    a shard is too small for, it is the error.
+    """
 
     key: tuple[object, ...]  # equal for the same call on different replicas
     name: str
     value: Any
     options: Mapping[str, Any]
+    from_metric: MetricValue | None = None
 
 
 Call: TypeAlias = LogCall | MetricCall
@@ -113,6 +118,7 @@ def log_call(
     kwargs: dict[str, Any],
     leaving: Collection[torch.device] = (),
     names: Sequence[str] = _OPTIONS,
+    from_metric: MetricValue | None = None,
 ) -> LogCall:
     """From the arguments of `self.log`; copies tensors, to which the step may still write.
 
@@ -127,7 +133,7 @@ def log_call(
         value = value.detach()
         leaves = value.device in leaving
         value = value.to("cpu", non_blocking=True, copy=True) if leaves else value.clone()
-    return LogCall(("log", name), name, value, options)
+    return LogCall(("log", name), name, value, options, from_metric)
 
 
 def merged_log(
@@ -158,11 +164,26 @@ def merged_log(
         own = [int(other["batch_size"]) for other in told]
         if dims.counts(first.key, own, sizes, f"batch_size of {first.name!r}") is not False:
             weights, options["batch_size"] = own, sum(own)
-    value = first.value
+    value = next((c.value for c in calls if isinstance(c.value, Exception)), first.value)
     if isinstance(value, Tensor | Number):
         numbers = _as_numbers(calls, device)
         value = _merged(numbers, weights, options.get("reduce_fx", "mean"))
     return first._replace(value=value, options=options)
+
+
+def late_log(
+    merged: LogCall, calls: Sequence[LogCall], returned: Returned, device: torch.device
+) -> LateLog:
+    """The call that is to be made, with what a metric returns for the batch, if it logs that."""
+    if merged.from_metric is not None:
+        value = value_of_batch([call.from_metric for call in calls], returned)
+        if isinstance(value, Tensor):
+            value = _as_numbers([merged._replace(value=value)], device)[0]
+        merged = merged if value is None else merged._replace(value=value)
+    if isinstance(merged.value, Exception):
+        raise merged.value
+    is_metric = isinstance(merged.value, nn.Module)
+    return LateLog(merged, batch_value(merged.value) if is_metric else None)
 
 
 def names_of(

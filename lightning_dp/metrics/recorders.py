@@ -8,6 +8,7 @@ and parameters that the replica's metric has then: its value may be a loss.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricMethod
+from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricMethod, MetricValue
 from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric
@@ -52,6 +53,8 @@ class ReplicaMetrics:
         self.is_calling = False
         self.weights_move = False  # in the midst of a step
         self.without_value: list[weakref.ref[NoValue]] = []
+        self._values: dict[int, tuple[Any, MetricValue]] = {}  # by their ids, in this step
+        self._calls: Counter[int] = Counter()  # of `forward`, by the metrics' ids
         pairs = list(zip(*submodules, strict=True))
         modules = {
             id(root): CalledModule(root, own, device)
@@ -71,6 +74,19 @@ class ReplicaMetrics:
     def original(self, value: Any) -> Any:
         """The module's own metric, if `value` is the replica's; else `value`."""
         return self._roots.get(id(value), value)
+
+    def note(self, value: Any, metric: AnyMetric) -> None:
+        """A metric's `forward` has returned this."""
+        n = self._calls[id(metric)]
+        self._calls[id(metric)] += 1
+        for i, leaf in enumerate([value] if isinstance(value, NoValue) else tree.leaves(value)):
+            if isinstance(leaf, Tensor | NoValue):
+                self._values[id(leaf)] = leaf, MetricValue(metric, n, i)
+
+    def source(self, value: Any) -> MetricValue | None:
+        """Where a value comes from, if a metric has returned it in this step."""
+        found = self._values.get(id(value))
+        return None if found is None else found[1]
 
     def recording(self) -> AbstractContextManager[None]:
         """While it lasts, the metrics record instead of accumulating.
@@ -102,6 +118,8 @@ class ReplicaMetrics:
             recorder.take_off()
         for module in self.modules.values():
             module.end_step()
+        self._values.clear()
+        self._calls.clear()
 
     def check_values(self, kind: type[BaseException] | None) -> None:
         """Raises an error for a value that there is not, if the step ends without one."""
@@ -184,13 +202,15 @@ class _Recorder:
         self._append("forward", args, kwargs)
         try:
             with _Calling(self._replica, [module for module, _ in self._inner]):
-                return self._run("forward", *args, **kwargs)
+                value = self._run("forward", *args, **kwargs)
         except Exception as error:
             # Too few samples, perhaps. Errors of other types, out of memory too, are never that.
             if type(error) not in (ValueError, RuntimeError) and not is_a(error, Warning):
                 add_note(error, f"[in forward of a metric ({type(self._metric).__qualname__})]")
                 raise
-            return self._no_value(error)
+            value = self._no_value(error)
+        self._replica.note(value, self._metric)
+        return value
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         if self._replica.is_calling:

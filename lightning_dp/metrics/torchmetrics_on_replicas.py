@@ -17,9 +17,9 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.wrappers import Running
 
-from lightning_dp.lightning_private import keep_batch_value, window_stays
-from lightning_dp.metrics.arguments import AnyMetric, MetricCall, join_arguments
-from lightning_dp.parallel.batch import StepDims, to_device
+from lightning_dp.lightning_private import batch_value, keep_batch_value, window_stays
+from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricValue, join_arguments
+from lightning_dp.parallel.batch import StepDims, to_device, tree
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.split import Order, batch_order
 
@@ -38,13 +38,15 @@ def replay(
     order: Order | None,
     dims: StepDims,
     module: nn.Module,
-) -> None:
+) -> Any:
     """Makes the same call of these replicas, in shard order, on the module's own metric.
+
+    What that returns is returned.
 
     Errors say which one that is: the call is not made where the step makes it.
     """
     try:
-        _replay(calls, sizes, order, dims)
+        return _replay(calls, sizes, order, dims)
     except BaseException as error:
         metric = calls[0].metric
         name = next((name for name, own in module.named_modules() if own is metric), "")
@@ -55,14 +57,13 @@ def replay(
 
 def _replay(
     calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dims: StepDims
-) -> None:
+) -> Any:
     metric, method = calls[0].metric, calls[0].method
     if method == "reset":
-        metric.reset()
-        return
+        return metric.reset()
     device = device_of(metric)
     try:
-        _call(calls, sizes, order, dims, device)
+        return _call(calls, sizes, order, dims, device)
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
             f"{type(metric).__qualname__}: expected room on {device} for a call with the whole "
@@ -76,15 +77,15 @@ def _call(
     order: Order | None,
     dims: StepDims,
     device: torch.device,
-) -> None:
+) -> Any:
     metric, method = calls[0].metric, calls[0].method
     joined = join_arguments(calls, sizes, device, dims, order)
     with calls[0].as_called(device):
         if joined is None:
             _call_in_order(calls, device)
-        else:
-            args, kwargs = joined
-            metric(*args, **kwargs) if method == "forward" else metric.update(*args, **kwargs)
+            return batch_value(metric) if isinstance(metric, Metric) else None
+        args, kwargs = joined
+        return metric(*args, **kwargs) if method == "forward" else metric.update(*args, **kwargs)
 
 
 def standing_alone(
@@ -157,3 +158,20 @@ def _take_batch_values(metric: AnyMetric, batch: AnyMetric) -> None:
     for own, other in zip(metric.modules(), batch.modules(), strict=True):
         if isinstance(own, Metric) and isinstance(other, Metric) and other.update_called:
             keep_batch_value(own, other.compute())
+
+
+Returned: TypeAlias = dict[int, list[Any]]
+"""What calls of `forward` have returned for whole batches, by the ids of the metrics."""
+
+
+def value_of_batch(sources: Sequence[MetricValue | None], returned: Returned) -> Any:
+    """What a metric has returned for the whole batch, where replicas log what it has returned.
+
+    None where they log values of other calls, or where it was called for a sample at a time.
+    """
+    first = sources[0]
+    if first is None or not all([first.is_that(source) for source in sources]):
+        return None
+    calls = returned.get(id(first.metric), [])[first.call : first.call + 1]
+    leaves = [leaf for value in calls for leaf in tree.leaves(value)]
+    return leaves[first.leaf] if first.leaf < len(leaves) else None

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.metrics.arguments import MetricCall
+from lightning_dp.metrics.arguments import MetricCall, MetricValue
 from lightning_dp.metrics.logs import LogCall
 from lightning_dp.metrics.one_call import StepAttributes
 from lightning_dp.parallel.batch import tree
@@ -78,19 +78,20 @@ class Wire:
 
     def _row(self, call: Call) -> tuple[Any, ...]:
         if isinstance(call, LogCall):
-            return call.name, call.value, {n: _sendable(v) for n, v in call.options.items()}
+            options = {n: _sendable(v) for n, v in call.options.items()}
+            return call.name, call.value, options, call.from_metric and tuple(call.from_metric)
         bound = [(self._numbers[id(there.root)], values) for there, values in call.bound]
         metric = self._numbers[id(call.metric)]
         return metric, call.method, call.args, call.kwargs, bound
 
     def _call(self, row: tuple[Any, ...], own: Sequence[Sequence[Call]]) -> Call:
-        if len(row) == 3:
-            name, value, options = row
+        if len(row) == 4:
+            name, value, options, source = row
             if any([isinstance(option, Unsent) for option in options.values()]):
                 options = _with_own(name, options, own)
             if isinstance(value, Tensor):
                 value = value.to(self._device)
-            return LogCall(("log", name), name, value, options)
+            return LogCall(("log", name), name, value, options, source and MetricValue(*source))
         number, method, args, kwargs, values = row
         metric: Any = self.modules[number]
         bound = [(self._attributes[id(self.modules[n])], attributes) for n, attributes in values]

@@ -218,8 +218,8 @@ class _Known:
             return None
         pairs = [*zip(map(_precise, values), self._sizes, strict=True)]
         ways = {
-            1: [v / n for v, n in pairs],
             0: [v for v, _ in pairs],
+            1: [v / n for v, n in pairs],
             -1: [v * n for v, n in pairs],
         }
         return next((degree for degree, own in ways.items() if _are_equal(own)), None)

@@ -79,7 +79,7 @@ OF_NUMBERS: dict[str, Callable[[], Metric]] = {
 
 
 class Measures(Classifier):
-    """Calls metrics by `forward` or by `update`, logs the objects, and computes some in hooks."""
+    """Calls metrics by `forward` or by `update`, logs them and their values, computes some."""
 
     def __init__(self, how: str = "forward") -> None:
         super().__init__()
@@ -103,7 +103,9 @@ class Measures(Classifier):
         forward = self.how == "forward"
         for name in OF_LOGITS:
             metric: Any = self.metrics[f"{stage} {name}"]
-            metric(logits, y) if forward else metric.update(logits, y)
+            value = metric(logits, y) if forward else metric.update(logits, y)
+            if isinstance(value, Tensor):
+                self.log(f"{stage}/{name} value", value, on_step=True, on_epoch=True)
             options = {} if name in ("cat", "minmax") else {"on_step": forward, "on_epoch": True}
             if name not in ("minmax", "sum"):
                 self.log(f"{stage}/{name}", metric, **options)
@@ -114,7 +116,8 @@ class Measures(Classifier):
             if name != "cat":
                 self.log(f"{stage}/{name}", metric, on_step=forward, on_epoch=True)
         several: Any = self.several[f"in {stage}"]
-        several(logits, y) if forward else several.update(logits, y)
+        values = several(logits, y) if forward else several.update(logits, y) or {}
+        self.log_dict({f"{stage}/{name} value": value for name, value in values.items()})
         self.log_dict(several, on_step=forward, on_epoch=True)
         if stage == "val":
             self.classwise.update(logits, y)

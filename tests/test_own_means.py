@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import ByHand, Classifier, assert_same, devices_of, run
+from oracle import ByHand, Classifier, assert_same, devices_of, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp.parallel.step import StepParallel
 
@@ -161,9 +162,9 @@ ONE_SIDE, NONE = [1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0]
 @pytest.mark.parametrize(
     ("batches", "expected"),
     [
-        ([ALL] * 15 + [SOME], "a sum divided by 2, 1 in shards of 3, 3"),
+        ([ALL] * 15 + [SOME], "a sum divided by 3, 0 in shards of 4, 2"),
         ([ONE_SIDE], "a sum divided by 4, 0 in shards of 4, 2"),
-        ([NONE, SOME], "a sum divided by 2, 1 in shards of 3, 3"),
+        ([NONE, SOME], "a sum divided by 3, 0 in shards of 4, 2"),
     ],
     ids=["padding comes later", "a shard of nothing", "a batch of nothing"],
 )
@@ -467,3 +468,41 @@ def test_each_loss_of_a_step_by_hand_is_looked_at() -> None:
     with pytest.warns(UserWarning, match=NO_MEAN + "a sum of") as records:
         run(TwoByHand, 3)
     assert sum(NO_MEAN in str(record.message) for record in records) == 1
+
+
+class MixedLater(Classifier):
+    """In the second epoch alone: samples meet."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        z = self(batch[0])
+        loss = F.cross_entropy(z, batch[1])
+        return loss + 0.1 * (z @ z.T).tanh().mean() if self.current_epoch else loss
+
+
+def test_mixing_that_begins_later_is_told_though_shards_are_equal() -> None:
+    with pytest.warns(UserWarning, match=NO_MEAN) as records:
+        run(MixedLater, 3, data=lambda: loader(120, 12))
+    assert sum(NO_MEAN in str(record.message) for record in records) == 1
+
+
+class Skips(Classifier):
+    """Leaves out batches with a sample that is not finite."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self(batch[0]), batch[1])
+        loss = loss * torch.nan if batch_idx and 0 in batch[2] else loss
+        return loss if torch.isfinite(loss) else None
+
+
+def test_a_loss_of_some_replicas_alone_is_told_once() -> None:
+    def numbered() -> DataLoader[Any]:
+        x, y = torch.randn(24, 10), torch.randint(0, 3, (24,))
+        return DataLoader(TensorDataset(x, y, torch.arange(24) % 12), batch_size=12)
+
+    class Own(Skips):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            """Nothing."""
+
+    with pytest.warns(UserWarning, match="got None from 1 of 3. Their samples are left") as records:
+        trainer(3).fit(Own(), numbered(), loader())
+    assert sum("got None from" in str(record.message) for record in records) == 1

@@ -148,7 +148,8 @@ def test_replicas_that_return_none_are_left_out() -> None:
     batch = torch.ones(5, 4, dtype=torch.float64)
     batch[3:] = -1
     module, oracle = Regression(step), Regression(step)
-    train(module, batch, (2, 1, 2))
+    with pytest.warns(UserWarning, match="got None from 1 of 3. Their samples are left out"):
+        train(module, batch, (2, 1, 2))
     oracle.training_step(batch[:3]).backward()
     assert_same_gradients(module, oracle)
     with engine_of(module, (2, 3)) as engine:

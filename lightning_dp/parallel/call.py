@@ -45,6 +45,7 @@ class ReplicaCall(ABC):
     gathers: ClassVar[bool] = True  # or the outputs stay where they are
     copied_parameters: ParameterCopies = field(default="changed", init=False)  # elsewhere
     path = ""  # of the submodule that is called
+    asks = False  # for shards of unequal sizes
 
     name: str
     training: bool = field(default=False, kw_only=True)

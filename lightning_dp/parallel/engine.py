@@ -63,7 +63,8 @@ class Engine(Parts):
         stages, training = self.stages, call.training
         if not isinstance(batch, Shards):
             dims = self.dims[call.name, training]
-            plan = plan or stages.plan(batch, call.path, training=training, telling=dims.asks)
+            asks = dims.asks or call.asks
+            plan = plan or stages.plan(batch, call.path, training=training, telling=asks)
             batch = stages.scatter(batch, call.transfer, plan, dims)
         modules = stages.replicate(call, batch)
         outputs = stages.apply(call, modules, batch)
@@ -193,7 +194,7 @@ class Engine(Parts):
         if steps is not None and not shards.whole:
             steps.start(shards.sizes)
         context = self._context(self.replicas, call.name, shards, self.is_rerun)
-        noticed = self.replicas.noticed(shards.active) if training else nullcontext()
+        noticed = self.replicas.noticed(shards.active, training=training)
         compiles = self.replicas.may_compile
         compiled = self.replicas.compiled
         compiling = compiled.as_often() if compiles else nullcontext()

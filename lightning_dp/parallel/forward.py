@@ -6,7 +6,6 @@ import difflib
 import math
 import os
 import threading
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +19,12 @@ from torch import nn
 from lightning_dp.parallel.batch import Scalars, Shards, to_device_together
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.contexts import Lasting, StandIn, Surroundings, replaced
-from lightning_dp.parallel.gradients import NOT_THE_BATCHS, Traces, related, tensors_of
+from lightning_dp.parallel.gradients import Traces, has_told_of_related
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.torch_private import is_in_backward
+
+_OUTSIDE = "Compute it outside of the call, of the whole batch."
 
 _TELLING = ("batch_size", "split_batch", "sample_cost")
 
@@ -127,15 +128,9 @@ class ForwardParallel(RecoveringEngine):
     def look(self, path: str, traces: Traces, outputs: Sequence[Any], shards: Shards) -> None:
         """Tells, once, if a submodule computes of a sample what depends on others in its shard."""
         own, sizes = traces.of(shards.active), shards.active_sizes
-        found = related(own, [*map(tensors_of, outputs)], sizes, with_gradient=True)
-        if found is not None:
+        name = f"{path}.forward".lstrip(".")
+        if has_told_of_related(name, own, outputs, sizes, _OUTSIDE):
             self._told.add(path)
-            name = f"{path}.forward".lstrip(".")
-            warnings.warn(
-                f"{name}: expected outputs that samples have by themselves, got {found}. "
-                f"{NOT_THE_BATCHS} Compute it outside of the call, of the whole batch.",
-                stacklevel=2,
-            )
 
     @property
     def is_training(self) -> bool:

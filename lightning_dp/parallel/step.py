@@ -30,6 +30,7 @@ from lightning_dp.parallel.gradients import (
     agreed_items,
     as_told,
     join_losses,
+    look_at_outputs,
     loss_of,
     loss_weights,
     wait_for_autograd,
@@ -134,6 +135,8 @@ class EvaluationStep(ReplicaCall):
     ) -> None:
         super().__init__(method, training=self.training, transfer=transfer)
         self.engine, self.args = engine, args
+        means = engine.own_means
+        self.asks = self.training and not means.rest[method, 0] and means.asks((method, 0))
 
     def begin(self, shards: Shards) -> None:
         """Remembers the shards: an optimizer's closure may come for the same ones again."""
@@ -144,8 +147,7 @@ class EvaluationStep(ReplicaCall):
             calls.crossed = True
         means, first = self.engine.own_means, (self.name, 0)
         rests = self.training and 0 < means.rest[first] < math.inf
-        is_due = not rests and not replicas.may_compile
-        is_due = is_due and means.is_traced(first, shards.active_sizes)
+        is_due = not (rests or replicas.may_compile) and means.is_traced(first, shards.active_sizes)
         self.traces = Traces(replicas.modules) if is_due else None
         shards.traces[:] = [self.traces] if is_due else []
 
@@ -157,6 +159,8 @@ class EvaluationStep(ReplicaCall):
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """See `gather`."""
         sizes, order = shards.active_sizes, shards.active_order
+        if self.traces is not None and not self.training:
+            look_at_outputs(self.name, outputs, self.traces.of(shards.active), sizes)
         return self.engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
 
 
@@ -238,12 +242,13 @@ class TrainingStep(EvaluationStep):
     def _joined_here(self, outputs: list[Any], shards: Shards) -> _Joined:
         found = [(k, out) for k, out in zip(shards.active, outputs, strict=True) if out is not None]
         returned, steps = [k for k, _ in found], [StepOutput.parse(out) for _, out in found]
-        sizes = [*map(shards.sizes.__getitem__, returned)]
+        sizes, means = [*map(shards.sizes.__getitem__, returned)], self.engine.own_means
+        if 0 < len(found) < len(outputs):
+            means.tell_of_none(self.name, len(outputs) - len(found), len(outputs))
         counts = agreed_items(list(map(_NUM_ITEMS, steps)))
         weights = loss_weights(sizes, self.engine.loss_reduction, counts)
         graphs = list(map(Graph, returned, map(_LOSS, steps), weights, map(_VALUE, steps)))
-        means, key = self.engine.own_means, (self.name, 0)
-        if means.rest[key]:
+        if means.rest[key := (self.name, 0)]:
             means.rest[key] -= 1
         elif not (counts or self.engine.calls.crossed):
             means.look(key, graphs, sizes, self.traces)

@@ -33,9 +33,9 @@ from lightning_dp.parallel.gradients.loss import join_losses as join_losses
 from lightning_dp.parallel.gradients.loss import loss_of as loss_of
 from lightning_dp.parallel.gradients.loss import loss_weights as loss_weights
 from lightning_dp.parallel.gradients.own_means import OwnMeans as OwnMeans
+from lightning_dp.parallel.gradients.own_means import look_at_outputs as look_at_outputs
 from lightning_dp.parallel.gradients.reduce import Reducer as Reducer
-from lightning_dp.parallel.gradients.relations import NOT_THE_BATCHS as NOT_THE_BATCHS
-from lightning_dp.parallel.gradients.relations import related as related
+from lightning_dp.parallel.gradients.relations import has_told_of_related as has_told_of_related
 from lightning_dp.parallel.gradients.slices import Spread as Spread
 from lightning_dp.parallel.gradients.slices import reduce_gradients as reduce_gradients
 from lightning_dp.parallel.gradients.summaries import summary_of as summary_of

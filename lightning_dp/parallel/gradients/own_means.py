@@ -12,10 +12,11 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from lightning_dp.parallel.gradients.items import numbers_of
 from lightning_dp.parallel.gradients.loss import Graph, LossReduction
-from lightning_dp.parallel.gradients.relations import NOT_THE_BATCHS, related
+from lightning_dp.parallel.gradients.relations import NOT_THE_BATCHS, has_told_of_related, related
 from lightning_dp.parallel.gradients.terms import (
     FORWARD,
     Term,
@@ -23,15 +24,17 @@ from lightning_dp.parallel.gradients.terms import (
     differ,
     terms_of_all,
 )
-from lightning_dp.parallel.gradients.traces import Traces
+from lightning_dp.parallel.gradients.traces import Trace, Traces
 from lightning_dp.parallel.torch_losses import divisors_of_means
 from lightning_dp.parallel.torch_mixing import mixed_samples
+
+_BEFORE = f"Compute it before the batch is cut, in on_before_batch_transfer, or use {FORWARD}"
 
 
 class OwnMeans:
     """Looks at the losses of a few batches that several replicas share, and warns once.
 
-    These are the first, which is cut unequally on purpose, the 16th, the 256th, and so on, since
+    These are the first, the 16th, the 256th, and so on, which are cut unequally on purpose, since
     padding may come later. Where a shard had no item at all the next look comes at twice as many
     batches. A look takes a walk through the graphs of all replicas, and a wait.
 
@@ -48,6 +51,14 @@ class OwnMeans:
         self.rest: defaultdict[tuple[str, int], float] = defaultdict(lambda: first)
         self._looked_at: defaultdict[tuple[str, int], int] = defaultdict(lambda: 1)
         self._traced_for: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self._asked_for: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self._has_told_of_none = False
+
+    def asks(self, key: tuple[str, int]) -> bool:
+        """Whether shards are to be unequal, for a look that is due: once for each look."""
+        is_new = self._asked_for[key] != self._looked_at[key]
+        self._asked_for[key] = self._looked_at[key]
+        return is_new
 
     def is_traced(self, key: tuple[str, int], sizes: Sequence[int]) -> bool:
         """Whether a step is to be traced for a look, in shards of these sizes: once for each look.
@@ -58,6 +69,17 @@ class OwnMeans:
             return False
         self._traced_for[key] = self._looked_at[key]
         return True
+
+    def tell_of_none(self, step: str, count: int, of: int) -> None:
+        """Warns once of replicas that return no loss where others do."""
+        if not self._has_told_of_none:
+            self._has_told_of_none = True
+            warnings.warn(
+                f"{step}: expected a loss from every replica or from none, got None from {count} "
+                f"of {of}. Their samples are left out; one device leaves out the whole batch. Let "
+                f"all decide alike, by what self.all_gather(...) returns, or use {FORWARD}",
+                stacklevel=2,
+            )
 
     def look(
         self,
@@ -91,6 +113,13 @@ class OwnMeans:
             )
 
 
+def look_at_outputs(
+    step: str, outputs: Sequence[Any], traces: Sequence[Trace], sizes: Sequence[int]
+) -> None:
+    """Warns where what a step of evaluation returns is not of each sample by itself."""
+    has_told_of_related(step, traces, outputs, sizes, _BEFORE)
+
+
 def _mixed(graphs: Sequence[Graph], sizes: Sequence[int]) -> str | None:
     mixed = mixed_samples([graph.loss for graph in graphs], sizes)
     if mixed is None:
@@ -106,10 +135,7 @@ def _related(graphs: Sequence[Graph], sizes: Sequence[int], traces: Traces | Non
     found = related(own, [[graph.loss] for graph in graphs], sizes)
     if found is None:
         return None
-    return (
-        f"{found}, which has no gradient. {NOT_THE_BATCHS} Compute it before the batch is cut, in "
-        f"on_before_batch_transfer, or use {FORWARD}"
-    )
+    return f"{found}, which has no gradient. {NOT_THE_BATCHS} {_BEFORE}"
 
 
 def _cross_entropy(

@@ -9,9 +9,10 @@ the shard. In a step's loss, what has a gradient is left to its graph; see `torc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from lightning_dp.parallel.gradients.traces import (
     Call,
     Given,
     Trace,
+    tensors_of,
 )
 
 _OF_THE_FIRST = {
@@ -115,6 +117,20 @@ def related(
             return found
         known.follow(calls)
     return None
+
+
+def has_told_of_related(
+    name: str, traces: Sequence[Trace], outputs: Sequence[Any], sizes: Sequence[int], advice: str
+) -> bool:
+    """Warns of outputs that are not of each sample by itself, as `related`; whether it has."""
+    found = related(traces, [*map(tensors_of, outputs)], sizes, with_gradient=True)
+    if found is not None:
+        warnings.warn(
+            f"{name}: expected outputs that samples have by themselves, got {found}. "
+            f"{NOT_THE_BATCHS} {advice}",
+            stacklevel=2,
+        )
+    return found is not None
 
 
 class _Statistic(NamedTuple):

@@ -1,4 +1,4 @@
-"""State in buffers and frozen parameters: what a training step leaves there, each replica its own.
+"""State in buffers and frozen parameters: what a step leaves there, each replica its own.
 
 Queues of keys, banks and centres are of the batch. The root keeps one replica's, so a buffer that
 replicas leave different is told, by name and once; and so is a parameter that is not trained, such
@@ -8,6 +8,7 @@ as a codebook. Statistics of batch norm are known to differ, and are not looked 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
@@ -36,10 +37,11 @@ def keeps_state(module: nn.Module) -> bool:
 
 
 class BufferState:
-    """Notices buffers and parameters that training steps leave different on the replicas.
+    """Notices buffers and parameters that steps leave different on the replicas.
 
-    If floating buffers become their means, these may differ. Parameters are looked at where a step
-    has written to one that it does not train. At `positions` are the modules that have such.
+    If floating buffers become their means in training, these may differ. Parameters are looked at
+    where a step has written to one that it does not train. At `positions` are the modules that have
+    such.
     """
 
     def __init__(self, root: nn.Module, means: bool) -> None:
@@ -57,46 +59,47 @@ class BufferState:
 
         What is apart has rules of its own.
         """
-        self._steps = 0
+        self._steps = Counter[bool]()  # of training, and others
         self._submodules, self._tables = submodules, [structure.buffer_tables, *tables]
         own = [(j, m) for j, m in enumerate(structure.modules) if id(m) not in structure.apart]
         self._with_buffers = [j for j, module in own if keeps_state(module)]
         self._with_frozen = [j for j, module in own if _frozen(module)]
         self.positions = [*self._with_buffers, *self._with_frozen]
 
-    def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
-        """What surrounds a training step.
+    def noticed(self, active: Sequence[int], training: bool) -> AbstractContextManager[None]:
+        """What surrounds a step, of training or not.
 
         Nothing, if it is not the time to look.
         """
-        self._steps += 1
-        is_time = self._steps <= LOOKS or not self._steps % LOOKS
-        return self._looked_at(active) if is_time and len(active) > 1 else nullcontext()
+        self._steps[training] += 1
+        steps = self._steps[training]
+        is_time = steps <= LOOKS or not steps % LOOKS
+        return self._looked_at(active, training) if is_time and len(active) > 1 else nullcontext()
 
     @context
-    def _looked_at(self, active: Sequence[int]) -> Iterator[None]:
+    def _looked_at(self, active: Sequence[int], training: bool) -> Iterator[None]:
         before, frozen = self._marks(active), self._marks_of_frozen(active)
         yield
-        if self._steps <= _LOOKS_AT_VALUES or self._marks(active) != before:
-            self._compare(active)
+        if self._steps[training] <= _LOOKS_AT_VALUES or self._marks(active) != before:
+            self._compare(active, means=training and self._means)
         after = self._marks_of_frozen(active)
         self._compare_frozen(
             active, [at for at in frozen if after.get(at, frozen[at]) != frozen[at]]
         )
 
     @torch.no_grad()
-    def _compare(self, active: Sequence[int]) -> None:
-        """Warns of buffers that the step has left different."""
+    def _compare(self, active: Sequence[int], *, means: bool) -> None:
+        """Warns of buffers that the step has left different, where they become no means."""
         first, *others = active
         names = [
             (j, name)
             for j in self._with_buffers
             for name, buffer in self._tables[first][j].items()
-            if buffer is not None and not (self._means and buffer.is_floating_point())
+            if buffer is not None and not (means and buffer.is_floating_point())
             if not all(alike(buffer, self._tables[k][j].get(name)) for k in others)
         ]
         if names:
-            kept = "their mean, or the first replica's" if self._means else "the first replica's"
+            kept = "their mean, or the first replica's" if means else "the first replica's"
             self._tell("buffers", names, kept, f"{WAYS_OUT}{OR_MEANS}.")
 
     @torch.no_grad()
@@ -155,9 +158,9 @@ def _frozen(module: nn.Module) -> dict[str, Tensor]:
 
 WAYS_OUT = (
     "Gather what is written to them first, with self.all_gather(...); or write to them in "
-    'training_step with mode="forward", in which it has the whole batch'
+    'a step with mode="forward", in which it has the whole batch'
 )
-OR_MEANS = '; or choose buffers="mean", if they are running means'
+OR_MEANS = '; or choose buffers="mean", if they are running means of training'
 
 
 def alike(a: Tensor, b: Tensor | None, tolerance: float = 0.0) -> bool:

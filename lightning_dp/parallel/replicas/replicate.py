@@ -195,11 +195,11 @@ class Replicas(BuiltReplicas):
         """Whether a call may compile something: replicas then run in order."""
         return self.compiled.are_known or any(map(_COMPILES, self._others))
 
-    def noticed(self, active: Sequence[int]) -> AbstractContextManager[None]:
-        """What surrounds a training step: writes to buffers and shared weights are noticed."""
+    def noticed(self, active: Sequence[int], *, training: bool) -> AbstractContextManager[None]:
+        """What surrounds a step: writes to buffers and, in training, shared weights are noticed."""
         state, shared = self._buffer_state, self.shared_writes
-        buffers = state.noticed(active) if state.positions else nullcontext()
-        if shared is None or (self._all_trained and not shared.trained.is_looking):
+        buffers = state.noticed(active, training) if state.positions else nullcontext()
+        if not training or shared is None or (self._all_trained and not shared.trained.is_looking):
             return buffers
         limited = set() if self.limited is None else self.limited.positions
         return shared.noticed(active, buffers, limited)

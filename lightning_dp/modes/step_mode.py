@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_dp.metrics import Backwards, Journals, OwnRows, is_metric
 from lightning_dp.modes.dataloader_iter import Pulled, takes_iterator
 from lightning_dp.modes.manual_optimization import ManualOptimization
+from lightning_dp.modes.schedules import Schedules
 from lightning_dp.modes.transfer_hooks import transfers_plainly
 from lightning_dp.parallel.batch import Shards, give_back_added, to_device
 from lightning_dp.parallel.call import PlainTransfer
@@ -105,7 +106,8 @@ class StepMode(Mode):
         check_nothing_hidden(module, is_metric)
         super().__init__(module, devices, **options)
         self._manual = ManualOptimization(module)
-        context = partial(_around_step, self._journals, OwnRows(module), self._manual, module)
+        own = (self._journals, OwnRows(module), self._manual, Schedules(module), module)
+        context = partial(_around_step, *own)
         self.engine: StepParallel = StepParallel(module, devices, context=context, **self._options)
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
         if module.automatic_optimization and self._journals.exchange is None:
@@ -197,6 +199,7 @@ def _around_step(
     journals: Journals,
     rows: OwnRows,
     manual: ManualOptimization,
+    schedules: Schedules,
     module: LightningModule,
     replicas: Replicas,
     hook: str,
@@ -212,5 +215,9 @@ def _around_step(
     optimizers = manual.optimizers if manual.step else module.trainer.strategy.optimizers
     # Outside: its changes go, too, if a replay runs out of memory.
     shared = shared_optimizers(optimizers, replicas, shards.active[0], is_rerun=is_rerun)
-    together = [manual.acting_together(manual.step)] if manual.step else []
+    together: list[AbstractContextManager[Any]] = []
+    if manual.step:
+        together = [manual.acting_together(manual.step)]
+    elif schedules.found is None or schedules.found:
+        together = schedules.together(shards)
     return Contexts([shared, said, *together])

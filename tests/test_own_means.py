@@ -237,12 +237,30 @@ MEANS: dict[str, Loss] = {
     "cross entropy of all": lambda net, x, y: (
         F.cross_entropy(net(x), y.argmax(1), CLASSES) * CLASSES[y.argmax(1)].sum() / len(x)
     ),
+    "straight through": lambda net, x, y: F.mse_loss(net(x) + (y - net(x)).detach(), y * net(x)),
+    "own weights": lambda net, x, y: ((net(x) - y).square() * (net(x) - y).abs().detach()).mean(),
+    "gradient of each": lambda net, x, y: _slopes(net, x).norm(dim=1).mean() + net(x).mean(),
+    "shown": lambda net, x, y: F.mse_loss(net(x), y) + 0 * F.mse_loss(net(x), y).detach().exp(),
     "column": lambda net, x, y: F.mse_loss(net(x)[:, 0].view(-1), y[:, 0]).view(1).squeeze(),
 }
 
 
 def _dice(chosen: Tensor, right: Tensor) -> Tensor:
     return 1 - 2 * (chosen * right).sum() / (chosen.sum() + right.sum())
+
+
+def _slopes(net: nn.Linear, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    [slopes] = torch.autograd.grad(net(x).exp().sum(), x, create_graph=True)
+    return slopes
+
+
+def _length(net: nn.Linear, loss: Tensor) -> Tensor:
+    return torch.autograd.grad(loss, net.weight, retain_graph=True)[0].norm()
+
+
+def _ratio(one: Tensor, other: Tensor) -> Tensor:
+    return one.detach() / other.detach()
 
 
 def _divergence(mean: Tensor, spread: Tensor) -> Tensor:
@@ -386,6 +404,22 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "less the mean": (
         lambda net, x, y: (net(x) - net(x).detach().mean(0)).square().mean(),
         "sub of samples and of mean over all of them",
+    ),
+    "less the detached mean": (
+        lambda net, x, y: (net(x) - net(x).mean(0).detach()).square().mean(),
+        "sub of samples and of mean over all of them",
+    ),
+    "balance": (
+        lambda net, x, y: net(x).mean() * _ratio(net(x).exp().mean(), net(x).square().mean()),
+        "a ratio of mean and mean over samples. ",
+    ),
+    "share of a class": (
+        lambda net, x, y: (y > 0).float().mean() * net(x).square().mean(),
+        "a product of mean and mean over samples. ",
+    ),
+    "adaptive weight": (
+        lambda net, x, y: net(x).exp().mean() * _length(net, F.mse_loss(net(x), y)).detach(),
+        "a norm of mse_loss over samples. ",
     ),
     "two means": (
         lambda net, x, y: net(x).mean() * net(x).square().mean(),

@@ -17,6 +17,7 @@ from typing import Any
 from lightning_dp.parallel.gradients.items import numbers_of
 from lightning_dp.parallel.gradients.loss import Graph, LossReduction
 from lightning_dp.parallel.gradients.relations import NOT_THE_BATCHS, has_told_of_related, related
+from lightning_dp.parallel.gradients.summaries import summary_of
 from lightning_dp.parallel.gradients.terms import (
     FORWARD,
     Term,
@@ -133,9 +134,12 @@ def _related(graphs: Sequence[Graph], sizes: Sequence[int], traces: Traces | Non
     if len(own) < len(graphs):
         return None
     found = related(own, [[graph.loss] for graph in graphs], sizes)
-    if found is None:
+    if found is not None:
+        return f"{found}, which has no gradient. {NOT_THE_BATCHS} {_BEFORE}"
+    summary = summary_of(own, [graph.loss for graph in graphs], sizes)
+    if summary is None or not summary.function or summary.is_divided:
         return None
-    return f"{found}, which has no gradient. {NOT_THE_BATCHS} {_BEFORE}"
+    return f"{summary.function}. {NOT_THE_BATCHS} Use {FORWARD}"
 
 
 def _cross_entropy(

@@ -149,6 +149,7 @@ class _Known:
         leaves = [*zip(*(trace.shard for trace in traces), strict=False)]
         self._samples = {given[0].number for given in leaves if differ_in_shape(given)}
         self._statistics: dict[int, _Statistic] = {}
+        self._in_graphs: dict[int, _Statistic] = {}  # those that have a gradient
         self._pairs = {given[0].number for given in leaves if self._are_pairs(given)}
 
     def met(self, calls: Sequence[Call]) -> Related | None:
@@ -219,20 +220,21 @@ class _Known:
         """Learns of what the same call gave on all replicas."""
         call, is_of_samples = calls[0], self._is_of_samples(calls[0])
         statistic, makes_one = self._statistic(call), self._makes_one(call)
+        if statistic is None and call.name != "grad":  # without a gradient no graph shows it
+            statistic = next((self._in_graphs[n] for n in call.takes if n in self._in_graphs), None)
         for given in zip(*(own.gives for own in calls), strict=True):
             number = given[0].number
+            for known in (self._statistics, self._in_graphs):
+                known.pop(number, None)
             self._samples.discard(number)
-            self._statistics.pop(number, None)
             if self._are_pairs(given):
                 self._pairs.add(number)
             if (is_of_samples or makes_one) and differ_in_shape(given):
                 self._samples.add(number)
-            elif self._is_left_to_graphs(given):
-                continue  # as its graph shows
-            elif statistic is not None:
-                self._statistics[number] = _Statistic(statistic.name, given[0].is_floating)
-            elif makes_one and _tell(given, self._sizes):
-                self._statistics[number] = _Statistic(call.name, given[0].is_floating)
+            elif statistic is not None or (makes_one and _tell(given, self._sizes)):
+                name = call.name if statistic is None else statistic.name
+                own = self._in_graphs if self._is_left_to_graphs(given) else self._statistics
+                own[number] = _Statistic(name, given[0].is_floating)
 
     def _makes_one(self, call: Call) -> bool:
         """Whether a call may make a statistic, or one of the samples, where there was none."""

@@ -43,9 +43,23 @@ _FUNCTIONS = {
 }
 """What is not linear, and the name of it for people."""
 
+_NORMS = {"linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "norm"}
+
 _GIVE_ON = {
     *("clone", "contiguous", "cpu", "cuda", "detach", "detach_", "double", "expand", "flatten"),
-    *("float", "getitem", "half", "item", "mean", "neg", "reshape", "select", "squeeze", "sum"),
+    *(
+        "float",
+        "getitem",
+        "grad",
+        "half",
+        "item",
+        "mean",
+        "neg",
+        "reshape",
+        "select",
+        "squeeze",
+        "sum",
+    ),
     *("to", "type", "type_as", "unsqueeze", "view"),
 }
 """What gives on its elements, but for their sign, or adds them up."""
@@ -63,12 +77,14 @@ class Summary(NamedTuple):
             it is not known.
         function: what it is, if that is neither.
         values: on the replicas, if they are known.
+        is_divided: it is a mean over something else, which may be made one over samples again.
     """
 
     name: str
     degree: int | None = None
     function: str = ""
     values: tuple[Tensor, ...] = ()
+    is_divided: bool = False
 
     @property
     def is_same(self) -> bool:
@@ -166,9 +182,9 @@ class _Known:
             return None
         weights = [own.weights for own in known if own.weights is not None]
         if weights and self._degree(weights) != 1:
-            return Summary(name, function=f"{name} over weights of targets")
+            return Summary(name, function=f"{name} over weights of targets", is_divided=True)
         if is_mean and not weights and not self._picked.isdisjoint(calls[0].takes):
-            return Summary(name, function=f"{name} over some samples")
+            return Summary(name, function=f"{name} over some samples", is_divided=True)
         return Summary(name, 0 if is_mean else 1)
 
     def _of_summaries(self, calls: Sequence[Call]) -> Summary | None:
@@ -180,8 +196,8 @@ class _Known:
         if found := next((summary for summary in own if summary.function), None):
             return found
         first = own[0]
-        if name in _FUNCTIONS:
-            function = f"{_FUNCTIONS[name]} of {first.name} over samples"
+        if name in _FUNCTIONS or name in _NORMS:
+            function = f"{_FUNCTIONS.get(name, 'a norm')} of {first.name} over samples"
             return first._replace(degree=None, function=function)
         if name in _GIVE_ON:
             return first

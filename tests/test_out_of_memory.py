@@ -147,7 +147,7 @@ def test_garbage_is_collected_before_a_device_gets_less(room: Any, caplog: Any) 
     del link
     job = trainer(2, DataParallelStrategy(), precision="64-true", max_epochs=1)
     job.fit(Wide(), loader(20), loader(2))
-    assert job.strategy.usage[1].samples == 10
+    assert job.strategy.usage[1].samples == 9, "the first batch is cut unequally, into 11 and 9"
     assert not [r for r in caplog.records if r.name == "lightning_dp"]
 
 

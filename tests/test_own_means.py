@@ -259,6 +259,10 @@ def _length(net: nn.Linear, loss: Tensor) -> Tensor:
     return torch.autograd.grad(loss, net.weight, retain_graph=True)[0].norm()
 
 
+def _spread(z: Tensor) -> Tensor:
+    return torch.eye(3) + z.T @ z / len(z)
+
+
 def _ratio(one: Tensor, other: Tensor) -> Tensor:
     return one.detach() / other.detach()
 
@@ -421,6 +425,13 @@ OTHERS: dict[str, tuple[Loss, str]] = {
         lambda net, x, y: net(x).exp().mean() * _length(net, F.mse_loss(net(x), y)).detach(),
         "a norm of mse_loss over samples. ",
     ),
+    "rate": (lambda net, x, y: -_spread(net(x)).logdet(), "a determinant of a sum or mean of"),
+    "rank": (lambda net, x, y: torch.linalg.eigvalsh(_spread(net(x)))[-1], "eigenvalues of a sum "),
+    "entropy by xlogy": (
+        lambda net, x, y: torch.xlogy(_mean(net, x), _mean(net, x)).sum(),
+        "of a sum or mean of them",
+    ),
+    "elu": (lambda net, x, y: F.elu(net(x).mean(0)).sum(), "elu of a sum or mean of them"),
     "two means": (
         lambda net, x, y: net(x).mean() * net(x).square().mean(),
         "a product with a sum ",

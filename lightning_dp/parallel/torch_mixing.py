@@ -15,72 +15,17 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 
 from lightning_dp.parallel.torch_losses import is_packed
+from lightning_dp.parallel.torch_nodes import (
+    ALONG,
+    FUNCTIONS,
+    GIVE_ON,
+    MEETINGS,
+    OF_ALL,
+    PRODUCTS,
+    SUMS,
+)
 
 _NUMBER = re.compile(r"Backward\d+$")  # functions of users have none
-
-_GIVE_ON = {
-    *("Add", "Alias", "Cat", "Clone", "Copy", "Expand", "MaskedFill", "Mean", "NanToNum", "Nansum"),
-    *("Neg", "Permute", "Repeat", "Reshape", "ReshapeAlias", "Split", "Squeeze", "Stack", "Sub"),
-    *("Sum", "T", "ToCopy", "Trace", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View"),
-    "Where",
-}
-"""Linear in all that they take."""
-
-_PRODUCTS = {"Addmm", "Addmv", "Baddbmm", "Bmm", "Div", "Dot", "Mm", "Mul", "Mv"}
-"""Linear in each factor, if the others are numbers. What is added counts as a factor, too."""
-
-_MEANS = {"KlDiv", "NllLoss", "NllLoss2D"}
-"""Losses that are linear in what has a gradient."""
-
-_LOSSES = {
-    *("BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "HuberLoss", "MseLoss"),
-    *("SmoothL1Loss", "SoftMarginLoss"),
-}
-"""Others; all are means or sums over elements."""
-
-_SUMS = {"Bmm", "Dot", "Mean", "Mm", "Mv", "Nansum", "Sum", *_MEANS, *_LOSSES}
-"""What may take a dimension away, and is a sum over it."""
-
-_FUNCTIONS = {
-    **{name: name.lower() for name in ("Abs", "Cos", "Erf", "Exp", "Expm1", "Gelu", "Log")},
-    **{name: name.lower() for name in ("Log10", "Log1p", "Log2", "LogSigmoid", "Logsumexp")},
-    **{name: name.lower() for name in ("Relu", "Rsqrt", "Sigmoid", "Silu", "Sin", "Softplus")},
-    **{name: name.lower() for name in ("Sqrt", "Tanh")},
-    **dict.fromkeys(("Clamp", "ClampMax", "ClampMin", "Maximum", "Minimum"), "a limit"),
-    **dict.fromkeys(("LinalgVectorNorm", "Norm"), "a norm"),
-    **dict.fromkeys(("LogSoftmax", "Softmax"), "softmax"),
-    **dict.fromkeys(_LOSSES, "a loss"),
-    "Pow": "a power",
-    "Reciprocal": "1 / x",
-    "SpecialEntr": "an entropy",
-}
-"""What is not linear, and the name of it for people."""
-
-_OF_ALL = {
-    **dict.fromkeys(("Amax", "Max"), "the maximum"),
-    **dict.fromkeys(("Amin", "Min"), "the minimum"),
-    **dict.fromkeys(("LinalgVectorNorm", "Norm"), "a norm"),
-    **dict.fromkeys(("Median", "Nanmedian", "Kthvalue"), "a quantile"),
-    **dict.fromkeys(("Std", "StdMean", "Var", "VarMean"), "the variance"),
-    "Logsumexp": "logsumexp",
-    "Prod": "the product",
-    "Topk": "the largest ones",
-}
-"""What may take a dimension away, and is no sum over it."""
-
-_ALONG = {
-    **dict.fromkeys(("LogSoftmax", "Softmax"), "softmax"),
-    "Cumprod": "a running product",
-    "Cumsum": "a running sum",
-    "Flip": "another order",
-    "Logcumsumexp": "a running sum",
-    "Roll": "another order",
-    "Sort": "another order",
-}
-"""What keeps all dimensions, and mixes what lies along one; by `_saved_dim` or `_saved_dims`."""
-
-_MEETINGS = {*_PRODUCTS, "Add", "Cdist", "EuclideanDist", "Expand", "Maximum", "Minimum", "Sub"}
-"""Where every sample may come together with every other."""
 
 _Edge: TypeAlias = tuple[Any, int]  # a node of a graph, and which of its results
 
@@ -153,7 +98,7 @@ class _Place:
         elif _Of.UNKNOWN in of or not self.takes_as_many:
             self.of = _Of.UNKNOWN
         elif _Of.SAMPLES in of:
-            is_known = self.name in _SUMS or self.name in _OF_ALL
+            is_known = self.name in SUMS or self.name in OF_ALL
             self.of = _Of.SUMS if is_known else _Of.UNKNOWN
         else:
             self.of = _Of.SUMS if _Of.SUMS in of else _Of.NO_SAMPLE
@@ -165,18 +110,18 @@ class _Place:
             is_product = sum(depends) - depends[i] > 0
             if place is None:
                 continue
-            if self.name in _GIVE_ON:
+            if self.name in GIVE_ON:
                 yield place, _Way.LINEAR, ""
-            elif self.name in _FUNCTIONS:
-                yield place, _Way.FUNCTION, f"{_FUNCTIONS[self.name]} of"
+            elif self.name in FUNCTIONS:
+                yield place, _Way.FUNCTION, f"{FUNCTIONS[self.name]} of"
             elif self.name == "Div" and (i == 1 or is_product):
                 yield place, _Way.FUNCTION, "a ratio with"
-            elif self.name in _PRODUCTS and is_product:
+            elif self.name in PRODUCTS and is_product:
                 yield place, _Way.FUNCTION, "a product with"
             elif place.of is _Of.SUMS and self.name == "Mul" and _differ(self.nodes, 1 - i):
                 yield place, _Way.FUNCTION, "a product of what shards have with"
             else:
-                is_linear = self.name in _PRODUCTS or self.name in _SUMS
+                is_linear = self.name in PRODUCTS or self.name in SUMS
                 yield place, _Way.LINEAR if is_linear else _Way.UNKNOWN, ""
 
     def pass_on(self) -> None:
@@ -231,12 +176,12 @@ def _found_at(place: _Place) -> Mixed | None:
         return Mixed(f"values of pairs of them, as {shapes}")
     # Where more dimensions differ, as time does where each shard has been padded, who knows.
     is_clear = len(place.differing) == len(place.rows) == 1
-    if is_clear and place.name in _ALONG and _along(place).intersection(place.rows):
-        return Mixed(f"{_ALONG[place.name]} of them")
+    if is_clear and place.name in ALONG and _along(place).intersection(place.rows):
+        return Mixed(f"{ALONG[place.name]} of them")
     takes_samples = any(taken is not None and taken.of is _Of.SAMPLES for taken in place.inputs)
     if place.of is _Of.SUMS and takes_samples:
-        if place.name in _OF_ALL:
-            return Mixed(f"{_OF_ALL[place.name]} over all of them")
+        if place.name in OF_ALL:
+            return Mixed(f"{OF_ALL[place.name]} over all of them")
         if place.way is _Way.FUNCTION:
             return Mixed(f"{place.function} a sum or mean of them", is_function=True)
     return None
@@ -244,7 +189,7 @@ def _found_at(place: _Place) -> Mixed | None:
 
 def _has_pairs(place: _Place) -> bool:
     """Whether pairs of samples arise here. Two dimensions may be as long by chance elsewhere."""
-    if place.is_picked or place.name not in _MEETINGS:
+    if place.is_picked or place.name not in MEETINGS:
         return False
     columns = [tuple(shape[d] for shape in place.shapes) for d in place.rows]
     taken = [len(other.rows) for other in place.inputs if other is not None]

@@ -64,6 +64,9 @@ _GIVE_ON = {
 }
 """What gives on its elements, but for their sign, or adds them up."""
 
+_LIMITS = {"abs", "clamp", "clamp_max", "clamp_min", "clip", "nan_to_num", "relu"}
+"""What gives on its elements, unless these are beyond a limit."""
+
 _ADD = {"add", "iadd", "isub", "radd", "rsub", "stack", "sub"}
 _MULTIPLY, _DIVIDE = {"imul", "mul", "multiply", "rmul"}, {"div", "divide", "itruediv", "truediv"}
 
@@ -199,13 +202,19 @@ class _Known:
         if name in _FUNCTIONS or name in _NORMS:
             function = f"{_FUNCTIONS.get(name, 'a norm')} of {first.name} over samples"
             return first._replace(degree=None, function=function)
-        if name in _GIVE_ON:
+        if name in _GIVE_ON or (name in _LIMITS and self._is_within(calls, first)):
             return first
         if name in _ADD:
             return first if {other.degree for other in own} == {0} else first._replace(degree=None)
         if name not in _MULTIPLY | _DIVIDE:
             return None
         return self._scaled(first, own[1:], calls, -1 if name in _DIVIDE else 1)
+
+    def _is_within(self, calls: Sequence[Call], first: Summary) -> bool:
+        """Whether a limit has changed nothing on any replica."""
+        values = _values([own.gives[0] for own in calls])
+        pairs = zip(values, first.values, strict=False)
+        return bool(values and first.values) and all([_are_equal(pair) for pair in pairs])
 
     def _scaled(
         self, first: Summary, others: Sequence[Summary], calls: Sequence[Call], sign: int

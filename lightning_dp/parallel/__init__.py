@@ -14,5 +14,6 @@ replicas see in it (`followed_gradients`), the losses of several processes' step
 alone (`root_memory`); `contexts`, which end whatever comes through them, attributes that are others
 for a while among them, and those that are `generated`; `errors` of other people's code and their
 `likely_cause`; private names of torch (`torch_private`, `torch_backends`, `torch_compile`,
-`torch_losses`, `torch_mixing`, `torch_nodes`, `torch_parametrize`, `torch_storage`, `torch_engine`).
+`torch_losses`, `torch_mixing` with `torch_nodes`, `torch_parametrize`, `torch_storage`,
+`torch_engine`).
 """

@@ -134,9 +134,9 @@ class EvaluationStep(ReplicaCall):
         transfer: Transfer = PLAIN,
     ) -> None:
         super().__init__(method, training=self.training, transfer=transfer)
-        self.engine, self.args = engine, args
-        means = engine.own_means
-        self.asks = self.training and not means.rest[method, 0] and means.asks((method, 0))
+        self.engine, self.args, means = engine, args, engine.own_means
+        is_due = self.training and not means.rest[method, 0] and means.asks((method, 0))
+        self.asks = is_due and not engine.replicas.may_compile  # for new shapes
 
     def begin(self, shards: Shards) -> None:
         """Remembers the shards: an optimizer's closure may come for the same ones again."""

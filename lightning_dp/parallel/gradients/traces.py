@@ -142,7 +142,8 @@ class Trace(TorchFunctionMode):
             self._orders[id(result)] = weakref.ref(result)
         if name in _READS:
             self._note_read(takes)
-            self._items[id(result)] = result, takes[0]
+            if isinstance(result, float | int):
+                self._items[id(result)] = result, takes[0]
         is_from_host = name in FROM_HOST and result.is_floating_point()
         if is_from_host or max(takes, default=NO_NUMBER) > NO_NUMBER:
             own = [tensor for tensor in _tensors(written) if not isinstance(tensor, nn.Parameter)]

@@ -63,9 +63,9 @@ class LogLook:
         told = [f"{what} as {', '.join(dict.fromkeys(names))}" for what, names in found.items()]
         warnings.warn(
             f"{self._step}: expected numbers for self.log that are means over samples, got "
-            f"{'; '.join(told)}. What the shards have of it is joined by reduce_fx, and that is not "
-            "what the batch has. Log a metric object, or say by batch_size= over how many a mean is, "
-            "or use DataParallelStrategy(mode='forward').",
+            f"{'; '.join(told)}. What the shards have of it is joined by reduce_fx, and that is "
+            "not what the batch has. Log a metric object, or say by batch_size= over how many a "
+            "mean is, or use DataParallelStrategy(mode='forward').",
             stacklevel=2,
         )
 

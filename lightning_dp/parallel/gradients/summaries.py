@@ -17,21 +17,13 @@ from lightning_dp.parallel.gradients.paths import side_by_side
 from lightning_dp.parallel.gradients.relations import differ_in_shape, grow, taken_by
 from lightning_dp.parallel.gradients.traces import NO_NUMBER, Call, Given, Trace
 
-_SUMS = {"count_nonzero", "dot", "mm", "matmul", "mv", "nansum", "sum"}
+_SUMS = {"count_nonzero", "dot", "matmul", "mm", "mv", "nansum", "sum"}
+"""What may take the dimension of samples away, and is a sum over it."""
+
 _OF_ALL = {
     *("amax", "amin", "kthvalue", "linalg_norm", "linalg_vector_norm", "logsumexp", "max"),
-    *(
-        "median",
-        "min",
-        "mode",
-        "nanmedian",
-        "nanquantile",
-        "norm",
-        "prod",
-        "quantile",
-        "std",
-        "var",
-    ),
+    *("median", "min", "mode", "nanmedian", "nanquantile", "norm", "prod", "quantile", "std"),
+    "var",
 }
 """What may take the dimension of samples away, and is no sum over them."""
 
@@ -47,20 +39,8 @@ _NORMS = {"linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "norm"}
 
 _GIVE_ON = {
     *("clone", "contiguous", "cpu", "cuda", "detach", "detach_", "double", "expand", "flatten"),
-    *(
-        "float",
-        "getitem",
-        "grad",
-        "half",
-        "item",
-        "mean",
-        "neg",
-        "reshape",
-        "select",
-        "squeeze",
-        "sum",
-    ),
-    *("to", "type", "type_as", "unsqueeze", "view"),
+    *("float", "getitem", "grad", "half", "item", "mean", "neg", "reshape", "select", "squeeze"),
+    *("sum", "to", "type", "type_as", "unsqueeze", "view"),
 }
 """What gives on its elements, but for their sign, or adds them up."""
 

@@ -24,6 +24,7 @@ from lightning.pytorch import LightningModule
 from programs import ROOT
 from torch import Tensor, nn
 from torch._dynamo import config
+from torch.optim.lr_scheduler import ConstantLR
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torchmetrics import MeanMetric
 
@@ -31,6 +32,7 @@ from lightning_dp.metrics import Journals, OwnRows
 from lightning_dp.metrics.arguments import MetricCall
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.recorders import ReplicaMetrics
+from lightning_dp.modes.schedules import Schedules
 from lightning_dp.modes.step_mode import _around_step
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import (
@@ -43,6 +45,7 @@ from lightning_dp.parallel.contexts import (
 )
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.generated import context
+from lightning_dp.parallel.gradients import Traces
 from lightning_dp.parallel.ranges import Ranges
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_compile import more_recompilations
@@ -215,8 +218,16 @@ def _step_of_all(fixture: Fixture) -> AbstractContextManager[Any]:
     """What surrounds a training step of the Trainer."""
     module: Any = SimpleNamespace(trainer=fixture.trainer)
     manual: Any = SimpleNamespace(step=None)
+    schedules = Schedules(module)
+    schedules.found = [ConstantLR(own) for own in fixture.trainer.strategy.optimizers]
     step = fixture.replicas, "training_step", fixture.shards, False
-    return _around_step(fixture.journals, _rows(fixture), manual, module, *step)
+    return _around_step(fixture.journals, _rows(fixture), manual, schedules, module, *step)
+
+
+def _looked_at(fixture: Fixture) -> AbstractContextManager[Any]:
+    """What replicas say in a step that is traced."""
+    fixture.shards.traces[:] = [Traces(fixture.replicas.modules)]
+    return fixture.journals.around(fixture.replicas, fixture.shards, False, "training_step")
 
 
 CONTEXTS: dict[str, Callable[[Fixture], AbstractContextManager[Any]]] = {
@@ -241,6 +252,7 @@ CONTEXTS: dict[str, Callable[[Fixture], AbstractContextManager[Any]]] = {
     "a metric's call": _call,
     "a metric as it was": _bind,
     "what replicas say": lambda f: f.journals.around(f.replicas, f.shards),
+    "what is looked at": _looked_at,
     "what a logger notes": lambda f: _rows(f).around("training_step", 2),
     "a step of all": _step_of_all,
 }
@@ -300,7 +312,7 @@ def lasts(fixture: Fixture, make: Callable[[Fixture], AbstractContextManager[Any
         pass
 
 
-LONG = ("what replicas say", "a step of all")
+LONG = ("what replicas say", "what is looked at", "a step of all")
 """Of hundreds of lines, each of which is interrupted."""
 
 

@@ -154,6 +154,7 @@ class Journals(ReplicaRules):
         """A step begins; what lasts while its replicas run, and the journals record."""
         for journal in self._journals:
             journal.calls.clear()
+            journal.logged = None
         if self.exchange is not None:
             self.exchange.syncs.in_step = True
         self._follow(replicas.submodules)

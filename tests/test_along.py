@@ -18,8 +18,8 @@ from test_relations import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_dp.parallel.gradients.along import dims_along
-from lightning_dp.parallel.gradients.relations import Related, related
+from lightning_dp.parallel.additive.along import dims_along
+from lightning_dp.parallel.additive.relations import Related, related
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

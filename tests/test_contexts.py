@@ -34,6 +34,7 @@ from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.recorders import ReplicaMetrics
 from lightning_dp.modes.schedules import Schedules
 from lightning_dp.modes.step_mode import _around_step
+from lightning_dp.parallel.additive import Traces
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import (
     Contexts,
@@ -45,7 +46,6 @@ from lightning_dp.parallel.contexts import (
 )
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.generated import context
-from lightning_dp.parallel.gradients import Traces
 from lightning_dp.parallel.ranges import Ranges
 from lightning_dp.parallel.replicas import Replicas
 from lightning_dp.parallel.torch_compile import more_recompilations

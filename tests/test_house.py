@@ -32,7 +32,7 @@ FLOORS = [
     ["parallel.forward_losses"],
     ["parallel.step", "parallel.forward", "parallel.followed_gradients", "parallel.primitives"],
     ["parallel.out_of_memory", "parallel.root_memory"],
-    ["parallel.engine"],
+    ["parallel.engine", "parallel.additive"],
     ["parallel.parts"],
     ["parallel.call", "parallel.gradients", "parallel.meter"],
     ["parallel.step_meter"],

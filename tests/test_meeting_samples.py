@@ -20,7 +20,7 @@ from test_relations import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dp.parallel.gradients.relations import A_NUMBER, PAIRS, Related, related
+from lightning_dp.parallel.additive.relations import A_NUMBER, PAIRS, Related, related
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

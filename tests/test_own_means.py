@@ -137,7 +137,7 @@ def test_looks_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first, the 16th and the 256th batch."""
     looks: list[int] = []
     monkeypatch.setattr(
-        "lightning_dp.parallel.gradients.own_means.divisors_of_means",
+        "lightning_dp.parallel.additive.own_means.divisors_of_means",
         lambda loss: looks.append(1) or [],
     )
     assert not messages(Net(), BATCH, count=260)

@@ -12,8 +12,8 @@ from numbers import Number
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_dp.metrics.logs import LogCall
+from lightning_dp.parallel.additive import summary_of
 from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.gradients import summary_of
 
 if TYPE_CHECKING:
     from lightning_dp.metrics.journal import Journal

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dp.parallel.additive import Traces, has_told_of_related
 from lightning_dp.parallel.batch import Scalars, Shards, to_device_together
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.contexts import Lasting, StandIn, Surroundings, replaced
-from lightning_dp.parallel.gradients import Traces, has_told_of_related
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.torch_private import is_in_backward

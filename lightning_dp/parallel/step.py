@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.parallel.additive import OwnMeans, Traces, look_at_outputs
 from lightning_dp.parallel.batch import Shards, without_rows
 from lightning_dp.parallel.call import PLAIN, ReplicaCall, StepContext, Transfer
 from lightning_dp.parallel.contexts import replaced
@@ -24,13 +25,10 @@ from lightning_dp.parallel.gradients import (
     Graph,
     JointBackward,
     LossReduction,
-    OwnMeans,
     StepOutput,
-    Traces,
     agreed_items,
     as_told,
     join_losses,
-    look_at_outputs,
     loss_of,
     loss_weights,
     wait_for_autograd,

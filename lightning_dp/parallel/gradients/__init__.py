@@ -1,14 +1,11 @@
 """Gradients: one loss of the replicas' losses, its backward, and the sums that reach the root.
 
-Decided here: what each replica's loss weighs and what the joint loss's backward does (`loss`; what
-losses are means over, `items`, and a warning where that is not samples, `own_means`, as their
-`terms` say, or where `traces` show, on the `paths` to a loss, `relations` of samples to a statistic
-of their shard, or of samples `along` their dimension; of what is logged, `summaries` that are no
-means, as the `reductions` of losses say, too), how it runs on accelerators (`at_once`), who sums
-gradients and `buffers`, and when (`reduce`; how, in `slices`; of several processes, `between` them
-and in `buffers_between`), what follows if somebody writes to the root's in between (`outside`),
-which gradients leave before it has ended (`overlap`, by a `schedule`), and how gradients, hooks and
-the values of buffers are set aside for a while (`aside`).
+Decided here: what each replica's loss weighs and what the joint loss's backward does (`loss`, and
+what losses are means over, `items`), how it runs on accelerators (`at_once`), who sums gradients
+and `buffers`, and when (`reduce`; how, in `slices`; of several processes, `between` them and in
+`buffers_between`), what follows if somebody writes to the root's in between (`outside`), which
+gradients leave before it has ended (`overlap`, by a `schedule`), and how gradients, hooks and the
+values of buffers are set aside for a while (`aside`).
 """
 
 from lightning_dp.parallel.gradients.aside import GradientsAside as GradientsAside
@@ -21,6 +18,7 @@ from lightning_dp.parallel.gradients.buffers import BUFFERS as BUFFERS
 from lightning_dp.parallel.gradients.buffers import Buffers as Buffers
 from lightning_dp.parallel.gradients.items import as_told as as_told
 from lightning_dp.parallel.gradients.items import items_of as items_of
+from lightning_dp.parallel.gradients.items import numbers_of as numbers_of
 from lightning_dp.parallel.gradients.items import sum_of_losses as sum_of_losses
 from lightning_dp.parallel.gradients.loss import LOSS_REDUCTIONS as LOSS_REDUCTIONS
 from lightning_dp.parallel.gradients.loss import Graph as Graph
@@ -32,12 +30,6 @@ from lightning_dp.parallel.gradients.loss import agreed_items as agreed_items
 from lightning_dp.parallel.gradients.loss import join_losses as join_losses
 from lightning_dp.parallel.gradients.loss import loss_of as loss_of
 from lightning_dp.parallel.gradients.loss import loss_weights as loss_weights
-from lightning_dp.parallel.gradients.own_means import OwnMeans as OwnMeans
-from lightning_dp.parallel.gradients.own_means import look_at_outputs as look_at_outputs
 from lightning_dp.parallel.gradients.reduce import Reducer as Reducer
-from lightning_dp.parallel.gradients.relations import has_told_of_related as has_told_of_related
 from lightning_dp.parallel.gradients.slices import Spread as Spread
 from lightning_dp.parallel.gradients.slices import reduce_gradients as reduce_gradients
-from lightning_dp.parallel.gradients.summaries import summary_of as summary_of
-from lightning_dp.parallel.gradients.traces import Traces as Traces
-from lightning_dp.parallel.gradients.traces import tensors_of as tensors_of

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_dp.parallel.additive.along import MOVES, dims_along
+from lightning_dp.parallel.additive.reductions import Reduction, reduction_of
 from lightning_dp.parallel.batch import tree
-from lightning_dp.parallel.gradients.along import MOVES, dims_along
-from lightning_dp.parallel.gradients.reductions import Reduction, reduction_of
 
 STATISTICS = {
     *("amax", "amin", "aminmax", "bincount", "corrcoef", "count_nonzero", "cov", "dot", "einsum"),

@@ -14,18 +14,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_dp.parallel.gradients.items import numbers_of
-from lightning_dp.parallel.gradients.loss import Graph, LossReduction
-from lightning_dp.parallel.gradients.relations import NOT_THE_BATCHS, has_told_of_related, related
-from lightning_dp.parallel.gradients.summaries import summary_of
-from lightning_dp.parallel.gradients.terms import (
+from lightning_dp.parallel.additive.relations import NOT_THE_BATCHS, has_told_of_related, related
+from lightning_dp.parallel.additive.summaries import summary_of
+from lightning_dp.parallel.additive.terms import (
     FORWARD,
     Term,
     cross_entropy_over,
     differ,
     terms_of_all,
 )
-from lightning_dp.parallel.gradients.traces import Trace, Traces
+from lightning_dp.parallel.additive.traces import Trace, Traces
+from lightning_dp.parallel.gradients import Graph, LossReduction, numbers_of
 from lightning_dp.parallel.torch_losses import divisors_of_means
 from lightning_dp.parallel.torch_mixing import mixed_samples
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import starmap
 
-from lightning_dp.parallel.gradients.traces import NO_NUMBER, Call, Trace
+from lightning_dp.parallel.additive.traces import NO_NUMBER, Call, Trace
 
 
 def side_by_side(

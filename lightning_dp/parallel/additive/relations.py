@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.gradients.along import changes_order
-from lightning_dp.parallel.gradients.paths import side_by_side
-from lightning_dp.parallel.gradients.traces import (
+from lightning_dp.parallel.additive.along import changes_order
+from lightning_dp.parallel.additive.paths import side_by_side
+from lightning_dp.parallel.additive.traces import (
     FROM_HOST,
     KEPT,
     ONE_OF_MANY,

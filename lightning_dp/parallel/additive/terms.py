@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.gradients.items import numbers_of
+from lightning_dp.parallel.gradients import numbers_of
 from lightning_dp.parallel.torch_losses import Reduced, terms_of
 
 _ROUNDING = 1e-5

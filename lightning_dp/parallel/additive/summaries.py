@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.gradients.paths import side_by_side
-from lightning_dp.parallel.gradients.relations import differ_in_shape, grow, taken_by
-from lightning_dp.parallel.gradients.traces import NO_NUMBER, Call, Given, Trace
+from lightning_dp.parallel.additive.paths import side_by_side
+from lightning_dp.parallel.additive.relations import differ_in_shape, grow, taken_by
+from lightning_dp.parallel.additive.traces import NO_NUMBER, Call, Given, Trace
 
 _SUMS = {"count_nonzero", "dot", "matmul", "mm", "mv", "nansum", "sum"}
 """What may take the dimension of samples away, and is a sum over it."""

@@ -196,6 +196,18 @@ def test_dimensions_of_one_length_that_were_there_before_are_no_pairs() -> None:
     assert related(traces, [[loss] for loss in losses], sizes) is None
 
 
+def test_equally_many_picked_samples_of_each_shard_are_none_that_all_others_meet() -> None:
+    """As those that go to an expert."""
+
+    def step(x: Tensor) -> Tensor:
+        mine = (x[:, 0] > 0).nonzero()[:, 0]
+        return x.index_add(0, mine, 2 * x[mine])
+
+    shards = [torch.randn(n, 4).abs() * torch.tensor([[1]] + [[-1]] * (n - 1)) for n in (3, 2)]
+    traces, results = zip(*[traced(step, shard) for shard in shards], strict=True)
+    assert related(traces, [[result] for result in results], (3, 2), with_gradient=True) is None
+
+
 def test_clusters_and_graphs_are_no_pairs() -> None:
     """Samples of a few parts each, which are put together by their numbers."""
 

@@ -240,7 +240,8 @@ class _Known:
         """Whether a call may make a statistic, or one of the samples, where there was none."""
         if call.name in FROM_HOST:
             return self._with_numbers
-        return call.name in KEPT and self._is_of_samples(call)
+        is_picked = call.name in ONE_OF_MANY and len(call.takes) > 1  # as many in each, by chance
+        return call.name in KEPT and not is_picked and self._is_of_samples(call)
 
     def _is_left_to_graphs(self, given: Sequence[Given]) -> bool:
         return not self._with_gradient and any([own.has_gradient for own in given])

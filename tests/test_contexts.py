@@ -218,8 +218,9 @@ def _step_of_all(fixture: Fixture) -> AbstractContextManager[Any]:
     """What surrounds a training step of the Trainer."""
     module: Any = SimpleNamespace(trainer=fixture.trainer)
     manual: Any = SimpleNamespace(step=None)
-    schedules = Schedules(module)
-    schedules.found = [ConstantLR(own) for own in fixture.trainer.strategy.optimizers]
+    schedules = Schedules(module, is_sum=False)
+    schedules.optimizers = fixture.trainer.strategy.optimizers
+    schedules.found = [ConstantLR(own) for own in schedules.optimizers]
     step = fixture.replicas, "training_step", fixture.shards, False
     return _around_step(fixture.journals, _rows(fixture), manual, schedules, module, *step)
 

@@ -136,6 +136,38 @@ def test_when_no_split_fits_the_error_says_the_largest_batch_that_does(
 @pytest.mark.filterwarnings(
     "ignore:self.(seen|latest)"
 )  # no room for unequal shards, which would tell
+class Scheduled(Wide):
+    """Advances a schedule itself, by the loss of the batch."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        options: Any = {"factor": 0.5, "patience": 0}
+        self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **options)
+        return optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.schedule.step(loss.detach())
+        return loss
+
+
+class ScheduledInBackward(Scheduled, WideInBackward):
+    pass
+
+
+@pytest.mark.parametrize("make", [Scheduled, ScheduledInBackward])
+def test_a_schedule_that_the_step_advances_is_advanced_once(make: Any, room: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    room(1, SMALL)
+    result = run(make, 2)
+    room(1, 2**30)
+    assert 0 < result.trainer.strategy.usage[1].samples < result.trainer.strategy.usage[0].samples
+    expected = run(make, 1)
+    assert_same(result, expected)
+    own, other = result.module.schedule, expected.module.schedule
+    assert (own.last_epoch, own.get_last_lr()) == (other.last_epoch, other.get_last_lr())
+
+
 def test_garbage_is_collected_before_a_device_gets_less(room: Any, caplog: Any) -> None:
     class Link:
         pass

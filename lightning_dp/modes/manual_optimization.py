@@ -29,6 +29,10 @@ Conduct: TypeAlias = Callable[[ManualStep, Callable[..., Any], list[Arguments]],
 arguments."""
 
 
+Act: TypeAlias = Callable[[Calls, list[Arguments]], list[Any]]
+"""What is done once: given the calls of all replicas, and each one's arguments; what each gets."""
+
+
 class ManualOptimization:
     """Runs the training steps of a module that calls its optimizers itself.
 
@@ -114,13 +118,11 @@ class _Running(Lasting):
         self._step.end()
 
 
-def _together(
-    step: ManualStep, what: str, original: Callable[..., Any], conduct: Conduct
-) -> Callable[..., Any]:
-    """What stands for a method: called in a replica, it waits for the others, and acts once."""
+def together(what: str, original: Callable[..., Any], act: Act) -> Callable[..., Any]:
+    """What stands for a method: called in a replica, it waits for the others, and `act` acts once.
 
-    def act(_: Calls, arguments: list[Arguments]) -> list[Any]:
-        return [conduct(step, original, arguments)] * len(arguments)
+    Called by anybody else it is the original.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         participant = current_participant()
@@ -129,6 +131,15 @@ def _together(
         return participant.meet(what, (args, kwargs), act)
 
     return call
+
+
+def _together(
+    step: ManualStep, what: str, original: Callable[..., Any], conduct: Conduct
+) -> Callable[..., Any]:
+    def act(_: Calls, arguments: list[Arguments]) -> list[Any]:
+        return [conduct(step, original, arguments)] * len(arguments)
+
+    return together(what, original, act)
 
 
 def _once(step: ManualStep, method: Callable[..., Any], calls: list[Arguments]) -> Any:

@@ -106,7 +106,8 @@ class StepMode(Mode):
         check_nothing_hidden(module, is_metric)
         super().__init__(module, devices, **options)
         self._manual = ManualOptimization(module)
-        own = (self._journals, OwnRows(module), self._manual, Schedules(module), module)
+        schedules = Schedules(module, is_sum=options.get("loss_reduction") == "sum")
+        own = (self._journals, OwnRows(module), self._manual, schedules, module)
         context = partial(_around_step, *own)
         self.engine: StepParallel = StepParallel(module, devices, context=context, **self._options)
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
@@ -215,9 +216,9 @@ def _around_step(
     optimizers = manual.optimizers if manual.step else module.trainer.strategy.optimizers
     # Outside: its changes go, too, if a replay runs out of memory.
     shared = shared_optimizers(optimizers, replicas, shards.active[0], is_rerun=is_rerun)
-    together: list[AbstractContextManager[Any]] = []
     if manual.step:
-        together = [manual.acting_together(manual.step)]
-    elif schedules.found is None or schedules.found:
-        together = schedules.together(shards)
-    return Contexts([shared, said, *together])
+        return Contexts([shared, said, manual.acting_together(manual.step)])
+    if schedules.optimizers is optimizers and not schedules.found:
+        return Contexts([shared, said])
+    leader = shards.active[0]
+    return Contexts([shared, *schedules.together(optimizers, leader, is_rerun=is_rerun), said])

@@ -74,3 +74,37 @@ def test_every_option_in_every_mode(key: str, value: Any, back: bool, mode: str)
     text = told(key, value, (1,), back=back, mode=mode)
     where = "in an earlier batch" if back else f"optimizer 0, group 0, {key}"
     assert where in text
+
+
+class Plateau(Classifier):
+    """Advances a schedule by the loss of a batch, which is that of all processes."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.05)
+        options: Any = {"factor": 0.5, "patience": 0, "threshold": 0.02}
+        self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **options)
+        return optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.schedule.step(loss.detach())
+        return loss
+
+
+def advanced(devices: int) -> list[float]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    module = Plateau()
+    own = (devices, DataParallelStrategy()) if devices > 1 else (devices,)
+    job = trainer(*own, max_epochs=3)
+    job.fit(module, loader(53), loader(53))
+    torch.set_default_dtype(torch.float32)
+    best: Any = module.schedule.best
+    weights = float(sum(p.detach().sum() for p in module.parameters()))
+    return [*module.schedule.get_last_lr(), float(best), module.schedule.last_epoch, weights]
+
+
+def test_a_schedule_that_steps_advance_goes_by_the_loss_of_all_processes() -> None:
+    expected = advanced(1)
+    for own in run_in_processes(advanced, 2, 4):
+        torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-10)

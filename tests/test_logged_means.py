@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from oracle import ByHand, Classifier, run
+from oracle import ByHand, Classifier, loader, run
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -127,6 +127,13 @@ def test_other_numbers_are_told_once_for_each_step_and_are_not_as_on_one_device(
     assert {message.split(":")[0] for message in told} == {"training_step", "validation_step"}
     assert all(text in message and "own'" in message for message in told)
     assert not torch.allclose(several, logged(run(make, 1)))
+
+
+def test_later_looks_tell_nothing_twice() -> None:
+    make = logging(OTHERS["deviation"][0])
+    with pytest.warns(UserWarning, match=TOLD) as records:
+        run(make, 3, data=lambda: loader(500, 25))  # of 40 batches the first and the 16th
+    assert sum("training_step: " + TOLD in str(record.message) for record in records) == 1
 
 
 def test_in_manual_optimisation_too() -> None:

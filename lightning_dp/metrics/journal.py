@@ -67,7 +67,7 @@ class Journal:
         if self.metrics is not None:
             source, value = self.metrics.source(value), self.metrics.original(value)
         if isinstance(value, NoValue):
-            value = vars(value)["error"] if source else value.fail()
+            value = value.error if source else value.fail()
         call = log_call(name, value, args, kwargs, self._leaving, self._names, source)
         self.calls.append(call)
         if self.logged is not None:
@@ -108,6 +108,7 @@ class Journals(ReplicaRules):
         self._attributes: dict[int, StepAttributes] = {}
         self._metric_states = MetricStates()
         self._state = ModuleState(output_device, names_of_metric)
+        self._told: set[tuple[str, str]] = set()  # what was told of numbers that steps log
         self.replays = True
 
     def is_apart(self, module: nn.Module) -> bool:
@@ -147,7 +148,7 @@ class Journals(ReplicaRules):
         module and its metrics as they were.
         """
         looks = step and shards.traces
-        look = LogLook(step, self._journals, shards) if looks else None
+        look = LogLook(step, self._journals, shards, self._told) if looks else None
         return Recording(self, replicas, shards, is_rerun, look)
 
     def begin(self, replicas: Replicas, active: Sequence[int]) -> AbstractContextManager[None]:

@@ -34,10 +34,13 @@ class LogLook:
         step: its name.
         journals: of all replicas.
         shards: what these have, and the traces of what they do with it.
+        told: steps and keys that were told already; more of them come in.
     """
 
-    def __init__(self, step: str, journals: Sequence[Journal], shards: Shards) -> None:
-        self._step, self._journals, self._shards = step, journals, shards
+    def __init__(
+        self, step: str, journals: Sequence[Journal], shards: Shards, told: set[tuple[str, str]]
+    ) -> None:
+        self._step, self._journals, self._shards, self._told = step, journals, shards, told
 
     def begin(self) -> None:
         """From now on the journals keep what is logged as it was given."""
@@ -56,11 +59,16 @@ class LogLook:
     def _tell(self, logged: Sequence[Sequence[Logged]]) -> None:
         found: dict[str, list[str]] = {}
         for calls in zip(*logged, strict=True):
-            if what := _is_but(calls, self._shards):
-                found.setdefault(what, []).append(repr(calls[0][0].name))
+            name = calls[0][0].name
+            is_new = (self._step, name) not in self._told
+            if is_new and (what := _is_but(calls, self._shards)):
+                found.setdefault(what, []).append(name)
         if not found:
             return
-        told = [f"{what} as {', '.join(dict.fromkeys(names))}" for what, names in found.items()]
+        self._told.update((self._step, name) for names in found.values() for name in names)
+        told = [
+            f"{what} as {', '.join(map(repr, dict.fromkeys(own)))}" for what, own in found.items()
+        ]
         warnings.warn(
             f"{self._step}: expected numbers for self.log that are means over samples, got "
             f"{'; '.join(told)}. What the shards have of it is joined by reduce_fx, and that is "

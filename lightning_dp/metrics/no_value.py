@@ -21,6 +21,8 @@ _USES = (
 class NoValue:
     """Stands for a value that there is not; every use of it raises the metric's own error."""
 
+    error: Exception
+
     def __init__(self, error: Exception, metric: str) -> None:
         add_note(
             error,

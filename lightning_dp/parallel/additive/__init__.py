@@ -3,7 +3,8 @@
 Decided here: what is told of losses and of outputs (`own_means`), by the `terms` at the end of a
 loss's graph, or where `traces` of steps show it: on the `paths` to a result, `relations` of samples
 to a statistic of their shard, or of samples `along` their dimension; and of numbers, `summaries`
-that are no means, as the `reductions` of losses say, too.
+that are no means, as the `reductions` of losses say, too. What follows from the sizes of shards has
+`degrees`.
 """
 
 from lightning_dp.parallel.additive.own_means import OwnMeans as OwnMeans

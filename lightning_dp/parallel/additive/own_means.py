@@ -107,7 +107,7 @@ class OwnMeans:
         got = got or _cross_entropy(graphs, sizes, terms) or _mixed(graphs, sizes)
         got = got or _related(graphs, sizes, traces)
         if got is not None:
-            self.rest[key] = math.inf
+            self.rest[key], self._traced_for[key] = math.inf, self._looked_at[key]
             warnings.warn(
                 f"{key[0]}: expected a loss that is a mean over samples, got {got}", stacklevel=2
             )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.additive.along import changes_order
+from lightning_dp.parallel.additive.degrees import degree_of, grow
 from lightning_dp.parallel.additive.paths import side_by_side
 from lightning_dp.parallel.additive.traces import (
     FROM_HOST,
@@ -149,7 +150,8 @@ class _Known:
         leaves = [*zip(*(trace.shard for trace in traces), strict=False)]
         self._samples = {given[0].number for given in leaves if differ_in_shape(given)}
         self._statistics: dict[int, _Statistic] = {}
-        self._in_graphs: dict[int, _Statistic] = {}  # those that have a gradient
+        # Those that have a gradient: what is made of them without one no graph shows.
+        self._in_graphs: dict[int, _Statistic] = {}
         self._pairs = {given[0].number for given in leaves if self._are_pairs(given)}
 
     def met(self, calls: Sequence[Call]) -> Related | None:
@@ -212,7 +214,7 @@ class _Known:
         """What takes a number of Python's that each shard has of its own."""
         floats = [own.floats for own in calls] if self._with_numbers else []
         for values in zip(*floats, strict=False):
-            if not _follow_from_sizes(values, self._sizes):
+            if degree_of([*map(torch.tensor, values)], self._sizes) is None:
                 return Related(A_NUMBER, calls[0].name)
         return None
 
@@ -220,8 +222,7 @@ class _Known:
         """Learns of what the same call gave on all replicas."""
         call, is_of_samples = calls[0], self._is_of_samples(calls[0])
         statistic, makes_one = self._statistic(call), self._makes_one(call)
-        if statistic is None and call.name != "grad":  # without a gradient no graph shows it
-            statistic = next((self._in_graphs[n] for n in call.takes if n in self._in_graphs), None)
+        statistic = statistic or self._statistic(call, self._in_graphs)
         for given in zip(*(own.gives for own in calls), strict=True):
             number = given[0].number
             for known in (self._statistics, self._in_graphs):
@@ -249,11 +250,15 @@ class _Known:
     def _is_of_samples(self, call: Call) -> bool:
         return not self._samples.isdisjoint(taken_by(call))
 
-    def _statistic(self, call: Call) -> _Statistic | None:
+    def _statistic(
+        self, call: Call, among: dict[int, _Statistic] | None = None
+    ) -> _Statistic | None:
+        """One that a call takes: without a gradient, or among others."""
         if call.name == "grad":
             return None  # of a sum over samples: that of each
+        known = self._statistics if among is None else among
         taken = call.takes[:1] if call.name.strip("_") in _AT_PLACES else taken_by(call)
-        return next((self._statistics[n] for n in taken if n in self._statistics), None)
+        return next((known[n] for n in taken if n in known), None)
 
 
 def taken_by(call: Call) -> tuple[int, ...]:
@@ -268,33 +273,7 @@ def differ_in_shape(given: Sequence[Given]) -> bool:
     return len({own.shape for own in given}) > 1
 
 
-def grow(lengths: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether lengths differ, in proportion to the shards' samples."""
-    pairs = zip(lengths, sizes, strict=True)
-    return len({*lengths}) > 1 and all(
-        [length * sizes[0] == lengths[0] * size for length, size in pairs]
-    )
-
-
-def _follow_from_sizes(values: Sequence[float], sizes: Sequence[int]) -> bool:
-    """Whether numbers are the same, or in proportion to the shards' sizes, or to their inverse."""
-    known, own = torch.tensor(values, dtype=torch.float64), torch.tensor(sizes)
-    return any([_are_equal([*way]) for way in (known, known / own, known * own)])
-
-
 def _tell(given: Sequence[Given], sizes: Sequence[int]) -> bool:
     """Whether a statistic is another one in each shard, and no count of all samples."""
-    values = [own.value for own in given]
-    known = [_precise(value) for value in values if value is not None]
-    if len(known) < len(values):
-        return True
-    of_one = [value / size for value, size in zip(known, sizes, strict=True)]
-    return not any([_are_equal(own) for own in (known, of_one)])
-
-
-def _precise(value: Tensor) -> Tensor:
-    return value.to("cpu", torch.complex128 if value.is_complex() else torch.float64)
-
-
-def _are_equal(values: Sequence[Tensor]) -> bool:
-    return all([torch.allclose(value, values[0], equal_nan=True) for value in values])
+    values = [own.value for own in given if own.value is not None]
+    return len(values) < len(given) or degree_of(values, sizes) not in (0, 1)

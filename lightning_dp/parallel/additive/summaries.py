@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_dp.parallel.additive.degrees import are_equal, degree_of, grow, precise
 from lightning_dp.parallel.additive.paths import side_by_side
-from lightning_dp.parallel.additive.relations import differ_in_shape, grow, taken_by
+from lightning_dp.parallel.additive.relations import differ_in_shape, taken_by
 from lightning_dp.parallel.additive.traces import NO_NUMBER, Call, Given, Trace
 
 _SUMS = {"count_nonzero", "dot", "matmul", "mm", "mv", "nansum", "sum"}
@@ -72,7 +73,7 @@ class Summary(NamedTuple):
     @property
     def is_same(self) -> bool:
         """Whether it is the same number in all shards."""
-        return bool(self.values) and _are_equal(self.values)
+        return bool(self.values) and are_equal(self.values)
 
     def is_but(self, degree: int) -> str:
         """What it is, if that is not of this degree; empty if it is, or nobody knows."""
@@ -164,7 +165,7 @@ class _Known:
         if not (is_mean or known or name in _SUMS):
             return None
         weights = [own.weights for own in known if own.weights is not None]
-        if weights and self._degree(weights) != 1:
+        if weights and degree_of(weights, self._sizes) != 1:
             return Summary(name, function=f"{name} over weights of targets", is_divided=True)
         if is_mean and not weights and not self._picked.isdisjoint(calls[0].takes):
             return Summary(name, function=f"{name} over some samples", is_divided=True)
@@ -194,7 +195,7 @@ class _Known:
         """Whether a limit has changed nothing on any replica."""
         values = _values([own.gives[0] for own in calls])
         pairs = zip(values, first.values, strict=False)
-        return bool(values and first.values) and all([_are_equal(pair) for pair in pairs])
+        return bool(values and first.values) and all([are_equal(pair) for pair in pairs])
 
     def _scaled(
         self, first: Summary, others: Sequence[Summary], calls: Sequence[Call], sign: int
@@ -208,7 +209,7 @@ class _Known:
             ]
         if len(factors) != 1:
             return first._replace(degree=None)
-        added = self._degree(factors[0])
+        added = degree_of(factors[0], self._sizes)
         if added is not None and first.degree is not None:
             return first._replace(degree=first.degree + sign * added)
         if added is not None or not others:
@@ -217,18 +218,6 @@ class _Known:
         with_what = f"{what} of {first.name} and {others[0].name} over samples"
         return first._replace(degree=None, function=with_what)
 
-    def _degree(self, values: Sequence[Tensor]) -> int | None:
-        """0 of the same number in all shards, 1 of what is in proportion to their sizes."""
-        if not values:
-            return None
-        pairs = [*zip(map(_precise, values), self._sizes, strict=True)]
-        ways = {
-            0: [v for v, _ in pairs],
-            1: [v / n for v, n in pairs],
-            -1: [v * n for v, n in pairs],
-        }
-        return next((degree for degree, own in ways.items() if _are_equal(own)), None)
-
 
 def _plain(name: str) -> str:
     return name.strip("_")
@@ -236,12 +225,4 @@ def _plain(name: str) -> str:
 
 def _values(given: Sequence[Given]) -> tuple[Tensor, ...]:
     known = [own.value for own in given]
-    return tuple(_precise(value) for value in known if value is not None and None not in known)
-
-
-def _precise(value: Tensor) -> Tensor:
-    return value.detach().to("cpu", torch.float64)
-
-
-def _are_equal(values: Sequence[Tensor]) -> bool:
-    return all([torch.allclose(value, values[0], equal_nan=True) for value in values])
+    return tuple(precise(value) for value in known if value is not None and None not in known)

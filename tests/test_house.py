@@ -52,12 +52,11 @@ FLOORS = [
         "parallel.torch_backends",
         "parallel.torch_compile",
         "parallel.torch_losses",
-        "parallel.torch_nodes",
         "parallel.torch_parametrize",
         "parallel.torch_storage",
         "parallel.torch_engine",
     ],
-    ["parallel.torch_private", "parallel.checks"],
+    ["parallel.torch_private", "parallel.torch_nodes", "parallel.checks"],
     ["parallel.generated"],
     ["parallel.contexts"],
 ]

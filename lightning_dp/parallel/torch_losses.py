@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+from lightning_dp.parallel.torch_nodes import OF_PARAMETERS, name_of
 
 _NONE, _MEAN = 0, 1
 """torch's numbers of `reduction="none"` and `reduction="mean"`."""
@@ -26,16 +27,6 @@ _PASSED = (
     *("UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0"),
 )
 """What gives its elements on, but for their sign."""
-
-_OF_PARAMETERS = {
-    *("Abs", "Add", "Alias", "Cat", "Clamp", "Clone", "Div", "Exp", "Expm1", "LinalgVectorNorm"),
-    *("Log", "Log1P", "Mean", "Mul", "Neg", "Norm", "Pow", "Reciprocal", "Relu", "Reshape"),
-    *("ReshapeAlias", "Rsqrt", "Rsub", "Sigmoid", "Softplus", "Sqrt", "Squeeze", "Stack", "Sub"),
-    *("Sum", "T", "Tanh", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
-}
-"""What penalties are made of. It takes nothing from elsewhere, but for what is added to it."""
-
-_NUMBER = re.compile(r"Backward\d+$")
 
 _MOST = 1000
 """Nodes at the end of a graph that are looked at; those of more terms say nothing."""
@@ -173,11 +164,9 @@ def _is_parameter(node: Any) -> bool:
 
 def _is_of_what_it_takes(node: Any) -> bool:
     """Whether it is a part of penalties, and no product with several numbers from elsewhere."""
-    name = _NUMBER.sub("", node.name())
-    if name not in ("Div", "Mul") or None not in [
-        following for following, _ in node.next_functions
-    ]:
-        return name in _OF_PARAMETERS
+    name, followed = name_of(node), [following for following, _ in node.next_functions]
+    if name not in ("Div", "Mul") or None not in followed:
+        return name in OF_PARAMETERS
     if is_packed(node, "self", "other"):
         return False
     saved = [getattr(node, f"_saved_{own}", None) for own in ("self", "other")]

@@ -7,7 +7,6 @@ samples; and a function of such a sum is not the sum of anything that each sampl
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
@@ -23,9 +22,8 @@ from lightning_dp.parallel.torch_nodes import (
     OF_ALL,
     PRODUCTS,
     SUMS,
+    name_of,
 )
-
-_NUMBER = re.compile(r"Backward\d+$")  # functions of users have none
 
 _Edge: TypeAlias = tuple[Any, int]  # a node of a graph, and which of its results
 
@@ -67,7 +65,7 @@ class _Place:
 
     def __init__(self, edges: Sequence[_Edge]) -> None:
         self.nodes = nodes = [node for node, _ in edges]
-        self.name = _NUMBER.sub("", nodes[0].name())
+        self.name = name_of(nodes[0])
         self.of, self.is_picked = _Of.UNKNOWN, False
         self.differing, self.rows = list[int](), list[int]()
         self.way, self.function = _Way.LINEAR, ""

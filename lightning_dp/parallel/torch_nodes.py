@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
+_NUMBER = re.compile(r"Backward\d+$")  # functions of users have none
+
 GIVE_ON = {
     *("Add", "Alias", "Cat", "Clone", "Copy", "Expand", "MaskedFill", "Mean", "NanToNum", "Nansum"),
     *("Neg", "Permute", "Repeat", "Reshape", "ReshapeAlias", "Split", "Squeeze", "Stack", "Sub"),
@@ -69,3 +74,22 @@ ALONG = {
 
 MEETINGS = {*PRODUCTS, "Add", "Cdist", "EuclideanDist", "Expand", "Maximum", "Minimum", "Sub"}
 """Where every sample may come together with every other."""
+
+OF_PARAMETERS = {
+    *("Abs", "Add", "Alias", "Cat", "Clamp", "Clone", "Div", "Exp", "Expm1", "LinalgVectorNorm"),
+    *("Log", "Log1P", "Mean", "Mul", "Neg", "Norm", "Pow", "Reciprocal", "Relu", "Reshape"),
+    *("ReshapeAlias", "Rsqrt", "Rsub", "Sigmoid", "Softplus", "Sqrt", "Squeeze", "Stack", "Sub"),
+    *("Sum", "T", "Tanh", "ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
+}
+"""What penalties are made of. It takes nothing from elsewhere, but for what is added to it."""
+
+
+def name_of(node: Any) -> str:
+    """The name of a node, without what all of torch's end with.
+
+    Example:
+        >>> import torch
+        >>> name_of(torch.ones(2, requires_grad=True).exp().grad_fn)
+        'Exp'
+    """
+    return _NUMBER.sub("", node.name())

@@ -33,6 +33,7 @@ from pairs import covering
 from places import SIM_DEVICES
 
 from lightning_dp import sim
+from lightning_dp.parallel.replicas import arriving
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs behind them
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -219,6 +220,14 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("conformance")
         for line in table(names["passed"], names["failed"]):
             terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_parameters_are_late() -> Iterator[None]:
+    """Tests' models are small: of these a call would wait for all. Examples run as users do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arriving, "LEAST_BYTES", 0)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,7 +1,7 @@
 """Prints for each wait of the engine which test on strict devices notices that it is gone.
 
     python tests/drop_waits.py
-    python tests/drop_waits.py --sites transfer.py loss.py -- tests/test_waits.py -k sim
+    python tests/drop_waits.py --sites transfer.py loss.py -- tests/links/test_waits.py -k sim
 
 A wait that can be dropped without a test that fails is either not tested, or not needed. Waits are
 those of `wait_sites.py`. The tests run once as they are, and say which waits they come to; then,
@@ -32,18 +32,19 @@ from wait_sites import Site, Sites
 
 ROOT = Path(__file__).parents[1]
 TESTS = (
-    "tests/test_waits.py",
-    "tests/test_side_streams.py",
-    "tests/test_lanes.py",
-    "tests/test_overlap.py",
-    "tests/test_copies_ahead.py",
-    "tests/test_values_on_the_host.py",
-    "tests/test_spans.py",
-    "tests/test_gather.py",
-    "tests/test_sync_batch_norm.py",
-    "tests/test_first_step.py",
-    "tests/test_monitor.py",
-    "tests/test_out_of_memory.py",
+    "tests/links/test_waits.py",
+    "tests/links/test_side_streams.py",
+    "tests/links/test_lanes.py",
+    "tests/links/test_parameters_that_arrive_late.py",
+    "tests/gradients/test_overlap.py",
+    "tests/links/test_copies_ahead.py",
+    "tests/links/test_values_on_the_host.py",
+    "tests/links/test_spans.py",
+    "tests/batches/test_gather.py",
+    "tests/workers/test_sync_batch_norm.py",
+    "tests/first_step/test_first_step.py",
+    "tests/programs/test_monitor.py",
+    "tests/faults/test_out_of_memory.py",
 )
 CHOICE = "sim or waits or streams or values or spans or lanes or still"  # on simulated devices
 SHARE = 0.95

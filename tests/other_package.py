@@ -19,7 +19,7 @@ def for_pytorch_lightning(name: str) -> ModuleType:
     """The module `name` of the tests, with the other package's imports in the place of its own."""
     translated = ModuleType(f"{name}_for_pytorch_lightning")
     if translated.__name__ not in sys.modules:
-        path = Path(__file__).with_name(f"{name}.py")
+        (path,) = Path(__file__).parent.rglob(f"{name}.py")
         source = path.read_text(encoding="utf-8")
         for word, other in _WORDS.items():
             source = source.replace(word, other)

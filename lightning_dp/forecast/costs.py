@@ -130,14 +130,6 @@ def gather(size: float, count: int, link: Link, way: Gather = "ring") -> float:
     return messages * link.seconds + (count - 1) * size / link.bytes_per_second
 
 
-def chain(size: float, count: int, link: Link, piece: float) -> float:
-    """From the first of a chain to all others, each of which passes on piece by piece."""
-    if count < 2:
-        return 0.0
-    pieces = max(1, math.ceil(size / piece))
-    return (pieces + count - 2) * link.crossing(size / pieces)
-
-
 def ring_link(machines: int, devices: int, local: Link, network: Link) -> Link:
     """What all links of a ring of all devices are like, if its slowest is its speed.
 

@@ -10,7 +10,6 @@ from lightning_dp.forecast.costs import (
     Gather,
     Link,
     all_reduce,
-    chain,
     gather,
     ring_all_reduce,
     ring_link,
@@ -22,8 +21,10 @@ from lightning_dp.forecast.waiting import expected_maximum
 BUCKET = 4 * 2**20
 """Bytes of gradients that leave together."""
 
-PIECE = 2**20
-"""Bytes of parameters after which a device passes on what it has."""
+APART = 64 * 2**20
+"""Bytes of parameters that leave the root while its forward runs; what is more leaves before."""
+
+_HALVINGS = 60
 
 DDP_BUCKET = 25 * 2**20
 MESSAGE = 256
@@ -81,8 +82,8 @@ class Cluster:
         network: between two machines.
         bucket: bytes of gradients that leave together.
         overlaps: whether they leave while the backward still runs.
-        refreshes: whether weights travel to a machine's devices after the optimizer's step; on the
-            CPU replicas share them.
+        refreshes: whether weights travel to a machine's devices while the forward runs; on the CPU
+            replicas share them.
         reduces: how sums between machines are made.
         gathers: how machines tell each other something.
         exchanges: so many times after the forward.
@@ -117,8 +118,8 @@ class Step:
     Args:
         compute: on the device with the largest share.
         python: replicas of a process at the interpreter in turns.
-        local: what sums within a machine take after the backward, and new weights before the
-            forward.
+        local: by what sums within a machine end after the backward, and the forward waits for new
+            weights.
         network: what sums between machines take beyond that.
         exchange: what is told after the forward.
         waiting: for the slowest machine.
@@ -142,7 +143,8 @@ def ours(job: Job, cluster: Cluster, measured_on: Cluster) -> Step:
     """One process on each machine: sums down a chain of its devices, then between the machines.
 
     Buckets of gradients go down the chain and on to the other machines while the backward fills the
-    next ones. The root alone has an optimizer; the new weights go up the chain afterwards.
+    next ones. The root alone has an optimizer; the new weights go up the chain while the next
+    forward begins.
 
     Args:
         job: what one device does.
@@ -155,7 +157,7 @@ def ours(job: Job, cluster: Cluster, measured_on: Cluster) -> Step:
     return Step(
         compute=compute,
         python=job.python * cluster.devices / measured_on.devices,
-        local=local + _refresh(job.size, cluster),
+        local=local + _refresh(job.size, cluster, compute * (1 - job.backward_share)),
         network=both - local,
         exchange=cluster.exchanges
         * gather(MESSAGE, cluster.machines, cluster.network, cluster.gathers),
@@ -176,8 +178,14 @@ def _stages(bucket: float, cluster: Cluster, *, across: bool) -> list[float]:
     return stages
 
 
-def _refresh(size: float, cluster: Cluster) -> float:
-    return chain(size, cluster.devices, cluster.local, PIECE) if cluster.refreshes else 0.0
+def _refresh(size: float, cluster: Cluster, forward: float) -> float:
+    """Layers wait for their own weights, and the root for those that leave from where they are."""
+    if not cluster.refreshes or cluster.devices == 1:
+        return 0.0
+    buckets = buckets_of(size, cluster.bucket)
+    stages = _stages(size / buckets, cluster, across=False)
+    leaving = cluster.local.crossing(size - APART) if size > APART else 0.0
+    return max(leaving, exposed(stages, buckets, forward if cluster.overlaps else 0.0))
 
 
 def buckets_of(size: float, bucket: float) -> int:
@@ -269,14 +277,15 @@ def job_of(step: float, job: Job, machine: Cluster, share: float | None = None) 
 
 
 def _without_links(step: float, job: Job, machine: Cluster) -> float:
-    """What is left to compute: the more of it, the more of the sums its backward hides."""
-    rest = step - _refresh(job.size, machine)
-    buckets = buckets_of(job.size, machine.bucket)
-    stages = _stages(job.size / buckets, machine, across=False)
-    if not stages:
-        return rest
-    hidden = rest - sum(stages)
-    late = (buckets - 1) * max(stages)
-    share = (job.backward_share if machine.overlaps else 0.0) * (buckets - 1) / buckets
-    # Either the backward hides all but the last bucket, or the longest stage never waits.
-    return hidden if share * hidden >= late else (hidden - late) / (1 - share)
+    """What is left to compute: the more of it, the more of what crosses links it hides."""
+
+    def seconds(compute: float) -> float:
+        return ours(replace(job, compute=compute, python=0.0), machine, machine).seconds
+
+    low, high = 0.0, step
+    if step <= seconds(low):
+        return step - seconds(low)
+    for _ in range(_HALVINGS):  # it grows with what is computed
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(middle) < step else (low, middle)
+    return high

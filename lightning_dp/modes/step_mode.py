@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from lightning_dp.metrics import Backwards, Journals, OwnRows, is_metric
 from lightning_dp.modes.dataloader_iter import Pulled, takes_iterator
 from lightning_dp.modes.manual_optimization import ManualOptimization
 from lightning_dp.modes.schedules import Schedules
-from lightning_dp.modes.transfer_hooks import transfers_plainly
+from lightning_dp.modes.transfer_hooks import TransferLook, own_hooks, transfers_plainly
 from lightning_dp.parallel.batch import Shards, give_back_added, to_device
 from lightning_dp.parallel.call import PlainTransfer
 from lightning_dp.parallel.contexts import Contexts
@@ -134,8 +134,15 @@ class StepMode(Mode):
         shards = self._call.shards if self._call and batch is self._batch else None
         is_plain = self.engine.ahead is not None and transfers_plainly(self._module)
         kind = PlainTransfer if is_plain else partial
-        transfer = kind(self._transfer, dataloader_idx=self._dataloader_idx)
+        look, own = self._look, self._transfer
+        own = own if look is None or shards is not None else look.around(method, own)
+        transfer = kind(own, dataloader_idx=self._dataloader_idx)
         return self._run(method, batch, args, transfer, shards)
+
+    @cached_property
+    def _look(self) -> TransferLook | None:
+        hooks = own_hooks(self._module)
+        return TransferLook(hooks) if hooks else None
 
     def _step_of_iterator(self, method: str, iterator: Iterator[Any]) -> Any:
         engine = self.engine
@@ -176,6 +183,8 @@ class StepMode(Mode):
                 _refuse(self._module, error.output)
                 raise
             self._call = call
+        if self._look is not None:
+            self._look.end(method, call.shards)
         if isinstance(batch, dict | UserDict):
             give_back_added(batch, call.shards, engine.output_device)
         return output

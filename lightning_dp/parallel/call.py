@@ -42,6 +42,7 @@ class ReplicaCall(ABC):
     """
 
     has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
+    may_begin_early: ClassVar[bool] = False  # before all parameters have arrived
     gathers: ClassVar[bool] = True  # or the outputs stay where they are
     copied_parameters: ParameterCopies = field(default="changed", init=False)  # elsewhere
     path = ""  # of the submodule that is called

@@ -174,7 +174,8 @@ class Engine(Parts):
                 self.snapshot.take(self.replicas.root_buffers)
         stale = self._stale.intersection(shards.active)
         copied = "all" if stale else call.copied_parameters
-        self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
+        late = call.may_begin_early and self._overlaps
+        self.replicas.refresh(shards.active, parameters=copied, buffers=buffers, late=late)
         self._stale -= stale
         compiles = self.replicas.may_compile
         in_threads = self.executor.choose(call.name, len(shards.active), compiles=compiles)
@@ -204,6 +205,8 @@ class Engine(Parts):
             if steps is not None:
                 steps.follow(tasks)
             outputs = self.executor.run(call.name, tasks, goes_on=True, calls=self.calls)
+            if self.replicas.are_late:
+                self.replicas.arrive()
             if self._sends_home and call.gathers:  # what replicas have logged has left already
                 outputs = call.leave(outputs, self.devices)
                 host_waits_for(*self.devices)

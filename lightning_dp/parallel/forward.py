@@ -125,11 +125,11 @@ class ForwardParallel(RecoveringEngine):
         is_due = 16 ** round(math.log(count, 16)) == count and not self.replicas.may_compile
         return Traces(self.replicas.modules) if is_due else None
 
-    def look(self, path: str, traces: Traces, outputs: Sequence[Any], shards: Shards) -> None:
+    def look(self, path: str, traces: Traces, shards: Shards) -> None:
         """Tells, once, if a submodule computes of a sample what depends on others in its shard."""
         own, sizes = traces.of(shards.active), shards.active_sizes
         name = f"{path}.forward".lstrip(".")
-        if has_told_of_related(name, own, outputs, sizes, _OUTSIDE):
+        if has_told_of_related(name, own, sizes, _OUTSIDE):
             self._told.add(path)
 
     @property
@@ -238,8 +238,8 @@ class SpreadCall(ReplicaCall):
         """The replica's `forward`."""
         rest = {name: value for name, value in shard.items() if isinstance(name, str)}
         args = map(shard.get, range(self._num_args))
-        with nullcontext() if self._traces is None else self._traces.begin(module, shard):
-            return module.get_submodule(self.path).forward(*args, **rest)
+        call = partial(module.get_submodule(self.path).forward, *args, **rest)
+        return call() if self._traces is None else self._traces.of_call(module, shard, call)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """Joined; what the root has returned alone stays as it is."""
@@ -247,7 +247,7 @@ class SpreadCall(ReplicaCall):
             return to_device_together(outputs, self._engine.output_device)[0]
         self._engine.num_cut += 1
         if self._traces is not None:
-            self._engine.look(self.path, self._traces, outputs, shards)
+            self._engine.look(self.path, self._traces, shards)
         sizes, order = shards.active_sizes, shards.active_order
         return self._engine.join(
             outputs, sizes=sizes, order=order, dims=shards.dims, doubts_means=True

@@ -40,7 +40,8 @@ class Parts:
         scalars, overrides: how 0-dim outputs and those under certain keys are gathered.
         rules: how special submodules are replicated.
         context: entered around every apply, for what replicas leave behind besides outputs.
-        overlap: whether gradients leave devices while the backward runs.
+        overlap: whether gradients leave devices while the backward runs, and parameters come while
+            the forward does.
         world: the processes that train together; None if this is the only one.
     """
 
@@ -75,7 +76,8 @@ class Parts:
         self.on_cpu = all(device.type == "cpu" for device in devices)
         self.accelerators = [d for d in (*devices, output_device) if d.type != "cpu"]
         self.meter = Meter(devices, None if world is None else world.rank)
-        stays = self.meter.is_by_counts if overlap and not self.on_cpu else None
+        self._overlaps = overlap and not self.on_cpu
+        stays = self.meter.is_by_counts if self._overlaps else None
         self.reducer = Reducer(self.replicas, buffers, self.devices, stays)
         if world is not None:
             self.reducer.join(world)

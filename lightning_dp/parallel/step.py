@@ -146,19 +146,18 @@ class EvaluationStep(ReplicaCall):
         means, first = self.engine.own_means, (self.name, 0)
         rests = self.training and 0 < means.rest[first] < math.inf
         is_due = not (rests or replicas.may_compile) and means.is_traced(first, shards.active_sizes)
-        self.traces = Traces(replicas.modules) if is_due else None
+        self.traces = Traces(replicas.modules, means.told) if is_due else None
         shards.traces[:] = [self.traces] if is_due else []
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """The replica's own method."""
-        with nullcontext() if self.traces is None else self.traces.begin(module, shard):
-            return getattr(module, self.name)(shard, *self.args)
+        call = partial(getattr(module, self.name), shard, *self.args)
+        return call() if self.traces is None else self.traces.of_call(module, shard, call)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """See `gather`."""
         sizes, order = shards.active_sizes, shards.active_order
-        if self.traces is not None and not self.training:
-            look_at_outputs(self.name, outputs, self.traces.of(shards.active), sizes)
+        look_at_outputs(self.name, self.traces, shards, with_rows=not self.training)
         return self.engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
 
 
@@ -173,8 +172,7 @@ class TrainingStep(EvaluationStep):
     `.grad`; a dict with it and the other entries gathered; or None if no replica returned a loss.
     """
 
-    training = True
-    has_backward = True
+    training = has_backward = may_begin_early = True
     _losses: Losses | None = None  # what processes tell each other
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
@@ -228,6 +226,7 @@ class TrainingStep(EvaluationStep):
         if not steps or steps[0].extras is None:
             return joint
         order = None if shards.order is None else [shards.order[k] for k in returned]
+        look_at_outputs(self.name, self.traces, shards, with_rows=False)
         extras = [step.extras for step in steps]
         joined_extras = self.engine.join(extras, sizes=sizes, order=order, dims=shards.dims)
         if world is not None and world.is_idle:

@@ -60,6 +60,20 @@ def _no_counts() -> Mapping[str, int]:
     return {"total": 0} if "torch._dynamo.utils" not in sys.modules else compilation_counts()()
 
 
+def before_compiling(callback: Callable[..., None]) -> bool:
+    """Has a function called in every thread that is going to compile, until the compiler is reset.
+
+    False if the compiler is not loaded. Gone: an error.
+    """
+    module = sys.modules.get("torch._dynamo.callback")
+    if module is None:
+        return False
+    callbacks: list[Any] = found(found(module, "callback_handler"), "start_callbacks")
+    if callback not in callbacks:
+        callbacks.append(callback)
+    return True
+
+
 _is_raised: ContextVar[bool] = ContextVar("_is_raised", default=False)
 
 

@@ -96,10 +96,15 @@ class _Place:
         elif _Of.UNKNOWN in of or not self.takes_as_many:
             self.of = _Of.UNKNOWN
         elif _Of.SAMPLES in of:
-            is_known = self.name in SUMS or self.name in OF_ALL
+            is_known = self.name in SUMS or self.name in OF_ALL or self.picks()
             self.of = _Of.SUMS if is_known else _Of.UNKNOWN
         else:
             self.of = _Of.SUMS if _Of.SUMS in of else _Of.NO_SAMPLE
+
+    def picks(self) -> bool:
+        """Whether it takes one sample, and leaves the others."""
+        first = self.inputs[0] if self.name == "Select" else None
+        return first is not None and not self.differing and _is_clear(first)
 
     def ways(self) -> Iterator[tuple[_Place, _Way, str]]:
         """What it takes, and what it does to that."""
@@ -173,16 +178,22 @@ def _found_at(place: _Place) -> Mixed | None:
         shapes = " and ".join(map(str, {shape: list(shape) for shape in place.shapes}.values()))
         return Mixed(f"values of pairs of them, as {shapes}")
     # Where more dimensions differ, as time does where each shard has been padded, who knows.
-    is_clear = len(place.differing) == len(place.rows) == 1
-    if is_clear and place.name in ALONG and _along(place).intersection(place.rows):
+    if _is_clear(place) and place.name in ALONG and _along(place).intersection(place.rows):
         return Mixed(f"{ALONG[place.name]} of them")
     takes_samples = any(taken is not None and taken.of is _Of.SAMPLES for taken in place.inputs)
     if place.of is _Of.SUMS and takes_samples:
         if place.name in OF_ALL:
             return Mixed(f"{OF_ALL[place.name]} over all of them")
+        if place.picks():
+            return Mixed("one of them, by its place")
         if place.way is _Way.FUNCTION:
             return Mixed(f"{place.function} a sum or mean of them", is_function=True)
     return None
+
+
+def _is_clear(place: _Place) -> bool:
+    """Whether one dimension differs between shards, and counts samples."""
+    return len(place.differing) == len(place.rows) == 1
 
 
 def _has_pairs(place: _Place) -> bool:

@@ -12,10 +12,18 @@ from lightning_dp.parallel.torch_private import found
 _uses: Callable[[int], int] = found(torch._C, "_storage_Use_Count")
 _ALONE = 2  # the tensor, and the storage as an object of Python's
 
+uses: Callable[[Tensor], int] = found(Tensor, "_use_count")
+"""How many objects of C++ hold a tensor, one of them for its Python object."""
+
+
+def uses_of_memory(memory: torch.UntypedStorage) -> int:
+    """How many tensors, and objects of Python such as this one, have this memory."""
+    return _uses(memory._cdata)
+
 
 def is_alone_in_memory(tensor: Tensor) -> bool:
     """Whether no other tensor lies in the memory of this one, as views would."""
-    return _uses(tensor.untyped_storage()._cdata) == _ALONE
+    return uses_of_memory(tensor.untyped_storage()) == _ALONE
 
 
 def add_as_read(sums: Sequence[Tensor], terms: Sequence[Tensor], error: RuntimeError) -> None:

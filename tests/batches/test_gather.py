@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batches import devices_in
 from containers import Boxes, Fixed, ModelOutput, Pair, Rows, Sample
+from nested_batches import devices_in
 from oracle import assert_equal_trees, devices_of
 
 from lightning_dp.parallel.batch.gather import GatherError, gather

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import MAKERS, assert_equal, batches, devices_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nested_batches import MAKERS, assert_equal, batches, devices_in
 from oracle import devices_of
 from torch import Tensor
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import devices_in
 from containers import Built, Sample, Slotted, Table
+from nested_batches import devices_in
 from oracle import devices_of
 from torch import Tensor, nn
 

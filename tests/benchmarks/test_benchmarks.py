@@ -41,7 +41,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import gradients
 from places import SIM_DEVICES
-from programs import ROOT, read_json
+from program_runs import ROOT, read_json
 from torch import Tensor, nn
 
 from lightning_dp import sim

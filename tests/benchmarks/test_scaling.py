@@ -16,7 +16,7 @@ from benchmarks.scaling import BOUND, OURS, RING, THEIRS, Case, least_seconds
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import gradients
-from programs import ROOT, read_json
+from program_runs import ROOT, read_json
 
 from lightning_dp.sim.links import PRESETS, Link
 from lightning_dp.sim.schedule import Command, replay

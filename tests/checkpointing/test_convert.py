@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import Classifier, assert_equal_trees, loader, trainer
-from programs import command_line
+from program_runs import command_line
 from torch import Tensor, nn
 
 from lightning_dp import table

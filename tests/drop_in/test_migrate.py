@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import devices_of
 from places import on_separate
-from programs import in_here
+from program_runs import in_here
 
 from lightning_dp import DataParallel
 from lightning_dp.examples import migrate

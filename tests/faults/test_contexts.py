@@ -21,7 +21,7 @@ from fault_cases import IN_MODES, INSIDE, FaultCase, Setting, run_fault
 from hostile_errors import HOSTILE, groups
 from interrupts import Tracer
 from lightning.pytorch import LightningModule
-from programs import ROOT
+from program_runs import ROOT
 from torch import Tensor, nn
 from torch._dynamo import config
 from torch.optim.lr_scheduler import ConstantLR

@@ -26,7 +26,7 @@ from interrupts import Tracer, interrupts, lines_of, run_interrupt
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
-SCRIPT = Path(__file__).parent / "fault_table.py"
+SCRIPT = Path(__file__).parents[1] / "fault_table.py"
 SWAPS = ("forward.py", "contexts.py", "reduce.py", "aside.py", "apply.py", "manual_optimization.py")
 
 

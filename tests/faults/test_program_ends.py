@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from programs import ROOT
+from program_runs import ROOT
 
 PROGRAM = """
 import signal, sys, threading, time

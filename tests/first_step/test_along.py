@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_dp.parallel.additive.along import dims_along
-from lightning_dp.parallel.additive.relations import Related, related
+from lightning_dp.parallel.additive.findings import Related
+from lightning_dp.parallel.additive.relations import related
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from oracle import ByHand, Classifier, run
 from test_relations import (
+    Called,
     check_that_a_call_is_not_told,
     check_that_a_call_is_told,
     check_that_a_fit_is_told,
@@ -20,7 +21,9 @@ from test_relations import (
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_dp.parallel.additive.relations import A_NUMBER, PAIRS, Related, related
+from lightning_dp.parallel.additive.findings import A_NUMBER, PAIRS, Related
+from lightning_dp.parallel.additive.relations import decided, related
+from lightning_dp.parallel.torch_mixing import mixed_samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -81,6 +84,65 @@ MEETING: dict[str, tuple[Callable[..., Tensor], str]] = {
 }
 
 
+def counted(y: Tensor, classes: int, how: str) -> Tensor:
+    """How many samples of each class there are."""
+    none = torch.zeros(classes, device=y.device)
+    ones = torch.ones(len(y), device=y.device)
+    if how == "bincount":
+        return torch.bincount(y, minlength=classes)
+    if how == "index_put_":
+        return none.index_put_((y,), ones, accumulate=True)
+    if how == "scatter_reduce":
+        return none.scatter_reduce(0, y, ones, "sum")
+    counts: Tensor = getattr(none, how)(0, y, ones)
+    return counts
+
+
+def around_means(self: Any, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Distances from the mean of each class, through which gradients go."""
+    places = y[:, None].expand_as(z)
+    means = z.new_zeros(z.shape[1], z.shape[1]).scatter_reduce(0, places, z, "mean")
+    return F.cross_entropy(z, y) + (z - means[y]).square().mean()
+
+
+OF_PLACES = {"index_add", "index_put_", "scatter_add_", "scatter_reduce"}
+MEETING["means of classes"] = (
+    around_means,
+    "got __getitem__ of samples and of scatter_reduce over all of them. What",
+)
+COUNTS = ("bincount", "index_add", "index_put_", "scatter_add_", "scatter_reduce")
+for how in COUNTS:
+    MEETING[how] = (
+        lambda self, z, x, y, how=how: (
+            F.cross_entropy(z, y, reduction="none") / (1 + counted(y, z.shape[1], how)[y])
+        ).mean(),
+        f"of samples and of {how} over all of them{'' if how in OF_PLACES else ', which has'}",
+    )
+MEETING["unique"] = (
+    lambda self, z, x, y: (
+        F.cross_entropy(z, y, reduction="none")
+        / (found := y.unique(False, True, True))[2][found[1]]
+    ).mean(),
+    "got div of samples and of unique over all of them, which has",
+)
+MEETING["discounted"] = (
+    lambda self, z, x, y: (
+        F.cross_entropy(z, y, reduction="none") * 0.9 ** torch.arange(len(x), device=z.device)
+    ).mean(),
+    "got mul of samples and of their places in a shard, which has",
+)
+MEETING["first ones"] = (
+    lambda self, z, x, y: torch.where(
+        torch.arange(len(x), device=z.device) < 3, z.square().sum(1), z.abs().sum(1)
+    ).mean(),
+    "got where of samples and of their places in a shard, which has",
+)
+MEETING["one with a gradient"] = (
+    lambda self, z, x, y: F.cross_entropy(z, y) + (z - z[0]).square().mean(),
+    "got one of them, by its place. What",
+)
+
+
 def meeting(name: str, *bases: type) -> Any:
     return type("Meets", (*bases, Meeting), {"meets": MEETING[name][0]})
 
@@ -111,6 +173,14 @@ OF_EACH: dict[str, Callable[[Any, Tensor], Any]] = {
         net.layer(x) * torch.tensor([r[0] for r in x.tolist()])[:, None]
     ),
     "features first": lambda net, x: (net.layer(x).T - x.T[0]).T,
+    "each at its place": lambda net, x: net.layer(x)[torch.arange(len(x)), x.argmax(1)] * 2,
+    "offsets": lambda net, x: (
+        net.layer(x).flatten()[torch.arange(len(x)) * x.shape[1] + x.argmax(1)] * 2
+    ),
+    "places of features": lambda net, x: net.layer(x) * torch.arange(x.shape[1]),
+    "parts of each": lambda net, x: net.layer(x).index_add(
+        0, torch.arange(len(x)).repeat_interleave(2), x.repeat_interleave(2, 0)
+    ),
     "a mask of places": lambda net, x: net.layer(x).masked_fill(x > float("inf"), -1.5),
 }
 
@@ -208,6 +278,35 @@ def test_equally_many_picked_samples_of_each_shard_are_none_that_all_others_meet
     assert related(traces, [[result] for result in results], (3, 2), with_gradient=True) is None
 
 
+def test_nodes_that_are_as_many_in_all_shards_by_chance_are_no_classes() -> None:
+    """Graphs of three, two and two nodes are a shard, and one of seven is another."""
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        nodes, edges = batch
+        degrees = torch.zeros(len(nodes)).index_add(0, edges[:, 0], torch.ones(len(edges)))
+        return (nodes[edges[:, 1]] / degrees[edges[:, 0], None]).square().sum()
+
+    shards = [(torch.randn(7, 2), torch.randint(0, 7, (n, 2))) for n in (11, 9)]
+    traces, losses = zip(*[traced(step, shard) for shard in shards], strict=True)
+    assert related(traces, [[loss] for loss in losses], (3, 1)) is None
+
+
+def test_parts_that_are_counted_for_each_sample_are_no_classes() -> None:
+    """As nodes of each graph, of which samples have several."""
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        parts, of = batch
+        counts = of.unique_consecutive(return_counts=True)[1]
+        return (parts.square().mean(1) / counts[of]).sum()
+
+    shards = [
+        (torch.randn(sum(n), 2), torch.arange(len(n)).repeat_interleave(torch.tensor(n)))
+        for n in ((3, 1, 2), (2, 3))
+    ]
+    traces, losses = zip(*[traced(step, shard) for shard in shards], strict=True)
+    assert related(traces, [[loss] for loss in losses], (3, 2)) is None
+
+
 def test_clusters_and_graphs_are_no_pairs() -> None:
     """Samples of a few parts each, which are put together by their numbers."""
 
@@ -229,3 +328,73 @@ def test_a_number_is_told_where_it_is_used() -> None:
         return x.mean()
 
     assert found(logged) is None, "the result does not come of it"
+
+
+def test_one_of_what_is_not_as_many_for_each_sample_is_not_told() -> None:
+    """Tokens that lie one after another, say."""
+    net = torch.nn.Linear(4, 1)
+    loss = lambda rows: net(torch.randn(rows, 4))[0].square().sum()
+    assert mixed_samples([loss(7), loss(5)], (3, 2)) is None
+    assert mixed_samples([loss(6), loss(4)], (3, 2)) is not None
+
+
+# --- decisions of the host ------------------------------------------------------------------------
+
+
+def classes_in_turn(self: Any, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    of_each = [z[y == k].mean(0) for k in range(z.shape[1]) if x[y == k].mean() > -0.05]
+    return F.cross_entropy(z, y) + sum(mean.square().sum() for mean in of_each)
+
+
+DECIDING: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "mean": (
+        lambda self, z, x, y: F.cross_entropy(z, y) * (2 if x[:, 0].mean() > -0.3 else 1),
+        "a decision of the host by mean over all of them, which is not the same for all.",
+    ),
+    "largest": (
+        lambda self, z, x, y: z.square().mean() if x[:, 0].max() > 1 else z.abs().mean(),
+        "a decision of the host by max over all of them, which is not the same for all.",
+    ),
+    "classes": (classes_in_turn, "a decision of the host by mean over all of them"),
+}
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("name", DECIDING)
+def test_a_decision_that_is_not_the_same_for_all_shards_is_told(name: str) -> None:
+    does, text = DECIDING[name]
+    check_that_a_fit_is_told(type("Decides", (Meeting,), {"meets": does}), text)
+
+
+DECIDED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "each by itself": lambda net, x: torch.stack(
+        [net.layer(row) if row[0] > 0 else -net.layer(row) for row in x]
+    ),
+    "each by its place": lambda net, x: torch.stack(
+        [net.layer(x[i]) if x[i].sum() > 0 else x[i] for i in range(len(x))]
+    ),
+    "if there is any": lambda net, x: (
+        torch.where(x[:, :1] > 0.9, net.layer(x), x) if (x[:, 0] > 0.9).any() else x
+    ),
+    "if there are some": lambda net, x: (
+        torch.where(x[:, :1] > 0.9, net.layer(x), x) if (x[:, 0] > 0.9).sum() > 0 else x
+    ),
+    "the same for all": lambda net, x: net.layer(x) if x.abs().max() < 99 else x,
+    "what is no number": lambda net, x: x if x.isnan().any() else net.layer(x),
+}
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_decisions_of_samples_and_those_that_are_the_same_are_as_on_one_device(name: str) -> None:
+    check_that_a_call_is_not_told(DECIDED[name])
+
+
+@pytest.mark.parametrize("name", DECIDED)
+def test_they_are_not_told_of_losses(name: str) -> None:
+    """Also where the first samples of shards decide otherwise."""
+    net = Called(DECIDED[name])
+    shards = torch.tensor([1.0, -1, 1, -1, 1])[:, None].expand(5, 4).split([3, 2])
+    traces = [traced(lambda x: net(x).mean(), shard)[0] for shard in shards]
+    if name.startswith("each"):
+        assert [trace.decisions[0][1] for trace in traces] == [True, False]
+    assert decided(traces, (3, 2)) is None

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
 from lightning_dp import DataParallel
-from lightning_dp.parallel.additive.relations import Related, related
+from lightning_dp.parallel.additive.findings import Related
+from lightning_dp.parallel.additive.relations import related
 from lightning_dp.parallel.additive.traces import NO_NUMBER, Trace
 from lightning_dp.parallel.step import StepParallel
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import ROOT
+from program_runs import ROOT
 
 PACKAGE = ROOT / "lightning_dp"
 
@@ -213,6 +213,15 @@ def test_the_guide_has_a_line_for_every_wing() -> None:
     folders = {f"`{wing.replace('.', '/')}/`" for wing in WINGS if not wing.startswith("app.")}
     missing = {folder for folder in folders if not any(folder in line for line in lines)}
     assert not missing, missing
+
+
+def test_every_test_is_in_a_folder_that_the_guide_has_a_line_for() -> None:
+    guide = (ROOT / "examples" / "guides" / "how-it-works.md").read_text()
+    found = {file.relative_to(ROOT / "tests") for file in (ROOT / "tests").rglob("test_*.py")}
+    alone = sorted(str(file) for file in found if len(file.parts) != 2)
+    assert not alone, alone
+    missing = {file.parts[0] for file in found if f"`{file.parts[0]}/`" not in guide}
+    assert len(found) > 200 and not missing, missing
 
 
 def test_files_and_functions_are_of_a_size_that_one_reads_at_once() -> None:

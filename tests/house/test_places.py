@@ -9,9 +9,9 @@ from pathlib import Path
 
 import places
 import pytest
-from programs import ROOT
+from program_runs import ROOT
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -139,8 +139,9 @@ def test_cases_on_several_gpus_are_marked_and_none_is_of_simulated_devices(tmp_p
 @pytest.mark.parametrize("count", [1, 8])
 def test_rehearsal(count: int, tmp_path: Path) -> None:
     """Simulated devices stand in for GPUs, without what they alone have, and round otherwise."""
-    names = ("strategy", "copies", "drop_in", "replicas", "split_batch", "spans", "side_streams")
-    files = [f"tests/test_{name}.py" for name in names]
+    names = ("same_numbers/test_strategy", "drop_in/test_drop_in", "replicas/test_replicas")
+    names += ("batches/test_split_batch", *(f"links/test_{n}" for n in ("copies", "spans")))
+    files = [f"tests/{name}.py" for name in (*names, "links/test_side_streams")]
     kind = "cuda" if count == 1 else "multigpu"
     command = [sys.executable, "-m", "pytest", "--on", "cuda", "--played", str(count), "-k", kind]
     done = subprocess.run([*command, "-q", *files], cwd=ROOT, capture_output=True, text=True)

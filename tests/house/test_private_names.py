@@ -20,21 +20,23 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from programs import ROOT
+from program_runs import ROOT
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
 PACKAGE = ROOT / "lightning_dp"
-ROOMS = {"parallel/torch_private.py": "test_torch_private.py"}
-ROOMS["parallel/torch_backends.py"] = "test_torch_backends.py"
-ROOMS["parallel/torch_storage.py"] = "test_torch_storage.py"
-ROOMS["parallel/torch_engine.py"] = "test_torch_engine.py"
-ROOMS["parallel/torch_compile.py"] = "test_torch_compile.py"
-ROOMS["parallel/torch_parametrize.py"] = "test_torch_parametrize.py"
-ROOMS["parallel/torch_losses.py"] = "test_torch_losses.py"
-ROOMS["parallel/torch_mixing.py"] = "test_torch_mixing.py"
-ROOMS["processes/torch_loaders.py"] = "processes/test_torch_loaders.py"
-ROOMS["lightning_private.py"] = "test_lightning_private.py"
+ROOMS = (
+    "lightning_private.py",
+    "parallel/torch_backends.py",
+    "parallel/torch_compile.py",
+    "parallel/torch_engine.py",
+    "parallel/torch_losses.py",
+    "parallel/torch_mixing.py",
+    "parallel/torch_parametrize.py",
+    "parallel/torch_private.py",
+    "parallel/torch_storage.py",
+    "processes/torch_loaders.py",
+)
 
 PUBLIC = {
     "_fields": "of named tuples: documented, the underscore is there for the sake of field names",
@@ -191,7 +193,8 @@ def test_only_these_rooms_touch_private_names_of_others(file: str) -> None:
 @pytest.mark.parametrize("room", ROOMS)
 def test_each_private_name_has_a_test_that_is_named_after_it(room: str) -> None:
     touched = {name.rpartition(".")[2] for _, name in foreign_names((PACKAGE / room).read_text())}
-    tests = ast.parse((ROOT / "tests" / ROOMS[room]).read_text())
+    (file,) = (ROOT / "tests").rglob(f"test_{Path(room).stem}.py")
+    tests = ast.parse(file.read_text())
     named = [node.name for node in ast.walk(tests) if isinstance(node, ast.FunctionDef)]
     # A test of several names has them as parameters.
     named += [part.value for part in ast.walk(tests) if isinstance(part, ast.Constant)]

@@ -78,3 +78,21 @@ def test_dynamo_utils_counters_count_what_is_compiled() -> None:
     after = private.compilation_counts()()["total"]
     compiled(torch.ones(2))
     assert before < after == private.compilation_counts()()["total"]
+
+
+def test_dynamo_callback_handler_start_callbacks_are_called_before_anything_is_traced() -> None:
+    seen: list[str] = []
+
+    def begins(*_: object) -> None:
+        seen.append("begins")
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        return x + len(seen)  # a number that the trace has seen
+
+    torch._dynamo.reset()
+    assert private.before_compiling(begins) and private.before_compiling(begins)
+    assert torch.compile(traced, backend="eager")(torch.zeros(1)) == 1
+    assert seen == ["begins"]
+    torch._dynamo.reset()  # forgets it
+    torch.compile(traced, backend="eager")(torch.zeros(1))
+    assert seen == ["begins"]

@@ -9,7 +9,7 @@ from places import on_accelerators, on_separate
 from torch import Tensor, nn
 
 from lightning_dp.parallel.devices import allocated_memory, reset_peak_memory
-from lightning_dp.parallel.links import gradients_on
+from lightning_dp.parallel.links import buckets, gradients_on
 from lightning_dp.parallel.replicas.replicate import Replicas
 from lightning_dp.parallel.split.policies import split_policy
 from lightning_dp.parallel.step import StepParallel
@@ -147,6 +147,23 @@ def test_packed_gradients_are_added_and_keep_their_strides(
     assert not replicas.packing.fits([None, *sums[1:]])
     moved = gradients_on(devices[2], list(sums))
     assert strides(moved) == strides(sums) and all(m.device == devices[2] for m in moved)
+
+
+@pytest.mark.parametrize("format", [torch.contiguous_format, torch.channels_last])
+def test_a_root_on_the_cpu_packs_bucket_after_bucket_in_the_same_place(
+    format: torch.memory_format, devices: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 512)
+    net = nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(LAYERS)))
+    net.to(memory_format=format)
+    replicas = Replicas(net, [torch.device("cpu"), *devices[1:]])
+    assert len(replicas.packing.buckets) > 3
+    for _ in range(2):
+        with torch.no_grad():
+            torch._foreach_add_(list(net.parameters()), 1.0)
+        replicas.refresh()
+        for own in replicas.parameters[1:]:
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(own, net.parameters(), strict=True))
 
 
 def test_a_parameter_that_a_step_binds_on_a_replica_is_refreshed(

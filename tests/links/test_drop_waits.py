@@ -16,7 +16,7 @@ from wait_sites import HELPER, Site, Sites, what_is_in
 from lightning_dp import sim
 
 pytestmark = pytest.mark.sim_only("It is about waits whose lack strict devices show.")
-SCRIPT = Path(__file__).parent / "drop_waits.py"
+SCRIPT = Path(__file__).parents[1] / "drop_waits.py"
 
 ROOM = '''
 import torch
@@ -157,8 +157,8 @@ def test_the_script_tells_what_is_noticed_and_what_is_not() -> None:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
         return ended.returncode, ended.stdout
 
-    status, table = told("tests/test_lanes.py", "tests/test_side_streams.py")
+    status, table = told("tests/links/test_lanes.py", "tests/links/test_side_streams.py")
     assert status == 0 and "NOT NOTICED" not in table
     assert "wait_stream" in table and "RaceError: Race: " in table
-    status, table = told("tests/test_split.py")  # numbers alone
+    status, table = told("tests/splitting/test_split.py")  # numbers alone
     assert status == 1 and "NOT NOTICED by 0 tests" in table and "0 of " in table

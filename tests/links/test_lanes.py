@@ -23,8 +23,10 @@ from lightning_dp.parallel.links import (
     Packing,
     buckets,
     on_streams,
+    packing,
     pipeline,
     side_streams,
+    staging,
     summing,
 )
 from lightning_dp.parallel.links.lanes import lane
@@ -45,8 +47,10 @@ def nothing_is_under_way(on: str) -> Iterator[None]:
 
 @pytest.fixture(params=[2**25, 4096, 1])
 def bucket_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tensors in one bucket, in several, or each in one."""
+    """All tensors in one bucket, in several, or each in one; the last of several are apart."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", request.param)
+    monkeypatch.setattr(packing, "MOST_BYTES", 3000 if request.param == 4096 else 0)
+    monkeypatch.setattr(staging, "LEAST_BYTES", 0)
 
 
 @pytest.fixture(params=[True, False])
@@ -105,6 +109,23 @@ def test_who_sends_weights_goes_on_at_once() -> None:
     bundle.send(sources, [[there] for there in packed])
     assert not has_waited(main(root), packed[0].flat)
     assert has_waited(main(other), packed[0].flat)
+
+
+@sees_races
+def test_who_sends_weights_waits_for_those_that_leave_from_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others, which come last, are packed apart."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(packing, "MOST_BYTES", 2048)
+    monkeypatch.setattr(staging, "LEAST_BYTES", 0)
+    root, other = devices_of(2)
+    sources = tensors_on(root)
+    bundle = Packing(sources)
+    there, _ = bundle.memory(sources, other)
+    bundle.send(sources, [[packed] for packed in there])
+    goes_on_after = [has_waited(main(root), packed.flat) for packed in there]
+    assert goes_on_after == [True, True, True, False, False]
 
 
 @sees_races

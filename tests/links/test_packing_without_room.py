@@ -14,7 +14,7 @@ from spreading import inputs
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel
-from lightning_dp.parallel.links import Packing, buckets, to_device_coalesced
+from lightning_dp.parallel.links import Packing, buckets, packing, to_device_coalesced
 
 pytestmark = pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte.")
 
@@ -68,6 +68,7 @@ def test_blocks_take_memory_only_between_two_devices_without_access(
 ) -> None:
     """Elsewhere, and where there is no room for them, each bucket goes by itself."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", BUCKET)
+    monkeypatch.setattr(packing, "MOST_BYTES", 0)
     torch.manual_seed(0)
     one = nn.Sequential(*[nn.Linear(16, 16) for _ in range(64)])
     net = copy.deepcopy(one).to("sim:0")

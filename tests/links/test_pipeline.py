@@ -16,7 +16,7 @@ from oracle import Classifier, assert_same, devices_of, run
 from places import on_separate
 from torch import Tensor
 
-from lightning_dp.parallel.links import Packing, buckets, pipeline, relay
+from lightning_dp.parallel.links import Packing, buckets, packing, pipeline, relay, staging
 from lightning_dp.parallel.links.routes import have_access
 
 SHAPES = [(64, 32), (32,), (8, 3, 4, 4), (16, 16), (), (0,)]
@@ -39,9 +39,11 @@ def nothing_is_under_way(on: str) -> Iterator[None]:
             torch.sim.set_speed(k)
 
 
-@pytest.fixture(params=[(2**25, 2**20), (4096, 4), (1, 4)])
+@pytest.fixture(params=[(2**25, 2**20, 0), (4096, 4, 0), (4096, 4, 4096), (1, 4, 2**20)])
 def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All in one bucket and piece; in several; each tensor alone in several pieces."""
+    """All in one bucket and piece; in several, also the last apart; each tensor alone and apart."""
+    monkeypatch.setattr(packing, "MOST_BYTES", request.param[2])
+    monkeypatch.setattr(staging, "LEAST_BYTES", 0)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", request.param[0])
     monkeypatch.setattr(pipeline, "LEAST_BYTES", request.param[1])
     monkeypatch.setattr(relay, "PIECE_BYTES", max(512, request.param[1]))
@@ -169,6 +171,7 @@ def test_what_goes_out_takes_its_bytes_and_a_piece_for_each_device(
 ) -> None:
     """From the root to each, one after another, it would take k - 1 times as long."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 5 * 2**20)
+    monkeypatch.setattr(buckets, "FIRST_BYTES", 5 * 2**20)
     monkeypatch.setattr(pipeline, "LEAST_BYTES", 2**18)
     seconds = seconds_to_send(k)
     assert TOTAL / RATE < seconds <= bound(k, 40, TOTAL / 40, RATE, LATENCY)
@@ -212,9 +215,9 @@ def test_access_follows_the_links() -> None:
 def test_devices_without_access_train_as_one_does(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bytes_carried, carry = [], relay.Relay.carry
 
-    def counted(self: relay.Relay, here: Tensor, targets: Sequence[Tensor]) -> None:
+    def counted(self: relay.Relay, here: Tensor, targets: Sequence[Tensor]) -> list[torch.Event]:
         bytes_carried.append(here.nbytes)
-        carry(self, here, targets)
+        return carry(self, here, targets)
 
     monkeypatch.setattr(relay.Relay, "carry", counted)
     oracle = run(Classifier, 1)

@@ -16,9 +16,9 @@ from test_conformance import OPTIONS
 from test_conformance import cases as everything
 
 QUICK = [
-    "test_conformance.py::test_as_one_device[language-plain-cpu]",
-    "test_conformance.py::test_as_one_device[measured-weights-cpu]",
-    "test_conformance.py::test_as_one_device[multitask-accumulation-sim]",
+    "same_numbers/test_conformance.py::test_as_one_device[language-plain-cpu]",
+    "same_numbers/test_conformance.py::test_as_one_device[measured-weights-cpu]",
+    "same_numbers/test_conformance.py::test_as_one_device[multitask-accumulation-sim]",
 ]
 NOT_SAME_NUMBERS = {
     "output_device": "Another process's device is refused by name.",
@@ -36,7 +36,7 @@ TURNS = 6
 
 def cases() -> Iterator[Any]:
     """In each layout of an option some of its cases, of all kinds of devices, by turns."""
-    test = "test_conformance.py::test_as_one_device"
+    test = "same_numbers/test_conformance.py::test_as_one_device"
     named = {case.values: f"{test}[{'-'.join(case.values)}]" for case in everything()}
     for number, option in enumerate(OPTIONS):
         own = [name for (_, key, _), name in named.items() if key == option]
@@ -63,4 +63,4 @@ def test_families_are_as_one_device(names: list[str], layout: str) -> None:
 def test_the_promise_on_one_machine_holds() -> None:
     """On simulated devices, which find races as well; the families above are on all kinds."""
     chosen = " and not ".join(["sim", *NOT_SAME_NUMBERS])
-    assert_passed(run_again(["test_same_numbers.py"], ["-k", chosen]))
+    assert_passed(run_again(["same_numbers/test_same_numbers.py"], ["-k", chosen]))

@@ -18,7 +18,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf
-from programs import ROOT, read_json
+from program_runs import ROOT, read_json
 
 import lightning_dp
 from lightning_dp import app

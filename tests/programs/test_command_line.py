@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import command_line, read_json
+from program_runs import command_line, read_json
 
 from lightning_dp.app.devices import cpu_replicas
 from lightning_dp.app.run import INTERRUPTED

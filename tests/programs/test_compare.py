@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_module
 from lightning.pytorch import LightningDataModule
 from omegaconf import DictConfig, OmegaConf
 from patience import Clock
-from programs import read_json
+from program_runs import read_json
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dp.app import compare

@@ -20,7 +20,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from oracle import devices_of
 from patience import quickest
 from places import SIM_DEVICES, on_separate
-from programs import ROOT, read_json
+from program_runs import ROOT, read_json
 from test_doctor_proof import OneDeviceIsWrong
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -284,20 +284,23 @@ def test_the_doctor_as_a_user_calls_it(devices: str, tmp_path: Path) -> None:
 
 
 def _called(devices: str, folder: Path) -> float:
-    """What it took by its own clock: from the process's begin, until other processes are to end."""
+    """What it took by its own clock: from the process's begin, until other processes are to end.
+
+    More if that is 10 s less than it took in all.
+    """
     command = [sys.executable, "-m", "lightning_dp", "doctor", "--devices", devices]
     begin = time.monotonic()
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     seconds = time.monotonic() - begin
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_json(folder / "doctor.json")
-    assert seconds - 10 < found["seconds"] <= seconds
+    assert found["seconds"] <= seconds
     assert found["verdict"] == "pass" and len(found["proof"]) > 25
     by_name = {timing["workload"]: timing for timing in found["timings"]}
     assert set(by_name) == {"convnet", "transformer"}
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
     assert "The report to attach: doctor.json" in done.stdout
-    return float(found["seconds"])
+    return max(float(found["seconds"]), 6 * (seconds - float(found["seconds"])))
 
 
 # --- environment ---------------------------------------------------------------------------------

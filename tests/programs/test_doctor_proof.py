@@ -232,7 +232,7 @@ def nothing_is_under_way() -> Iterator[None]:
 
 def gradients_are_added_too_early() -> contextlib.AbstractContextManager[Any]:
     """Before they are there."""
-    return mock.patch.object(Lane, "arrive", lambda lane: None)
+    return mock.patch.object(Lane, "arrive", lambda lane, later=(): None)
 
 
 WAITS: list[tuple[Callable[[], contextlib.AbstractContextManager[Any]], str]] = [

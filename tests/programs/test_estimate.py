@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from oracle import trainer
-from programs import command_line, read_json
+from program_runs import command_line, read_json
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_module
 from lightning_dp.app.run import as_program
 from lightning_dp.app.train import train
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(
     file.stem for file in (ROOT / "examples").glob("*.py") if not file.stem.startswith("_")
 )

@@ -39,7 +39,6 @@ from lightning_dp.forecast import (
     size,
 )
 from lightning_dp.forecast.costs import (  # formulas that nobody else asks for
-    chain,
     ring_all_reduce,
     ring_link,
     ring_pass,
@@ -47,7 +46,7 @@ from lightning_dp.forecast.costs import (  # formulas that nobody else asks for
     tree_all_reduce,
 )
 from lightning_dp.forecast.overlap import exposed, exposed_ahead
-from lightning_dp.forecast.step import ddp, fsdp
+from lightning_dp.forecast.step import APART, BUCKET, ddp, fsdp
 from lightning_dp.forecast.waiting import expected_maximum
 
 MS = 1e-3
@@ -137,7 +136,6 @@ def test_trees_are_for_many_machines_and_small_messages_rings_for_few_and_large_
 def test_a_machine_alone_tells_nobody_anything(n: float, link: Link) -> None:
     ways = (all_reduce, ring_all_reduce, tree_all_reduce, ring_pass, gather)
     assert [way(n, 1, link) for way in ways] == [0.0] * len(ways)
-    assert chain(n, 1, link, 2.0**20) == 0.0
 
 
 @given(SIZES, FEW, LINKS, st.sampled_from(["best", "ring", "tree"]))
@@ -148,17 +146,6 @@ def test_more_machines_and_slower_links_take_longer(n: float, p: int, link: Link
     assert ring_pass(n, 2 * p, link) >= at_least(ring_pass(n, p, link))
     assert gather(n, p, later) >= gather(n, p, replace(later, seconds=0.0))
     assert gather(n, p, link, "tree") <= gather(n, p, link, "ring") * (1 + 1e-9)
-
-
-@given(st.integers(2, 9), st.integers(1, 40), LINKS)
-def test_a_chain_takes_what_it_takes_piece_by_piece(k: int, pieces: int, link: Link) -> None:
-    piece = 1000.0
-    ends = [0.0] * pieces
-    for _ in range(k - 1):  # each hop has one piece at a time, once the hop before is through
-        free = 0.0
-        for i, there in enumerate(ends):
-            free = ends[i] = max(there, free) + link.crossing(piece)
-    assert chain(piece * pieces, k, link, piece) == pytest.approx(ends[-1])
 
 
 @given(FEW, st.integers(1, 9), LINKS, LINKS)
@@ -203,6 +190,27 @@ def test_layers_that_arrive_one_after_another_delay_a_forward(
     for i in range(layers):
         end = max(end, stage * (i + 1)) + forward / layers
     assert exposed_ahead(stage, layers, forward) == pytest.approx(end - forward, abs=1e-9)
+
+
+@given(st.integers(2, 9), st.integers(1, 40), LINKS, st.floats(1e-3, 10))
+def test_a_forward_waits_for_weights_that_come_bucket_by_bucket(
+    k: int, buckets: int, link: Link, forward: float
+) -> None:
+    """The root waits for those that leave from where they are, beyond what is packed apart."""
+    size = float(buckets * BUCKET)
+    ends = [0.0] * buckets
+    for _ in range(k - 1):
+        free = 0.0
+        for i, there in enumerate(ends):
+            free = ends[i] = max(there, free) + link.crossing(BUCKET)
+    last = 0.0
+    for there in ends:
+        last = max(last, there) + forward / buckets
+    root = link.crossing(size - APART) if size > APART else 0.0
+    cluster = Cluster(1, k, link, link)
+    step = ours(Job(forward, size, backward_share=0.0), cluster, cluster)
+    sums = exposed([link.crossing(BUCKET)] * (k - 1), buckets, 0.0)
+    assert step.local - sums == pytest.approx(max(root, last - forward), rel=1e-6, abs=1e-6 * sums)
 
 
 def test_all_wait_for_the_slowest_as_long_as_a_draw_says() -> None:
@@ -448,7 +456,7 @@ def test_the_picture_is_drawn(name: str, tmp_path: Path) -> None:
 
 def test_the_forecast_needs_no_torch() -> None:
     """Its modules import nothing but each other: they are read without the package around them."""
-    folder = Path(__file__).resolve().parent.parent / "lightning_dp" / "forecast"
+    folder = Path(__file__).resolve().parents[2] / "lightning_dp" / "forecast"
     code = (
         "import importlib, sys, types\n"
         "package = types.ModuleType('lightning_dp'); package.__path__ = [sys.argv[1]]\n"

@@ -22,7 +22,7 @@ from pages import (
     shell,
     without_noise,
 )
-from programs import ROOT
+from program_runs import ROOT
 
 each_guide = pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 

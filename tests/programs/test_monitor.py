@@ -37,7 +37,7 @@ from oracle import (
     trainer,
 )
 from places import on_separate
-from programs import ROOT
+from program_runs import ROOT
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy

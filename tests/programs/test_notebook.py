@@ -119,7 +119,7 @@ class Kernel:
 def kernel(tmp_path: Path) -> Iterator[Kernel]:
     from jupyter_client.manager import start_new_kernel
 
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path}
     manager, client = start_new_kernel(cwd=str(tmp_path), env=env, startup_timeout=300)
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import command_line, read_json
+from program_runs import command_line, read_json
 
 from lightning_dp import __main__ as program
 from lightning_dp.app.doctor.own_workload import own_workloads

@@ -14,7 +14,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from programs import command_line, read_json
+from program_runs import command_line, read_json
 from rich.console import Console
 
 from lightning_dp.app import build, report

@@ -24,7 +24,7 @@ from pages import (
     shell,
     without_noise,
 )
-from programs import ROOT
+from program_runs import ROOT
 
 TESTS = "python -m pytest"
 

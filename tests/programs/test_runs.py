@@ -22,7 +22,7 @@ from hydra import compose, initialize_config_module
 from lightning.pytorch.trainer.states import TrainerFn
 from omegaconf import DictConfig, OmegaConf
 from oracle import assert_equal_trees
-from programs import ROOT, command_line, read_json
+from program_runs import ROOT, command_line, read_json
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -331,7 +331,7 @@ def test_a_killed_run_loses_at_most_an_epoch(pause: float, tmp_path: Path) -> No
     options += [of_class(WritesEpochs), *ALIKE, "trainer.accelerator=cpu"]
     options += ["test=false", "callbacks.early_stopping.patience=99"]
     at = tmp_path / "epoch"
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
     environment = {**os.environ, "EPOCHS": str(at), "PAUSE": str(pause), "PYTHONPATH": paths}
 
     def start(folder: str, *more: str) -> subprocess.Popen[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from programs import ROOT, command_line
+from program_runs import ROOT, command_line
 
 from lightning_dp import __main__ as program
 from lightning_dp import __version__

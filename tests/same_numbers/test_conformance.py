@@ -1,6 +1,7 @@
 """Conformance: many kinds of models x options, each against one device in the same precision.
 
-`python -m pytest tests/test_conformance.py -v` prints the table, `-m "slow or not slow"` all of it.
+`python -m pytest tests/same_numbers/test_conformance.py -v` prints the table, and with
+`-m "slow or not slow"` all of it.
 By default every family is tried without options on CPU replicas and on simulated devices, and the
 i-th option on every sixth family from the i-th on, by turns on the two kinds of devices: so an
 option meets two or three families, and a family four or five options. The rest of the product is

@@ -170,7 +170,7 @@ def test_the_import_alone_makes_the_name_known() -> None:
         "assert trainer.num_devices == 4 and trainer.world_size == 1"
     )
     command = [sys.executable, "-W", "error", "-c", code]
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 

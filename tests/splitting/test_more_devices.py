@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from oracle import QUIET, Classifier, loader
-from programs import ROOT
+from program_runs import ROOT
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.app.scripts import ScriptParser

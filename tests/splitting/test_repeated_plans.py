@@ -29,7 +29,9 @@ def test_it_is_what_the_planner_would_decide(
     steps: list[tuple[str, int, bool]], least: int, weights: list[float] | None
 ) -> None:
     asked, told = (Planner(3, split_policy("even", weights, [CPU] * 3)) for _ in range(2))
+    trains = True  # what was planned last, of which success or its lack is told
     for what, n, training in steps:
+        trains = training if what in ("plan", "telling") else trains
         if what in ("plan", "telling"):
             about: dict[str, Any] = {"training": training, "telling": what == "telling"}
             kind = (n, training)
@@ -41,11 +43,11 @@ def test_it_is_what_the_planner_would_decide(
             if what == "whole":
                 planner.whole()
             elif what == "trial":
-                planner.trial(n, training=training)
+                trains = trains if planner.trial(n, training=training) is None else training
             elif what == "done" and not (planner is told and planner.is_recorded):
-                planner.record_success(training=training)
+                planner.record_success(training=trains)
             elif what == "out of memory" and planner.latest.sizes[0]:
-                planner.record_oom([0], training=training)
+                planner.record_oom([0], training=trains)
 
 
 @pytest.mark.parametrize("function", ["Planner.plan", "Planner._begin", "Planner._sizes"])

@@ -70,6 +70,18 @@ def test_it_keeps_still_when_all_is_equal() -> None:
         assert split(64) == sizes
 
 
+def test_devices_that_are_equal_but_for_some_bytes_do_not_change_places() -> None:
+    """Of three, two have a sample more than the third; the root has 1 byte less for each."""
+    fixed, per_sample = (1920, 1000, 1000, 1000), (399, 400, 400, 400)
+    split = Memory(range(4), lambda: [10_000] * 4)
+    seen = []
+    for _ in range(12):
+        seen.append(sizes := split(32))
+        used = tuple(a + b * n for a, b, n in zip(fixed, per_sample, sizes, strict=True))
+        split.learn(StepUsage(sizes, (1.0,) * 4, 1.0, used, fixed))
+    assert sorted(seen[-1]) == [6, 8, 9, 9] and len({*seen[6:]}) == 1, seen
+
+
 def test_the_heaviest_batches_count() -> None:
     """As many samples of other lengths: now and then a batch takes three times the memory."""
     split = Memory(range(2), lambda: [10_000] * 2)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from programs import ROOT, in_here
+from program_runs import ROOT, in_here
 
 from lightning_dp.examples import tutorial
 from lightning_dp.parallel.split.arithmetic import unequal

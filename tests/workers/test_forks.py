@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import ROOT
+from program_runs import ROOT
 
 from lightning_dp.parallel.workers import Executor, Task
 

@@ -12,9 +12,13 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
-from lightning_dp.parallel.additive.relations import NOT_THE_BATCHS, has_told_of_related, related
+from torch import Tensor
+
+from lightning_dp.parallel.additive.findings import A_LAYER, BEFORE, NOT_THE_BATCHS
+from lightning_dp.parallel.additive.functions import AT_PLACES_OF
+from lightning_dp.parallel.additive.inner_gradients import scaled_gradient
+from lightning_dp.parallel.additive.relations import decided, related
 from lightning_dp.parallel.additive.summaries import summary_of
 from lightning_dp.parallel.additive.terms import (
     FORWARD,
@@ -24,11 +28,10 @@ from lightning_dp.parallel.additive.terms import (
     terms_of_all,
 )
 from lightning_dp.parallel.additive.traces import Trace, Traces
+from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.gradients import Graph, LossReduction, numbers_of
 from lightning_dp.parallel.torch_losses import divisors_of_means
 from lightning_dp.parallel.torch_mixing import mixed_samples
-
-_BEFORE = f"Compute it before the batch is cut, in on_before_batch_transfer, or use {FORWARD}"
 
 
 class OwnMeans:
@@ -44,6 +47,7 @@ class OwnMeans:
     Attributes:
         rest: how many losses are left out before the next look, by the method that returns them and
             which of its losses they are.
+        told: outputs beside losses of which was told; see `look_at_outputs`.
     """
 
     def __init__(self, loss_reduction: LossReduction) -> None:
@@ -53,6 +57,7 @@ class OwnMeans:
         self._traced_for: defaultdict[tuple[str, int], int] = defaultdict(int)
         self._asked_for: defaultdict[tuple[str, int], int] = defaultdict(int)
         self._has_told_of_none = False
+        self.told = set[tuple[str, tree.Path]]()
 
     def asks(self, key: tuple[str, int]) -> bool:
         """Whether shards are to be unequal, for a look that is due: once for each look."""
@@ -104,8 +109,7 @@ class OwnMeans:
         now, factor = self._looked_at[key], 2 if any(term.is_open for term in terms) else 16
         self._looked_at[key], self.rest[key] = now * factor, now * factor - now - 1
         got = next(filter(None, [term.verdict(sizes) for term in terms]), None)
-        got = got or _cross_entropy(graphs, sizes, terms) or _mixed(graphs, sizes)
-        got = got or _related(graphs, sizes, traces)
+        got = got or _cross_entropy(graphs, sizes, terms) or _met(graphs, sizes, traces)
         if got is not None:
             self.rest[key], self._traced_for[key] = math.inf, self._looked_at[key]
             warnings.warn(
@@ -113,29 +117,31 @@ class OwnMeans:
             )
 
 
-def look_at_outputs(
-    step: str, outputs: Sequence[Any], traces: Sequence[Trace], sizes: Sequence[int]
-) -> None:
-    """Warns where what a step of evaluation returns is not of each sample by itself."""
-    has_told_of_related(step, traces, outputs, sizes, _BEFORE)
-
-
-def _mixed(graphs: Sequence[Graph], sizes: Sequence[int]) -> str | None:
-    mixed = mixed_samples([graph.loss for graph in graphs], sizes)
-    if mixed is None:
-        return None
-    sample = "Take it of each sample, or use" if mixed.is_function else "Use"
-    return f"{mixed.what}. {NOT_THE_BATCHS} {sample} {FORWARD}"
-
-
-def _related(graphs: Sequence[Graph], sizes: Sequence[int], traces: Traces | None) -> str | None:
+def _met(graphs: Sequence[Graph], sizes: Sequence[int], traces: Traces | None) -> str | None:
+    """In what samples meet: what a layer is told of says most, and then a graph."""
+    losses = [graph.loss for graph in graphs]
     own = [] if traces is None else traces.of([graph.replica for graph in graphs])
-    if len(own) < len(graphs):
-        return None
-    found = related(own, [[graph.loss] for graph in graphs], sizes)
+    is_traced = len(own) == len(graphs)
+    if is_traced and (what := decided(own, sizes)) is not None:
+        return f"a decision of the host by {what}, which is not the same for all. {BEFORE}"
+    found = related(own, [[loss] for loss in losses], sizes) if is_traced else None
+    if found is not None and found.statistic == A_LAYER:
+        return f"{found}. {NOT_THE_BATCHS} Give it each sample by itself."
+    if (mixed := mixed_samples(losses, sizes)) is not None:
+        sample = "Take it of each sample, or use" if mixed.is_function else "Use"
+        return f"{mixed.what}. {NOT_THE_BATCHS} {sample} {FORWARD}"
     if found is not None:
-        return f"{found}, which has no gradient. {NOT_THE_BATCHS} {_BEFORE}"
-    summary = summary_of(own, [graph.loss for graph in graphs], sizes)
+        gap = "" if found.statistic in AT_PLACES_OF else ", which has no gradient"
+        return f"{found}{gap}. {NOT_THE_BATCHS} {BEFORE}"
+    return _of_numbers(own, losses, sizes) if is_traced else None
+
+
+def _of_numbers(
+    traces: Sequence[Trace], losses: Sequence[Tensor], sizes: Sequence[int]
+) -> str | None:
+    if (scaled := scaled_gradient(traces, losses, sizes)) is not None:
+        return f"{scaled}. {NOT_THE_BATCHS} Take the gradient of their sum, or use {FORWARD}"
+    summary = summary_of(traces, losses, sizes)
     if summary is None or not summary.function or summary.is_divided:
         return None
     return f"{summary.function}. {NOT_THE_BATCHS} Use {FORWARD}"

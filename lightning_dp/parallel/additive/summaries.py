@@ -15,20 +15,20 @@ from torch import Tensor
 
 from lightning_dp.parallel.additive.degrees import are_equal, degree_of, grow, precise
 from lightning_dp.parallel.additive.paths import side_by_side
-from lightning_dp.parallel.additive.relations import differ_in_shape, taken_by
+from lightning_dp.parallel.additive.statistics import differ_in_shape, taken_by
 from lightning_dp.parallel.additive.traces import NO_NUMBER, Call, Given, Trace
 
 _SUMS = {"count_nonzero", "dot", "matmul", "mm", "mv", "nansum", "sum"}
 """What may take the dimension of samples away, and is a sum over it."""
 
-_OF_ALL = {
+OF_ALL = {
     *("amax", "amin", "kthvalue", "linalg_norm", "linalg_vector_norm", "logsumexp", "max"),
     *("median", "min", "mode", "nanmedian", "nanquantile", "norm", "prod", "quantile", "std"),
     "var",
 }
 """What may take the dimension of samples away, and is no sum over them."""
 
-_FUNCTIONS = {
+FUNCTIONS = {
     **{name: name for name in ("cos", "exp", "expm1", "log", "log10", "log1p", "log2", "rsqrt")},
     **{name: name for name in ("sigmoid", "sin", "softplus", "sqrt", "tanh")},
     **dict.fromkeys(("pow", "rpow", "square"), "a power"),
@@ -45,11 +45,11 @@ _GIVE_ON = {
 }
 """What gives on its elements, but for their sign, or adds them up."""
 
-_LIMITS = {"abs", "clamp", "clamp_max", "clamp_min", "clip", "nan_to_num", "relu"}
+LIMITS = {"abs", "clamp", "clamp_max", "clamp_min", "clip", "nan_to_num", "relu"}
 """What gives on its elements, unless these are beyond a limit."""
 
-_ADD = {"add", "iadd", "isub", "radd", "rsub", "stack", "sub"}
-_MULTIPLY, _DIVIDE = {"imul", "mul", "multiply", "rmul"}, {"div", "divide", "itruediv", "truediv"}
+ADD = {"add", "iadd", "isub", "radd", "rsub", "stack", "sub"}
+MULTIPLY, DIVIDE = {"imul", "mul", "multiply", "rmul"}, {"div", "divide", "itruediv", "truediv"}
 
 
 class Summary(NamedTuple):
@@ -104,17 +104,25 @@ def summary_of(
         >>> summary_of(*zip(*found), (3, 2)).degree
         0
     """
-    results = [[trace.number_of(value)] for trace, value in zip(traces, values, strict=True)]
-    if [NO_NUMBER] in results or len(set(sizes)) < 2:
+    numbers = [trace.number_of(value) for trace, value in zip(traces, values, strict=True)]
+    return summary_at(numbers, traces, sizes)
+
+
+def summary_at(
+    numbers: Sequence[int], traces: Sequence[Trace], sizes: Sequence[int]
+) -> Summary | None:
+    """The same of numbers of the traces."""
+    results = [[number] for number in numbers]
+    if NO_NUMBER in numbers or len(set(sizes)) < 2:
         return None
-    known, made = _Known(traces, sizes), NO_NUMBER
+    known, made = Summaries(traces, sizes), NO_NUMBER
     for calls in side_by_side(traces, results):
         known.follow(calls)
         made = calls[0].gives[0].number if len(calls[0].gives) == 1 else NO_NUMBER
     return known.summaries.get(made)  # the last of these calls has made them
 
 
-class _Known:
+class Summaries:
     """The numbers of samples, and of summaries of them."""
 
     def __init__(self, traces: Sequence[Trace], sizes: Sequence[int]) -> None:
@@ -143,6 +151,10 @@ class _Known:
                 own = made._replace(values=_values(given))
                 self.summaries[number] = own._replace(degree=0, function="") if own.is_same else own
 
+    def are_samples(self, numbers: Sequence[int]) -> bool:
+        """Whether one of these tensors has a dimension that counts samples."""
+        return not self._samples.isdisjoint(numbers)
+
     def _note(self, given: Sequence[Given]) -> None:
         """Notes what is of samples."""
         if not differ_in_shape(given):
@@ -158,7 +170,7 @@ class _Known:
     def _of_samples(self, calls: Sequence[Call]) -> Summary | None:
         """What a call makes of samples, if it does away with them."""
         name, reductions = _plain(calls[0].name), [own.reduction for own in calls]
-        if name in _OF_ALL:
+        if name in OF_ALL:
             return Summary(name, function=f"{name} over samples")
         known = [own for own in reductions if own is not None]
         is_mean = name == "mean" or any([own.is_mean for own in known])
@@ -180,16 +192,16 @@ class _Known:
         if found := next((summary for summary in own if summary.function), None):
             return found
         first = own[0]
-        if name in _FUNCTIONS or name in _NORMS:
-            function = f"{_FUNCTIONS.get(name, 'a norm')} of {first.name} over samples"
+        if name in FUNCTIONS or name in _NORMS:
+            function = f"{FUNCTIONS.get(name, 'a norm')} of {first.name} over samples"
             return first._replace(degree=None, function=function)
-        if name in _GIVE_ON or (name in _LIMITS and self._is_within(calls, first)):
+        if name in _GIVE_ON or (name in LIMITS and self._is_within(calls, first)):
             return first
-        if name in _ADD:
+        if name in ADD:
             return first if {other.degree for other in own} == {0} else first._replace(degree=None)
-        if name not in _MULTIPLY | _DIVIDE:
+        if name not in MULTIPLY | DIVIDE:
             return None
-        return self._scaled(first, own[1:], calls, -1 if name in _DIVIDE else 1)
+        return self._scaled(first, own[1:], calls, -1 if name in DIVIDE else 1)
 
     def _is_within(self, calls: Sequence[Call], first: Summary) -> bool:
         """Whether a limit has changed nothing on any replica."""

@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,29 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_dp.parallel.additive.along import MOVES, dims_along
+from lightning_dp.parallel.additive.functions import FROM_HOST, KEPT, PLACES, READS
+from lightning_dp.parallel.additive.layers import Lengths, mixed_lengths
 from lightning_dp.parallel.additive.reductions import Reduction, reduction_of
 from lightning_dp.parallel.batch import tree
-
-STATISTICS = {
-    *("amax", "amin", "aminmax", "bincount", "corrcoef", "count_nonzero", "cov", "dot", "einsum"),
-    *("histc", "kthvalue", "linalg_matrix_norm", "linalg_norm", "linalg_vector_norm", "logsumexp"),
-    *("matmul", "__matmul__", "max", "mean", "median", "min", "mm", "mode", "mv", "nanmean"),
-    *("nanmedian", "nanquantile", "nansum", "norm", "prod", "quantile", "std", "std_mean", "sum"),
-    *("tensordot", "unique", "var", "var_mean"),
-}
-"""What may take the dimension of samples away, and depends on all of them."""
-
-ONE_OF_MANY = {"__getitem__", "select"}
-"""What may take the dimension of samples away, and is one of them."""
-
-FROM_HOST = {"as_tensor", "asarray", "new_tensor", "scalar_tensor", "tensor"}
-"""What makes tensors of Python's numbers, which may have been computed from the shard."""
-
-_READS = {"__float__", "__index__", "__int__", "item", "numpy", "tolist"}
-"""What gives the host values."""
-
-KEPT = STATISTICS | ONE_OF_MANY | FROM_HOST
-"""What gives values that are kept, to be compared between shards."""
 
 _MOST_KEPT = 2**14
 """Elements of a statistic that is kept, to be compared between shards."""
@@ -59,14 +40,16 @@ class Given(NamedTuple):
 class Call(NamedTuple):
     """A call of a function: the numbers of the tensors that it took, and what it gave.
 
-    Elements of the first one depend on each other `along` some dimensions, see `dims_along`. Python
-    numbers were taken, too. A loss has its `reduction`.
+    Elements of the first one depend on each other `along` some dimensions, see `dims_along`; a
+    layer has `mixed` what lies along some lengths. Python numbers were taken, too. A loss has its
+    `reduction`.
     """
 
     name: str
     takes: tuple[int, ...]
     gives: tuple[Given, ...]
     along: tuple[int, ...] = ()
+    mixed: Lengths = ()
     numbers: tuple[float, ...] = ()
     reduction: Reduction | None = None
 
@@ -76,12 +59,26 @@ class Call(NamedTuple):
         return tuple([number for number in self.numbers if isinstance(number, float)])
 
 
+class Result(NamedTuple):
+    """What a call returned at a place of its output, as a number of the trace.
+
+    Its `degree` says how shards' are joined: 0 of a mean over samples, 1 of a sum, else None. A
+    float of Python's has its `value`.
+    """
+
+    path: tree.Path
+    number: int
+    degree: int | None
+    value: float | None = None
+
+
 class Trace(TorchFunctionMode):
     """While it lasts, notes what the calling thread computes from a shard.
 
     That has numbers: first the tensors of the shard, in order. What is computed from nothing that
-    has a number is not noted, unless the host's values are made a tensor of fractions; nor is what
-    parameters are made of. Calls go on as they are; what torch does inside of them is not noted,
+    has a number is not noted, unless the host's values are made a tensor of fractions, or places
+    are numbered along a dimension that is as long as one of the shard; nor is what parameters are
+    made of. Calls go on as they are; what torch does inside of them is not noted,
     and a compiled function is passed over.
 
     Example:
@@ -94,18 +91,32 @@ class Trace(TorchFunctionMode):
     Attributes:
         calls: what was noted.
         shard: the tensors of the shard.
+        results: what the call returned, if that was noted.
+        decisions: numbers of what the host has asked whether it is true, and whether it was.
     """
+
+    results: Sequence[Result] = ()
 
     def __init__(self, shard: Any) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self.decisions: list[tuple[int, bool]] = []
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._orders: dict[int, weakref.ref[Tensor]] = {}  # random ones
         self._count = 0
         self._items: dict[int, tuple[Any, int]] = {}  # Python's numbers, by ids, and their tensors'
         self._has_read = self._has_read_others = False
         self._generators = _generators()
-        self.shard = [self._given(tensor, keeps=False) for tensor in tensors_of(shard)]
+        tensors = tensors_of(shard)
+        self.shard = [self._given(tensor, keeps=False) for tensor in tensors]
+        self._lengths = {tensor.shape[0] for tensor in tensors if is_row(tensor)}
+
+    def note(self, output: Any) -> None:
+        """Notes what the call returns, while it is where it was computed."""
+        self.results = [
+            Result(path, self.number_of(leaf), _degree(leaf), leaf if type(leaf) is float else None)
+            for path, leaf in tree.places(output)
+        ]
 
     def number_of(self, value: Any) -> int:
         """The number of a tensor, or of that which became such by `item`, or `NO_NUMBER`."""
@@ -140,19 +151,24 @@ class Trace(TorchFunctionMode):
         written = args[0] if name == "__setitem__" else result
         if name == "randperm" or (name in MOVES and self._is_order(args[0])):
             self._orders[id(result)] = weakref.ref(result)
-        if name in _READS:
+        if name == "__bool__":
+            self.decisions.append((takes[0], result))
+        if name in READS:
             self._note_read(takes)
             if isinstance(result, float | int):
                 self._items[id(result)] = result, takes[0]
         is_from_host = name in FROM_HOST and result.is_floating_point()
-        if is_from_host or max(takes, default=NO_NUMBER) > NO_NUMBER:
+        are_places = name in PLACES and result.shape[0] in self._lengths
+        if is_from_host or are_places or max(takes, default=NO_NUMBER) > NO_NUMBER:
             own = [tensor for tensor in _tensors(written) if not isinstance(tensor, nn.Parameter)]
             given = [self._given(tensor, keeps=name in KEPT) for tensor in own]
             if given:
                 along = dims_along(name, args, kwargs, result, self._is_order)
+                mixed = mixed_lengths(name, args, kwargs)
                 numbers = () if is_from_host else tuple(_numbers((args, kwargs)))
                 reduction = reduction_of(name, args, kwargs)
-                self.calls.append(Call(name, takes, tuple(given), along, numbers, reduction))
+                call = Call(name, takes, tuple(given), along, mixed, numbers, reduction)
+                self.calls.append(call)
         return result
 
     def _note_read(self, takes: Sequence[int]) -> None:
@@ -183,21 +199,44 @@ class Trace(TorchFunctionMode):
 
 
 class Traces:
-    """Those of the replicas of one step."""
+    """Those of the replicas of one step.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    Args:
+        modules: the replicas.
+        told: what was told of earlier outputs, by the step and the path; more comes in.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], told: set[tuple[str, tree.Path]] | None = None
+    ) -> None:
+        self._modules, self.told = modules, set() if told is None else told
         self._of: dict[int, Trace] = {}  # by the modules' ids
 
-    def begin(self, module: nn.Module, shard: Any) -> Trace:
-        """That of a replica, which is about to get its shard."""
+    def of_call(self, module: nn.Module, shard: Any, call: Callable[[], Any]) -> Any:
+        """What a replica's call with its shard returns; it is traced."""
         self._of[id(module)] = trace = Trace(shard)
-        return trace
+        with trace:
+            output = call()
+        trace.note(output)
+        return output
 
     def of(self, replicas: Iterable[int]) -> list[Trace]:
         """Those of some replicas; without those that have none."""
         found = [self._of.get(id(self._modules[k])) for k in replicas]
         return [trace for trace in found if trace is not None]
+
+
+def is_row(tensor: Tensor) -> bool:
+    """Whether it has a first dimension, of one length."""
+    return not tensor.is_nested and tensor.dim() > 0
+
+
+def _degree(leaf: Any) -> int | None:
+    if isinstance(leaf, float):
+        return 0
+    if not isinstance(leaf, Tensor) or leaf.is_nested or leaf.dim() or leaf.dtype is torch.bool:
+        return None
+    return 0 if leaf.is_floating_point() or leaf.is_complex() else 1
 
 
 def tensors_of(batch: Any) -> list[Tensor]:

@@ -15,6 +15,7 @@ from lightning_dp.parallel.batch.cost import sample_costs as sample_costs
 from lightning_dp.parallel.batch.gather import TreeJoin as TreeJoin
 from lightning_dp.parallel.batch.gather import check_overrides as check_overrides
 from lightning_dp.parallel.batch.gather import gather as gather
+from lightning_dp.parallel.batch.gather import override_at as override_at
 from lightning_dp.parallel.batch.gather import own_sizes as own_sizes
 from lightning_dp.parallel.batch.join import Join as Join
 from lightning_dp.parallel.batch.join import Scalars as Scalars

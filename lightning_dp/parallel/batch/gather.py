@@ -142,7 +142,7 @@ class TreeJoin:
             kept = [nodes[i] for i in present]
             join = dataclasses.replace(self, rules=self.rules.of(present))
             return join.node(kept, path, override) if present else None
-        override = self.override(path) or override
+        override = override_at(path, self.rules.dims.overrides) or override
         if override in ("first", "list"):
             return nodes[0] if override == "first" else nodes
         if all(tree.is_list(node) for node in nodes):
@@ -208,15 +208,15 @@ class TreeJoin:
         items = zip(keys, values, strict=True)
         return {key: value for key, value in items if not isinstance(key, tree.Attribute)}
 
-    def override(self, path: tree.Path) -> Override | None:
-        """What the user says of a path."""
-        overrides = self.rules.dims.overrides
-        if not overrides:
-            return None
-        if not path:
-            return overrides.get("")
-        keys = [k.name if isinstance(k, tree.Attribute) else str(k) for k in path]
-        return overrides.get(".".join(keys)) or overrides.get(keys[-1])
+
+def override_at(path: tree.Path, overrides: Mapping[str, Override]) -> Override | None:
+    """What the user says of a path."""
+    if not overrides:
+        return None
+    if not path:
+        return overrides.get("")
+    keys = [k.name if isinstance(k, tree.Attribute) else str(k) for k in path]
+    return overrides.get(".".join(keys)) or overrides.get(keys[-1])
 
 
 def check_overrides(overrides: Mapping[str, str] | None, option: str = "overrides") -> None:

@@ -88,6 +88,19 @@ def leaves(node: Any) -> list[Any]:
     return [node] if pairs is None else [leaf for _, child in pairs for leaf in leaves(child)]
 
 
+def places(node: Any, path: Path = ()) -> list[tuple[Path, Any]]:
+    """The leaves of a tree, each with its path.
+
+    Example:
+        >>> places({"a": (1, 2)})
+        [(('a', 0), 1), (('a', 1), 2)]
+    """
+    pairs = children(node)
+    if pairs is None:
+        return [(path, node)]
+    return [place for key, child in pairs for place in places(child, (*path, key))]
+
+
 def is_list(node: Any) -> bool:
     """Whether a node is a list or a tuple, and not a named one."""
     return isinstance(node, list | tuple) and not hasattr(node, "_fields")

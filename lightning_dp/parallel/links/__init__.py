@@ -1,10 +1,10 @@
 """Links: copies between devices.
 
 Decided here: who waits for a copy (`transfer`, and between accelerators `lanes`), what comes from
-the host while the device computes (`ahead`), what travels together (`buckets`) and is packed for
-that (`packing`), how it is added up (`summing`) or passed on (`pipeline`) on which way (`routes`,
-and through the host `relay`), who may write to it again (`leaving`), what is in order on a device
-(`streams`), and how long a device is at work (`spans`).
+the host while the device computes (`ahead`), what travels together (`buckets`), is packed for that
+(`packing`) and where (`staging`), how it is added up (`summing`) or passed on (`pipeline`), which
+way (`routes`, and through the host `relay`), who may write to it again (`leaving`), what is in
+order on a device (`streams`), and how long a device is at work (`spans`).
 """
 
 from lightning_dp.parallel.links.ahead import Ahead as Ahead
@@ -12,6 +12,7 @@ from lightning_dp.parallel.links.ahead import can_go_ahead as can_go_ahead
 from lightning_dp.parallel.links.buckets import Packed as Packed
 from lightning_dp.parallel.links.buckets import can_be_packed as can_be_packed
 from lightning_dp.parallel.links.buckets import kind as kind
+from lightning_dp.parallel.links.packing import Arrival as Arrival
 from lightning_dp.parallel.links.packing import Packing as Packing
 from lightning_dp.parallel.links.spans import Span as Span
 from lightning_dp.parallel.links.spans import Stretch as Stretch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate, islice
 from operator import attrgetter, itemgetter
@@ -12,6 +13,12 @@ from torch import Tensor, nn
 
 BUCKET_BYTES = 4 * 2**20
 """A bucket is full once it holds this much; larger tensors travel alone."""
+
+FIRST_BYTES = 2**19
+"""That the first bucket is full with; each next one may hold twice as much. A forward begins once
+the first parameters are there, and a backward is through once the first layer's gradients have
+left: with a small bucket both are sooner. It still takes a link longer than to begin, see
+`routes`."""
 
 BLOCK = 4
 """Buckets that lie in a row, and can go out in one copy."""
@@ -95,8 +102,12 @@ class Bucket:
 
 
 def group(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Positions of tensors that travel together: of one kind, at most a bucket's bytes."""
+    """Positions of tensors that travel together: of one kind, at most a bucket's bytes.
+
+    The first ones hold less: see `FIRST_BYTES`.
+    """
     open_buckets: dict[Hashable, tuple[list[int], int]] = {}
+    most: dict[Hashable, int] = defaultdict(lambda: min(FIRST_BYTES, BUCKET_BYTES))
     for i, tensor in enumerate(tensors):
         if not can_be_packed(tensor):
             yield [i]
@@ -108,7 +119,8 @@ def group(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
         if added >= BUCKET_BYTES:
             yield [i]
             continue
-        if positions and size + added > BUCKET_BYTES:
+        if positions and size + added > most[own]:
+            most[own] = min(2 * most[own], BUCKET_BYTES)
             yield positions
             positions, size = [], 0
         open_buckets[own] = ([*positions, i], size + added)

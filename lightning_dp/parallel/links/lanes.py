@@ -7,7 +7,7 @@ source to be written, and for the target to be free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 
 import torch
@@ -62,9 +62,10 @@ class Lane:
         for event in free:
             self._there.wait_event(event)
 
-    def arrive(self) -> None:
-        """The target's current stream goes on when all that was carried is there."""
-        current_stream(self.target).wait_stream(self._there)
+    def arrive(self, later: Collection[torch.device] = ()) -> None:
+        """The target's current stream goes on when all that was carried is there; or `later`."""
+        if self.target not in later:
+            current_stream(self.target).wait_stream(self._there)
 
     def left(self) -> torch.Event:
         """When all sources so far have been sent."""

@@ -1,4 +1,4 @@
-"""Leaving: what is not packed is read where it is, and may be written again once it has left."""
+"""Leaving: what leaves a device from where it is may be written again once it has left."""
 
 from __future__ import annotations
 
@@ -13,8 +13,33 @@ from lightning_dp.parallel.links.streams import current_stream
 class Way(Protocol):
     """What copies on a stream of its own."""
 
+    def left(self) -> torch.Event:
+        """When all that was copied so far has left."""
+
     def release(self, stream: torch.Stream) -> None:
         """Lets a stream of the source wait for what was copied."""
+
+
+class Departure:
+    """Something leaves a device, or is going to."""
+
+    _way: Way | None = None
+    _left: torch.Event | None = None
+
+    def begins(self, way: Way) -> None:
+        """It is going to leave on this way."""
+        self._left, self._way = None, way
+
+    def has_begun(self) -> None:
+        """All its copies are issued."""
+        self._left = None if self._way is None else self._way.left()
+
+    def release(self, stream: torch.Stream) -> None:
+        """Who writes to it next, on this stream, comes after."""
+        if self._left is not None:
+            stream.wait_event(self._left)
+        elif self._way is not None:  # interrupted: whatever goes this way has to have left
+            self._way.release(stream)
 
 
 class Leaving(Lasting):
@@ -26,17 +51,18 @@ class Leaving(Lasting):
 
     def __init__(self, device: torch.device) -> None:
         self._home = None if device.type == "cpu" else current_stream(device)
-        self._ways: list[Way] = []
+        self._departures: list[Departure] = []
 
-    def by(self, way: Way) -> None:
-        """Something is going to leave on this way."""
-        self._ways.append(way)
+    def another(self) -> Departure:
+        """One more tensor is going to leave."""
+        self._departures.append(Departure())
+        return self._departures[-1]
 
     def begin(self) -> None:
         """Nothing has left."""
 
     def end(self) -> None:
         """Who writes to it next comes after."""
-        for way in self._ways:
+        for departure in self._departures:
             if self._home is not None:
-                way.release(self._home)
+                departure.release(self._home)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from typing import TypeAlias, cast
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -19,11 +19,19 @@ from lightning_dp.parallel.links.buckets import (
     kind,
     most_bytes,
 )
-from lightning_dp.parallel.links.leaving import Leaving
-from lightning_dp.parallel.links.pipeline import Pipeline, copy_each
+from lightning_dp.parallel.links.leaving import Departure, Leaving
+from lightning_dp.parallel.links.pipeline import Arrived, Pipeline, copy_each
+from lightning_dp.parallel.links.staging import MOST_BYTES, Staging, first_apart
 from lightning_dp.parallel.links.streams import are_accelerators
 from lightning_dp.parallel.links.summing import Summing
 from lightning_dp.parallel.torch_private import copy_to_each
+
+
+class Arrival(NamedTuple):
+    """When the tensors of these positions are there."""
+
+    positions: Sequence[int]
+    event: torch.Event
 
 
 class Packing:
@@ -45,7 +53,7 @@ class Packing:
         self._blocks = {self._block(held, tensors): held for held in blocks(self.buckets)}
         packed = set().union(*(bucket.positions for bucket in self.buckets))
         self.alone = [i for i in range(len(tensors)) if i not in packed]  # cannot be packed
-        self._staged: dict[tuple[torch.device, bool], _Places | None] = {}
+        self._staging = Staging(self.buckets, self._blocks)
         self._pipeline = Pipeline()
         self.sums = Summing(self.buckets, most_bytes())  # of several devices' tensors
 
@@ -72,26 +80,14 @@ class Packing:
             own.update(zip(bucket.order, there.views, strict=True))
         return packed, [own[i] for i in range(len(tensors))]
 
-    def staged(self, device: torch.device, bucket: Bucket) -> Packed | None:
-        """Where a bucket or a block is packed on a device; None if there was no room for it."""
-        key = device, bucket in self._blocks
-        if key not in self._staged:
-            if key[1]:
-                self._staged.pop((device, False), None)  # that for buckets, which were first
-            try:
-                self._staged[key] = places(device, self._blocks if key[1] else self.buckets)
-            except torch.OutOfMemoryError:
-                self._staged[key] = None
-        found = self._staged[key]
-        return None if found is None else found.get(bucket)
-
     def send(
         self,
         sources: Sequence[Tensor],
         targets: Sequence[Sequence[Packed]],
         *,
         joined: bool = False,
-    ) -> None:
+        late: bool = False,
+    ) -> dict[torch.device, list[Arrival]]:
         """Copies tensors of these kinds, which are on one device, to memory for them.
 
         For each bucket there are `targets`: it is packed once, unless it is one tensor, which
@@ -101,46 +97,74 @@ class Packing:
             sources: the tensors.
             targets: for each bucket, memory for it, perhaps on several devices.
             joined: whether blocks may be packed, where a copy takes long before its first byte.
+            late: whether current streams need not wait for what arrives; `arrive` does it later.
+
+        Returns:
+            What has not been waited for, device by device.
         """
         if not any(targets):
-            return
+            return {}
         self._pipeline.settle()
         device = sources[0].device
-        leaving = Leaving(device)
+        leaving, arrivals = Leaving(device), defaultdict[torch.device, list[Arrival]](list)
         with leaving:
-            for bucket, there in self._going(device, targets, joined):
+            for bucket, there, is_apart in self._going(device, targets, joined):
                 tensors = bucket.of(sources)
-                if bucket.is_like(tensors):
-                    flats = [packed.flat[: bucket.length] for packed in there]
-                    self._pipeline.send(bucket.flat(tensors), flats, leaving)
-                elif here := self.staged(device, bucket):
-                    self._stage(here, tensors)
-                    self._pipeline.send(here.flat, [packed.flat for packed in there])
-                else:
-                    for packed in there:
-                        copy_each(packed.views, tensors)
-            self._pipeline.arrive()
+                arrived = self._send(bucket, tensors, there, leaving, is_apart=is_apart)
+                for there_device, event in arrived.items():
+                    arrivals[there_device].append(Arrival(bucket.order, event))
+            left = self._pipeline.arrive(set(arrivals) if late else ())
+        return {own: arrivals[own] for own in left}
+
+    def arrive(self) -> None:
+        """The current streams go on when all is there that was sent."""
+        self._pipeline.arrive()
+
+    def _send(
+        self,
+        bucket: Bucket,
+        tensors: Sequence[Tensor],
+        there: Sequence[Packed],
+        leaving: Leaving,
+        *,
+        is_apart: bool,
+    ) -> Arrived:
+        flats = [packed.flat for packed in there]
+        if is_apart and (here := self._staging.pack_apart(bucket, tensors)):
+            return self._pipeline.send(here.flat, flats, Departure())
+        if bucket.is_like(tensors):
+            flats = [flat[: bucket.length] for flat in flats]
+            return self._pipeline.send(bucket.flat(tensors), flats, leaving.another())
+        if here := self._staging.place(tensors[0].device, bucket):
+            departure = self._staging.pack(here, tensors)
+            return self._pipeline.send(here.flat, flats, departure)
+        for packed in there:
+            copy_each(packed.views, tensors)
+        return {}
 
     def _going(
         self, root: torch.device, targets: Sequence[Sequence[Packed]], joined: bool
-    ) -> Iterator[tuple[Bucket, Sequence[Packed]]]:
-        """What goes out in a copy each, and where to: buckets, or blocks of them."""
+    ) -> Iterator[tuple[Bucket, Sequence[Packed], bool]]:
+        """What goes out in a copy each, where to, and whether it is packed apart.
+
+        These are buckets, or blocks of them.
+        """
         devices = {packed.flat.device for there in targets for packed in there}
         joined = joined and self._pipeline.wants_few_copies(root, devices)
-        for block, held in self._blocks.items():
-            there = [targets[j] for j in held]
-            if joined and there[0] and are_whole(there) and self._has_place(root, block):
-                yield block, [cast(Packed, own.block) for own in there[0]]
+        held_bytes = [
+            sum(self.buckets[j].bytes for j in held if targets[j]) for held in self._blocks.values()
+        ]
+        apart = first_apart(held_bytes, 0 if root.type == "cpu" else MOST_BYTES)
+        for i, (block, held) in enumerate(self._blocks.items()):
+            there, is_apart = [targets[j] for j in held], i >= apart
+            is_whole = joined and there[0] and are_whole(there)
+            if is_whole and (is_apart or self._has_place(root, block)):
+                yield block, [cast(Packed, own.block) for own in there[0]], is_apart
             else:
-                yield from ((self.buckets[j], targets[j]) for j in held if targets[j])
+                yield from ((self.buckets[j], targets[j], is_apart) for j in held if targets[j])
 
     def _has_place(self, device: torch.device, block: Bucket) -> bool:
-        return len(block.order) == 1 or self.staged(device, block) is not None
-
-    def _stage(self, here: Packed, tensors: Sequence[Tensor]) -> None:
-        """Packs a bucket where it is to leave from, when what was there before has left."""
-        self._pipeline.claim(here.flat)
-        copy_to_each(here.views, tensors)
+        return len(block.order) == 1 or self._staging.place(device, block) is not None
 
     def copy(self, sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
         """Copies tensors of these kinds, which are on one device, to tensors with their own memory.
@@ -162,22 +186,11 @@ class Packing:
 
     def _sent(self, j: int, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
         """The tensors of a bucket on another device, where they pass through."""
-        here, there = (self.staged(d, self.buckets[j]) for d in (parts[0].device, device))
+        place = self._staging.place
+        here, there = (place(d, self.buckets[j]) for d in (parts[0].device, device))
         if here is None or there is None:
             return [part.to(device) for part in parts]
-        self._stage(here, parts)
-        self._pipeline.claim(there.flat)
+        self._staging.pack(here, parts)
+        self._staging.claim(there)
         there.flat.copy_(here.flat, non_blocking=are_accelerators(here.flat.device, device))
         return there.views
-
-
-_Places: TypeAlias = dict["Bucket", Packed]
-
-
-def places(device: torch.device, passing: Iterable[Bucket]) -> _Places:
-    """Memory for buckets of several tensors: two places, one packed while one leaves."""
-    shared = [own for own in passing if len(own.order) > 1]
-    size = max([own.bytes for own in shared], default=0)
-    room = partial(torch.zeros, size, dtype=torch.uint8, device=device)
-    memory = [room() for _ in shared[:2]]
-    return {own: own.in_memory(memory[j % 2]) for j, own in enumerate(shared)}

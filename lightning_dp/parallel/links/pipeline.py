@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.links.lanes import Lane, lane
-from lightning_dp.parallel.links.leaving import Leaving
+from lightning_dp.parallel.links.leaving import Departure
 from lightning_dp.parallel.links.relay import Relay
 from lightning_dp.parallel.links.routes import chain, have_access
-from lightning_dp.parallel.links.streams import are_accelerators, current_stream
+from lightning_dp.parallel.links.streams import are_accelerators
+
+Arrived: TypeAlias = dict[torch.device, torch.Event]
+"""When something is there on each of some devices, and has been passed on."""
 
 PIECES = 8
 """A device passes on what it has of a bucket once it has this part of it, or so many bytes.
@@ -36,8 +40,6 @@ class Pipeline:
     """
 
     def __init__(self) -> None:
-        # By address, what is packed there: it leaves on a way, or has left by an event.
-        self._leaving: dict[int, Lane | Relay | torch.Event] = {}
         # Ways for which the current streams have not waited yet:
         self._first: set[Lane | Relay] = set()  # from what is packed,
         self._next: set[Lane] = set()  # and from device to device
@@ -45,17 +47,17 @@ class Pipeline:
         self._has_access: dict[tuple[torch.device, ...], bool] = {}  # each to the next, in a send
         self._same: list[tuple[Tensor, Tensor]] = []  # of one device: from where, and to where
 
-    def send(self, here: Tensor, targets: Sequence[Tensor], leaving: Leaving | None = None) -> None:
+    def send(self, here: Tensor, targets: Sequence[Tensor], departure: Departure) -> Arrived:
         """Issues the copies of a bucket; `arrive` when those of all buckets are issued.
 
-        What was not packed is `leaving`; for what was, see `claim`. Nothing is written before the
-        target's current stream is through with what it was told. What would not cross between
-        accelerators is copied at once.
+        The departure is that of what is packed here. Nothing is written before the target's current
+        stream is through with what it was told. What would not cross between accelerators is copied
+        at once. Of others it is returned when it is there, and may be written to.
         """
         devices = {target.device for target in targets}
         if here.device in devices or not are_accelerators(here.device, *devices):
             copy_each(targets, [here] * len(targets))
-            return
+            return {}
         tensors = {here.device: here}
         for target in targets:
             if tensors.setdefault(target.device, target) is not target:
@@ -63,9 +65,9 @@ class Pipeline:
         stops = tuple(reversed(chain(list(tensors))))
         relay = None if self._is_direct(stops) else self._relay_from(here.device)
         if relay is not None and relay.prepare(here.nbytes):
-            self._carry(relay, here, [tensors[device] for device in stops[1:]], leaving)
-        else:
-            self._pass_on(tensors, [lane(*ends) for ends in pairwise(stops)], leaving)
+            there = [tensors[device] for device in stops[1:]]
+            return dict(zip(stops[1:], self._carry(relay, here, there, departure), strict=True))
+        return self._pass_on(tensors, [lane(*ends) for ends in pairwise(stops)], departure)
 
     def _is_direct(self, stops: tuple[torch.device, ...]) -> bool:
         """Whether each has access to the next, or there is but one way through the host."""
@@ -90,50 +92,33 @@ class Pipeline:
         return self._relays[device]
 
     def _carry(
-        self, relay: Relay, here: Tensor, targets: Sequence[Tensor], leaving: Leaving | None
-    ) -> None:
-        self._begins(here, relay, leaving)
-        relay.carry(here, targets)
-        self._has_begun(here, relay, leaving)
+        self, relay: Relay, here: Tensor, targets: Sequence[Tensor], departure: Departure
+    ) -> list[torch.Event]:
+        self._first.add(relay)  # first: an interrupt may come in between
+        departure.begins(relay)
+        arrived = relay.carry(here, targets)
+        departure.has_begun()
+        return arrived
 
     def _pass_on(
         self,
         tensors: Mapping[torch.device, Tensor],
         ways: Sequence[Lane],
-        leaving: Leaving | None,
-    ) -> None:
+        departure: Departure,
+    ) -> Arrived:
         first, *others = ways
         here = tensors[first.source]
         self._next.update(others)  # first: an interrupt may come in between
-        self._begins(here, first, leaving)
+        self._first.add(first)
+        departure.begins(first)
         size = max(-(-here.numel() // PIECES), LEAST_BYTES // here.element_size())
         if not others:
             size = here.numel()
         arrived: list[torch.Event] = []
         for way in ways:
             arrived = way.pass_on(tensors[way.source], tensors[way.target], size, arrived)
-        self._has_begun(here, first, leaving)
-
-    def _begins(self, here: Tensor, way: Lane | Relay, leaving: Leaving | None) -> None:
-        # First: an interrupt may come in between.
-        self._first.add(way)
-        if leaving is None:
-            self._leaving[here.data_ptr()] = way
-        else:
-            leaving.by(way)
-
-    def _has_begun(self, here: Tensor, way: Lane | Relay, leaving: Leaving | None) -> None:
-        if leaving is None:
-            self._leaving[here.data_ptr()] = way.left()
-
-    def claim(self, packed: Tensor) -> None:
-        """From here on, the current stream may write to what was packed."""
-        leaving = self._leaving.get(packed.data_ptr())
-        if isinstance(leaving, (Lane, Relay)):
-            leaving.leave()
-        elif leaving is not None:
-            current_stream(packed.device).wait_event(leaving)
-        self._leaving.pop(packed.data_ptr(), None)  # last: an interrupt may come in between
+        departure.has_begun()
+        return {ways[-1].target: arrived[-1], **{way.source: way.left() for way in others}}
 
     def settle(self) -> None:
         """Begins anew: waits for what was sent, if nobody could because it was interrupted."""
@@ -141,19 +126,24 @@ class Pipeline:
         self._has_access.clear()  # simulated links may change
         self.arrive()
 
-    def arrive(self) -> None:
+    def arrive(self, later: Collection[torch.device] = ()) -> set[torch.device]:
         """The current streams go on when all is there that was sent, and has been passed on.
 
-        For they may write to it then.
+        For they may write to it then. Those of some devices may wait `later`; which do is returned,
+        and not before these are waited for as well, by another `arrive`, is anything sent.
         """
+        late = set(later) - {source.device for source, _ in self._same}
         for way in (*self._first, *self._next):
-            way.arrive()
+            way.arrive(late)
         for way in self._next:
-            way.leave()
+            if way.source not in late:
+                way.leave()
         while self._same:
             source, target = self._same.pop()
             target.copy_(source)
-        self._first, self._next = set(), set()
+        if not late:
+            self._first, self._next = set(), set()
+        return late
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -8,7 +8,7 @@ leave the root as often. By the relay it leaves once, and all others read it the
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import cycle
 
 import torch
@@ -47,8 +47,8 @@ class Relay:
                 _tell(error)
         return not self._is_refused
 
-    def carry(self, here: Tensor, targets: Sequence[Tensor]) -> None:
-        """Issues the copies of what the current stream of `here` has written.
+    def carry(self, here: Tensor, targets: Sequence[Tensor]) -> list[torch.Event]:
+        """Issues the copies of what the current stream of `here` has written; when each is there.
 
         Nothing is written before the target's current stream is through with what it was told.
         There is memory for them, see `prepare`.
@@ -61,10 +61,12 @@ class Relay:
             target.record_stream(way)
             way.wait_stream(current_stream(target.device))
         pieces = [tensor.split(PIECE_BYTES) for tensor in (here, *targets)]
+        arrived: list[torch.Event] = []
         for piece, *there in zip(*pieces, strict=True):
-            self._pass(piece, there)
+            arrived = self._pass(piece, there)
+        return arrived
 
-    def _pass(self, piece: Tensor, targets: Sequence[Tensor]) -> None:
+    def _pass(self, piece: Tensor, targets: Sequence[Tensor]) -> list[torch.Event]:
         slot = next(self._turns)
         memory = slot.claim(piece, self._out, [*self._in.values()])
         with on_streams([self._out]):
@@ -77,11 +79,13 @@ class Relay:
                 target.copy_(memory, non_blocking=True)
             read.append(way.record_event())
         slot.read = read  # last: an interrupt may come in between
+        return read
 
-    def arrive(self) -> None:
-        """The targets' current streams go on when all that was carried is there."""
+    def arrive(self, later: Collection[torch.device] = ()) -> None:
+        """The targets' current streams go on when all that was carried is there; some `later`."""
         for device, way in self._in.items():
-            current_stream(device).wait_stream(way)
+            if device not in later:
+                current_stream(device).wait_stream(way)
 
     def left(self) -> torch.Event:
         """When all that was carried so far has left."""

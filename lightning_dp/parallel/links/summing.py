@@ -224,11 +224,11 @@ class _Window:
 
     def __init__(self, device: torch.device, pieces: Sequence[_Piece]) -> None:
         self.device, self._is_cpu = device, device.type == "cpu"
-        size = max([1, *[piece.bucket.bytes for piece in pieces]])
-        self._slots = max(1, min(len(pieces), WINDOW_BYTES // size))
-        room = partial(torch.zeros, size, dtype=torch.uint8, device=device)
-        memory = [room() for _ in range(self._slots)]
-        self.pieces = [p.bucket.in_memory(memory[p.number % self._slots]) for p in pieces]
+        sizes = [piece.bucket.bytes for piece in pieces]
+        self._slots = slots = slots_for(sizes)
+        room = partial(torch.zeros, dtype=torch.uint8, device=device)
+        memory = [room(max(sizes[slot::slots])) for slot in range(slots)]
+        self.pieces = [p.bucket.in_memory(memory[p.number % slots]) for p in pieces]
         now = [] if self._is_cpu else [current_stream(device).record_event()]
         self._free = [now] * self._slots  # from these events on
 
@@ -264,7 +264,7 @@ class _Window:
         else:
             leaving = Leaving(self.device)
             with leaving:
-                leaving.by(way)
+                leaving.another().begins(way)
                 way.carry(here, there, free)
         way.arrive()
         target._current(piece)
@@ -274,6 +274,20 @@ class _Window:
         stream = current_stream(self.device)
         self.pieces[piece].flat.record_stream(stream)
         return stream
+
+
+def slots_for(sizes: Sequence[int]) -> int:
+    """How many slots pieces of so many bytes share, in turns: one each, if a window holds all.
+
+    Example:
+        >>> slots_for([2**20] * 32), slots_for([2**20] * 33), slots_for([2**22] + [1] * 40)
+        (32, 32, 41)
+        >>> slots_for([2**30, 1]), slots_for([])
+        (1, 0)
+    """
+    if sum(sizes) <= WINDOW_BYTES:
+        return len(sizes)
+    return max(1, WINDOW_BYTES // max(sizes))
 
 
 def _add(sums: Row, terms: Row) -> None:

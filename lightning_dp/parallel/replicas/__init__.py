@@ -3,10 +3,10 @@
 Decided here: what a module is made of (`structure`), what stands for each part of it on another
 device (`replica`: `weights`, `buffers`, `attributes`, `compiled` parts) and leads back to the root
 (`broadcast`), how all replicas are `built`, what is copied before a step (`replicate`, by the
-`changes`), what a write changes that leaves no trace (`untracked_writes`, by `fingerprints`;
-`limited_norm`) or that every replica makes (`shared_writes`, `trained_writes`), which buffers are
-state of a batch (`buffer_state`), and which modules cannot be replicated (`structure`,
-`hidden_layers`).
+`changes`) and may still be `arriving` as it begins, what a write changes that leaves no trace
+(`untracked_writes`, by `fingerprints`; `limited_norm`) or that every replica makes
+(`shared_writes`, `trained_writes`), which buffers are state of a batch (`buffer_state`), and which
+modules cannot be replicated (`structure`, `hidden_layers`).
 """
 
 from lightning_dp.parallel.replicas.buffer_state import WAYS_OUT as WAYS_OUT

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.links import Packing
+from lightning_dp.parallel.replicas.arriving import Arriving
 from lightning_dp.parallel.replicas.buffer_state import BufferState
 from lightning_dp.parallel.replicas.buffers import CopiedBuffers, entries
 from lightning_dp.parallel.replicas.changes import AttributeVersions
@@ -37,11 +38,14 @@ class BuiltReplicas:
     take their place. Before they do, `before_rebuild` is called with the parameters of all: what
     has accumulated on them must not go with them. If the root `takes_means` of floating buffers,
     steps may leave these different. What they compile is in `compiled`, and in `attributes` what
-    the latest refresh has seen of the root's submodules.
+    the latest refresh has seen of the root's submodules. What `are_late` are parameters on their
+    way, until `arrive`.
     """
 
     _has_links: bool  # of buffers
     shared_writes: SharedWrites | None
+    are_late: Sequence[Arriving]
+    arrive: Callable[[], None]
     attributes: AttributeVersions
     modules: list[nn.Module]
     submodules: list[list[nn.Module]]
@@ -114,6 +118,7 @@ class BuiltReplicas:
             differ = len(set(self._devices)) > 1
             self._silent = SilentWrites(structure.parameters) if differ else None
             self._weights = weights = WeightCopies(structure.parameters)
+            self.are_late, self.arrive = weights.are_late, weights.arrive
             self._buffers = buffers = CopiedBuffers(structure.buffer_tables, structure.parameters)
             self._others = [
                 Replica(structure, k, device, self._rules, weights.on(device), buffers)

@@ -59,6 +59,7 @@ class Replica:
             mirror.own(compiled_attributes(original, twins[id(original)]))
         self.module: nn.Module = twins[id(source.root)]
         self.submodules: list[nn.Module] = [twins[id(m)] for m in source.modules]
+        weights.can_be_late(self.submodules)
         self.attributes = [module.__dict__ for module in self.submodules]
         self.versions: list[int] = []
         self.counts: list[int] = []

@@ -28,6 +28,7 @@ class Replicas(BuiltReplicas):
     """Replicas that follow the root: before every step they are brought up to date with it."""
 
     _may_share = True
+    _is_open = False  # a refresh has begun, and not ended
     _before: ParameterState | None = None  # of shared parameters, before a step
     _trained: tuple[list[bool], Set[int]] = ([], _NONE)  # and their positions
     _followed: ParameterState | None = None  # by a refresh, of which the step goes on
@@ -68,6 +69,7 @@ class Replicas(BuiltReplicas):
         *,
         parameters: ParameterCopies = "changed",
         buffers: BufferCopies = "changed",
+        late: bool = False,
     ) -> None:
         """Brings replicas up to date with the root.
 
@@ -82,7 +84,15 @@ class Replicas(BuiltReplicas):
         Buffers that are copied: `"changed"`, those that look changed. `"all"`, since batch norm
         writes to its buffers and leaves no trace. `"read"`, all as well, but none if a forward
         writes to them without reading them, as batch norm does in training.
+
+        If they may be `late`, parameters may still be on their way, see `Arriving`, until `arrive`.
+        Nothing is late where something compiles: that code does not take them from its modules.
         """
+        if self.are_late:
+            self.arrive()
+        if self._is_open:  # by a refresh that was interrupted: nobody knows what it has copied
+            active, parameters, buffers = None, "all", "all"
+        self._is_open = True
         others = [self._others[k - 1] for k in (active or range(len(self._devices))) if k > 0]
         self._followed = None
         self.attributes.look()
@@ -96,11 +106,12 @@ class Replicas(BuiltReplicas):
                     self._before_rebuild(self.parameters)
                 self._build()
             elif others:
-                self._follow(others, parameters)
+                self._follow(others, parameters, late=late)
                 if self._structure.with_buffers:
                     self._follow_buffers(others, parameters, buffers)
+        self._is_open = False
 
-    def _follow(self, others: list[Replica], parameters: ParameterCopies) -> None:
+    def _follow(self, others: list[Replica], parameters: ParameterCopies, *, late: bool) -> None:
         """Has replicas follow the root, but for the buffers."""
         versions = self.attributes.versions
         for replica in others:  # a frame only for those that have to follow
@@ -122,7 +133,8 @@ class Replicas(BuiltReplicas):
             or not is_bound
             or any(map(is_not, seen, repeat(bound)))
         ):
-            self._weights.refresh([r.weights for r in others], state, parameters, silent)
+            late = late and not self.may_compile and not self.compiled.counts()["total"]
+            self._weights.refresh([r.weights for r in others], state, parameters, silent, late)
         if self.shared_writes is not None and self.shared_writes.apart:
             self.shared_writes.refresh()
 
@@ -141,6 +153,8 @@ class Replicas(BuiltReplicas):
 
         Attributes and buffers stay as the step has left them on each replica.
         """
+        if self.are_late:
+            self.arrive()
         with torch.inference_mode(False), torch.no_grad():
             state = ParameterState.of(self._structure.parameters, versions=self._silent is not None)
             others = [self._others[k - 1] for k in filter(None, active)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress, count, repeat
 from operator import ne
@@ -15,7 +15,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_dp.parallel.links import Packed, Packing, can_be_packed, kind
+from lightning_dp.parallel.links import Arrival, Packed, Packing, can_be_packed, kind
+from lightning_dp.parallel.replicas.arriving import Arriving, is_worth_it
 from lightning_dp.parallel.replicas.changes import ParameterState
 
 
@@ -32,6 +33,7 @@ class Weights:
         self.shares_memory = all(p.device == device for p in roots)
         self.noticed: set[int] = set()
         self.is_behind = False  # an optimizer has written to the root's
+        self.arriving: Arriving | None = None
         self._apart: set[int] = set()
         self.seen = ParameterState.of(roots, versions=not self.shares_memory)
         self._roots, self.device = roots, device
@@ -89,11 +91,18 @@ class Weights:
                 twin.data.copy_(root.data)
         self._apart = positions
 
+    def can_be_late(self, modules: Iterable[nn.Module]) -> None:
+        """From now on a call of these modules, of this replica, may begin before they are there."""
+        if self.device.type != "cpu" and not self.shares_memory:
+            self.arriving = Arriving(self.device, self.parameters, modules)
+
     def move(self, packing: Packing) -> None:
         """Takes other memory, for parameters of other kinds."""
         self._make_memory(packing)
         for twin, memory in zip(self.parameters, self._memory, strict=True):
             twin.data = memory
+        if self.arriving is not None:
+            self.arriving.learn_memory()
 
     def take_back(self) -> set[int]:
         """Binds parameters to their memory again that a step has bound to values of its own."""
@@ -118,6 +127,7 @@ class WeightCopies:
         self._elsewhere: list[Weights] = []
         self.packing = Packing(roots)
         self._ids = set(map(id, roots))
+        self.are_late: list[Arriving] = []
         self.bound = ParameterState([], [], [])  # without versions: what sharing replicas have seen
         self._plain = [root for root in roots if can_be_packed(root)]
         self._pointers = list(map(Tensor.data_ptr, self._plain))
@@ -139,8 +149,12 @@ class WeightCopies:
         state: ParameterState,
         policy: str = "changed",
         silent: set[int] | None = None,
+        late: bool = False,
     ) -> None:
-        """Brings replicas up to date with the root's parameters, see `Weights.follow`."""
+        """Brings replicas up to date with the root's parameters, see `Weights.follow`.
+
+        If they may be `late`, some are still on their way: see `Arriving`, until `arrive`.
+        """
         stale = []
         # One object as long as it is equal, which all replicas have seen then.
         bound = state._replace(versions=[])
@@ -156,7 +170,24 @@ class WeightCopies:
                     stale.append((weights, positions))
         if stale:
             # With more devices blocks would be packed in the few steps of one of them alone.
-            self._send(stale, joined=len({own.device for own in self._elsewhere}) == 1)
+            joined = len({own.device for own in self._elsewhere}) == 1
+            late = late and all([own.arriving is not None for own, _ in stale])
+            arrivals = self._send(stale, joined=joined, late=late)
+            for weights, _ in stale if late else ():
+                self._begin(weights, arrivals)
+
+    def _begin(self, weights: Weights, arrivals: dict[torch.device, list[Arrival]]) -> None:
+        arriving = weights.arriving
+        if arriving is not None and weights.device in arrivals:
+            self.are_late.append(arriving)
+            arriving.begin(arrivals[weights.device])
+
+    def arrive(self) -> None:
+        """The current streams go on when all is there."""
+        self.packing.arrive()
+        while self.are_late:
+            self.are_late[-1].end()
+            self.are_late.pop()  # last: an interrupt may come in between
 
     def _fits(self) -> bool:
         """Whether the packing is for the root's parameters as they are; strides need new memory."""
@@ -179,7 +210,9 @@ class WeightCopies:
                 for weights in self._elsewhere:
                     weights.is_behind = True
 
-    def _send(self, stale: list[tuple[Weights, set[int]]], *, joined: bool = False) -> None:
+    def _send(
+        self, stale: list[tuple[Weights, set[int]]], *, joined: bool = False, late: bool = False
+    ) -> dict[torch.device, list[Arrival]]:
         """Copies parameters of these positions; where they are most of a bucket, all of it.
 
         Where the root's change left no trace, neither does the copy: graphs of earlier calls stay
@@ -199,7 +232,10 @@ class WeightCopies:
                     positions -= bucket.positions
             weights.copy(positions)
             increment_version([weights.parameters[i] for i in weights.noticed])
-        self.packing.send(self._roots, targets, joined=joined)
+        going = zip(self.packing.buckets, targets, strict=True)
+        size = sum([bucket.bytes for bucket, there in going if there])
+        late = late and is_worth_it(size, len(self._roots))
+        return self.packing.send(self._roots, targets, joined=joined, late=late)
 
 
 def _after_optimizer(

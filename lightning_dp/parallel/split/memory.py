@@ -44,8 +44,8 @@ class Memory:
     device. What a sample takes is the same everywhere, since the module is. The first step is
     even; what is fixed follows from each measured peak, what a sample takes from steps of other
     sizes. `minimax` of peak minus capacity then gives equal free memory, so that a smaller or
-    fuller device gets less. Where it is equal within 2 %, nothing moves any more. Replicas whose
-    `places` are one device share its memory.
+    fuller device gets less. Where it is equal within 2 %, nothing moves any more, nor where the
+    fullest device would stay as full. Replicas whose `places` are one device share its memory.
 
     Example:
         >>> split = Memory([0, 1], lambda: [1000, 1000])
@@ -79,13 +79,28 @@ class Memory:
             return _equal(n, limits)
         rooms = [_room([limits[k] for k in members]) for members in self._members]
         used = [-free for free in self._free]
-        shares = minimax(n, used, [self._per_sample] * len(used), rooms)
+        shares = self._moved(minimax(n, used, [self._per_sample] * len(used), rooms), rooms)
         sizes = [0] * self._k
         for members, share in zip(self._members, shares, strict=True):
             own = _equal(share, [limits[k] for k in members])
             for k, size in zip(members, own, strict=True):
                 sizes[k] = size
         return tuple(sizes)
+
+    def _moved(self, shares: Sizes, rooms: Sequence[int | None]) -> Sizes:
+        """These shares, or the latest ones, if the fullest device gains nothing by a move.
+
+        Equal devices would change places else, as often as one of them has a sample more.
+        """
+        latest = tuple([point.samples for point in self._steps[-1]] if self._steps else [])
+        fit = all([room is None or n <= room for n, room in zip(latest, rooms, strict=False)])
+        if sum(latest) != sum(shares) or not fit:
+            return shares
+        left, before = (
+            min([free - self._per_sample * n for free, n in zip(self._free, own, strict=True)])
+            for own in (shares, latest)
+        )
+        return shares if left - before > SAME * self._per_sample else latest
 
     def learn(self, step: StepUsage) -> None:
         """Takes in a step: each device's samples, its bytes before the step and at its peak."""

@@ -100,6 +100,7 @@ def _settle_autograd_threads(extension: ModuleType, device_count: int) -> None:
     """
     if device_module.is_forked():
         return  # these threads are the parent's
+    extension.stop_recording()  # what is recorded has Python objects, to be freed by some thread
     extension.set_strict(False)  # no race of the program's own is found by what follows,
     for index in range(device_count):
         extension.set_memory_limit(index, 0)  # and no limit keeps it from its few bytes

@@ -457,13 +457,19 @@ def use(net: nn.Module, width: int = 4) -> list[Tensor]:
         optimizer.step()
         with torch.no_grad():
             results += [real.detach(), _of(net.eval(), inputs())]
+        if _is_recurrent(net) and devices_of(1)[0].type == "cuda":
+            net.train()  # cuDNN has no other backward, on one device too
         _of(net, inputs(5)).square().sum().backward()
         net.train()
     return results
 
 
+def _is_recurrent(net: nn.Module) -> bool:
+    return isinstance(getattr(net, "module", net), nn.LSTM)
+
+
 def _of(net: nn.Module, x: Tensor) -> Tensor:
-    if isinstance(getattr(net, "module", net), nn.LSTM):
+    if _is_recurrent(net):
         y: Tensor = net(x[:, None])[0]
         return y
     return net(x)

@@ -100,6 +100,9 @@ def assert_as_one_device(
     kind: str, actual: Any, net: nn.Module, optimizer: str, backwards: int = 1
 ) -> None:
     one = Strided(kind)
+    if kind == "sliced" and devices_of(1)[0].type == "cuda":
+        # A copy on a GPU is dense; on the CPU fused kernels update what lies beside a slice.
+        optimizer = optimizer.replace("fused", "foreach")
     expected = train(one, one.training_step, optimizer, backwards)
     assert_equal_trees(actual, expected, "losses", **EXACT)
     assert_equal_trees(gradients(net), gradients(one), "gradients", **EXACT)

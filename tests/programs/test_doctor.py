@@ -218,7 +218,8 @@ def test_a_healthy_machine(
     assert (laws["on side streams"]["verdict"] == "skip") == (on == "cpu")
     machine = found["environment"]
     assert machine["versions"]["torch"] == torch.__version__
-    assert machine["dp_custom_takes"] == ["cpu"] and isinstance(machine["gil"], bool)
+    gpus = [f"cuda:{k}" for k in range(torch.cuda.device_count())]
+    assert machine["dp_custom_takes"] == (gpus or ["cpu"]) and isinstance(machine["gil"], bool)
     assert [entry["device"] for entry in machine["devices"]] == list(
         dict.fromkeys(found["devices"])
     )

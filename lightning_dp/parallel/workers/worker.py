@@ -15,6 +15,7 @@ import torch
 
 from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.torch_engine import renew_engine
+from lightning_dp.parallel.workers.cuda import enter_context, load_linear_algebra
 from lightning_dp.parallel.workers.forward_levels import NAME, refuse_levels_in_workers
 
 Inbox: TypeAlias = SimpleQueue[Callable[[], None] | None]
@@ -27,11 +28,11 @@ class Worker:
     start or end workers from telling.
     """
 
-    def __init__(self, replica: int, intra_op_threads: int) -> None:
+    def __init__(self, replica: int, device: torch.device, intra_op_threads: int) -> None:
         self.inbox: Inbox = SimpleQueue()
         self.ready = threading.Event()
         weakref.finalize(self, self.inbox.put, None)
-        task = partial(_live, self.inbox, self.ready, intra_op_threads)
+        task = partial(_live, self.inbox, self.ready, device, intra_op_threads)
         self.thread = threading.Thread(target=task, name=f"{NAME}{replica}", daemon=True)
         self.thread.start()
 
@@ -42,11 +43,14 @@ class Worker:
         return frame is not None and frame.f_code is not _live.__code__
 
 
-def _live(inbox: Inbox, ready: threading.Event, intra_op_threads: int) -> None:
+def _live(
+    inbox: Inbox, ready: threading.Event, device: torch.device, intra_op_threads: int
+) -> None:
     """What a worker's thread does, which must not know the worker."""
     torch.get_num_threads()  # a thread's first look replaces what was set before it
     torch.set_num_threads(intra_op_threads)
     ready.set()
+    enter_context(device)
     with contextlib.suppress(KeyboardInterrupt, SystemExit):  # see `left_behind`
         while (work := inbox.get()) is not None:
             work()
@@ -60,10 +64,11 @@ def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     each = max(1, torch.get_num_threads() // max(1, on_cpu))
     refuse_levels_in_workers()
     renew_engine()  # in a forked child, where the workers' first forwards would do it at once
+    load_linear_algebra(devices)
     starting = _Starting()
     with starting:
-        for k in range(len(devices)):
-            starting.workers.append(Worker(k, each))
+        for k, device in enumerate(devices):
+            starting.workers.append(Worker(k, device, each))
     return starting.workers
 
 

@@ -57,16 +57,17 @@ void wake_threads(c10::DeviceIndex device_count) {
   }
 }
 
-// The same, for so long at most: whether all have done it. One may be in a hook of Python's that never returns.
+// The same, for so long at most: whether all have done it. One may be in a hook of Python's that never returns. Done is
+// when the thread here has let go of its thread-local objects too, some of which may be Python's.
 bool settle_threads(c10::DeviceIndex device_count, double seconds) {
   auto done = std::make_shared<std::promise<void>>();
   auto is_done = done->get_future();
   std::thread([=] {
     try {
       wake_threads(device_count);
-      done->set_value();
+      done->set_value_at_thread_exit();
     } catch (...) {
-      done->set_exception(std::current_exception());
+      done->set_exception_at_thread_exit(std::current_exception());
     }
   }).detach();
   if (is_done.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready) {

@@ -1,0 +1,57 @@
+"""What CUDA does at first use, and how worker threads come by it; each case in a new process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_dp.parallel.workers import cuda
+
+TESTS = Path(__file__).parents[1]
+
+PRODUCT = """
+import warnings
+import torch
+from lightning_dp import DataParallel
+
+warnings.simplefilter("error")  # cuBLAS warns once in a process
+net = torch.nn.Linear(4, 3).to("cuda:0")
+wrapper = DataParallel(net, ["cuda:0"] * 3, executor="threads")
+with torch.no_grad():
+    print(wrapper(torch.ones(6, 4)).shape)
+"""
+
+DECOMPOSITION = """
+import torch
+from lightning_dp import DataParallel
+
+class Orthogonal(torch.nn.Linear):
+    def forward(self, x):
+        return x @ torch.linalg.qr(self.weight)[0]
+
+net = Orthogonal(4, 4).to("cuda:0")
+wrapper = DataParallel(net, ["cuda:0"] * 8, executor="threads")
+wrapper(torch.ones(64, 4)).sum().backward()
+print(net.weight.grad.shape)
+"""
+
+
+@pytest.mark.on("cuda")
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize("script", [PRODUCT, DECOMPOSITION], ids=["product", "decomposition"])
+def test_first_calls_of_threads_are_as_in_one(script: str) -> None:
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS.parent)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("torch.Size")
+
+
+def test_on_other_devices_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.linalg, "inv", None)
+    cuda.enter_context(torch.device("cpu"))
+    cuda.load_linear_algebra([torch.device("cpu")] * 2)
+    cuda.load_linear_algebra([torch.device("cuda", 0)])  # no second thread

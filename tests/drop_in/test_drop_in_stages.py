@@ -480,6 +480,7 @@ def _of(net: nn.Module, x: Tensor) -> Tensor:
     [(DataParallel, layer) for layer in LAYERS] + [(OwnGather, "linear"), (OwnGather, "inside")],
 )
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.usefixtures("weight_norms")
 def test_norms_of_weights(cls: Any, norm: str, layer: str) -> None:
     one, net = pair(partial(LAYERS[layer], NORMS[norm]))
     one.to(CPU)  # as the other is moved: recurrent layers then compute their weights once more
@@ -534,6 +535,7 @@ def dp_threads() -> list[str]:
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.usefixtures("weight_norms")
 def test_normed_critics_in_the_strategy(norm: str, mode: str) -> None:
     class Critic(oracle.Classifier):
         def __init__(self) -> None:

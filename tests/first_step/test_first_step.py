@@ -5,7 +5,7 @@ import logging
 import random
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.first_step.check import FirstStep
+from lightning_dp.first_step.check import FirstStep, rounding
 from lightning_dp.parallel.devices import reset_peak_memory
 
 pytestmark = [
@@ -176,6 +176,31 @@ ELSEWHERE = np.random.default_rng(0)
 class NoisyElsewhere(Classifier):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) * float(ELSEWHERE.random())
+
+
+@pytest.fixture
+def exact_products() -> Iterator[list[Any]]:
+    """What may have short products on GPUs, and now has none."""
+    kinds = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul]
+    before = [kind.fp32_precision for kind in kinds]
+    for kind in kinds:
+        kind.fp32_precision = "ieee"
+    yield kinds
+    for kind, precision in zip(kinds, before, strict=True):
+        kind.fp32_precision = precision
+
+
+def test_differences_that_count_are_larger_than_roundings(exact_products: list[Any]) -> None:
+    def of(kind: torch.dtype, device: str = "cuda") -> float:
+        return rounding([kind, torch.float64], device)
+
+    exact = torch.finfo(torch.float32).eps ** 0.5
+    assert of(torch.float32) == of(torch.float32, "cpu") == exact
+    for layers in exact_products:
+        layers.fp32_precision = "tf32"
+        assert of(torch.float32) == 1e-2 and of(torch.float32, "cpu") == exact
+        assert of(torch.float64) < 1e-7 and of(torch.bfloat16) > 1e-2
+        layers.fp32_precision = "ieee"
 
 
 @pytest.mark.parametrize(

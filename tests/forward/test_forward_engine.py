@@ -240,6 +240,7 @@ class Recurrent(nn.Module):
     ],
     ids=["tied", "weight norm", "orthogonal", "spectral norm", "dropout in eval", "attention"],
 )
+@pytest.mark.usefixtures("weight_norms")
 def test_modules_with_weights_of_a_special_kind(make: Any) -> None:
     def use(net: nn.Module) -> Any:
         outputs = []

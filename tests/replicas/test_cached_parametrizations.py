@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from lightning_dp import DataParallel, DataParallelStrategy
 
-pytestmark = pytest.mark.usefixtures("on", "one_thread")
+pytestmark = pytest.mark.usefixtures("on", "one_thread", "weight_norms")
 REFUSED = r'parametrize.cached\(\).*Choose executor="inorder"'
 
 

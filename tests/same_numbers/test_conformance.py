@@ -347,6 +347,7 @@ def cases() -> list[Any]:
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")  # asked for by `flags`
 @pytest.mark.filterwarnings("ignore:The provided params to be frozen already exist within another")
 @pytest.mark.parametrize(("family", "option", "on"), cases(), indirect=["on"])
+@pytest.mark.usefixtures("weight_norms")
 def test_as_one_device(family: str, option: str, on: str) -> None:
     precision = OPTIONS[option].precision
     rounding = ROUNDING[precision]

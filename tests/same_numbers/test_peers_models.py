@@ -452,6 +452,7 @@ WAYS = [(2, "inorder"), (3, "threads")] + [
 
 @pytest.mark.parametrize(("k", "executor"), WAYS)
 @pytest.mark.parametrize("make", MODELS, ids=lambda m: m.__name__)
+@pytest.mark.usefixtures("weight_norms")
 def test_the_drop_in(make: Any, k: int, executor: Any) -> None:
     one, net = made(make), made(make)
     close = close_of(make)
@@ -588,6 +589,7 @@ def fitted(make: Any, devices: int, **options: Any) -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize("mode", ["step", "forward"])
 @pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 8))])
 @pytest.mark.parametrize("make", MODELS, ids=lambda m: m.__name__)
+@pytest.mark.usefixtures("weight_norms")
 def test_the_strategy(make: Any, k: int, mode: str) -> None:
     options = {"parallel_modules": ["net"]} if mode == "forward" else {}
     executor = "threads" if k % 2 else "inorder"

@@ -53,6 +53,7 @@ def test_everything_here_is_of_the_other_package() -> None:
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 @pytest.mark.parametrize("name", same_numbers.MODELS)
+@pytest.mark.usefixtures("weight_norms")
 def test_several_devices_equal_one(name: str, executor: str, on: str) -> None:
     torch.set_default_dtype(torch.float64)
     several = pl_oracle.run(MODELS[name], 3, strategy={"executor": executor})

@@ -159,6 +159,7 @@ def oracle(name: str, dtype: torch.dtype, **options: Any) -> Run:
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 @pytest.mark.parametrize("devices", [SLOW_2, 3, SLOW_4, 7])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("weight_norms")
 def test_several_devices_equal_one_in_double_precision(
     name: str, devices: int, executor: str
 ) -> None:

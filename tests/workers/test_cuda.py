@@ -51,7 +51,7 @@ def test_first_calls_of_threads_are_as_in_one(script: str) -> None:
 
 
 def test_on_other_devices_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.linalg, "inv", None)
+    monkeypatch.setattr(torch.linalg, "solve_triangular", None)
     cuda.enter_context(torch.device("cpu"))
     cuda.load_linear_algebra([torch.device("cpu")] * 2)
     cuda.load_linear_algebra([torch.device("cuda", 0)])  # no second thread

@@ -18,6 +18,7 @@ from lightning_dp.parallel.additive.functions import FROM_HOST, KEPT, PLACES, RE
 from lightning_dp.parallel.additive.layers import Lengths, mixed_lengths
 from lightning_dp.parallel.additive.reductions import Reduction, reduction_of
 from lightning_dp.parallel.batch import tree
+from lightning_dp.parallel.workers import current_participant
 
 _MOST_KEPT = 2**14
 """Elements of a statistic that is kept, to be compared between shards."""
@@ -99,6 +100,7 @@ class Trace(TorchFunctionMode):
 
     def __init__(self, shard: Any) -> None:
         super().__init__()
+        self._replica = _replica_here()
         self.calls: list[Call] = []
         self.decisions: list[tuple[int, bool]] = []
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
@@ -141,11 +143,12 @@ class Trace(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Notes a call."""
+        """Notes a call; of what all replicas do together, which one of them hosts, none."""
         kwargs = kwargs or {}
+        # What follows would become a part of what is compiled.
+        if torch.compiler.is_compiling() or _replica_here() != self._replica:
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if torch.compiler.is_compiling():  # or it would become a part of what is compiled
-            return result
         takes = tuple([self.number_of(tensor) for tensor in _tensors((args, kwargs))])
         name = getattr(func, "__name__", "")
         written = args[0] if name == "__setitem__" else result
@@ -229,6 +232,11 @@ class Traces:
 def is_row(tensor: Tensor) -> bool:
     """Whether it has a first dimension, of one length."""
     return not tensor.is_nested and tensor.dim() > 0
+
+
+def _replica_here() -> int | None:
+    participant = current_participant()
+    return None if participant is None else participant.task.replica
 
 
 def _degree(leaf: Any) -> int | None:

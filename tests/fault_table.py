@@ -8,7 +8,9 @@ to, or at each Nth. Counted are trainings that hang, threads that stay, modules 
 is not that of one device, and errors other than those that one device gives. Exits 1 if there is
 any.
 
-The trainings run in processes of their own, each watched: one that hangs is counted and ended.
+The trainings run in processes of their own, each watched: one that hangs is counted and ended. What
+goes wrong is tried three times more, each in a new process. What then does not go wrong again is
+shown and counted apart: on a busy machine nobody knows whose doing it was.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ Case = FaultCase | Interrupt
 HANGS_AFTER = 10.0  # seconds
 STARTS_IN = 120.0  # imports, and the build of simulated devices
 COLUMNS = ("cases", "hangs", "threads left", "broken modules", "wrong errors")
+ONCE = "not again"
 
 
 def run(case: Case) -> Left:
@@ -146,16 +149,27 @@ def outcomes(cases: Sequence[Case], processes: int) -> Iterator[tuple[Case, Left
                 each.end()
 
 
+def goes_wrong_again(case: Case) -> bool:
+    """Whether it does so in one of three new processes."""
+    return any([outcome for _ in range(3) for _, outcome in outcomes([case], processes=1)])
+
+
 def row_of(case: Case) -> str:
     """The row of the table that a case counts in."""
     kind = "faults" if isinstance(case, FaultCase) else "interrupts"
     return f"{kind}, {case.setting.mode}, {case.setting.executor}, {case.setting.on}"
 
 
-def count(case: Case, outcome: Left | str, table: dict[str, Counter[str]]) -> None:
-    """Counts a case, and tells what is wrong with it."""
+def count(
+    case: Case, outcome: Left | str, table: dict[str, Counter[str]], *, again: bool = True
+) -> None:
+    """Counts a case, and tells what is wrong with it, and whether it was so again."""
     row = table.setdefault(row_of(case), Counter())
     row["cases"] += 1
+    if not again:
+        row[ONCE] += 1
+        print(f"ONCE, AND NOT AGAIN: {case}: {outcome}", flush=True)
+        return
     if isinstance(outcome, str):
         row["hangs"] += 1
         print(f"{outcome.upper()}: {case}", flush=True)
@@ -170,9 +184,10 @@ def count(case: Case, outcome: Left | str, table: dict[str, Counter[str]]) -> No
 def show(table: dict[str, Counter[str]]) -> int:
     """Prints the table; how much is wrong."""
     total = sum(table.values(), Counter())
-    print(f"{'':<42}" + "".join(f"{name:>16}" for name in COLUMNS))
+    shown = (*COLUMNS, ONCE)
+    print(f"{'':<42}" + "".join(f"{name:>16}" for name in shown))
     for name, row in [*sorted(table.items()), ("together", total)]:
-        print(f"{name:<42}" + "".join(f"{row[column]:>16}" for column in COLUMNS))
+        print(f"{name:<42}" + "".join(f"{row[column]:>16}" for column in shown))
     return sum(total[column] for column in COLUMNS[1:])
 
 
@@ -205,7 +220,7 @@ def main() -> int:
         cases += interrupts(all_settings(on), args.seed, every_setting=every)[:: args.apart]
     table: dict[str, Counter[str]] = {}
     for case, outcome in outcomes(cases, args.processes):
-        count(case, outcome, table)
+        count(case, outcome, table, again=not outcome or goes_wrong_again(case))
     wrong = show(table)
     print(f"{time.monotonic() - start:.0f} s")
     return int(wrong > 0)

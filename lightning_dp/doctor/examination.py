@@ -32,6 +32,10 @@ MINUTE = 60.0  # seconds from the start of the process to its end
 SECONDS = 48.0  # of these, after which nothing more is timed
 FOR_COMPILER = 27.0  # of these, after which a compiler is waited for no more
 SLOW = 12.0  # of these, spent on imports: other processes, which import the same, would be too late
+SLOW_START = (
+    "The start took {:.0f} s of the minute that there is for all. On a machine that has read the "
+    "files for the first time, run it again: more will be timed."
+)
 STUCK = 180.0  # seconds at one thing, after which the doctor gives up
 
 
@@ -67,7 +71,7 @@ class Plan:
 
     @property
     def is_slow_machine(self) -> bool:
-        """Whether it is too slow, or too busy, for what needs processes of its own."""
+        """Whether it is too slow, too busy, or cold, for what needs processes of its own."""
         return self.seconds_before > SLOW
 
 
@@ -132,7 +136,7 @@ def _proof(
     if aside is not None:
         results.append(aside.result(start + FOR_COMPILER - time.perf_counter()))
     elif plan.command:
-        remark = no_code_for(bench.root) or f"slow machine; {how_to_look_at(COMPILED)}"
+        remark = no_code_for(bench.root) or f"slow start; {how_to_look_at(COMPILED)}"
         results.append(Result(COMPILED.name, "skip", remark=remark))
     watchdog.rest()
     report.show_proof(results)
@@ -154,6 +158,8 @@ def _advice(
     found.timings = timings(plan.workloads, plan.devices, folder, ddp, seconds_left, watchdog.tell)
     own = first_steps(plan.workloads, plan.devices, folder, seconds_left)
     found.advice = [*advice(found.timings, plan.devices, found.environment), *own]
+    if plan.is_slow_machine:
+        found.advice.append(SLOW_START.format(plan.seconds_before))
     watchdog.rest()
     print("\nAdvice")
     report.show_timings(found.timings)

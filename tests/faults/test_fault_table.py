@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import fault_table
 import pytest
 from fault_cases import (
     Fault,
@@ -72,8 +74,23 @@ def test_what_is_wrong_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     count(case, "hangs", table)
     count(case, Left(threads="dp-replica-0"), table)
     count(case, Left(broken="another weight", wrong_error="no error"), table)
+    count(case, Left(broken="gradients"), table, again=False)
     assert show(table) == 4
-    assert capsys.readouterr().out.splitlines()[-1].split()[-5:] == ["4", "1", "1", "1", "1"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.split()[-6:] == ["5", "1", "1", "1", "1", "1"]
+
+
+def test_what_goes_wrong_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = fault_cases(1, seed=0)[0]
+    for found, expected in (("", False), ("hangs", True)):
+        tried: list[int] = []
+
+        def outcomes(cases: Any, processes: int, found: Any = found, tried: Any = tried) -> Any:
+            tried.append(len(tried))
+            yield cases[0], found if len(tried) == 3 else Left()
+
+        monkeypatch.setattr(fault_table, "outcomes", outcomes)
+        assert fault_table.goes_wrong_again(case) is expected and len(tried) == 3
 
 
 @pytest.mark.slow

@@ -487,6 +487,7 @@ def test_a_slow_machine_is_told_what_was_not_timed(
     printed = capsys.readouterr().out
     assert "Not timed, as no time was left: test_doctor.Tiny; convnet." in printed
     assert "check_first_step=True" in printed
+    assert f"The start took {seconds_before:.0f} s of the minute" in printed
 
 
 def test_ways_that_were_not_timed_are_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,6 +160,28 @@ os._exit(0)
 
 
 @pytest.mark.slow
+def test_nothing_is_recorded_when_a_process_ends() -> None:
+    """Else each thread that works then gets an object of Python's, which it frees when it ends."""
+    code = """
+import atexit, os, torch
+from lightning_dp import sim
+from lightning_dp.sim import attached
+
+sim.enable(2)
+torch.sim.set_clock("virtual")
+torch.ones(2, device="sim:1", requires_grad=True).sum().backward()
+before = attached.extension.recording_version()
+atexit._run_exitfuncs()
+assert not attached.extension.is_recording()
+assert attached.extension.recording_version() == before
+print("through", flush=True)
+os._exit(0)
+"""
+    result = python(code)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "through\n", "")
+
+
+@pytest.mark.slow
 def test_missing_tools_are_named(tmp_path: Path) -> None:
     code = "from lightning_dp import sim; sim.enable(2)"
     result = python(code, TORCH_EXTENSIONS_DIR=str(tmp_path), PATH="", CXX="no-such-compiler")

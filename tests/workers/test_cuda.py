@@ -55,3 +55,16 @@ def test_on_other_devices_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> No
     cuda.enter_context(torch.device("cpu"))
     cuda.load_linear_algebra([torch.device("cpu")] * 2)
     cuda.load_linear_algebra([torch.device("cuda", 0)])  # no second thread
+
+
+def test_a_device_that_has_failed_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error is that of the call that the thread is for."""
+    asked: list[torch.device] = []
+
+    def fails(device: torch.device) -> None:
+        asked.append(device)
+        raise torch.AcceleratorError("device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", fails)
+    cuda.enter_context(torch.device("cuda", 0))
+    assert asked == [torch.device("cuda", 0)]

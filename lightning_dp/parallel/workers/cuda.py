@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -14,7 +15,9 @@ def enter_context(device: torch.device) -> None:
     context; any call of CUDA's runtime does. Torch warns where a product of matrices is the first.
     """
     if device.type == "cuda":
-        torch.cuda.current_stream(device).query()
+        # A device that has failed tells so in the call: a thread that ended here would not.
+        with suppress(RuntimeError):
+            torch.cuda.current_stream(device).query()
 
 
 def load_linear_algebra(devices: Sequence[torch.device]) -> None:

@@ -302,7 +302,8 @@ def test_gradients_stay_until_the_last_micro_batch_where_nobody_looks(
     monkeypatch.setattr(reduce, "reduce_gradients", reduced)
     asked = mock.Mock(wraps=between_steps.sees_gradients)
     monkeypatch.setattr(between_steps, "sees_gradients", asked)
-    job = trainer(2, accumulate_grad_batches=2, max_epochs=1, callbacks=[Harmless()])
+    strategy = DataParallelStrategy(executor="threads")
+    job = trainer(2, strategy, accumulate_grad_batches=2, max_epochs=1, callbacks=[Harmless()])
     fit(job, make())
     assert batches == expected
     assert asked.call_count == 1

@@ -50,6 +50,7 @@ FLOORS = [
     ],
     [
         "parallel.torch_backends",
+        "parallel.torch_checkpoint",
         "parallel.torch_compile",
         "parallel.torch_losses",
         "parallel.torch_parametrize",
@@ -69,6 +70,7 @@ PRIVATE_NAMES = {
     "parallel.torch_losses",
     "parallel.torch_mixing",
     "parallel.torch_nodes",
+    "parallel.torch_checkpoint",
     "parallel.torch_parametrize",
     "parallel.torch_storage",
     "parallel.torch_engine",

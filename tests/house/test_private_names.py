@@ -29,6 +29,7 @@ ROOMS = (
     "lightning_private.py",
     "parallel/torch_backends.py",
     "parallel/torch_compile.py",
+    "parallel/torch_checkpoint.py",
     "parallel/torch_engine.py",
     "parallel/torch_losses.py",
     "parallel/torch_mixing.py",

@@ -421,7 +421,9 @@ def test_a_checkpoint_around_the_replicas_is_named_as_the_reason(executor: str) 
 
 def test_of_short_fits_auto_says_that_it_was_measuring() -> None:
     executor = Executor([torch.device("cpu")] * 2)
-    executor.choose("step", 2)
+    assert not executor.choose("step", 2)
+    assert "the first call shows" in executor.why_in_order("step")
+    assert executor.choose("step", 2)
     assert "still measuring" in executor.why_in_order("step")
     executor.choose("step", 2, compiles=True)
     assert executor.why_in_order("step").startswith("compiled modules")

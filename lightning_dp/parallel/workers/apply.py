@@ -18,6 +18,7 @@ from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.links import Stretch
+from lightning_dp.parallel.torch_checkpoint import watch_checkpoints
 from lightning_dp.parallel.torch_parametrize import cached_values
 from lightning_dp.parallel.torch_private import (
     count_dispatch_modes,
@@ -26,6 +27,7 @@ from lightning_dp.parallel.torch_private import (
 )
 from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.calls import Calls
+from lightning_dp.parallel.workers.drawn_again import begin_checkpoint
 from lightning_dp.parallel.workers.left_behind import ended, leave_behind
 from lightning_dp.parallel.workers.participant import Participant, Task
 from lightning_dp.parallel.workers.process import watch
@@ -41,7 +43,15 @@ SHARED_VALUES = (
     'weights, on their device. Choose executor="inorder", or, where replicas meet in a step '
     "(collectives, synced batch norm, manual optimisation), leave cached() out."
 )
+REDRAWN = (
+    "Expected no random numbers in activation checkpoints (torch.utils.checkpoint) where replicas "
+    "run in threads and draw from one generator, that of {device}, got some: they are drawn once "
+    "more in the backward, and others have drawn meanwhile, so gradients would be those of other "
+    "numbers. "
+    'Choose executor="inorder", a dropout of 0, or devices that are distinct.'
+)
 WHY = {
+    "look": "the first call shows whether checkpoints draw random numbers",
     "inorder": 'executor="inorder"',
     "deterministic": 'executor="auto" takes them in order where algorithms are deterministic',
     "compiles": "compiled modules are called one at a time",
@@ -76,12 +86,15 @@ class Executor:
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
         self._how = how
         self._shares_values = False  # calls have used the one cache of parametrizations
+        self._redraws = False  # checkpoints draw from a generator that replicas share
+        self._looked_at: set[str] = set()  # kinds of work that have run once
         self._workers: list[Worker] = []
         self._trials: defaultdict[tuple[str, int], Trial] = defaultdict(Trial)
         self._latest: dict[str, Trial] = {}
         self._in_threads: dict[str, bool] = {}
         self._why: dict[str, str] = {}  # the latest work of a kind ran so
         watch(self)
+        watch_checkpoints(begin_checkpoint)
 
     def run(
         self,
@@ -136,6 +149,8 @@ class Executor:
             self._shares_values = True
             if self._in_threads[kind] or calls.have_met:
                 raise RuntimeError(SHARED_VALUES) from (failure and failure[1])
+        if calls.redrawn and len(tasks) > 1:
+            self._note_redrawn(kind, calls, failure and failure[1])
         if failure is not None:
             task, error = failure
             if task is not None:
@@ -143,6 +158,14 @@ class Executor:
                 add_note(error, f"[in {who}{task.cause(error)}]")
             raise error
         return results
+
+    def _note_redrawn(self, kind: str, calls: Calls, cause: BaseException | None) -> None:
+        """Checkpoints have drawn random numbers: replicas of one generator take turns now."""
+        for device in calls.redrawn:
+            if device.type == "cpu" or self._devices.count(device) > 1:
+                self._redraws = True
+                if self._in_threads[kind]:
+                    raise RuntimeError(REDRAWN.format(device=device)) from cause
 
     def _thread_state(self) -> ThreadState:
         """That of the calling thread, which on the CPU is in no mode as a rule."""
@@ -207,6 +230,10 @@ class Executor:
             in_threads, why = False, "checkpoint"
         elif self._shares_values and why != "inorder":
             in_threads, why = False, "cached"
+        elif self._redraws and why != "inorder":
+            in_threads, why = False, "checkpoint"
+        elif why == "auto" and self._is_to_be_looked_at(kind):
+            why = "look"
         elif why == "auto" and torch.are_deterministic_algorithms_enabled():
             why = "deterministic"
         elif why == "auto":
@@ -216,6 +243,14 @@ class Executor:
             in_threads = trial.threads
         self._in_threads[kind], self._why[kind] = in_threads, why
         return in_threads
+
+    def _is_to_be_looked_at(self, kind: str) -> bool:
+        """Whether its first call may show what no call in threads must do."""
+        shares = len(set(self._devices)) < len(self._devices)
+        if not shares or not torch.is_grad_enabled() or kind in self._looked_at:
+            return False
+        self._looked_at.add(kind)
+        return True
 
     def is_in_threads(self, kind: str) -> bool:
         """Whether the latest work of a kind ran in threads."""

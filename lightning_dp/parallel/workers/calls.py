@@ -18,6 +18,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from lightning_dp.parallel.devices import replica_text
 from lightning_dp.parallel.errors import described, is_a
 from lightning_dp.parallel.split import Order
@@ -68,6 +70,7 @@ class Calls:
         self.dim = dim
         self.world = world
         self.participants: list[Participant] = []
+        self.redrawn: set[torch.device] = set()  # whose random numbers checkpoints draw again
         self.one_by_one = False  # only one replica runs at a time
         self.is_open = True  # the calls have not all ended
         self.broken: BaseException | None = None  # what has ended them all

@@ -42,6 +42,7 @@ from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import Contexts, StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
+from lightning_dp.parallel.torch_private import is_in_backward
 from lightning_dp.state import ModuleState, own_optimizers
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ class Journal:
             source, value = self.metrics.source(value), self.metrics.original(value)
         if isinstance(value, NoValue):
             value = value.error if source else value.fail()
-        call = log_call(name, value, args, kwargs, self._leaving, self._names, source)
+        leaving = () if is_in_backward() else self._leaving  # for a backward no host waits
+        call = log_call(name, value, args, kwargs, leaving, self._names, source)
         self.calls.append(call)
         if self.logged is not None:
             self.logged.append((call, value))

@@ -11,6 +11,7 @@ import torch
 import torchmetrics
 from lightning.pytorch import Callback
 from oracle import Classifier, assert_equal_trees, loader, trainer
+from places import on_accelerators
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -101,6 +102,11 @@ class Measured(Hooked):
         self.log("largest", gradient.abs().sum(), reduce_fx="sum", on_step=False, on_epoch=True)
 
 
+class Logging(Hooked):
+    def on_gradient(self, gradient: Tensor) -> None:
+        self.log("sum", gradient.abs().sum(), reduce_fx="sum")
+
+
 class RootsOwn(Hooked):
     """Hooks of the Trainer around the backward are the root's, once."""
 
@@ -147,6 +153,14 @@ def test_what_they_collect_is_one_devices(make: Any, devices: int, executor: Any
     got, told = seen(make, devices, executor=executor)
     assert_equal_trees(got, expected, "left by backwards", **CLOSE)
     assert told == []
+
+
+@on_accelerators
+@pytest.mark.parametrize("executor", ["inorder", "threads"])
+def test_numbers_that_they_log_are_read_when_they_are_on_the_host(executor: Any) -> None:
+    expected, _ = seen(Logging, 1)
+    got, _ = seen(Logging, 3, executor=executor, output_device="cpu")
+    assert_equal_trees(got, expected, "logged in backwards", **CLOSE)
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])

@@ -69,7 +69,7 @@ class Journal:
             source, value = self.metrics.source(value), self.metrics.original(value)
         if isinstance(value, NoValue):
             value = value.error if source else value.fail()
-        leaving = () if is_in_backward() else self._leaving  # for a backward no host waits
+        leaving = self._leaving and (() if is_in_backward() else self._leaving)  # else none waits
         call = log_call(name, value, args, kwargs, leaving, self._names, source)
         self.calls.append(call)
         if self.logged is not None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dp.parallel.torch_checkpoint import watch_checkpoints
-from lightning_dp.parallel.workers.drawn_again import begin_checkpoint
+from lightning_dp.parallel.workers.generators import begin_checkpoint
 
 
 @pytest.fixture

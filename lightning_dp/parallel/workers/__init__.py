@@ -4,7 +4,7 @@ Decided here: threads or one after another (`apply`, `trial`), how the host wait
 and what happens when one fails (`calls`), what becomes of one that does not end (`left_behind`), of
 workers (`worker`) when the process forks or ends (`process`), what of the caller's thread a worker
 has, and how many threads the caller takes beside them (`thread_state`), what of torch's is not for
-threads (`forward_levels`, `drawn_again`) or not for their first calls (`cuda`), where replicas meet
+threads (`forward_levels`, `generators`) or not for their first calls (`cuda`), where replicas meet
 in the middle of a call (`rendezvous`, seen from one replica as `participant`) and with those of
 other processes (`across`), and what they do there together (`collectives`, `sync_batch_norm`).
 """

@@ -27,7 +27,7 @@ from lightning_dp.parallel.torch_private import (
 )
 from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.calls import Calls
-from lightning_dp.parallel.workers.drawn_again import begin_checkpoint
+from lightning_dp.parallel.workers.generators import begin_checkpoint, draw_apart, generators_of
 from lightning_dp.parallel.workers.left_behind import ended, leave_behind
 from lightning_dp.parallel.workers.participant import Participant, Task
 from lightning_dp.parallel.workers.process import watch
@@ -86,6 +86,7 @@ class Executor:
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
         self._how = how
         self._shares_values = False  # calls have used the one cache of parametrizations
+        self._generators: list[torch.Generator] | None = None
         self._redraws = False  # checkpoints draw from a generator that replicas share
         self._looked_at: set[str] = set()  # kinds of work that have run once
         self._workers: list[Worker] = []
@@ -125,6 +126,10 @@ class Executor:
         calls.names = self._names
         if not goes_on:
             self.choose(kind, len(tasks))
+        if self._generators is None:  # not sooner: they come with the first use of devices
+            self._generators = generators_of(self._devices)
+        if len(set(map(torch.Generator.initial_seed, self._generators))) < len(self._generators):
+            draw_apart(self._generators)
         trial = self._latest.get(kind)
         measured = trial is not None and trial.is_measured
         stretch = Stretch(self._devices) if measured else None

@@ -112,8 +112,10 @@ class ThreadState:
         modes = Modes(self._default_device_on(device), self.modes.function, self.modes.dispatch)
         with (
             nullcontext() if self.work_for is None else self.work_for(),
+            current_device(
+                device
+            ),  # else streams would make the first device current, which is used
             on_streams(self.streams),
-            current_device(device),
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.grad),
             self._in_modes(modes, self.autocasts),

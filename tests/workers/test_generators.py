@@ -1,4 +1,4 @@
-"""Activation checkpoints with dropout: the backward draws the numbers of the forward again."""
+"""Each device draws its own random numbers, and an activation checkpoint its own again."""
 
 from __future__ import annotations
 
@@ -107,3 +107,34 @@ def test_a_fit_has_the_forwards_numbers(mode: Any, executor: Any) -> None:
     module, strategy = Fitted(), DataParallelStrategy(mode=mode, executor=executor, **options)
     trainer(3, strategy, max_epochs=2).fit(module, loader(n=96, batch_size=8), loader())
     assert len(module.agrees) == 24 and all(module.agrees)
+
+
+class Drawing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rand_like(x) + 0 * F.dropout(x)
+
+
+def drawn(seeds: list[int], calls: int = 2) -> list[list[Tensor]]:
+    """What each of three devices draws, call by call."""
+    wrapper = DataParallel(Drawing(), devices_of(3), output_device="cpu", executor="threads")
+    found = []
+    for seed in seeds:
+        torch.manual_seed(seed)
+        found += [list(wrapper(torch.zeros(6, 4)).chunk(3)) for _ in range(calls)]
+    wrapper.close()
+    return found
+
+
+@pytest.mark.on("sim", "multigpu")
+def test_devices_of_one_seed_draw_different_numbers() -> None:
+    numbers = [shard for call in drawn([0, 1]) for shard in call]
+    assert len({tuple(shard.flatten().tolist()) for shard in numbers}) == 12
+
+
+@pytest.mark.on("sim", "multigpu")
+def test_equal_seeds_give_equal_numbers_and_the_root_draws_as_if_alone() -> None:
+    first, other = drawn([5, 6]), drawn([5, 6])
+    assert all(all(map(torch.equal, *calls)) for calls in zip(first, other, strict=True))
+    torch.manual_seed(5)
+    alone = Drawing()(torch.zeros(2, 4, device=devices_of(1)[0]))
+    assert torch.equal(first[0][0], alone.cpu())

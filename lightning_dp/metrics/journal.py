@@ -42,7 +42,7 @@ from lightning_dp.metrics.undo import MetricStates
 from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import Contexts, StandIn, standing_in
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas
-from lightning_dp.parallel.torch_private import is_in_backward
+from lightning_dp.parallel.torch_private import backward_id
 from lightning_dp.state import ModuleState, own_optimizers
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Journal:
             source, value = self.metrics.source(value), self.metrics.original(value)
         if isinstance(value, NoValue):
             value = value.error if source else value.fail()
-        leaving = self._leaving and (() if is_in_backward() else self._leaving)  # else none waits
+        leaving = self._leaving if backward_id() == -1 else ()  # after a backward nobody waits
         call = log_call(name, value, args, kwargs, leaving, self._names, source)
         self.calls.append(call)
         if self.logged is not None:

@@ -196,12 +196,13 @@ _top_functions = found(_AUTOGRAD, "_top_saved_tensors_default_hooks")
 saved_tensors_functions: Callable[[], Functions | None] = partial(_top_functions, False)
 """What the innermost `saved_tensors_hooks` of the calling thread was given."""
 
-_backward_id = found(torch._C, "_current_graph_task_id")
+backward_id: Callable[[], int] = found(torch._C, "_current_graph_task_id")
+"""The number of the backward of which the calling thread runs a node; -1 outside of backwards."""
 
 
 def is_in_backward() -> bool:
     """Whether the calling thread runs a node of a backward."""
-    return bool(_backward_id() != -1)
+    return backward_id() != -1
 
 
 _run_backward = found(torch.autograd, "_engine_run_backward")

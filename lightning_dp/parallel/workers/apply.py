@@ -157,11 +157,7 @@ class Executor:
         if calls.redrawn and len(tasks) > 1:
             self._note_redrawn(kind, calls, failure and failure[1])
         if failure is not None:
-            task, error = failure
-            if task is not None:
-                who = calls.who(task.replica) + task.context()
-                add_note(error, f"[in {who}{task.cause(error)}]")
-            raise error
+            raise _told(calls, *failure)
         return results
 
     def _note_redrawn(self, kind: str, calls: Calls, cause: BaseException | None) -> None:
@@ -294,3 +290,11 @@ class Executor:
             self._workers = start_workers(self._devices)
         work = partial(participant.calls.work, participant)
         self._workers[participant.task.replica].inbox.put(work)
+
+
+def _told(calls: Calls, task: Task | None, error: BaseException) -> BaseException:
+    """An error of a task, with a note that says whose."""
+    if task is not None:
+        who = calls.who(task.replica) + task.context()
+        add_note(error, f"[in {who}{task.cause(error)}]")
+    return error

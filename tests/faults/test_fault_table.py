@@ -78,6 +78,8 @@ def test_what_is_wrong_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
     assert show(table) == 4
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.split()[-6:] == ["5", "1", "1", "1", "1", "1"]
+    count(case, Left(broken="gradients"), table, again=False)
+    assert show(table) == 5
 
 
 def test_what_goes_wrong_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ notices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,9 +59,6 @@ def begin_checkpoint() -> Callable[[], None] | None:
 
 def _state(device: torch.device) -> Tensor:
     """Where the generator of a device stands that is the CPU or the current one."""
-    return torch.get_rng_state() if device.type == "cpu" else _of_current(device.type)
-
-
-def _of_current(kind: str) -> Tensor:
-    state: Tensor = torch.get_device_module(kind).get_rng_state()
+    module: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    state: Tensor = module.get_rng_state()
     return state

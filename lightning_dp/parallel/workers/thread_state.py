@@ -112,9 +112,8 @@ class ThreadState:
         modes = Modes(self._default_device_on(device), self.modes.function, self.modes.dispatch)
         with (
             nullcontext() if self.work_for is None else self.work_for(),
-            current_device(
-                device
-            ),  # else streams would make the first device current, which is used
+            # Before streams, which leave the device that was current, and so make a context on it.
+            current_device(device),
             on_streams(self.streams),
             torch.inference_mode(self.inference),
             torch.set_grad_enabled(self.grad),

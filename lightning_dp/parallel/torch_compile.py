@@ -12,6 +12,7 @@ from operator import attrgetter
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_dp.parallel.contexts import Contexts, Paired
@@ -89,3 +90,47 @@ def more_recompilations(times: int) -> AbstractContextManager[Any]:
     limits = {name: found(config, name) * times for name in names}
     raised = Paired(partial(_is_raised.set, True), partial(_is_raised.set, False))
     return Contexts([raised, config.patch(limits)])
+
+
+# CUDA graphs of compiled code (`mode="reduce-overhead"`)
+
+_GRAPHS = ("tree_manager_containers", "tree_manager_locks")
+_GRAPHS_MODULE = "torch._inductor.cudagraph_trees"
+
+
+def graphs_of_thread() -> Callable[[], None] | None:
+    """What gives another thread the CUDA graphs that this one has made, if compiled code makes any.
+
+    A thread without them cannot call code that has some, or makes others, apart from these. Those
+    of autograd have them. Gone: an error, where compiled code makes CUDA graphs.
+    """
+    if _GRAPHS_MODULE not in sys.modules:
+        return None
+    known, get = found(torch._C, "_is_key_in_tls"), found(torch._C, "_get_obj_in_tls")
+    if not all(map(known, _GRAPHS)):
+        return None
+    return partial(_have_graphs, list(map(get, _GRAPHS)))
+
+
+def _have_graphs(graphs: list[Any]) -> None:
+    for name, value in zip(_GRAPHS, graphs, strict=True):
+        found(torch._C, "_stash_obj_in_tls")(name, value)
+
+
+def one_invocation(device: int) -> AbstractContextManager[Any]:
+    """While it lasts, what is called on this GPU belongs to the call of compiled code before it.
+
+    CUDA graphs write over what they have returned as soon as a new call begins that they take for
+    the next batch's. Gone: an error, where compiled code makes CUDA graphs.
+    """
+    if _GRAPHS_MODULE not in sys.modules:
+        return nullcontext()
+    name = "in_new_torch_compile_invocation"
+    manager = found(sys.modules[_GRAPHS_MODULE], "CUDAGraphTreeManager")
+    begins: Callable[[Any], bool] = found(manager, name)
+
+    def begins_elsewhere(graphs: Any) -> bool:
+        return graphs.device_index != device and begins(graphs)
+
+    first, last = partial(setattr, manager, name, begins_elsewhere), partial(setattr, manager, name)
+    return Paired(first, partial(last, begins))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from threading import Thread
 from types import FunctionType
 from typing import Any
 
@@ -96,3 +98,42 @@ def test_dynamo_callback_handler_start_callbacks_are_called_before_anything_is_t
     torch._dynamo.reset()  # forgets it
     torch.compile(traced, backend="eager")(torch.zeros(1))
     assert seen == ["begins"]
+
+
+def test_is_key_in_tls_get_obj_in_tls_and_stash_obj_in_tls_hand_graphs_to_other_threads() -> None:
+    """Of a thread that has some: they come with the file that makes them."""
+    from torch._inductor import cudagraph_trees
+
+    def graphs() -> Any:
+        return cudagraph_trees.get_obj(cudagraph_trees.local, "tree_manager_containers")
+
+    def elsewhere(first: Callable[[], None]) -> Any:
+        seen: list[Any] = []
+        thread = Thread(target=lambda: (first(), seen.append(graphs())))
+        thread.start()
+        thread.join()
+        return seen[0]
+
+    own, has = graphs(), private.graphs_of_thread()
+    assert has is not None and elsewhere(has) is own
+    assert elsewhere(lambda: None) is not own
+
+
+def test_cudagraph_trees_begin_no_new_invocation_on_a_device() -> None:
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    managers = [object.__new__(CUDAGraphTreeManager) for _ in range(2)]
+    for index, manager in enumerate(managers):
+        manager.device_index, manager.current_gen = index, -100
+
+    def begin() -> list[bool]:
+        return [manager.in_new_torch_compile_invocation() for manager in managers]
+
+    assert begin() == [True, True]
+    with private.one_invocation(1):
+        assert begin() == [True, False]
+        assert not managers[1].can_start_new_generation()
+        with private.one_invocation(1), private.one_invocation(0):
+            assert begin() == [False, False]
+        assert begin() == [True, False]
+    assert begin() == [True, True]

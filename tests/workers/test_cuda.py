@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_dp.parallel.contexts import Paired
 from lightning_dp.parallel.workers import cuda
+from lightning_dp.parallel.workers.thread_state import ThreadState
 
 TESTS = Path(__file__).parents[1]
 
@@ -68,3 +71,23 @@ def test_a_device_that_has_failed_ends_no_thread(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "current_stream", fails)
     cuda.enter_context(torch.device("cuda", 0))
     assert asked == [torch.device("cuda", 0)]
+
+
+def test_on_each_gpu_only_the_first_turn_begins_an_invocation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else what CUDA graphs have returned for the replicas before would be written over."""
+    kept: list[int] = []
+
+    def one_invocation(device: int) -> Paired:
+        return Paired(partial(kept.append, device), partial(kept.remove, device))
+
+    monkeypatch.setattr(cuda, "one_invocation", one_invocation)
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    turns = cuda.InTurns(ThreadState(first, grad=True))
+    seen: list[list[int]] = []
+    with turns:
+        for device in (first, second, torch.device("cpu"), torch.device("cpu"), second, first):
+            turns.next(device)
+            seen.append(list(kept))
+    assert seen == [[], [], [], [], [1], [1, 0]] and not kept

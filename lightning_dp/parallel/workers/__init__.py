@@ -17,9 +17,9 @@ from lightning_dp.parallel.workers.apply import EXECUTORS as EXECUTORS
 from lightning_dp.parallel.workers.apply import Executor as Executor
 from lightning_dp.parallel.workers.apply import ExecutorName as ExecutorName
 from lightning_dp.parallel.workers.calls import Calls as Calls
-from lightning_dp.parallel.workers.calls import refuse_own_backward as refuse_own_backward
 from lightning_dp.parallel.workers.participant import PARTICIPANT as PARTICIPANT
 from lightning_dp.parallel.workers.participant import Task as Task
 from lightning_dp.parallel.workers.participant import current_participant as current_participant
+from lightning_dp.parallel.workers.participant import refuse_own_backward as refuse_own_backward
 from lightning_dp.parallel.workers.sync_batch_norm import fewest_samples as fewest_samples
 from lightning_dp.parallel.workers.thread_state import OneThread as OneThread

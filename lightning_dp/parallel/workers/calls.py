@@ -24,6 +24,7 @@ from lightning_dp.parallel.devices import replica_text
 from lightning_dp.parallel.errors import described, is_a
 from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.workers import left_behind
+from lightning_dp.parallel.workers.cuda import InTurns
 from lightning_dp.parallel.workers.participant import (
     ENDED,
     NO_REPLY,
@@ -57,6 +58,7 @@ class Calls:
     thread_state: ThreadState  # the host's, for the workers
     start: Callable[[Participant], None]  # lets a participant's worker do its task
     names: Sequence[str] = ()  # of all replicas, those without a call too
+    turns: InTurns | None = None  # of those that compute one by one, not on the CPU alone
 
     def __init__(
         self,
@@ -176,18 +178,25 @@ class Calls:
         moves from device to device, unless all are the CPU.
         """
         self.one_by_one = True
-        for participant in self.participants:
-            if participant.state is NOT_BEGUN:
-                participant.hosted, participant.deliver, participant.state = True, None, RUNNING
-                device = participant.task.device
-                with self.thread_state.moved_to(device) if moves else nullcontext():
-                    self._do_task(participant)
-                with participant.place:  # a thread that the call has started may host them now
-                    participant.state = ENDED
-            if participant.error is not None or self.broken is not None:
-                break
-        if self._rendezvous is not None:
-            self._rendezvous.serve()
+        self.turns = turns = InTurns(self.thread_state) if moves else None
+        with turns or nullcontext():
+            for participant in self.participants:
+                if participant.state is NOT_BEGUN:
+                    participant.hosted, participant.deliver, participant.state = True, None, RUNNING
+                    with turns.moved_to(participant.task.device) if turns else nullcontext():
+                        self._do_task(participant)
+                    with participant.place:  # a thread that the call has started may host them now
+                        participant.state = ENDED
+                if participant.error is not None or self.broken is not None:
+                    break
+            if self._rendezvous is not None:
+                self._rendezvous.serve()
+
+    def begin_late(self, participant: Participant) -> None:
+        """Has a worker do a task, while the tasks before it wait."""
+        if self.turns is not None:
+            self.turns.next(participant.task.device)
+        self.start(participant)
 
     def wait(self) -> None:
         """Waits until no replica runs any more: each has ended or is at a rendezvous."""
@@ -285,15 +294,3 @@ class Calls:
         # The timeout lets Ctrl-C through on Windows, where a lock does not.
         with contextlib.suppress(Empty):
             self._events.get(timeout=min(seconds, 0.5))
-
-
-def refuse_own_backward(calls: Callable[[], Calls | None], buffers: list[str]) -> None:
-    """Refuses a replica's own backward through the graph of buffers, which all replicas share."""
-    running = calls()
-    if running is not None and running.is_open and not running.is_conducting:
-        raise RuntimeError(
-            "Expected no backward and no torch.autograd.grad inside of training_step through the "
-            f"buffers {buffers}, which were computed outside of it: all replicas share their "
-            "graph. Compute them in training_step, where each replica has its own, or use "
-            'DataParallelStrategy(mode="forward").'
-        )

@@ -1,11 +1,19 @@
-"""CUDA in worker threads: what it does at first use, and cannot do in several threads at once."""
+"""CUDA of several replicas: what it does at first use, and cannot do in several threads at once.
+
+And graphs of CUDA, which `torch.compile(mode="reduce-overhead")` makes: replicas that share a GPU
+share these, too, and take turns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import torch
+
+from lightning_dp.parallel.contexts import Lasting
+from lightning_dp.parallel.torch_compile import one_invocation
+from lightning_dp.parallel.workers.thread_state import ThreadState
 
 
 def enter_context(device: torch.device) -> None:
@@ -30,3 +38,36 @@ def load_linear_algebra(devices: Sequence[torch.device]) -> None:
     if len(gpus) > 1:
         one = torch.ones((1, 1), device=gpus[0], dtype=torch.float32)
         torch.linalg.solve_triangular(one, one, upper=True)  # it takes neither time nor memory
+
+
+class InTurns(Lasting):
+    """Replicas compute in turns; what graphs return for one is kept while the others compute.
+
+    On each GPU only the first one's call of compiled code may write over what the call before has
+    returned, as on one device the call for the next batch does.
+    """
+
+    def __init__(self, state: ThreadState) -> None:
+        self._state = state
+        self._seen: set[torch.device] = set()
+        self._kept: list[AbstractContextManager[object]] = []
+
+    def begin(self) -> None:
+        """Nobody has computed."""
+
+    def next(self, device: torch.device) -> None:
+        """The next replica computes on this device."""
+        if device.type == "cuda" and device in self._seen:
+            self._kept.append(one_invocation(device.index))
+            self._kept[-1].__enter__()
+        self._seen.add(device)
+
+    def moved_to(self, device: torch.device) -> AbstractContextManager[None]:
+        """The thread of all, while the next replica computes in it."""
+        self.next(device)
+        return self._state.moved_to(device)
+
+    def end(self) -> None:
+        """All have computed."""
+        while self._kept:
+            self._kept.pop().__exit__(None, None, None)

@@ -228,3 +228,15 @@ class Participant:
             case phase:
                 doing = phase.value
         return f"{self.name} {doing}"
+
+
+def refuse_own_backward(calls: Callable[[], Calls | None], buffers: list[str]) -> None:
+    """Refuses a replica's own backward through the graph of buffers, which all replicas share."""
+    running = calls()
+    if running is not None and running.is_open and not running.is_conducting:
+        raise RuntimeError(
+            "Expected no backward and no torch.autograd.grad inside of training_step through the "
+            f"buffers {buffers}, which were computed outside of it: all replicas share their "
+            "graph. Compute them in training_step, where each replica has its own, or use "
+            'DataParallelStrategy(mode="forward").'
+        )

@@ -43,7 +43,7 @@ class Rendezvous:
         self._participants = calls.participants
         for participant in calls.participants:
             if participant.state is NOT_BEGUN:
-                participant.deliver = partial(calls.start, participant)
+                participant.deliver = partial(calls.begin_late, participant)
 
     # The replicas' side
 

@@ -1,0 +1,94 @@
+"""Compiled code that makes CUDA graphs: what they return for one replica is there to the end.
+
+Graphs write over what they have returned as soon as compiled code is called for another batch; that
+of another replica is none. Only GPUs have graphs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from oracle import ByHand, assert_same, run
+from torch import Tensor, nn
+
+from lightning_dp import DataParallel
+
+pytestmark = [
+    pytest.mark.on("cuda"),
+    pytest.mark.usefixtures("on", "fresh_compiler"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.compile's own imports
+]
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.compiler.reset()
+
+
+class Graphs(oracle.Classifier):
+    """The last layer is a graph; its outputs are those of forward, predictions, and in logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = torch.compile(self.last, mode="reduce-overhead")
+
+    def last(self, x: Tensor) -> Tensor:
+        return self.net[2](x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.net[1](self.net[0](x)))
+
+
+class MarkedGraphs(Graphs):
+    """It says itself where a new batch begins, as torch advises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return super().forward(x)
+
+
+class GraphsByHand(ByHand, Graphs):
+    """Its replicas meet in the step."""
+
+
+class PlainByHand(ByHand, oracle.Classifier):
+    """What it is compared with."""
+
+
+def has_made_graphs() -> bool:
+    from torch._inductor import cudagraph_trees
+
+    manager = cudagraph_trees.get_manager(0, create_if_none_exists=False)
+    return manager is not None and any(manager.roots.values())
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "step": (Graphs, oracle.Classifier, {}),
+    "marked": (MarkedGraphs, oracle.Classifier, {}),
+    "forward": (Graphs, oracle.Classifier, {"mode": "forward"}),
+    "by hand": (GraphsByHand, PlainByHand, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_one_device(case: str) -> None:
+    graphs, plain, options = CASES[case]
+    several = run(graphs, 3, strategy=options)
+    assert has_made_graphs()
+    assert_same(several, run(plain, 1))
+
+
+def test_outputs_of_all_replicas_are_there_without_gradients() -> None:
+    net = nn.Linear(4, 3).to("cuda")
+    wrapper = DataParallel(torch.compile(net, mode="reduce-overhead"), ["cuda:0"] * 4)
+    for seed in range(4):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).to("cuda")
+        with torch.no_grad():
+            torch.testing.assert_close(wrapper(x), net(x))
+    assert has_made_graphs()
+    wrapper.close()

@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,9 +22,12 @@ from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.contexts import Lasting, StandIn, Surroundings, replaced
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
+from lightning_dp.parallel.torch_compile import COMPILED_CALL, compiled_forward
 from lightning_dp.parallel.torch_private import is_in_backward
 
 _OUTSIDE = "Compute it outside of the call, of the whole batch."
+
+_CALLED = ("forward", COMPILED_CALL)
 
 _TELLING = ("batch_size", "split_batch", "sample_cost")
 
@@ -71,7 +74,7 @@ class ForwardParallel(RecoveringEngine):
         super().__init__(module, devices, scalars=scalars, **options)
         self.num_calls = self.num_cut = 0  # so far, and of these the ones that were cut
         self._paths = list(dict.fromkeys(["", *parallel_modules]))
-        self._own_forwards: dict[str, Any] | None = None
+        self._own: dict[str, dict[str, Any]] | None = None  # what spread modules have themselves
         self._always_copies = always_copies
         self._mode = (False, False)
         self._locks: dict[int, threading.RLock] = {}
@@ -88,7 +91,7 @@ class ForwardParallel(RecoveringEngine):
     @property
     def is_spreading(self) -> bool:
         """Whether the module's calls are spread now."""
-        return self._own_forwards is not None
+        return self._own is not None
 
     def spreading(self) -> AbstractContextManager[None]:
         """Spreads the module's calls while it lasts."""
@@ -96,15 +99,14 @@ class ForwardParallel(RecoveringEngine):
 
     def start_spreading(self) -> None:
         """Spreads the module's calls from here on."""
-        own = {path: attributes.get("forward") for path, attributes in self._attributes()}
-        self._own_forwards = own  # first: an interrupt may come before the next line
-        self._set_forwards({path: self._spread_forward(path) for path in self._paths})
+        self._own = self._called()  # first: an interrupt may come before the next line
+        self._have_called({path: {"forward": self._spread_forward(path)} for path in self._paths})
 
     def stop_spreading(self) -> None:
         """Gives the module its own forwards back; once more, if an interrupt came in between."""
-        if self._own_forwards is not None:
-            self._set_forwards(self._own_forwards)
-            self._own_forwards = None
+        if self._own is not None:
+            self._have_called(self._own)
+            self._own = None
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
@@ -165,13 +167,15 @@ class ForwardParallel(RecoveringEngine):
     def spread(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Does `call` where replicas call the module's own forward, and follow its attributes."""
         with self.turn():
-            spread = {path: attributes.get("forward") for path, attributes in self._attributes()}
+            if self._own is None:  # a checkpoint that calls again
+                return self.call(path, args, kwargs)
+            spread = self._called()
             try:
-                self._set_forwards(self._own_forwards or dict.fromkeys(self._paths))
+                self._have_called(self._own)
                 return self.call(path, args, kwargs)
             finally:
                 if self.is_spreading:
-                    self._set_forwards(spread)
+                    self._have_called(spread)
 
     def _spread_forward(self, path: str) -> StandIn:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -179,18 +183,20 @@ class ForwardParallel(RecoveringEngine):
 
         return StandIn(self.module.get_submodule(path), "forward", call)
 
-    def _attributes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Those of the spread modules."""
-        for path in self._paths:
-            yield path, self.module.get_submodule(path).__dict__
+    def _called(self) -> dict[str, dict[str, Any]]:
+        """The attributes of spread modules that their calls go to, if they have some themselves."""
+        spread = {path: vars(self.module.get_submodule(path)) for path in self._paths}
+        return {path: {n: a[n] for n in _CALLED if n in a} for path, a in spread.items()}
 
-    def _set_forwards(self, forwards: Mapping[str, Any]) -> None:
-        """Sets the attribute `forward` of spread modules; None stands for that of their class."""
-        for path, attributes in self._attributes():
-            if forwards[path] is None:
-                attributes.pop("forward", None)
-            else:
-                attributes["forward"] = forwards[path]
+    def _have_called(self, called: Mapping[str, Mapping[str, Any]]) -> None:
+        """Sets these attributes; what is not there is that of the class."""
+        for path, own in called.items():
+            attributes = vars(self.module.get_submodule(path))
+            for name in _CALLED:
+                if name in own:
+                    attributes[name] = own[name]
+                else:
+                    attributes.pop(name, None)
 
 
 class _Spreading(Lasting):
@@ -238,7 +244,7 @@ class SpreadCall(ReplicaCall):
         """The replica's `forward`."""
         rest = {name: value for name, value in shard.items() if isinstance(name, str)}
         args = map(shard.get, range(self._num_args))
-        call = partial(module.get_submodule(self.path).forward, *args, **rest)
+        call = partial(compiled_forward(module.get_submodule(self.path)), *args, **rest)
         return call() if self._traces is None else self._traces.of_call(module, shard, call)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:

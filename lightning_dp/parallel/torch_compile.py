@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from operator import attrgetter
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -18,9 +17,46 @@ from torch import nn
 from lightning_dp.parallel.contexts import Contexts, Paired
 from lightning_dp.parallel.torch_private import child_table, found
 
-found(nn.Module, "_compiled_call_impl")
-compiled_call: Callable[[nn.Module], Any] = attrgetter("_compiled_call_impl")
-"""What calls of a module go to after `module.compile()`; None before."""
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute that calls of a module go to after `module.compile()`; None before."""
+
+found(nn.Module, COMPILED_CALL)
+
+
+def compiled_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward; after `module.compile()`, compiled with the options given there.
+
+    Gone: an error, for modules that are compiled so.
+    """
+    compiled, forward = getattr(module, COMPILED_CALL), module.forward
+    if compiled is None:
+        return forward
+    own = found(compiled, "_torchdynamo_orig_callable")
+    cells = [CellType(forward) if _content(c) is own else c for c in compiled.__closure__]
+    return with_cells(compiled, cells, forward)
+
+
+def with_cells(
+    function: FunctionType, cells: Iterable[CellType], original: Any = None
+) -> FunctionType:
+    """A function that knows other things by its own names.
+
+    Of a compiled one, `original` is what it calls: that tells who compiles it as a part of more.
+    """
+    code, names, defaults = function.__code__, function.__globals__, function.__defaults__
+    other = FunctionType(code, names, function.__name__, defaults, tuple(cells))
+    other.__kwdefaults__ = function.__kwdefaults__
+    other.__dict__.update(function.__dict__)
+    if original is not None:
+        set_compiled_function(other, original)
+    return other
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def compiled_inner(module: nn.Module) -> nn.Module | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from threading import Thread
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -17,12 +16,26 @@ from lightning_dp.parallel import torch_compile as private
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
 
 
-def test_compiled_call_impl() -> None:
-    module = nn.Linear(1, 1)
-    assert private.compiled_call(module) is None
-    module.compile(backend="eager")
-    assert private.compiled_call(module) is not None
-    assert private.compiled_call(torch.compile(nn.Linear(1, 1), backend="eager")) is None
+class Own(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sin()
+
+
+def test_compiled_call_impl_compiles_the_forward_of_a_module_compiled_in_place() -> None:
+    made: list[Any] = []
+
+    def backend(graph: Any, examples: Any) -> Any:
+        made.append(graph)
+        return graph.forward
+
+    module, x = Own(1, 1), torch.ones(1)
+    assert private.compiled_forward(module) == module.forward
+    module.compile(backend=backend)
+    module.register_forward_hook(lambda *_: torch.zeros(3))
+    assert torch.equal(private.compiled_forward(module)(x), module.forward(x)) and made
+    assert torch.equal(module(x), torch.zeros(3))
+    wrapped = torch.compile(Own(1, 1), backend=backend)
+    assert private.compiled_forward(wrapped) == wrapped.forward
 
 
 def test_orig_mod_is_in_a_compiled_module() -> None:
@@ -52,9 +65,7 @@ def test_torchdynamo_inline_and_torchdynamo_wrapper_id_are_what_others_compile()
         return torch.compile(layer.forward, backend="eager")
 
     first, second = map(makes, layers)
-    twin = FunctionType(first.__code__, first.__globals__, first.__name__, None, second.__closure__)
-    twin.__dict__.update(first.__dict__)
-    private.set_compiled_function(twin, layers[1].forward)
+    twin = private.with_cells(first, second.__closure__, layers[1].forward)
     outer = torch.compile(lambda x: twin(x), backend="eager")
     x = torch.ones(1, 2)
     assert torch.equal(outer(x), layers[1](x)) and torch.equal(twin(x), layers[1](x))

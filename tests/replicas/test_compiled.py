@@ -131,7 +131,42 @@ class Global(Base):
         return squared(self.net(x))
 
 
-KINDS = [Module, Whole, Function, OfModule, Method, LayersForward, Decorated, Global]
+class Last(nn.Sequential):
+    """In place, torch compiles no layer of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class InPlace(Base):
+    """A part that stays what it is, and is compiled where it is called."""
+
+    def compile_parts(self) -> None:
+        self.net[2] = Last(nn.Linear(16, 3), nn.Tanh())
+        self.net[2].compile(backend=backend)
+
+
+class WholeInPlace(Base):
+    """Its own call."""
+
+    def compile_parts(self) -> None:
+        self.compile(backend=backend)
+
+
+KINDS = [
+    InPlace,
+    WholeInPlace,
+    Module,
+    Whole,
+    Function,
+    OfModule,
+    Method,
+    LayersForward,
+    Decorated,
+    Global,
+]
 
 
 @pytest.mark.slow

@@ -304,14 +304,6 @@ def test_modules_that_cannot_be_replicated_are_named() -> None:
         replicas_of(nn.Sequential(nn.LazyLinear(3)))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
-def test_modules_compiled_in_place_are_refused() -> None:
-    net = nn.Sequential(nn.Linear(2, 2))
-    net[0].compile()
-    with pytest.raises(ValueError, match=r"not compiled in place, got Linear"):
-        replicas_of(net)
-
-
 def test_forward_may_write_to_self_without_the_others_seeing_it() -> None:
     class Caching(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.replicas.buffers import Table, version_of
 from lightning_dp.parallel.replicas.compiled import is_compiled
-from lightning_dp.parallel.torch_compile import compiled_function, set_compiled_function
+from lightning_dp.parallel.torch_compile import compiled_function, with_cells
 from lightning_dp.parallel.torch_private import (
     HOOK_TABLES,
     child_table,
@@ -227,13 +227,8 @@ def _with_other_cells(
     cells = tuple(_other_cell(cell, twins, depth) for cell in function.__closure__ or ())
     if not any(map(is_not, cells, function.__closure__ or ())):
         return function
-    defaults = function.__defaults__
-    twin = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, cells)
-    twin.__kwdefaults__ = function.__kwdefaults__
-    twin.__dict__.update(function.__dict__)
-    if original is not None:
-        set_compiled_function(twin, _other_content(original, twins, depth))
-    return twin
+    own = None if original is None else _other_content(original, twins, depth)
+    return with_cells(function, cells, own)
 
 
 def _other_cell(cell: CellType, twins: Mapping[int, Any], depth: int) -> CellType:

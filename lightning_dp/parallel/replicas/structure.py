@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.replicas.changes import AttributeVersions, ModuleTables
 from lightning_dp.parallel.replicas.hidden_layers import layers_in
-from lightning_dp.parallel.torch_compile import compiled_call
 from lightning_dp.parallel.torch_private import buffer_table, child_table, parameter_table
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -110,12 +109,6 @@ def _check_replicable(module: nn.Module) -> None:
             f"Expected modules written in Python, got {type(module).__qualname__}, which "
             "torch.jit compiled and which cannot be replicated. Use the original module, or "
             "one device."
-        )
-    if compiled_call(module) is not None:
-        raise ValueError(
-            f"Expected modules that are not compiled in place, got {type(module).__qualname__}, "
-            "whose compile() was called: it would compute with the root's weights on every "
-            "replica. Write module.layer = torch.compile(module.layer) instead."
         )
     for name, parameter in parameter_table(module).items():
         if parameter is not None and nn.parameter.is_lazy(parameter):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 
 import torch
 
 from lightning_dp.parallel.contexts import Lasting
-from lightning_dp.parallel.torch_compile import one_invocation
+from lightning_dp.parallel.torch_compile import graphs_of_thread, one_invocation
 from lightning_dp.parallel.workers.thread_state import ThreadState
 
 
@@ -55,17 +56,17 @@ class InTurns(Lasting):
     def begin(self) -> None:
         """Nobody has computed."""
 
-    def next(self, device: torch.device) -> None:
-        """The next replica computes on this device."""
+    def next(self, device: torch.device) -> ThreadState:
+        """The next replica computes on this device, with this state if that is in its worker."""
         if device.type == "cuda" and device in self._seen:
             self._kept.append(one_invocation(device.index))
             self._kept[-1].__enter__()
         self._seen.add(device)
+        return replace(self._state, have_graphs=graphs_of_thread())  # those before may be the first
 
     def moved_to(self, device: torch.device) -> AbstractContextManager[None]:
         """The thread of all, while the next replica computes in it."""
-        self.next(device)
-        return self._state.moved_to(device)
+        return self.next(device).moved_to(device)
 
     def end(self) -> None:
         """All have computed."""

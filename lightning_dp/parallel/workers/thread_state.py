@@ -20,7 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_dp.parallel.contexts import Contexts, Lasting
 from lightning_dp.parallel.devices import current_device, hand_over
 from lightning_dp.parallel.links import on_streams, side_streams
-from lightning_dp.parallel.torch_compile import graphs_of_thread
 from lightning_dp.parallel.torch_private import (
     NO_MODES,
     Functions,
@@ -69,7 +68,7 @@ class ThreadState:
     saved_tensors: Functions | None = None  # how to pack and unpack
     streams: Sequence[torch.Stream] = ()  # the caller's own, for there is order on them
     work_for: Callable[[], AbstractContextManager[None]] | None = None  # see `hand_over`
-    have_graphs: Callable[[], None] | None = None  # see `graphs_of_thread`
+    have_graphs: Callable[[], None] | None = None  # see `InTurns`
     is_plain: bool = True  # on the CPU a worker has all of it from its start, but for `grad`
 
     @classmethod
@@ -98,7 +97,6 @@ class ThreadState:
             saving and unpacking_in_turn(saving),
             streams,
             work_for,
-            graphs_of_thread() if streams else None,
             is_plain=not (inference or autocasts or any(modes) or saving or streams or work_for),
         )
 

@@ -13,7 +13,5 @@ replicas see in it (`followed_gradients`), the losses of several processes' step
 (`forward_losses`), its times (`meter`, `step_meter`) and `ranges`, and whether it fits the root
 alone (`root_memory`); `contexts`, which end whatever comes through them, attributes that are others
 for a while among them, and those that are `generated`; `errors` of other people's code and their
-`likely_cause`; private names of torch (`torch_private`, `torch_backends`, `torch_checkpoint`,
-`torch_compile`, `torch_losses`, `torch_mixing` with `torch_nodes`, `torch_parametrize`,
-`torch_storage`, `torch_engine`).
+`likely_cause`; private names of torch, `torch_private`.
 """

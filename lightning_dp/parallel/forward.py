@@ -22,8 +22,7 @@ from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.contexts import Lasting, StandIn, Surroundings, replaced
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
-from lightning_dp.parallel.torch_compile import COMPILED_CALL, compiled_forward
-from lightning_dp.parallel.torch_private import is_in_backward
+from lightning_dp.parallel.torch_private import COMPILED_CALL, compiled_forward, is_in_backward
 
 _OUTSIDE = "Compute it outside of the call, of the whole batch."
 

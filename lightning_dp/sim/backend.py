@@ -13,10 +13,10 @@ from torch.utils.backend_registration import (
     rename_privateuse1_backend,
 )
 
-from lightning_dp.parallel.torch_backends import add_device_module, out_of_tree_backend
 from lightning_dp.sim import device_module
 from lightning_dp.sim.extension import load_extension
 from lightning_dp.sim.parameters import let_parameters_move
+from lightning_dp.sim.torch_backends import add_device_module, out_of_tree_backend
 
 DEFAULT_DEVICE_COUNT = 8
 # PyTorch keeps device indices in a signed byte.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.torch_backends import can_take_data, set_can_take_data
+from lightning_dp.sim.torch_backends import can_take_data, set_can_take_data
 
 _KINDS = ({"cpu", "sim"}, {"sim"})
 

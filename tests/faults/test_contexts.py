@@ -48,8 +48,13 @@ from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.generated import context
 from lightning_dp.parallel.ranges import Ranges
 from lightning_dp.parallel.replicas import Replicas
-from lightning_dp.parallel.torch_compile import more_recompilations
-from lightning_dp.parallel.torch_private import Modes, backwards_go_to, current_modes, entries_of
+from lightning_dp.parallel.torch_private import (
+    Modes,
+    backwards_go_to,
+    current_modes,
+    entries_of,
+    more_recompilations,
+)
 from lightning_dp.parallel.workers.thread_state import ThreadState
 from lightning_dp.state import SharedMethods, shared_optimizers
 

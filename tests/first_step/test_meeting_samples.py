@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from lightning_dp.parallel.additive.findings import A_NUMBER, PAIRS, Related
 from lightning_dp.parallel.additive.relations import decided, related
-from lightning_dp.parallel.torch_mixing import mixed_samples
+from lightning_dp.parallel.torch_private import mixed_samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -40,42 +40,14 @@ FLOORS = [
     ["parallel.processes"],
     ["parallel.batch"],
     ["parallel.links"],
-    [
-        "parallel.split",
-        "parallel.devices",
-        "parallel.errors",
-        "parallel.ranges",
-        "keys",
-        "parallel.torch_mixing",
-    ],
-    [
-        "parallel.torch_backends",
-        "parallel.torch_checkpoint",
-        "parallel.torch_compile",
-        "parallel.torch_losses",
-        "parallel.torch_parametrize",
-        "parallel.torch_storage",
-        "parallel.torch_engine",
-    ],
-    ["parallel.torch_private", "parallel.torch_nodes", "parallel.checks"],
+    ["parallel.split", "parallel.devices", "parallel.errors", "parallel.ranges", "keys"],
+    ["parallel.torch_private", "parallel.checks"],
     ["parallel.generated"],
     ["parallel.contexts"],
 ]
 """Top to bottom; what is on one floor does not import each other."""
 
-PRIVATE_NAMES = {
-    "parallel.torch_private",
-    "parallel.torch_backends",
-    "parallel.torch_compile",
-    "parallel.torch_losses",
-    "parallel.torch_mixing",
-    "parallel.torch_nodes",
-    "parallel.torch_checkpoint",
-    "parallel.torch_parametrize",
-    "parallel.torch_storage",
-    "parallel.torch_engine",
-    "lightning_private",
-}
+PRIVATE_NAMES = {"parallel.torch_private", "lightning_private"}
 """The rooms that may touch private names of others, for everybody."""
 
 WINGS = {

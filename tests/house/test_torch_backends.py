@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel import torch_backends as backends
+from lightning_dp.sim import torch_backends as backends
 
 
 def test_get_privateuse1_backend_name() -> None:

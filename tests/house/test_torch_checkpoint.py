@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dp.parallel.torch_checkpoint import watch_checkpoints
+from lightning_dp.parallel.torch_private import watch_checkpoints
 from lightning_dp.parallel.workers.generators import begin_checkpoint
 
 

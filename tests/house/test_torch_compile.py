@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.parallel import torch_compile as private
+from lightning_dp.parallel.torch_private import compile as private
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dp.parallel.torch_losses import divisors_of_means, terms_of
+from lightning_dp.parallel.torch_private import divisors_of_means, terms_of
 
 CLASSES = torch.tensor([0, 1, 1, 2])
 WEIGHT = torch.tensor([1.0, 5.0, 0.5])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dp.parallel.torch_mixing import mixed_samples
+from lightning_dp.parallel.torch_private import mixed_samples
 
 Values = Callable[[Tensor], Any]
 

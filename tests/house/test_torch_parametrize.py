@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from lightning_dp.parallel.torch_parametrize import cached_values
+from lightning_dp.parallel.torch_private import cached_values
 
 
 def test_cache_is_another_one_after_each_block() -> None:

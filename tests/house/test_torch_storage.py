@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracle import devices_of
 
-from lightning_dp.parallel.torch_storage import is_alone_in_memory, uses, uses_of_memory
+from lightning_dp.parallel.torch_private import is_alone_in_memory, uses, uses_of_memory
 
 pytestmark = pytest.mark.usefixtures("on")
 

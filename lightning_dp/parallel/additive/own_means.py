@@ -30,8 +30,7 @@ from lightning_dp.parallel.additive.terms import (
 from lightning_dp.parallel.additive.traces import Trace, Traces
 from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.gradients import Graph, LossReduction, numbers_of
-from lightning_dp.parallel.torch_losses import divisors_of_means
-from lightning_dp.parallel.torch_mixing import mixed_samples
+from lightning_dp.parallel.torch_private import divisors_of_means, mixed_samples
 
 
 class OwnMeans:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.gradients import numbers_of
-from lightning_dp.parallel.torch_losses import Reduced, terms_of
+from lightning_dp.parallel.torch_private import Reduced, terms_of
 
 _ROUNDING = 1e-5
 

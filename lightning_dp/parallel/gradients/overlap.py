@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dp.parallel.gradients.schedule import Schedule
 from lightning_dp.parallel.links import Packing, current_stream, on_streams, own_stream
-from lightning_dp.parallel.torch_storage import is_alone_in_memory
+from lightning_dp.parallel.torch_private import is_alone_in_memory
 
 _GRAD = attrgetter("grad")
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.links import Packing, can_be_packed, gradients_on
-from lightning_dp.parallel.torch_private import add_to_each
-from lightning_dp.parallel.torch_storage import add_as_read
+from lightning_dp.parallel.torch_private import add_as_read, add_to_each
 
 Spread: TypeAlias = Callable[[Sequence[Callable[[], None]]], object]
 """Makes calls at the same time, one in each worker, and returns when all have ended."""

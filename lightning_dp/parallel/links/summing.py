@@ -19,8 +19,7 @@ from lightning_dp.parallel.links.lanes import lane
 from lightning_dp.parallel.links.leaving import Leaving
 from lightning_dp.parallel.links.routes import chain, have_access, piece_bytes
 from lightning_dp.parallel.links.streams import are_accelerators, current_stream
-from lightning_dp.parallel.torch_private import add_to_each, copy_to_each
-from lightning_dp.parallel.torch_storage import add_as_read
+from lightning_dp.parallel.torch_private import add_as_read, add_to_each, copy_to_each
 
 WINDOW_BYTES = 32 * 2**20
 """Sums on their way take this much on each device: as many buckets as fit are under way at once."""

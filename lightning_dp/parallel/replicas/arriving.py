@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.links import Arrival, current_stream
-from lightning_dp.parallel.torch_compile import before_compiling
 from lightning_dp.parallel.torch_private import (
+    before_compiling,
     buffer_table,
     child_table,
     parameter_table,
     tables_as_attributes,
+    uses,
+    uses_of_memory,
 )
-from lightning_dp.parallel.torch_storage import uses, uses_of_memory
 
 Table: TypeAlias = "dict[str, nn.Parameter | None]"
 

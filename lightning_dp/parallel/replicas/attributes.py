@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.replicas.buffers import Table, version_of
 from lightning_dp.parallel.replicas.compiled import is_compiled
-from lightning_dp.parallel.torch_compile import compiled_function, with_cells
 from lightning_dp.parallel.torch_private import (
     HOOK_TABLES,
     child_table,
+    compiled_function,
     copy_hook_tables,
     parameter_table,
     tables_as_attributes,
+    with_cells,
 )
 
 _ABSENT = object()

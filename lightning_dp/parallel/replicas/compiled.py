@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_dp.parallel.torch_compile import (
+from lightning_dp.parallel.torch_private import (
     compilation_counts,
     compiled_function,
     compiled_inner,

@@ -18,12 +18,12 @@ from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.links import Stretch
-from lightning_dp.parallel.torch_checkpoint import watch_checkpoints
-from lightning_dp.parallel.torch_parametrize import cached_values
 from lightning_dp.parallel.torch_private import (
+    cached_values,
     count_dispatch_modes,
     count_function_modes,
     saved_tensors_functions,
+    watch_checkpoints,
 )
 from lightning_dp.parallel.workers import left_behind
 from lightning_dp.parallel.workers.calls import Calls

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from lightning_dp.parallel.contexts import Lasting
-from lightning_dp.parallel.torch_compile import graphs_of_thread, one_invocation
+from lightning_dp.parallel.torch_private import graphs_of_thread, one_invocation
 from lightning_dp.parallel.workers.thread_state import ThreadState
 
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from lightning_dp.parallel.contexts import Lasting
-from lightning_dp.parallel.torch_engine import renew_engine
+from lightning_dp.parallel.torch_private import renew_engine
 from lightning_dp.parallel.workers.cuda import enter_context, load_linear_algebra
 from lightning_dp.parallel.workers.forward_levels import NAME, refuse_levels_in_workers
 

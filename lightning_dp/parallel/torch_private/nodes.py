@@ -1,4 +1,4 @@
-"""Nodes of torch's graphs, by private names of torch: what each makes of what it takes."""
+"""Nodes of torch's graphs: what each makes of what it takes."""
 
 from __future__ import annotations
 

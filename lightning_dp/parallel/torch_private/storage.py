@@ -1,4 +1,4 @@
-"""What torch knows of a tensor's memory, by private names of torch."""
+"""What torch knows of a tensor's memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.torch_private import found
+from lightning_dp.parallel.torch_private.found import found
 
 _uses: Callable[[int], int] = found(torch._C, "_storage_Use_Count")
 _ALONE = 2  # the tensor, and the storage as an object of Python's

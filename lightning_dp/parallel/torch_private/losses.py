@@ -1,4 +1,4 @@
-"""What torch's graphs keep of losses, by private names of torch."""
+"""What torch's graphs keep of losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_dp.parallel.torch_nodes import OF_PARAMETERS, name_of
+from lightning_dp.parallel.torch_private.nodes import OF_PARAMETERS, name_of
 
 _NONE, _MEAN = 0, 1
 """torch's numbers of `reduction="none"` and `reduction="mean"`."""

@@ -1,4 +1,4 @@
-"""Activation checkpoints that compute again with the random numbers of before, by private names.
+"""Activation checkpoints that compute again with the random numbers of before.
 
 Not `lightning_dp.checkpointing`, which is about files.
 """
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import checkpoint
 
-from lightning_dp.parallel.torch_private import found
+from lightning_dp.parallel.torch_private.found import found
 
 Watch: TypeAlias = Callable[[], Callable[[], None] | None]
 """Is called where what is checkpointed begins; what it returns, where it has ended."""

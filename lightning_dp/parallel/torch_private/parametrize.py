@@ -1,4 +1,4 @@
-"""What torch keeps of parametrizations, by private names of torch."""
+"""What torch keeps of parametrizations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.utils import parametrize
 
-from lightning_dp.parallel.torch_private import found
+from lightning_dp.parallel.torch_private.found import found
 
 found(parametrize, "_cache")
 cached_values: Callable[[], Any] = partial(getattr, parametrize, "_cache")

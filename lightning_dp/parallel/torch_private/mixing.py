@@ -1,4 +1,4 @@
-"""Where a loss's graph mixes samples, by private names of torch.
+"""Where a loss's graph mixes samples.
 
 Replicas whose shards differ in samples make the same graph of other sizes. So a dimension that
 differs between them counts samples, or something that comes with them. What lost it is a sum over
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from lightning_dp.parallel.torch_losses import is_packed
-from lightning_dp.parallel.torch_nodes import (
+from lightning_dp.parallel.torch_private.losses import is_packed
+from lightning_dp.parallel.torch_private.nodes import (
     ALONG,
     FUNCTIONS,
     GIVE_ON,

@@ -1,4 +1,4 @@
-"""Private names of torch's compiler; those of all else of torch are in `torch_private`."""
+"""Torch's compiler, and the CUDA graphs that its code makes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.contexts import Contexts, Paired
-from lightning_dp.parallel.torch_private import child_table, found
+from lightning_dp.parallel.torch_private.found import found
+from lightning_dp.parallel.torch_private.modules import child_table
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute that calls of a module go to after `module.compile()`; None before."""

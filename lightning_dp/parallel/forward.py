@@ -22,7 +22,12 @@ from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.contexts import Lasting, StandIn, Surroundings, replaced
 from lightning_dp.parallel.links import on_streams, side_streams
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
-from lightning_dp.parallel.torch_private import COMPILED_CALL, compiled_forward, is_in_backward
+from lightning_dp.parallel.torch_private import (
+    COMPILED_CALL,
+    compiled_forward,
+    is_in_backward,
+    not_compiled,
+)
 
 _OUTSIDE = "Compute it outside of the call, of the whole batch."
 
@@ -180,7 +185,8 @@ class ForwardParallel(RecoveringEngine):
         def call(*args: Any, **kwargs: Any) -> Any:
             return self.spread(path, args, kwargs)
 
-        return StandIn(self.module.get_submodule(path), "forward", call)
+        own = not_compiled(call) if self.replicas.may_compile else call
+        return StandIn(self.module.get_submodule(path), "forward", own)
 
     def _called(self) -> dict[str, dict[str, Any]]:
         """The attributes of spread modules that their calls go to, if they have some themselves."""

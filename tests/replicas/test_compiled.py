@@ -155,6 +155,13 @@ class WholeInPlace(Base):
         self.compile(backend=backend)
 
 
+class Outer(Base):
+    """What calls the net: in forward mode code that is not a replica's."""
+
+    def compile_parts(self) -> None:
+        self.loss = compiled(self.loss)
+
+
 KINDS = [
     InPlace,
     WholeInPlace,
@@ -170,7 +177,7 @@ KINDS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [*KINDS, Outer], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("mode", ["step", "forward"])
 @pytest.mark.parametrize("k", [3, 8])
 def test_as_one_device_and_compiled_in_order(kind: Any, mode: str, k: int) -> None:

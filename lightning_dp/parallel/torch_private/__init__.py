@@ -29,6 +29,7 @@ from lightning_dp.parallel.torch_private.compile import compiled_function as com
 from lightning_dp.parallel.torch_private.compile import compiled_inner as compiled_inner
 from lightning_dp.parallel.torch_private.compile import graphs_of_thread as graphs_of_thread
 from lightning_dp.parallel.torch_private.compile import more_recompilations as more_recompilations
+from lightning_dp.parallel.torch_private.compile import not_compiled as not_compiled
 from lightning_dp.parallel.torch_private.compile import one_invocation as one_invocation
 from lightning_dp.parallel.torch_private.compile import with_cells as with_cells
 from lightning_dp.parallel.torch_private.found import found as found

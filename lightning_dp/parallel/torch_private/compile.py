@@ -53,6 +53,12 @@ def with_cells(
     return other
 
 
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, at which the compiler ends what it compiles, and goes on behind it."""
+    other: Callable[..., Any] = torch.compiler.disable(function)
+    return other
+
+
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents

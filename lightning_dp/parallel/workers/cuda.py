@@ -62,7 +62,8 @@ class InTurns(Lasting):
             self._kept.append(one_invocation(device.index))
             self._kept[-1].__enter__()
         self._seen.add(device)
-        return replace(self._state, have_graphs=graphs_of_thread())  # those before may be the first
+        graphs = graphs_of_thread()  # the replica before may have been the first to make some
+        return self._state if graphs is None else replace(self._state, have_graphs=graphs)
 
     def moved_to(self, device: torch.device) -> AbstractContextManager[None]:
         """The thread of all, while the next replica computes in it."""

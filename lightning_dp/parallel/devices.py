@@ -205,6 +205,11 @@ def current_device(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else _CurrentDevice(device)
 
 
+def seed_apart(seed: int, place: int) -> int:
+    """A seed that follows from another one, and from the place of a device; at 0 the same one."""
+    return (seed + place * 0x9E3779B97F4A7C15) % 2**63  # it is odd: any number of times, another
+
+
 class _CurrentDevice(Lasting):
     def __init__(self, device: torch.device) -> None:
         # Torch's own, which makes no context on a device that is current, but that nobody uses. To

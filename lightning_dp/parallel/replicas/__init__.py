@@ -1,10 +1,10 @@
 """Replicas: one module on every device, built once, kept, and refreshed where the root changed.
 
 Decided here: what a module is made of (`structure`), what stands for each part of it on another
-device (`replica`: `weights`, `buffers`, `attributes`, `compiled` parts) and leads back to the root
-(`broadcast`), how all replicas are `built`, what is copied before a step (`replicate`, by the
-`changes`) and may still be `arriving` as it begins, what a write changes that leaves no trace
-(`untracked_writes`, by `fingerprints`; `limited_norm`) or that every replica makes
+device (`replica`: `weights`, `buffers`, `attributes`, `generators`, `compiled` parts) and leads
+back to the root (`broadcast`), how all replicas are `built`, what is copied before a step
+(`replicate`, by the `changes`) and may still be `arriving` as it begins, what a write changes that
+leaves no trace (`untracked_writes`, by `fingerprints`; `limited_norm`) or that every replica makes
 (`shared_writes`, `trained_writes`), which buffers are state of a batch (`buffer_state`), and which
 modules cannot be replicated (`structure`, `hidden_layers`).
 """

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.replicas.buffers import Table, version_of
 from lightning_dp.parallel.replicas.compiled import is_compiled
+from lightning_dp.parallel.replicas.generators import OwnGenerators
 from lightning_dp.parallel.torch_private import (
     HOOK_TABLES,
     child_table,
@@ -47,7 +48,9 @@ class AttributeMirror:
         own: dict[str, Any],
         source: torch.device,
         device: torch.device,
+        generators: OwnGenerators,
     ) -> None:
+        self._generators = generators
         self._original = original.__dict__
         self._twin = twins[id(original)]
         self._attributes = self._twin.__dict__
@@ -155,7 +158,7 @@ class AttributeMirror:
         )
 
     def _copy_tensors(self) -> None:
-        """Tensors that are neither parameters nor buffers have to be where their replica is.
+        """Generators, and tensors that are neither parameters nor buffers, are where it is.
 
         Those on the CPU stay there, as they do where a module is moved. Those with a graph stay
         too, until `connect` copies them: a copy that is made here would cut it.
@@ -167,7 +170,9 @@ class AttributeMirror:
             is_there = isinstance(value, Tensor) and value.device == self._source
             if name in self._own:
                 continue
-            if is_there and value.requires_grad:
+            if isinstance(value, torch.Generator):
+                self._attributes[name] = self._generators.of(value)
+            elif is_there and value.requires_grad:
                 self.in_graphs.append(name)
             elif is_there:
                 self._attributes[name] = value.to(self._device)

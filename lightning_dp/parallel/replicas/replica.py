@@ -14,6 +14,7 @@ from lightning_dp.parallel.replicas.attributes import AttributeMirror
 from lightning_dp.parallel.replicas.broadcast import broadcast
 from lightning_dp.parallel.replicas.buffers import CopiedBuffers
 from lightning_dp.parallel.replicas.compiled import compiled_attributes
+from lightning_dp.parallel.replicas.generators import OwnGenerators
 from lightning_dp.parallel.replicas.structure import ModuleStructure, ReplicaRules
 from lightning_dp.parallel.replicas.weights import Weights
 from lightning_dp.parallel.torch_private import buffer_table
@@ -42,6 +43,7 @@ class Replica:
         twins = self._make_twins(device)
         self.buffers = buffers.on(device, partial(_stand_in, twins, self._others))
         place = next((p.device for p in source.parameters), device)
+        self.generators = OwnGenerators(k, place, device)
         self._mirrors = [
             AttributeMirror(
                 module,
@@ -52,6 +54,7 @@ class Replica:
                 rules.own_attributes(module, twins[id(module)], k, device),
                 place,
                 device,
+                self.generators,
             )
             for module, table in zip(source.modules, self.buffers.tables, strict=True)
         ]

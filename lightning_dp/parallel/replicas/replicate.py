@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import compress, count, repeat
@@ -65,7 +65,7 @@ class Replicas(BuiltReplicas):
 
     def refresh(
         self,
-        active: Iterable[int] | None = None,
+        active: Collection[int] | None = None,
         *,
         parameters: ParameterCopies = "changed",
         buffers: BufferCopies = "changed",
@@ -109,6 +109,9 @@ class Replicas(BuiltReplicas):
                 self._follow(others, parameters, late=late)
                 if self._structure.with_buffers:
                     self._follow_buffers(others, parameters, buffers)
+            for replica in self._others:
+                if replica.generators.own:
+                    replica.generators.follow(alone=bool(active and 0 not in active))
         self._is_open = False
 
     def _follow(self, others: list[Replica], parameters: ParameterCopies, *, late: bool) -> None:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dp.parallel.devices import seed_apart
 from lightning_dp.parallel.workers.participant import current_participant
-
-_APART = 0x9E3779B97F4A7C15  # odd: any number of times gives another seed
 
 
 def generators_of(devices: Sequence[torch.device]) -> list[torch.Generator]:
@@ -39,7 +38,7 @@ def draw_apart(generators: Sequence[torch.Generator]) -> None:
     root, *others = generators
     for place, other in enumerate(others, start=1):
         if other.initial_seed() == root.initial_seed():
-            other.manual_seed((root.initial_seed() + place * _APART) % 2**63)
+            other.manual_seed(seed_apart(root.initial_seed(), place))
 
 
 def begin_checkpoint() -> Callable[[], None] | None:

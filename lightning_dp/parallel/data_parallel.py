@@ -30,6 +30,7 @@ from lightning_dp.parallel.gradients import BUFFERS, Buffers
 from lightning_dp.parallel.primitives import gather
 from lightning_dp.parallel.split import OwnSplit, Sizes, check_split, split_policy
 from lightning_dp.parallel.stages import Stages, replaces_stages
+from lightning_dp.parallel.torch_private import not_compiled
 from lightning_dp.parallel.workers import EXECUTORS, ExecutorName
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -117,9 +118,8 @@ class DataParallel(nn.Module, Generic[Module]):
             "executor": executor,
             "overrides": gather_overrides,
         }
-        capacities = partial(memory_capacities, self.devices)
         # A wrong number of weights is told now. A copy's engine has a policy of its own.
-        self._split = (split, weights, self.devices, capacities)
+        self._split = (split, weights, self.devices, partial(memory_capacities, self.devices))
         split_policy(*self._split)
         self._engine: ForwardParallel | None = None
         self._sizes: Sizes = ()  # of the shards whose outputs are gathered
@@ -131,6 +131,7 @@ class DataParallel(nn.Module, Generic[Module]):
         """Samples per device in the latest call; () before the first."""
         return self._engine.last_sizes if self._engine is not None else ()
 
+    @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `module(*inputs, **kwargs)` returns, computed on all devices."""
         if self._identity != id(self):  # a wrapper around this one has replicated it

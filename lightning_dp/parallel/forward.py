@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -109,6 +109,7 @@ class ForwardParallel(RecoveringEngine):
     def stop_spreading(self) -> None:
         """Gives the module its own forwards back; once more, if an interrupt came in between."""
         if self._own is not None:
+            self._note_compiled(self._own)
             self._have_called(self._own)
             self._own = None
 
@@ -174,6 +175,7 @@ class ForwardParallel(RecoveringEngine):
             if self._own is None:  # a checkpoint that calls again
                 return self.call(path, args, kwargs)
             spread = self._called()
+            self._note_compiled(self._own)
             try:
                 self._have_called(self._own)
                 return self.call(path, args, kwargs)
@@ -182,16 +184,19 @@ class ForwardParallel(RecoveringEngine):
                     self._have_called(spread)
 
     def _spread_forward(self, path: str) -> StandIn:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self.spread(path, args, kwargs)
-
-        own = not_compiled(call) if self.replicas.may_compile else call
-        return StandIn(self.module.get_submodule(path), "forward", own)
+        call = partial(_spreading_function(), self, path)
+        return StandIn(self.module.get_submodule(path), "forward", call)
 
     def _called(self) -> dict[str, dict[str, Any]]:
         """The attributes of spread modules that their calls go to, if they have some themselves."""
         spread = {path: vars(self.module.get_submodule(path)) for path in self._paths}
         return {path: {n: a[n] for n in _CALLED if n in a} for path, a in spread.items()}
+
+    def _note_compiled(self, own: dict[str, dict[str, Any]]) -> None:
+        """A step may have compiled a spread module in place."""
+        for path, called in self._called().items():
+            if called.get(COMPILED_CALL) is not None:
+                own[path][COMPILED_CALL] = called[COMPILED_CALL]
 
     def _have_called(self, called: Mapping[str, Mapping[str, Any]]) -> None:
         """Sets these attributes; what is not there is that of the class."""
@@ -202,6 +207,16 @@ class ForwardParallel(RecoveringEngine):
                     attributes[name] = own[name]
                 else:
                     attributes.pop(name, None)
+
+
+def _spread(engine: ForwardParallel, path: str, *args: Any, **kwargs: Any) -> Any:
+    return engine.spread(path, args, kwargs)
+
+
+@cache
+def _spreading_function() -> Callable[..., Any]:
+    """Compiled code may call the module, and would have the engine compiled."""
+    return not_compiled(_spread)
 
 
 class _Spreading(Lasting):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable
 from threading import Thread
 from typing import Any
@@ -111,6 +113,19 @@ def test_dynamo_callback_handler_start_callbacks_are_called_before_anything_is_t
     assert seen == ["begins"]
 
 
+def test_compile_fx_is_loaded_where_a_mode_of_compiling_is_given() -> None:
+    """So it is before any graph is made."""
+    script = (
+        "import sys, torch; torch.compile(torch.sin, mode='reduce-overhead'); print(*sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    modules = done.stdout.split()
+    assert "torch._inductor.compile_fx" in modules
+    assert "torch._inductor.cudagraph_trees" not in modules, "else it need not be loaded by us"
+
+
 def test_is_key_in_tls_get_obj_in_tls_and_stash_obj_in_tls_hand_graphs_to_other_threads() -> None:
     """Of a thread that has some: they come with the file that makes them."""
     from torch._inductor import cudagraph_trees
@@ -148,3 +163,27 @@ def test_cudagraph_trees_begin_no_new_invocation_on_a_device() -> None:
             assert begin() == [False, False]
         assert begin() == [True, False]
     assert begin() == [True, True]
+
+
+def test_invocations_of_two_threads_end_in_any_order() -> None:
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+
+    own = CUDAGraphTreeManager.in_new_torch_compile_invocation
+    manager = object.__new__(CUDAGraphTreeManager)
+    manager.device_index, manager.current_gen = 1, -100
+    first, second = private.one_invocation(1), private.one_invocation(1)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__()
+    assert not manager.in_new_torch_compile_invocation()
+    second.__exit__()
+    assert CUDAGraphTreeManager.in_new_torch_compile_invocation is own
+
+
+def test_an_attribute_that_is_not_compiled_is_refused_or_as_good_as_none() -> None:
+    module = Own(1, 1)
+    module.compile(disable=True)
+    assert private.compiled_forward(module) == module.forward
+    setattr(module, private.COMPILED_CALL, lambda x: x)
+    with pytest.raises(RuntimeError, match=r"Expected Own to be compiled .* got <func"):
+        private.compiled_forward(module)

@@ -343,3 +343,84 @@ def test_aot_eager_backwards() -> None:
     torch.set_default_dtype(torch.float64)
     several = run(Aot, 3, strategy={"executor": "threads"}, max_epochs=1)
     assert_same(several, run(Aot, 1, max_epochs=1))
+
+
+class HookedInPlace(Base):
+    """On one device, and where its call is spread, its own hooks see all samples, once."""
+
+    def compile_parts(self) -> None:
+        for module in (self, self.net[2]):
+            module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+            module.register_forward_hook(lambda module, args, outputs: outputs * 3)
+        self.net = Last(*self.net)
+        self.net.register_forward_hook(lambda module, args, outputs: outputs - 1)
+        self.net.compile(backend=backend)
+        self.compile(backend=backend)
+
+
+class InTheStep(Base):
+    """What a step compiles in place stays."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.compile(backend=backend)
+        return super().training_step(batch, batch_idx)
+
+
+class LossLater(Base):
+    """What nobody knew of when the calls began to be spread calls the module."""
+
+    def on_train_epoch_start(self) -> None:
+        self.loss = compiled(super().loss)
+
+
+LATER = [
+    (HookedInPlace, "step"),
+    (HookedInPlace, "forward"),
+    (LossLater, "step"),
+    (LossLater, "forward"),
+    (InTheStep, "forward"),  # in step mode each replica would compile itself
+]
+
+
+@pytest.mark.parametrize(("kind", "mode"), LATER)
+def test_hooks_and_what_is_compiled_later(kind: Any, mode: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    several = run(kind, 3, strategy={"mode": mode}, max_epochs=1)
+    assert set(COMPILERS) == {"MainThread"}
+    torch.compiler.reset()
+    one = run(kind, 1, max_epochs=1)
+    both = [ended.module._compiled_call_impl is None for ended in (several, one)]
+    assert both[0] == both[1], "what was compiled in place stays so"
+    assert_same(several, one)
+
+
+def test_hooks_of_spread_parts_that_are_compiled_in_place() -> None:
+    torch.set_default_dtype(torch.float64)
+    options = {"mode": "forward", "parallel_modules": ["net"]}
+    several = run(HookedInPlace, 3, strategy=options, max_epochs=1)
+    torch.compiler.reset()
+    assert_same(several, run(HookedInPlace, 1, max_epochs=1))
+
+
+@pytest.mark.parametrize("how", ["compile()", "torch.compile", "in a function"])
+def test_the_drop_in_may_be_compiled_itself(how: str) -> None:
+    net, x = nn.Linear(3, 2), torch.randn(5, 3)
+    with wrapping() as wrap:
+        wrapper = wrap(net, 2)
+        if how == "compile()":
+            wrapper.compile(backend=backend)
+        call = {"compile()": wrapper, "in a function": compiled(lambda x: wrapper(x) * 1)}
+        called = call.get(how) or compiled(wrapper)
+        torch.testing.assert_close(called(x), net(x), **EXACT)
+        assert wrapper.last_sizes == (3, 2)
+
+
+def test_a_whole_graph_cannot_have_a_spread_call_in_it() -> None:
+    class WholeGraph(Base):
+        def compile_parts(self) -> None:
+            self.loss = torch.compile(self.loss, backend=backend, fullgraph=True)
+
+    job = oracle.trainer(2, DataParallelStrategy(mode="forward"))
+    with pytest.raises(Exception, match="leave fullgraph out"):
+        job.fit(WholeGraph(), loader(), loader())

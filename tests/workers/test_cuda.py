@@ -93,15 +93,8 @@ def test_on_each_gpu_only_the_first_turn_begins_an_invocation(
     assert seen == [[], [], [], [], [1], [1, 0]] and not kept
 
 
-def test_workers_have_graphs_that_the_replica_before_them_was_the_first_to_make(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a step by hand, in which replicas wait for each other."""
-    states = [None, lambda: made.append("worker")]
-    made: list[str] = []
-    monkeypatch.setattr(cuda, "graphs_of_thread", lambda: states[len(made)])
-    turns = cuda.InTurns(ThreadState(torch.device("cpu"), grad=True, is_plain=False))
-    before = turns.next(torch.device("cpu"))
-    before.call(torch.device("cpu"), made.append, "host")
-    turns.next(torch.device("cpu")).call(torch.device("cpu"), made.append, "its call")
-    assert made == ["host", "worker", "its call"]
+def test_workers_have_the_graphs_of_the_callers_thread() -> None:
+    device, made = torch.device("cpu"), list[str]()
+    state = ThreadState(device, True, have_graphs=lambda: made.append("graphs"), is_plain=False)
+    state.call(device, made.append, "call")
+    assert made == ["graphs", "call"]

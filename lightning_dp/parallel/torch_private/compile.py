@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
+from operator import is_not
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from lightning_dp.parallel.contexts import Contexts, Paired
+from lightning_dp.parallel.contexts import Contexts, Lasting, Paired
 from lightning_dp.parallel.torch_private.found import found
 from lightning_dp.parallel.torch_private.modules import child_table
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 COMPILED_CALL = "_compiled_call_impl"
 """The attribute that calls of a module go to after `module.compile()`; None before."""
@@ -30,10 +33,15 @@ def compiled_forward(module: nn.Module) -> Callable[..., Any]:
     Gone: an error, for modules that are compiled so.
     """
     compiled, forward = getattr(module, COMPILED_CALL), module.forward
-    if compiled is None:
+    if compiled is None or getattr(compiled, "__func__", None) is nn.Module._call_impl:  # disabled
         return forward
-    own = found(compiled, "_torchdynamo_orig_callable")
-    cells = [CellType(forward) if _content(c) is own else c for c in compiled.__closure__]
+    call, known = compiled_function(compiled), getattr(compiled, "__closure__", None) or ()
+    cells = [CellType(forward) if _content(cell) == call else cell for cell in known]
+    if call is None or not any(map(is_not, cells, known)):
+        raise RuntimeError(
+            f"Expected {type(module).__qualname__} to be compiled by compile(), got {compiled}, of "
+            "which lightning_dp does not find what it calls. Wrap the module in torch.compile."
+        )
     return with_cells(compiled, cells, forward)
 
 
@@ -53,10 +61,13 @@ def with_cells(
     return other
 
 
-def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, at which the compiler ends what it compiles, and goes on behind it."""
-    other: Callable[..., Any] = torch.compiler.disable(function)
-    return other
+def not_compiled(function: Function) -> Function:
+    """The function, at which the compiler ends what it compiles, and goes on behind it.
+
+    Of what is compiled with `fullgraph=True` that is an error.
+    """
+    why = 'lightning_dp spreads this call over replicas; leave fullgraph out, or use mode="step"'
+    return cast(Function, torch.compiler.disable(function, reason=why))
 
 
 def _content(cell: CellType) -> Any:
@@ -139,16 +150,18 @@ def more_recompilations(times: int) -> AbstractContextManager[Any]:
 
 _GRAPHS = ("tree_manager_containers", "tree_manager_locks")
 _GRAPHS_MODULE = "torch._inductor.cudagraph_trees"
+_BEGINS = "in_new_torch_compile_invocation"
 
 
 def graphs_of_thread() -> Callable[[], None] | None:
-    """What gives another thread the CUDA graphs that this one has made, if compiled code makes any.
+    """What gives another thread the CUDA graphs that this one makes, if compiled code may make any.
 
     A thread without them cannot call code that has some, or makes others, apart from these. Those
-    of autograd have them. Gone: an error, where compiled code makes CUDA graphs.
+    of autograd have them. Gone: an error, where compiled code may make CUDA graphs.
     """
-    if _GRAPHS_MODULE not in sys.modules:
+    if "torch._inductor.compile_fx" not in sys.modules:
         return None
+    importlib.import_module(_GRAPHS_MODULE)  # here: the thread that does it is given what they need
     known, get = found(torch._C, "_is_key_in_tls"), found(torch._C, "_get_obj_in_tls")
     if not all(map(known, _GRAPHS)):
         return None
@@ -160,20 +173,42 @@ def _have_graphs(graphs: list[Any]) -> None:
         found(torch._C, "_stash_obj_in_tls")(name, value)
 
 
-def one_invocation(device: int) -> AbstractContextManager[Any]:
-    """While it lasts, what is called on this GPU belongs to the call of compiled code before it.
+class one_invocation(Lasting):
+    """While it lasts, what is called on a GPU belongs to the call of compiled code before it.
 
     CUDA graphs write over what they have returned as soon as a new call begins that they take for
     the next batch's. Gone: an error, where compiled code makes CUDA graphs.
     """
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def begin(self) -> None:
+        """From here on."""
+        _users.add(self)
+        _update()
+
+    def end(self) -> None:
+        """No longer."""
+        _users.discard(self)
+        _update()
+
+
+_users: set[one_invocation] = set()
+_own: list[Callable[[Any], bool]] = []  # the method that is replaced as long as there are users
+
+
+def _begins_elsewhere(graphs: Any) -> bool:
+    return all([graphs.device_index != user.device for user in [*_users]]) and _own[0](graphs)
+
+
+def _update() -> None:
+    """Without a lock, which an interrupt could leave locked: the last one to write looks again."""
     if _GRAPHS_MODULE not in sys.modules:
-        return nullcontext()
-    name = "in_new_torch_compile_invocation"
-    manager = found(sys.modules[_GRAPHS_MODULE], "CUDAGraphTreeManager")
-    begins: Callable[[Any], bool] = found(manager, name)
-
-    def begins_elsewhere(graphs: Any) -> bool:
-        return graphs.device_index != device and begins(graphs)
-
-    first, last = partial(setattr, manager, name, begins_elsewhere), partial(setattr, manager, name)
-    return Paired(first, partial(last, begins))
+        return
+    manager, function = found(sys.modules[_GRAPHS_MODULE], "CUDAGraphTreeManager"), None
+    if not _own:
+        _own.append(found(manager, _BEGINS))
+    while function is not (wanted := _begins_elsewhere if _users else _own[0]):
+        function = wanted
+        setattr(manager, _BEGINS, function)

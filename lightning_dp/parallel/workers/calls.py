@@ -195,7 +195,7 @@ class Calls:
     def begin_late(self, participant: Participant) -> None:
         """Has a worker do a task, while the tasks before it wait."""
         if self.turns is not None:
-            self.thread_state = self.turns.next(participant.task.device)
+            self.turns.next(participant.task.device)
         self.start(participant)
 
     def wait(self) -> None:

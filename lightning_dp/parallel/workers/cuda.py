@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 
 import torch
 
 from lightning_dp.parallel.contexts import Lasting
-from lightning_dp.parallel.torch_private import graphs_of_thread, one_invocation
+from lightning_dp.parallel.torch_private import one_invocation
 from lightning_dp.parallel.workers.thread_state import ThreadState
 
 
@@ -56,18 +55,17 @@ class InTurns(Lasting):
     def begin(self) -> None:
         """Nobody has computed."""
 
-    def next(self, device: torch.device) -> ThreadState:
-        """The next replica computes on this device, with this state if that is in its worker."""
+    def next(self, device: torch.device) -> None:
+        """The next replica computes on this device."""
         if device.type == "cuda" and device in self._seen:
             self._kept.append(one_invocation(device.index))
             self._kept[-1].__enter__()
         self._seen.add(device)
-        graphs = graphs_of_thread()  # the replica before may have been the first to make some
-        return self._state if graphs is None else replace(self._state, have_graphs=graphs)
 
     def moved_to(self, device: torch.device) -> AbstractContextManager[None]:
         """The thread of all, while the next replica computes in it."""
-        return self.next(device).moved_to(device)
+        self.next(device)
+        return self._state.moved_to(device)
 
     def end(self) -> None:
         """All have computed."""

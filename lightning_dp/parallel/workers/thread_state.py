@@ -26,6 +26,7 @@ from lightning_dp.parallel.torch_private import (
     Modes,
     current_modes,
     entries_of,
+    graphs_of_thread,
     saved_tensors_functions,
 )
 
@@ -68,7 +69,7 @@ class ThreadState:
     saved_tensors: Functions | None = None  # how to pack and unpack
     streams: Sequence[torch.Stream] = ()  # the caller's own, for there is order on them
     work_for: Callable[[], AbstractContextManager[None]] | None = None  # see `hand_over`
-    have_graphs: Callable[[], None] | None = None  # see `InTurns`
+    have_graphs: Callable[[], None] | None = None  # see `graphs_of_thread`
     is_plain: bool = True  # on the CPU a worker has all of it from its start, but for `grad`
 
     @classmethod
@@ -97,6 +98,7 @@ class ThreadState:
             saving and unpacking_in_turn(saving),
             streams,
             work_for,
+            graphs_of_thread() if "cuda" in kinds else None,
             is_plain=not (inference or autocasts or any(modes) or saving or streams or work_for),
         )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_dp.parallel.contexts import Paired
-from lightning_dp.parallel.workers import cuda
+from lightning_dp.parallel.workers import Executor, cuda
 from lightning_dp.parallel.workers.thread_state import ThreadState
 
 TESTS = Path(__file__).parents[1]
@@ -98,3 +98,16 @@ def test_workers_have_the_graphs_of_the_callers_thread() -> None:
     state = ThreadState(device, True, have_graphs=lambda: made.append("graphs"), is_plain=False)
     state.call(device, made.append, "call")
     assert made == ["graphs", "call"]
+
+
+@pytest.mark.parametrize(
+    ("names", "looks"), [("cuda:0 cuda:0", True), ("cuda:0 cuda:1", False), ("cpu cpu", False)]
+)
+def test_without_gradients_the_first_call_on_a_shared_gpu_is_in_order(
+    names: str, looks: bool
+) -> None:
+    """It may be that of compiled code that nobody knew of, and that makes CUDA graphs."""
+    executor = Executor(list(map(torch.device, names.split())))
+    with torch.no_grad():
+        first, second = (executor.choose("validation_step", 2) for _ in range(2))
+    assert (first, second) == (not looks, True)

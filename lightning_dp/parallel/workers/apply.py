@@ -51,7 +51,7 @@ REDRAWN = (
     'Choose executor="inorder", a dropout of 0, or devices that are distinct.'
 )
 WHY = {
-    "look": "the first call shows whether checkpoints draw random numbers",
+    "look": "the first call shows whether checkpoints draw random numbers, or compiled code is new",
     "inorder": 'executor="inorder"',
     "deterministic": 'executor="auto" takes them in order where algorithms are deterministic',
     "compiles": "compiled modules are called one at a time",
@@ -247,8 +247,8 @@ class Executor:
 
     def _is_to_be_looked_at(self, kind: str) -> bool:
         """Whether its first call may show what no call in threads must do."""
-        shares = len(set(self._devices)) < len(self._devices)
-        if not shares or not torch.is_grad_enabled() or kind in self._looked_at:
+        may = torch.is_grad_enabled() or not self._is_on_cpu  # checkpoints draw, GPUs make graphs
+        if not may or len(set(self._devices)) == len(self._devices) or kind in self._looked_at:
             return False
         self._looked_at.add(kind)
         return True

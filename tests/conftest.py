@@ -310,7 +310,7 @@ def one_thread() -> None:
 @pytest.fixture
 def weight_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests with `weight_norm`, whose kernel for GPUs gives doubles the digits of a float."""
-    monkeypatch.setitem(oracle.GPU_ROUNDING, torch.float64, 1e-5)
+    monkeypatch.setitem(oracle.GPU_ROUNDING, torch.float64, 1e-6)
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, partial
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from lightning_dp.parallel.torch_private import (
 
 _OUTSIDE = "Compute it outside of the call, of the whole batch."
 
+_Called: TypeAlias = dict[str, dict[str, Any]]
 _CALLED = ("forward", COMPILED_CALL)
 
 _TELLING = ("batch_size", "split_batch", "sample_cost")
@@ -78,7 +79,7 @@ class ForwardParallel(RecoveringEngine):
         super().__init__(module, devices, scalars=scalars, **options)
         self.num_calls = self.num_cut = 0  # so far, and of these the ones that were cut
         self._paths = list(dict.fromkeys(["", *parallel_modules]))
-        self._own: dict[str, dict[str, Any]] | None = None  # what spread modules have themselves
+        self._own: _Called | None = None  # what spread modules have themselves
         self._always_copies = always_copies
         self._mode = (False, False)
         self._locks: dict[int, threading.RLock] = {}
@@ -109,7 +110,7 @@ class ForwardParallel(RecoveringEngine):
     def stop_spreading(self) -> None:
         """Gives the module its own forwards back; once more, if an interrupt came in between."""
         if self._own is not None:
-            self._note_compiled(self._own)
+            self._note_compiled(self._own, self._called())
             self._have_called(self._own)
             self._own = None
 
@@ -175,7 +176,7 @@ class ForwardParallel(RecoveringEngine):
             if self._own is None:  # a checkpoint that calls again
                 return self.call(path, args, kwargs)
             spread = self._called()
-            self._note_compiled(self._own)
+            self._note_compiled(self._own, spread)
             try:
                 self._have_called(self._own)
                 return self.call(path, args, kwargs)
@@ -184,21 +185,22 @@ class ForwardParallel(RecoveringEngine):
                     self._have_called(spread)
 
     def _spread_forward(self, path: str) -> StandIn:
-        call = partial(_spreading_function(), self, path)
+        call = partial(_spread, self, path)
         return StandIn(self.module.get_submodule(path), "forward", call)
 
-    def _called(self) -> dict[str, dict[str, Any]]:
+    def _called(self) -> _Called:
         """The attributes of spread modules that their calls go to, if they have some themselves."""
         spread = {path: vars(self.module.get_submodule(path)) for path in self._paths}
         return {path: {n: a[n] for n in _CALLED if n in a} for path, a in spread.items()}
 
-    def _note_compiled(self, own: dict[str, dict[str, Any]]) -> None:
+    @staticmethod
+    def _note_compiled(own: _Called, now: _Called) -> None:
         """A step may have compiled a spread module in place."""
-        for path, called in self._called().items():
+        for path, called in now.items():
             if called.get(COMPILED_CALL) is not None:
                 own[path][COMPILED_CALL] = called[COMPILED_CALL]
 
-    def _have_called(self, called: Mapping[str, Mapping[str, Any]]) -> None:
+    def _have_called(self, called: _Called) -> None:
         """Sets these attributes; what is not there is that of the class."""
         for path, own in called.items():
             attributes = vars(self.module.get_submodule(path))
@@ -209,14 +211,9 @@ class ForwardParallel(RecoveringEngine):
                     attributes.pop(name, None)
 
 
+@not_compiled  # compiled code may call the module, and would have the engine compiled
 def _spread(engine: ForwardParallel, path: str, *args: Any, **kwargs: Any) -> Any:
     return engine.spread(path, args, kwargs)
-
-
-@cache
-def _spreading_function() -> Callable[..., Any]:
-    """Compiled code may call the module, and would have the engine compiled."""
-    return not_compiled(_spread)
 
 
 class _Spreading(Lasting):

@@ -117,7 +117,7 @@ def test_demo_modules_are_trained_as_on_one_device(
     name: str, devices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name == "transformer":  # an exponential of floats, on the device, says which place it is
-        monkeypatch.setitem(oracle.GPU_ROUNDING, torch.float64, 1e-7)
+        monkeypatch.setitem(oracle.GPU_ROUNDING, torch.float64, 1e-8)
     torch.set_default_dtype(torch.float64)
     make, data, strategy = MODULES[name]
     several = fit(make, data, devices, **strategy)

@@ -1,11 +1,11 @@
 """Private names of torch: all that the package uses stand here, and nowhere else.
 
 Decided here: how one is asked for (`found`) and what becomes of us if a release has it no longer:
-an error that ends the import and tells the name and the release, unless it is said at the name. Of
-which part of torch they are, the file says: `modules`, `tensors` and their `storage`, `hooks` of
-parameters, `autograd`, the `nodes` of its graphs and what they tell of `losses` and of `mixing`
-samples, `modes`, `checkpoint`, `compile`, `parametrize`. What the simulated devices ask for is
-theirs.
+an error that ends the import and tells the name and the release, unless it is said at the name; how
+a function of torch's is replaced for a while (`substitute`). Of which part of torch they are, the
+file says: `modules`, `tensors` and their `storage`, `hooks` of parameters, `autograd`, the `nodes`
+of its graphs and what they tell of `losses` and of `mixing` samples, `modes`, `checkpoint`,
+`compile`, `parametrize`. What the simulated devices ask for is theirs.
 """
 
 from lightning_dp.parallel.torch_private.autograd import Functions as Functions

@@ -11,6 +11,7 @@ import torch
 
 from lightning_dp.parallel.contexts import Lasting
 from lightning_dp.parallel.torch_private.found import found
+from lightning_dp.parallel.torch_private.substitute import Substitute
 
 Functions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 _AUTOGRAD = found(torch._C, "_autograd")
@@ -48,15 +49,16 @@ def is_in_backward() -> bool:
     return backward_id() != -1
 
 
-_run_backward = found(torch.autograd, "_engine_run_backward")
 _handler: ContextVar[Callable[..., None] | None] = ContextVar("_handler", default=None)
-_users: set[object] = set()
 
 
 def _run_or_hand_over(*args: Any, **options: Any) -> Any:
-    run, handler = partial(_run_backward, *args, **options), _handler.get()
+    run, handler = partial(_run_backward.original, *args, **options), _handler.get()
     # torch.autograd.grad comes here, too.
     return handler(run, *args) if handler and options.get("accumulate_grad") else run()
+
+
+_run_backward = Substitute(torch.autograd, "_engine_run_backward", _run_or_hand_over)
 
 
 class backwards_go_to(Lasting):
@@ -73,19 +75,10 @@ class backwards_go_to(Lasting):
 
     def begin(self) -> None:
         """From here on."""
-        _users.add(self)
-        _update()
+        _run_backward.add(self)
         _handler.set(self._handler)
 
     def end(self) -> None:
         """No longer."""
         _handler.set(self._before)
-        _users.discard(self)
-        _update()
-
-
-def _update() -> None:
-    """Without a lock, which an interrupt could leave locked: the last one to write looks again."""
-    function = None
-    while function is not (wanted := _run_or_hand_over if _users else _run_backward):
-        torch.autograd._engine_run_backward = function = wanted  # type: ignore[attr-defined]  # private
+        _run_backward.discard(self)

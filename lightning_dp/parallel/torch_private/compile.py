@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from operator import is_not
 from types import CellType, FunctionType
 from typing import Any, TypeVar, cast
@@ -18,6 +18,7 @@ from torch import nn
 from lightning_dp.parallel.contexts import Contexts, Lasting, Paired
 from lightning_dp.parallel.torch_private.found import found
 from lightning_dp.parallel.torch_private.modules import child_table
+from lightning_dp.parallel.torch_private.substitute import Substitute
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -66,7 +67,7 @@ def not_compiled(function: Function) -> Function:
 
     Of what is compiled with `fullgraph=True` that is an error.
     """
-    why = 'lightning_dp spreads this call over replicas; leave fullgraph out, or use mode="step"'
+    why = 'lightning_dp spreads this call: leave fullgraph out, which mode="step" alone allows'
     return cast(Function, torch.compiler.disable(function, reason=why))
 
 
@@ -150,7 +151,6 @@ def more_recompilations(times: int) -> AbstractContextManager[Any]:
 
 _GRAPHS = ("tree_manager_containers", "tree_manager_locks")
 _GRAPHS_MODULE = "torch._inductor.cudagraph_trees"
-_BEGINS = "in_new_torch_compile_invocation"
 
 
 def graphs_of_thread() -> Callable[[], None] | None:
@@ -184,31 +184,22 @@ class one_invocation(Lasting):
         self.device = device
 
     def begin(self) -> None:
-        """From here on."""
-        _users.add(self)
-        _update()
+        """From here on, if there may be graphs."""
+        if _GRAPHS_MODULE in sys.modules:
+            _begins().add(self)
 
     def end(self) -> None:
         """No longer."""
-        _users.discard(self)
-        _update()
+        if _GRAPHS_MODULE in sys.modules:
+            _begins().discard(self)
 
 
-_users: set[one_invocation] = set()
-_own: list[Callable[[Any], bool]] = []  # the method that is replaced as long as there are users
+@cache
+def _begins() -> Substitute:
+    manager = found(sys.modules[_GRAPHS_MODULE], "CUDAGraphTreeManager")
+    return Substitute(manager, "in_new_torch_compile_invocation", _begins_elsewhere)
 
 
 def _begins_elsewhere(graphs: Any) -> bool:
-    return all([graphs.device_index != user.device for user in [*_users]]) and _own[0](graphs)
-
-
-def _update() -> None:
-    """Without a lock, which an interrupt could leave locked: the last one to write looks again."""
-    if _GRAPHS_MODULE not in sys.modules:
-        return
-    manager, function = found(sys.modules[_GRAPHS_MODULE], "CUDAGraphTreeManager"), None
-    if not _own:
-        _own.append(found(manager, _BEGINS))
-    while function is not (wanted := _begins_elsewhere if _users else _own[0]):
-        function = wanted
-        setattr(manager, _BEGINS, function)
+    held = [user.device for user in [*_begins().users]]
+    return graphs.device_index not in held and _begins().original(graphs)

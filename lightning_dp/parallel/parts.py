@@ -18,7 +18,7 @@ from lightning_dp.parallel.meter import Meter
 from lightning_dp.parallel.ranges import Ranges
 from lightning_dp.parallel.replicas import ReplicaRules, Replicas, limits_norms
 from lightning_dp.parallel.split import Planner, Sizes, SplitPolicy
-from lightning_dp.parallel.workers import Calls, Executor, ExecutorName
+from lightning_dp.parallel.workers import Calls, Executor, ExecutorName, KeptMemory
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
@@ -94,6 +94,7 @@ class Parts:
         in_order = self.on_cpu and limits_norms(self.module)
         how: ExecutorName = "inorder" if in_order else executor
         self.executor = Executor(devices, how, self.replicas.lose, self.meter.names)
+        self._kept = KeptMemory() if self.on_cpu else None
         self._dim, self._columns, self._cost_key = dim, columns, cost_key
         self.dims = SampleDims(dim, overrides, is_told=not self.expects_samples)
         self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
@@ -109,5 +110,7 @@ class Parts:
         """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
         self.reducer.close()
         self.executor.close()
+        if self._kept is not None:
+            self._kept.close()
         self.ahead = None
         self.meter.read_peaks()

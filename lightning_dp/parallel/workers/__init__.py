@@ -3,10 +3,11 @@
 Decided here: threads or one after another (`apply`, `trial`), how the host waits for the replicas
 and what happens when one fails (`calls`), what becomes of one that does not end (`left_behind`), of
 workers (`worker`) when the process forks or ends (`process`), what of the caller's thread a worker
-has, and how many threads the caller takes beside them (`thread_state`), what of torch's is not for
-threads (`forward_levels`, `generators`) or not for their first calls (`cuda`), where replicas meet
-in the middle of a call (`rendezvous`, seen from one replica as `participant`) and with those of
-other processes (`across`), and what they do there together (`collectives`, `sync_batch_norm`).
+has, and how many threads the caller takes beside them (`thread_state`), what becomes of memory that
+they free (`freed_memory`), what of torch's is not for threads (`forward_levels`, `generators`) or
+not for their first calls (`cuda`), where replicas meet in the middle of a call (`rendezvous`, seen
+from one replica as `participant`) and with those of other processes (`across`), and what they do
+there together (`collectives`, `sync_batch_norm`).
 """
 
 from lightning_dp.parallel.workers import collectives as collectives
@@ -17,6 +18,7 @@ from lightning_dp.parallel.workers.apply import EXECUTORS as EXECUTORS
 from lightning_dp.parallel.workers.apply import Executor as Executor
 from lightning_dp.parallel.workers.apply import ExecutorName as ExecutorName
 from lightning_dp.parallel.workers.calls import Calls as Calls
+from lightning_dp.parallel.workers.freed_memory import KeptMemory as KeptMemory
 from lightning_dp.parallel.workers.participant import PARTICIPANT as PARTICIPANT
 from lightning_dp.parallel.workers.participant import Task as Task
 from lightning_dp.parallel.workers.participant import current_participant as current_participant

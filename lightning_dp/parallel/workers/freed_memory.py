@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from functools import cache
 from weakref import finalize
 
@@ -74,7 +75,7 @@ def _largest() -> int:
 @cache
 def is_glibc() -> bool:
     """Whether this is a Linux with GNU's C library, and not another's."""
-    return "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ())
+    return platform.libc_ver()[0] == "glibc"
 
 
 @cache

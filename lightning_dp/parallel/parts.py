@@ -107,7 +107,7 @@ class Parts:
         self._stale = set(range(len(self.devices)))
 
     def close(self) -> None:
-        """Ends the workers, and reads the devices' peaks of memory since the engine was made."""
+        """Ends the workers, gives freed memory back, and reads the devices' peaks of memory."""
         self.reducer.close()
         self.executor.close()
         if self._kept is not None:

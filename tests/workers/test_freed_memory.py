@@ -48,13 +48,11 @@ def wrapper():
 MANY, FEW = 20_000, 1_000  # of 4 KiB in 200 MiB there are 51,200
 """
 
-MALLOC = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
-
 on_glibc = pytest.mark.skipif(not freed_memory.is_glibc(), reason="glibc alone does so")
 
 
 def run(script: str, monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
-    for name in MALLOC:
+    for name in (*freed_memory.VARIABLES, "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -124,6 +122,8 @@ assert faults_of_a_step() > MANY
     [
         ("MALLOC_TRIM_THRESHOLD_", "131072"),
         ("MALLOC_TOP_PAD_", "131072"),
+        ("MALLOC_MMAP_THRESHOLD_", "131072"),
+        ("MALLOC_MMAP_MAX_", "65536"),
         ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=131072"),
     ],
 )

@@ -20,6 +20,11 @@ KEEPS = 2**30
 MOST = 2**25
 """Bytes of a block that move the thresholds no further, DEFAULT_MMAP_THRESHOLD_MAX of malloc.c."""
 
+VARIABLES = tuple(
+    f"MALLOC_{name}_" for name in ("TRIM_THRESHOLD", "TOP_PAD", "MMAP_THRESHOLD", "MMAP_MAX")
+)
+"""Each of these ends that glibc moves its thresholds by itself, as the first `mallopt` does."""
+
 _TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD of malloc.h
 _open: set[object] = set()
 
@@ -28,8 +33,7 @@ class KeptMemory:
     """From the first of these on until the last one is closed, freed memory stays.
 
     Then it is given back, and thresholds are where glibc itself has them once a program has freed a
-    block of 32 MiB. Nothing is done on other systems, nor where the environment says how malloc is
-    to be (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`).
+    block of 32 MiB. Nothing is done on other systems, nor where `is_decided`.
     """
 
     def __init__(self) -> None:
@@ -46,13 +50,15 @@ def _close(token: object) -> None:
 
 
 def _adapt() -> None:
-    # Without a lock, which a finalizer may find held by its own thread: where two threads change
-    # places here, memory is kept too shortly, and nothing else.
-    if is_glibc() and not is_decided():
-        libc = _libc()
-        libc.mallopt(_TRIM_THRESHOLD, KEEPS if _open else 2 * _largest())
-        if not _open:
-            libc.malloc_trim(0)
+    """Without a lock, which a finalizer may find held by its own thread: the last looks again."""
+    if not is_glibc() or is_decided():
+        return
+    libc, keeps = _libc(), None
+    while keeps is not (wanted := bool(_open)):
+        keeps = wanted
+        libc.mallopt(_TRIM_THRESHOLD, KEEPS if keeps else 2 * _largest())
+    if not keeps:
+        libc.malloc_trim(0)
 
 
 @cache
@@ -80,7 +86,6 @@ def is_glibc() -> bool:
 
 @cache
 def is_decided() -> bool:
-    """Whether whoever started this process has said how malloc is to be."""
-    names = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"
+    """Whether the environment says how malloc is to be, whose thresholds then move no more."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return "glibc.malloc." in tunables or any(name in os.environ for name in names)
+    return "glibc.malloc." in tunables or any(name in os.environ for name in VARIABLES)

@@ -6,8 +6,8 @@ python -m lightning_dp experiment=denoise trainer.devices=4
 
 The root device has more in its memory than the others: the optimizer's state, and what comes back
 from all of them, here whole images. With `split="memory"` it gets fewer samples, so that all
-devices are equally full. They are simulated, as devices that count their memory are needed.
-`--compare` shows the peaks of an even split beside.
+devices are equally full, where they count their memory, as GPUs do. `--compare` shows the peaks of
+an even split beside.
 """
 
 import logging
@@ -261,7 +261,7 @@ def by_sizes(periods: Sequence[Period]) -> list[Period]:
 def print_peaks(rows: dict[str, Period]) -> None:
     """Prints of each period the samples and the peaks of all devices, where these are counted."""
     if not any(any(period.peak_bytes) for period in rows.values()):
-        print("no peaks of memory: several devices that count it have them, sim or gpu")
+        print("no peaks of memory: several devices that count it have them, such as GPUs")
         return
     cells = [["", "samples per device", "peak memory per device, MiB", "fullest / mean"]]
     for name, period in rows.items():
@@ -294,7 +294,7 @@ def compare(data: DigitPages, accelerator: str, devices: int) -> None:
 
 
 def main() -> None:
-    parser = ScriptParser("A denoiser.", accelerator="sim", devices=4, epochs=16)
+    parser = ScriptParser("A denoiser.", devices=4, epochs=16)
     parser.add_argument("--split", default="memory", choices=SPLITS, help="how batches are cut")
     parser.add_argument("--pages", type=whole_number(32), default=512, help="pages to train on")
     parser.add_argument("--compare", action="store_true", help="a few steps with each split")

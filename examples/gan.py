@@ -4,17 +4,16 @@ python examples/gan.py --devices 4 --epochs 60
 python examples/gan.py --compare --epochs 5
 python -m lightning_dp experiment=gan trainer.devices=4
 
-`training_step` is written for one device. On several, in step mode, each replica draws and judges
-its part of the batch; where the step calls an optimizer, the replicas meet, their gradients are
-summed, the optimizer steps once, and all go on with the new weights. `--compare` puts the losses of
-one device beside those of several, in both modes.
+`training_step` is written for one device. On several it runs once, with the whole batch: each call
+of the generator and of the critic is spread over the devices, and optimizers, toggling and logging
+are Lightning's own. `--compare` puts the losses of one device beside those of several.
 """
 
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -31,7 +30,6 @@ from lightning_dp.app.options import check_at_least
 from lightning_dp.app.quiet import quiet
 from lightning_dp.app.scripts import ScriptParser, train_and_test
 
-Mode = Literal["step", "forward"]
 Batch = tuple[Tensor, Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -227,16 +225,13 @@ class Recorder(Callback):
         self.distance = float(trainer.callback_metrics["test/distance"])
 
 
-def learn(
-    callback: Callback, *, accelerator: str, devices: int, epochs: int, mode: Mode = "step"
-) -> None:
+def learn(callback: Callback, *, accelerator: str, devices: int, epochs: int) -> None:
     """Trains and tests; the same data and first weights whatever the devices."""
-    spread = ["generator", "critic"] if mode == "forward" else []
     train_and_test(
         GAN,
         DigitsAndNoise(),
         callback,
-        strategy=DataParallelStrategy(mode=mode, parallel_modules=spread),
+        strategy=DataParallelStrategy(mode="forward", parallel_modules=["generator", "critic"]),
         accelerator=accelerator,
         devices=devices,
         max_epochs=epochs,
@@ -245,26 +240,19 @@ def learn(
 
 
 def compare(accelerator: str, devices: int, epochs: int) -> None:
-    """Prints the same training on one device, and on several in both modes, side by side."""
-    jobs: list[tuple[int, Mode]] = [(1, "step"), (devices, "step"), (devices, "forward")]
-    runs = [Recorder() for _ in jobs]
-    for run, (count, mode) in zip(runs, jobs, strict=True):
-        learn(run, accelerator=accelerator, devices=count, epochs=epochs, mode=mode)
-    rows = list(zip(*(run.losses for run in runs), strict=True))
-    titles = ("step", "1 device", f"{devices} in step mode", f"{devices} in forward mode")
+    """Prints the same training on one device and on several, side by side."""
+    one, several = Recorder(), Recorder()
+    for run, count in ((one, 1), (several, devices)):
+        learn(run, accelerator=accelerator, devices=count, epochs=epochs)
+    rows = list(zip(one.losses, several.losses, strict=True))
     print("critic and generator")
-    print("{:>13}  {:>19}  {:>19}  {:>19}".format(*titles))
+    print("{:>13}  {:>19}  {:>19}".format("step", "1 device", f"{devices} devices"))
     for i in range(0, len(rows), len(rows) // epochs):
         pairs = (f"{critic:9.6f} {generator:9.6f}" for critic, generator in rows[i])
-        print("{:13}  {:>19}  {:>19}  {:>19}".format(i + 1, *pairs))
-    furthest = (
-        max(abs(a - b) for row in rows for a, b in zip(row[0], row[i], strict=True))
-        for i in range(3)
-    )
-    print("{:>13}  {:19.1e}  {:19.1e}  {:19.1e}".format("furthest off", *furthest))
-    print(
-        "{:>13}  {:19.4f}  {:19.4f}  {:19.4f}".format("test/distance", *(r.distance for r in runs))
-    )
+        print("{:13}  {:>19}  {:>19}".format(i + 1, *pairs))
+    furthest = max(abs(x - y) for a, b in rows for x, y in zip(a, b, strict=True))
+    print(f"{'furthest off':>13}  {'':19}  {furthest:19.1e}")
+    print(f"{'test/distance':>13}  {one.distance:19.4f}  {several.distance:19.4f}")
 
 
 def main() -> None:

@@ -5,8 +5,6 @@
 
 python examples/migrate.py --devices 2 --epochs 10
 python examples/migrate.py --accelerator gpu --devices 4
-
-The devices are simulated unless you say otherwise, so that it runs on a machine without GPUs.
 """
 
 from pathlib import Path
@@ -76,9 +74,7 @@ def write_old_checkpoint(path: Path) -> None:
 
 
 def main() -> None:
-    parser = ScriptParser(
-        "A script for nn.DataParallel, on ours.", accelerator="sim", devices=2, epochs=10
-    )
+    parser = ScriptParser("A script for nn.DataParallel, on ours.", devices=2, epochs=10)
     parser.add_argument("--folder", type=Path, default=Path("logs/migrate"), help="of old and new")
     args = parser.parse()
 
@@ -110,7 +106,7 @@ def devices_of(accelerator: str, count: int) -> tuple[torch.device, list[int] | 
     """The first device, and what to pass as `device_ids`."""
     if accelerator == "cpu":
         return torch.device("cpu"), ["cpu"] * count
-    return torch.device("cuda" if accelerator == "gpu" else accelerator, 0), list(range(count))
+    return torch.device("cuda", 0), list(range(count))
 
 
 if __name__ == "__main__":

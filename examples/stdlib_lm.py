@@ -1,7 +1,7 @@
 """A character language model on Python's own source code: samples of very unequal length.
 
 python examples/stdlib_lm.py --devices 4 --epochs 3
-python examples/stdlib_lm.py --compare --accelerator sim
+python examples/stdlib_lm.py --compare
 python -m lightning_dp experiment=stdlib_lm trainer.devices=4
 
 A sample is a function or class of the standard library, from a dozen characters to 2,000. Cut into
@@ -59,7 +59,6 @@ CHARACTERS = 256  # the bytes of UTF-8
 START = CHARACTERS  # what stands before the first one
 SPLITS = ("chunk", "even", "cost")
 COMPARED_STEPS = 12
-SIMULATED_SECONDS = 1e-9  # that an element of an op's output takes
 
 ADAMW = partial(AdamW, lr=3e-3)
 
@@ -326,11 +325,6 @@ class Progress(Callback):
 
 def compare(data: StdlibSource, accelerator: str, devices: int) -> None:
     """Prints the same steps on one device, and on several with each split, side by side."""
-    if accelerator == "sim":
-        from lightning_dp.sim.device_module import set_speed
-
-        for i in range(devices):
-            set_speed(i, seconds_per_element=SIMULATED_SECONDS)
     fits = short_fits(
         CharacterLM,
         data,

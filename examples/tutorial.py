@@ -2,11 +2,10 @@
 
 python examples/tutorial.py --devices 2
 python examples/tutorial.py --devices 8 --split chunk
-python examples/tutorial.py --device-ids 7,9 --device-count 10
+python examples/tutorial.py --accelerator gpu --device-ids 2,0
 python -m lightning_dp experiment=tutorial trainer.devices=3
 
-The devices are simulated: they are separate as GPUs are, and there are as many as you like. With
-`--accelerator gpu` they are real.
+Without `--accelerator gpu` the devices are replicas on the CPU, as many as you like.
 """
 
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_dp import DataParallelStrategy
 from lightning_dp.app.options import check_at_least
 from lightning_dp.app.quiet import quiet
-from lightning_dp.app.scripts import ScriptParser, script_trainer, whole_number, whole_numbers
+from lightning_dp.app.scripts import ScriptParser, script_trainer, whole_numbers
 
 Outputs = tuple[Tensor, dict[str, Any]]
 
@@ -41,7 +40,7 @@ class TutorialModel(L.LightningModule):
 
     def forward(self, rows: Tensor) -> Outputs:
         output = self.layer(rows)
-        # Made where the output is: on simulated devices a wrong place raises, as on GPUs.
+        # Made where the output is: elsewhere the addition below would raise on GPUs.
         noise = torch.randn(output.shape, device=output.device)
         if self.talk:
             sizes = f"input size {tuple(rows.shape)}, output size {tuple(output.shape)}"
@@ -113,9 +112,8 @@ class Outside(Callback):
 
 
 def main() -> None:
-    parser = ScriptParser(__doc__.splitlines()[0], accelerator="sim", devices=2, epochs=1)
-    parser.add_argument("--device-ids", type=whole_numbers, help="instead of a number: 7,9")
-    parser.add_argument("--device-count", type=whole_number(1), help="how many to simulate")
+    parser = ScriptParser(__doc__.splitlines()[0], devices=2, epochs=1)
+    parser.add_argument("--device-ids", type=whole_numbers, help="instead of a number: 2,0")
     parser.add_argument(
         "--split", default="even", choices=("even", "chunk"), help="chunk: as torch.chunk cuts"
     )

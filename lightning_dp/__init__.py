@@ -2,12 +2,10 @@
 
 `import lightning_dp` registers the strategy: `Trainer(strategy="dp_custom", devices=4)`.
 
-The engine is `parallel`. For Lightning there are the `strategy`, its `options`, what it has
-`measured`, its `modes`, steps of the root `alone`, hooks `between_steps`, batch norm
-(`layer_sync`), whether code looks at gradients between micro-batches (`gradient_hooks`),
-`predictions` of all processes, `hints` for people; private names (`lightning_private`); the other
-package (`pytorch_lightning`). Programs outside of `app` are `convert`, and what they print on a
-terminal, `table`. Imports run downwards only, and a wing offers what its `__init__` names.
+The engine is `parallel`, which imports torch only. For Lightning: the `strategy` and its `options`;
+its `mode`, `step_mode` or `forward_mode`; the check of the `first_step`; `split="auto"` on the root
+alone (`auto_split`); sync batch norm (`layer_sync`); the devices' usage (`measured`); private names
+(`lightning_private`); the package `pytorch_lightning`; tables on a terminal (`table`).
 """
 
 import sys
@@ -16,12 +14,10 @@ from pathlib import Path
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dp.checkpointing import ModulePrefixCheckpointIO
-from lightning_dp.hints import leave_out
-from lightning_dp.keys import normalize_state_dict
 from lightning_dp.monitor import DataParallelMonitor
 from lightning_dp.parallel.data_parallel import DataParallel, data_parallel
-from lightning_dp.parallel.primitives import gather, parallel_apply, replicate, scatter
-from lightning_dp.predictions import PredictionGatherer
+from lightning_dp.parallel.functional import gather, parallel_apply, replicate, scatter
+from lightning_dp.parallel.state_keys import normalize_state_dict
 from lightning_dp.strategy import DataParallelStrategy
 
 __version__ = "0.1.0"
@@ -31,7 +27,6 @@ __all__ = [
     "DataParallelMonitor",
     "DataParallelStrategy",
     "ModulePrefixCheckpointIO",
-    "PredictionGatherer",
     "data_parallel",
     "gather",
     "normalize_state_dict",
@@ -41,7 +36,6 @@ __all__ = [
 ]
 
 DataParallelStrategy.register_strategies(StrategyRegistry)
-leave_out()
 
 if not (Path(__file__).parent / "conf").exists():
     # A checkout that is not installed: conf/ and examples/ lie beside this package, not in it.

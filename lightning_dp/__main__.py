@@ -12,14 +12,11 @@ from typing import Any
 VERBS = {
     "train": ("lightning_dp.app.train", "train and test (the default); Hydra's overrides"),
     "evaluate": ("lightning_dp.app.evaluate", "test what a training has left: run=FOLDER"),
-    "convert": ("lightning_dp.convert", "rename the weights in a checkpoint file"),
-    "doctor": ("lightning_dp.app.doctor", "is all well on this machine, and what is fastest"),
-    "plan": ("lightning_dp.app.plan", "what many machines would give"),
-    "estimate": ("lightning_dp.app.estimate", "memory of each device, and the largest batch"),
-    "env": ("lightning_dp.app.env", "versions and devices, to be pasted into a report"),
-    "new": ("lightning_dp.app.new", "a small project of one's own in a new folder"),
+    "convert": ("lightning_dp.checkpointing.convert", "rename the weights in a checkpoint file"),
+    "doctor": ("lightning_dp.doctor", "do this machine's devices give one device's numbers"),
+    "env": ("lightning_dp.doctor:env", "versions and devices, to be pasted into a report"),
 }
-"""Of each verb: the module whose `main` it is, and what it does."""
+"""For each verb the module that runs it, with the function unless that is `main`, and its help."""
 
 _WORD = re.compile(r"[\w-]+")  # no override, and no option of Hydra
 
@@ -41,7 +38,8 @@ def main() -> Any:
             file=sys.stderr,
         )
         return 2
-    return importlib.import_module(VERBS[verb][0]).main()
+    module, _, function = VERBS[verb][0].partition(":")
+    return getattr(importlib.import_module(module), function or "main")()
 
 
 def _help() -> str:

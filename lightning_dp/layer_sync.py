@@ -1,4 +1,4 @@
-"""Batch norm over all replicas of all processes, as `Trainer(sync_batchnorm=True)` asks for."""
+"""`Trainer(sync_batchnorm=True)`: batch norm over all replicas of all processes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from lightning.pytorch.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
 from torch import nn
 from typing_extensions import override
 
-from lightning_dp.parallel.torch_private import BatchNorm
-from lightning_dp.parallel.workers import sync_batch_norm as batch_norm
+from lightning_dp.parallel.apply import sync_batch_norm as batch_norm
+from lightning_dp.parallel.torch_private import BATCH_NORMS
 
 
 class ReplicaBatchNorm(LayerSync):
     """Batch norm layers normalise by the whole batch; running statistics are the batch's.
 
-    A layer stays the object that it is, with its class, parameters, buffers and hooks: it is only
-    given another `forward`, which it loses again in the end. Checkpoints have the same keys.
-    Layers of a class with a `forward` of its own are left as they are, with a warning.
+    A layer keeps its class, parameters, buffers and hooks; `apply` gives it another `forward`,
+    which `revert` removes. Checkpoints have the same keys. Layers of a class that overrides
+    `forward` are left as they are, with a warning.
     """
 
     @override
@@ -27,7 +27,7 @@ class ReplicaBatchNorm(LayerSync):
         for module in model.modules():
             if batch_norm.can_be_synced(module):
                 module.__dict__["forward"] = MethodType(batch_norm.forward, module)
-            elif isinstance(module, BatchNorm) and not batch_norm.is_synced(module):
+            elif isinstance(module, BATCH_NORMS) and not batch_norm.is_synced(module):
                 others.add(type(module).__qualname__)
         if others:
             warnings.warn(
@@ -47,7 +47,7 @@ class ReplicaBatchNorm(LayerSync):
 
 
 def replicas_own(layer_sync: LayerSync) -> LayerSync:
-    """The plugin for replicas in place of Lightning's, which is for processes; others stay."""
+    """Replaces Lightning's plugin, which is for processes, and keeps any other."""
     # By name, since the packages `lightning` and `pytorch_lightning` have one each.
     is_lightnings = type(layer_sync).__qualname__ == TorchSyncBatchNorm.__qualname__
     return ReplicaBatchNorm() if is_lightnings else layer_sync

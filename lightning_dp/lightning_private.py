@@ -7,7 +7,6 @@ the release, unless it is said below what happens instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -105,11 +104,6 @@ def is_of_all_processes(metric: nn.Module) -> bool:
 # Strategies
 
 
-def lightning_optimizers(strategy: Any) -> list[Any]:
-    """What `self.optimizers()` gives: the optimizers in wrappers, of which `step` counts steps."""
-    return list(found(strategy, "_lightning_optimizers"))
-
-
 def layer_sync(strategy: Any) -> Any:
     """The plugin that `Trainer(sync_batchnorm=True)` has given a strategy, or None."""
     return found(strategy, "_layer_sync")
@@ -118,17 +112,6 @@ def layer_sync(strategy: Any) -> Any:
 def set_layer_sync(strategy: Any, plugin: Any) -> None:
     """Gives a strategy another such plugin."""
     strategy._layer_sync = plugin
-
-
-def set_root_device(strategy: Any, device: torch.device) -> None:
-    """Gives the strategy of a single device another one."""
-    found(strategy, "_root_device")
-    strategy._root_device = device
-
-
-def requested_devices(trainer: Any) -> list[torch.device]:
-    """The devices that `Trainer(devices=...)` means, also where its strategy has others."""
-    return list(found(found(trainer, "_accelerator_connector"), "_parallel_devices"))
 
 
 def join_process_group(environment: Any, backend: str, **options: Any) -> None:
@@ -141,28 +124,6 @@ def join_process_group(environment: Any, backend: str, **options: Any) -> None:
     found(distributed, "_init_dist_connection")(environment, backend, **options)
 
 
-def replace_sigterm(
-    trainer: Any, handler: Callable[[int, Any], None], before_batch: Callable[[], None]
-) -> None:
-    """Replaces what a Trainer with several processes does at SIGTERM, and asks before a batch."""
-    connector, loop = found(trainer, "_signal_connector"), trainer.fit_loop.epoch_loop
-    found(connector, "_sigterm_notifier_fn")
-    found(loop, "_broadcast_sigterm_tensor")
-    connector._sigterm_notifier_fn = handler
-    loop._broadcast_sigterm_tensor = before_batch
-
-
-def restore_sigterm(trainer: Any) -> None:
-    """Undoes `replace_sigterm`."""
-    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
-    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
-
-
-def set_sigterm_received(trainer: Any) -> None:
-    """Lets `trainer.received_sigterm` be true, for callbacks that ask for it."""
-    found(trainer, "_signal_connector").received_sigterm = True
-
-
 # Checkpoints
 
 
@@ -171,20 +132,9 @@ def given_io(strategy: Any) -> Any:
     return found(strategy, "_checkpoint_io")
 
 
-def wrapped_io(checkpoint_io: Any) -> Any:
-    """The one that another one wraps, whether it offers it as `checkpoint_io` or not; or None.
-
-    Gone: None, and what Lightning's own wrappers wrap writes files in its own way, not atomically.
-    """
-    return getattr(checkpoint_io, "_checkpoint_io", None)
-
-
-def set_io(owner: Any, checkpoint_io: Any) -> None:
-    """Gives a strategy or a wrapper another CheckpointIO. A wrapper that has one has no other way.
-
-    Only after it has been asked for its own, which shows that the name is still right.
-    """
-    owner._checkpoint_io = checkpoint_io
+def set_io(strategy: Any, checkpoint_io: Any) -> None:
+    """Gives a strategy another CheckpointIO, after `given_io` has shown that the name is right."""
+    strategy._checkpoint_io = checkpoint_io
 
 
 # Loops
@@ -195,15 +145,9 @@ def logged_step(trainer: Any) -> int:
     return int(found(trainer.fit_loop.epoch_loop, "_batches_that_stepped"))
 
 
-def training_loaders(trainer: Any) -> list[Any]:
-    """The loaders that a fit trains on, in order; none before the fit has asked for them."""
-    loader = found(trainer.fit_loop, "_combined_loader")
-    return [] if loader is None else list(loader.flattened)
-
-
-def prefetched_batches(trainer: Any) -> int:
-    """How many batches have been drawn and not been trained on, by the Trainer itself."""
-    return len(getattr(found(trainer.fit_loop, "_data_fetcher"), "batches", ()))
+def is_index_sampler(sampler: Any) -> bool:
+    """Whether a batch sampler notes the indices of each batch, in `predict`, for writers."""
+    return type(sampler).__name__ == "_IndexBatchSamplerWrapper"
 
 
 def is_accumulating(trainer: Any) -> bool:

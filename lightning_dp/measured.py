@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from lightning_dp.modes import Mode
-from lightning_dp.options import Look, OptionsMixin
-from lightning_dp.parallel.meter import DeviceUsage
+from lightning_dp.auto_split import AutoSplitSteps
+from lightning_dp.mode import Mode
+from lightning_dp.options import OptionsMixin
 from lightning_dp.parallel.split import StepUsage
+from lightning_dp.parallel.usage import DeviceUsage
 
 
 class MeasuredMixin(OptionsMixin):
@@ -19,14 +20,12 @@ class MeasuredMixin(OptionsMixin):
     """Samples per device in the latest step."""
     usage: Sequence[DeviceUsage] = ()
     """What every device did in the training steps of the latest fit."""
-    _alone: Look | None = None  # whether all devices need work
+    _auto: AutoSplitSteps | None = None  # with split="auto"
 
     def watch(self) -> None:
         """Measures every training step of this fit from now on, for `measured_steps`."""
         if self._mode is not None:
             self._mode.engine.meter.watch()
-        if self._alone is not None:
-            self._alone.is_watched = True
 
     def measured_steps(self, *, wait: bool = False) -> list[StepUsage]:
         """Takes the training steps measured since the last call, in order, each of them once.

@@ -1,4 +1,4 @@
-"""What a strategy with several devices is told: its options, checked, and the mode they ask for."""
+"""The options of the strategy: what they mean, their checks, and the mode that they ask for."""
 
 from __future__ import annotations
 
@@ -6,37 +6,34 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, cast
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
-from lightning_dp.alone import AloneSteps
 from lightning_dp.checkpointing import CheckpointMixin
-from lightning_dp.hints import FewerDevicesHint
-from lightning_dp.modes import Mode, StepMode, mode_maker
-from lightning_dp.parallel.batch import Override, no_costs
-from lightning_dp.parallel.checks import check_choice, named_options
+from lightning_dp.forward_mode import ForwardMode
+from lightning_dp.mode import Mode, needs_forward_mode
+from lightning_dp.parallel.checks import check_choice, check_names, named_options
 from lightning_dp.parallel.data_parallel import check_engine_options
 from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
+from lightning_dp.parallel.gather import Override
+from lightning_dp.parallel.reduce import LOSS_REDUCTIONS
+from lightning_dp.parallel.scatter import no_costs
 from lightning_dp.parallel.split import (
-    Auto,
-    OwnShare,
     OwnSplit,
-    Rule,
     SplitPolicy,
     check_split,
     split_policy,
 )
-from lightning_dp.processes import check_group_options
-
-Look: TypeAlias = AloneSteps | FewerDevicesHint
-"""Who looks whether all devices need to work."""
+from lightning_dp.processes import Rule, check_group_options
+from lightning_dp.step_mode import StepMode
 
 
 class OptionsMixin(CheckpointMixin):
@@ -53,11 +50,12 @@ class OptionsMixin(CheckpointMixin):
 
     Args:
         mode: `"step"`: `training_step` runs in every replica on its shard, which keeps memory
-            balanced; `self.all_gather` gives each the whole batch's tensors, and manual
-            optimisation acts once for all. `"forward"`: it runs once, with the whole batch on the
-            output device, and only `self(x)` is spread over the replicas: exact for losses over
-            the whole batch (contrastive, triplet) as they are written. A 0-dim float that
-            `forward` returns, a loss say, is a mean over its samples.
+            balanced; `self.all_gather` gives each the whole batch's tensors. `"forward"`: it runs
+            once, with the whole batch on the output device, and only `self(x)` is spread over the
+            replicas: exact for losses over the whole batch (contrastive, triplet) as they are
+            written. A 0-dim float that `forward` returns, a loss say, is a mean over its samples.
+            Modules with `automatic_optimization = False`, and with steps that take
+            `dataloader_iter`, always train in forward mode; a line at INFO says so.
         devices: the devices, root first, in place of `Trainer(devices=...)`. An entry may repeat
             for several replicas on one device: `["cuda:0", "cuda:0"]`, `["cpu"] * 4`. Integers
             are ids of the machine's accelerator. Several processes on a machine share its devices
@@ -96,24 +94,30 @@ class OptionsMixin(CheckpointMixin):
             only `self(x)` reads.
         loss_reduction: what the loss of `training_step` is over its samples, `"mean"` or `"sum"`.
             A mean over other things (valid tokens, say) is exact if the step returns
-            `{"loss": mean, "num_items": how_many}`, or sets `loss.num_items = how_many`, also
-            before a `manual_backward(loss)`. Where the loss's graph shows that it is something
-            else, or that samples meet in it, a warning tells.
+            `{"loss": mean, "num_items": how_many}`, or sets `loss.num_items = how_many`.
         buffers: which buffers the module keeps after a training step, running statistics of batch
             norm for instance: those of the `"first"` replica (as in DDP), or the `"mean"` of all,
             weighted by shard size.
         executor: how replicas run: in worker `"threads"`, `"inorder"` on the main thread (for a
             debugger), or `"auto"`, which measures both in the first steps and keeps the faster.
-        check_first_step: whether the first training batch is also run on the root alone, to compare
-            loss and gradient. If they differ by more than rounding, a warning says which of the
-            usual causes it is (a loss that is no mean over samples, batch norm, dropout, something
-            random), and what to choose. Leaves no trace; takes a second set of replicas while it
-            lasts. The result is `first_step`.
+        check_first_step: whether the first step of each kind (training, validation, test, predict)
+            also runs on a few samples of its batch, once on the root alone and once split, to
+            compare loss, gradients, logged values, outputs, items of lists and buffers. Everything
+            is put back: gradients, buffers, random state, metrics, logs, and lists and attributes
+            of the module and of the user's objects on it. Files, environments, classes, global
+            numbers and the Trainer's data module cannot be: a step that changes them needs `False`.
+            A difference beyond rounding is one warning that names what differs, the cause (a sum, a
+            mean over something else than samples, a loss over the whole batch, a logged value that
+            is no mean) and what to write instead; batch norm without sync and random numbers are
+            one line at INFO. `"auto"` leaves it out under `fast_dev_run`, for modules with compiled
+            parts or more than 4 GiB of tensors, and where state cannot be put back. What was found
+            is `first_step`, by the name of the step.
         process_group_backend: with several processes, what moves bytes between them:
             `"gloo"`, `"nccl"` or `"cpu:gloo,cuda:nccl"`. None for gloo on CPUs, and for both on
             GPUs.
-        timeout: with several processes, how long one waits for the others before it gives up: a
-            number of seconds, or a `timedelta`. None for torch's own, half an hour with gloo.
+        timeout: how long a replica waits in a collective for one that does not come, and a process
+            for the others: a number of seconds, or a `timedelta`. None for half an hour, or for
+            torch's default between processes.
         accelerator: as for every Lightning strategy; the Trainer sets it.
         cluster_environment: as for every Lightning strategy; the Trainer sets it.
         checkpoint_io: as for every Lightning strategy; None for `ModulePrefixCheckpointIO()`.
@@ -144,7 +148,7 @@ class OptionsMixin(CheckpointMixin):
         loss_reduction: Literal["mean", "sum"] = "mean",
         buffers: Literal["first", "mean"] = "first",
         executor: Literal["auto", "threads", "inorder"] = "auto",
-        check_first_step: bool = False,
+        check_first_step: bool | Literal["auto"] = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = None,
         accelerator: Accelerator | None = None,
@@ -155,19 +159,29 @@ class OptionsMixin(CheckpointMixin):
         self.options_of_all = {n: value for n, value in locals().items() if n in _OF_ALL}
         check_split(split, weights, sample_cost)
         check_engine_options(dim, buffers, executor, gather_overrides)
-        check_choice("check_first_step", check_first_step, (False, True))
-        engine = {"dim": dim, "cost_key": sample_cost, "overrides": gather_overrides}
-        engine |= {"buffers": buffers, "executor": executor}
-        make = mode_maker(mode, loss_reduction, parallel_modules, move_batch)
-        self._make_mode = partial(make, **engine)
+        check_choice("check_first_step", check_first_step, ("auto", True, False))
+        check_choice("mode", mode, ("step", "forward"))
+        check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
+        _check_forward_options(mode, parallel_modules, move_batch)
+        self._engine_options: dict[str, Any] = {
+            "dim": dim,
+            "cost_key": sample_cost,
+            "overrides": gather_overrides,
+            "buffers": buffers,
+            "executor": executor,
+            "loss_reduction": loss_reduction,
+        }
+        self._forward_options: dict[str, Any] = {
+            "parallel_modules": parallel_modules,
+            "move_batch": move_batch,
+        }
         self._process_group_backend = process_group_backend
         self._timeout = check_group_options(process_group_backend, timeout)
         self._split, self._weights = split, weights
         self._cost_key, self._mode_name = sample_cost, mode
         self._output_device = output_device
         self._loss_reduction = loss_reduction
-        self._is_even = split == "even" and weights is None
-        self._check_first_step = check_first_step
+        self._check_first_step: bool | Literal["auto"] = check_first_step
         super().__init__(
             accelerator=accelerator,
             parallel_devices=None if devices is None else resolve_devices(devices),
@@ -225,7 +239,8 @@ class OptionsMixin(CheckpointMixin):
         devices, weights = self._devices or [], self._own_weights
         if weights is not None and len(devices) == len(weights) and not any(weights):
             weights = None  # the other processes have all samples; of theirs one is worked on here
-        capacities = partial(memory_capacities, devices)
+        # Only "memory" needs devices that count it: others take 0 for "no limit is known".
+        capacities = partial(memory_capacities, devices, must_count=self._split == "memory")
         return split_policy(self._split, weights, devices, capacities)
 
     def check_costs(self, module: nn.Module) -> None:
@@ -240,10 +255,10 @@ class OptionsMixin(CheckpointMixin):
 
     @property
     @override
-    def own_share(self) -> OwnShare:
+    def share(self) -> tuple[int, tuple[float, ...] | None, Rule]:
         weights = None if self._own_weights is None else tuple(self._own_weights)
         rule: Rule = "chunk" if self._split == "chunk" else "even"
-        return OwnShare(len(self._devices or ()), weights, rule)
+        return len(self._devices or ()), weights, rule
 
     @property
     @override
@@ -261,23 +276,47 @@ class OptionsMixin(CheckpointMixin):
         return self._resolved_output
 
     def _new_mode(self, **others: Any) -> Mode:
-        """Makes the mode that the options ask for, but for some others."""
+        """Makes the mode that this run needs, with some of its engine's options replaced."""
+        module = cast(LightningModule, self.lightning_module)
         options: dict[str, Any] = {
+            **self._engine_options,
             "transfer": super().batch_to_device,
             "output_device": self.output_device,
             "split": self.split_policy,
             "world": self._world,
+            "timeout": self._timeout,
+            **others,
         }
-        return self._make_mode(self.lightning_module, self.parallel_devices, **options | others)
+        if self._mode_name == "forward" or self._why_forward(module):
+            return ForwardMode(module, self._devices or [], **self._forward_options, **options)
+        return StepMode(module, self._devices or [], **options)
 
-    def _new_look(self, mode: Mode, trainer: Trainer) -> Look | None:
-        if self._world is not None:
-            return None
-        if isinstance(self.split_policy, Auto):
-            return AloneSteps(mode, self.split_policy, trainer)
-        if self._is_even and mode.engine.on_cpu and isinstance(mode, StepMode):
-            return FewerDevicesHint(mode, trainer)
-        return None
+    def _why_forward(self, module: LightningModule) -> str:
+        """Why this run needs forward mode though step mode was asked for, or ""."""
+        stage = module.trainer.state.fn
+        return needs_forward_mode(module, _STEPS[stage]) if self._mode_name == "step" else ""
+
+
+_STEPS: Mapping[Any, Sequence[str]] = {
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
+"""The steps of each of the Trainer's runs."""
+
+
+def _check_forward_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
+    """Raises a ValueError for impossible options of forward mode, and for those in step mode."""
+    check_names("parallel_modules", parallel_modules)
+    check_choice("move_batch", move_batch, (True, False))
+    if mode == "step" and (parallel_modules or not move_batch):
+        named = ("parallel_modules", list(parallel_modules))
+        key, value = named if parallel_modules else ("move_batch", move_batch)
+        raise ValueError(
+            f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
+            "which it has a meaning."
+        )
 
 
 _OF_ALL = (

@@ -9,17 +9,17 @@ other. `import lightning_dp.pytorch_lightning` makes the second one know the str
     pl.Trainer(strategy="dp_custom", devices=4)
     pl.Trainer(strategy=lightning_dp.pytorch_lightning.DataParallelStrategy(mode="forward"))
 
-So is the callback `PredictionGatherer` for its Trainers.
+So is `ModulePrefixCheckpointIO` for `pl.Trainer(plugins=[...])`.
 """
 
-from pytorch_lightning.callbacks import BasePredictionWriter
+from lightning_fabric.plugins import CheckpointIO
 from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
 
+from lightning_dp.checkpointing import ModulePrefixMixin
 from lightning_dp.options import OptionsMixin
-from lightning_dp.predictions import PredictionGathererMixin
 from lightning_dp.strategy import DataParallelMixin
 
-__all__ = ["DataParallelStrategy", "PredictionGatherer"]
+__all__ = ["DataParallelStrategy", "ModulePrefixCheckpointIO"]
 
 
 # To type checkers the mixin's base is lightning's ParallelStrategy; at run time it has none.
@@ -31,10 +31,8 @@ class DataParallelStrategy(  # type: ignore[misc]  # two ParallelStrategy  # noq
     package = "pytorch_lightning"
 
 
-class PredictionGatherer(  # type: ignore[misc]  # two BasePredictionWriter
-    PredictionGathererMixin, BasePredictionWriter
-):
-    """`lightning_dp.PredictionGatherer` for Trainers of pytorch_lightning."""
+class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):  # noqa: D101  # `__doc__`
+    __doc__ = ModulePrefixMixin.__doc__
 
 
 DataParallelStrategy.register_strategies(StrategyRegistry)

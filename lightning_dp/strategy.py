@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_dp.alone import AloneSteps
-from lightning_dp.between_steps import BetweenStepsMixin, check_callbacks
-from lightning_dp.first_step import FirstStep, check_first_step
-from lightning_dp.hints import hint_more_devices
+from lightning_dp.auto_split import AutoSplitSteps
+from lightning_dp.first_step import FirstSteps
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import layer_sync, set_layer_sync
 from lightning_dp.measured import MeasuredMixin
-from lightning_dp.modes import Mode
+from lightning_dp.mode import Mode
 from lightning_dp.options import OptionsMixin
-from lightning_dp.parallel.contexts import Surroundings, replaced
-from lightning_dp.parallel.generated import context
-from lightning_dp.parallel.likely_cause import note_kept_tensors
-from lightning_dp.parallel.split import CostSplit
-from lightning_dp.parallel.workers import PARTICIPANT, Calls, OneThread, current_participant
-from lightning_dp.processes import begin_alike, check_options, open_fetcher
+from lightning_dp.parallel.apply import optimizer_threads
+from lightning_dp.parallel.check import Report
+from lightning_dp.parallel.contexts import replaced
+from lightning_dp.parallel.split import Auto
+from lightning_dp.user_hooks import has_user_hooks
 
 
-class DataParallelMixin(BetweenStepsMixin, MeasuredMixin):
+class DataParallelMixin(MeasuredMixin):
     """The strategy for either of Lightning's packages; its options are in `OptionsMixin`."""
 
     strategy_name = "dp_custom"
     package: ClassVar[str]
     """The package whose Trainer it is for."""
 
-    first_step: FirstStep | None = None
-    """What `check_first_step` has found in the latest fit; None if it has not looked yet."""
+    first_step: Mapping[str, Report] = MappingProxyType({})
+    """What `check_first_step` has found in the latest run, by the name of the step."""
+
+    _mode: Mode | None = None  # while a Trainer runs on several devices
+    _first_steps: FirstSteps | None = None  # while a Trainer runs
+    _asks_why = False  # Lightning, about a training step that has returned None
 
     def __getstate__(self) -> dict[str, Any]:
         """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""
-        return {**super().__getstate__(), "_mode": None, "_alone": None}
+        state = {**super().__getstate__(), "_mode": None, "_auto": None}
+        return {**state, "_first_steps": None}
 
     # Setting up and tearing down
 
@@ -61,35 +66,43 @@ class DataParallelMixin(BetweenStepsMixin, MeasuredMixin):
         self._close()  # what an interrupted end of an earlier run has left
         super().setup(trainer)
         if self._world is not None:
-            check_callbacks(trainer)
-            check_options(self.options_of_all, trainer, self._world)
-            self.open_slices(self._world)
-            begin_alike(cast(LightningModule, self.lightning_module), self._world)
+            _check_callbacks(trainer)
+            self.begin_together(self._world, self.options_of_all, trainer)
         if len(devices) == 1 and self._world is None:
-            if trainer.state.fn == TrainerFn.FITTING and "devices" not in self.given_options:
-                hint_more_devices(self.accelerator, devices[0])
             return  # every hook is then the base class's: plain Lightning on one device
         plugin = layer_sync(self)
         if plugin is not None:
             set_layer_sync(self, replicas_own(plugin))
             layer_sync(self).apply(cast(LightningModule, self.lightning_module))
-        with Surroundings():
-            self._mode = self._new_mode()
-        self._alone = self._new_look(self._mode, trainer)
+        why = self._why_forward(cast(LightningModule, self.lightning_module))
+        if why:
+            name = type(self.lightning_module).__name__
+            rank_zero_info(f"{name} runs in forward mode, as {why}.")
+        self._mode = self._new_mode()
+        if self._world is None and isinstance(self.split_policy, Auto):
+            self._auto = AutoSplitSteps(self._mode, self.split_policy, trainer)
         profiler = cast(Any, trainer).profiler
         if type(profiler).__name__ == "SimpleProfiler":  # others see what torch.profiler sees
-            self._mode.engine.ranges.profile = profiler.profile
+            self._mode.engine.profile = profiler.profile
         if trainer.state.fn == TrainerFn.FITTING:
             self.usage = self._mode.engine.meter.usage
-            self.first_step = None
+        reports: dict[str, Report] = {}
+        self.first_step = reports
+        if self._check_first_step:
+            self._first_steps = FirstSteps(
+                reports,
+                self._check_first_step,
+                trainer,
+                self._new_mode,
+                super().batch_to_device,
+                self._loss_reduction,
+                self.as_only_process,
+            )
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         try:
             super().on_exception(exception)
-            if self._mode is not None:
-                module = cast(LightningModule, self.lightning_module)
-                note_kept_tensors(exception, module, set(self._mode.engine.devices))
         finally:
             self._close()
 
@@ -106,24 +119,12 @@ class DataParallelMixin(BetweenStepsMixin, MeasuredMixin):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Does what the mode says; to another device, as asked for explicitly, it moves.
-
-        A step that has taken a batch by itself may ask for it: then to its replica's device.
-        """
-        participant = current_participant() if PARTICIPANT.get() else None
-        if participant is not None:  # hooks are the root's: on the host, one after another
-            own = (batch, device or participant.device, dataloader_idx)
-            return participant.meet("batch_to_device", own, self._batches_to_devices)
+        """Does what the mode does with a batch; with a device, moves it there as Lightning does."""
         if self._mode is None or device is not None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        is_to_check = self._check_first_step and self.first_step is None
-        if isinstance(self._alone, AloneSteps) and not is_to_check:
-            return self._alone.batch(batch, dataloader_idx, super().batch_to_device)
+        if self._auto is not None and not self._is_to_be_checked(self._auto):
+            return self._auto.batch(batch, dataloader_idx, super().batch_to_device)
         return self._mode.batch(batch, dataloader_idx)
-
-    def _batches_to_devices(self, _: Calls, arguments: list[Any]) -> list[Any]:
-        move = super().batch_to_device
-        return [move(*own) for own in arguments]
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -150,15 +151,14 @@ class DataParallelMixin(BetweenStepsMixin, MeasuredMixin):
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._mode is None:
             return super().backward(closure_loss, *args, **kwargs)
-        if self._alone is None or self._alone.is_done:
-            return self._backward(self._mode, closure_loss, *args, **kwargs)
-        own = super().backward if self._alone.is_alone else partial(self._backward, self._mode)
-        return self._alone.backward(partial(own, closure_loss, *args, **kwargs))
+        if self._auto is not None and self._auto.is_alone:
+            return self._auto.backward(partial(super().backward, closure_loss, *args, **kwargs))
+        return self._backward(self._mode, closure_loss, *args, **kwargs)
 
     def _backward(self, mode: Mode, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.precision_plugin, "scaler", None) is not None:
             closure_loss = mode.to_be_scaled(closure_loss)
-        with Surroundings(), mode.during_backward():
+        with mode.during_backward():
             try:
                 return super().backward(closure_loss, *args, **kwargs)
             except torch.OutOfMemoryError as error:
@@ -176,95 +176,119 @@ class DataParallelMixin(BetweenStepsMixin, MeasuredMixin):
         mode = self._mode
         if mode is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
-        engine = mode.engine
-        is_spread = engine.on_cpu and engine.executor.is_in_threads(engine.meter.kind)
-        one_thread = OneThread() if is_spread and engine.meter.kind else None
+        engine, num_threads = mode.engine, torch.get_num_threads()
+        is_spread = (
+            engine.on_cpu and engine.meter.kind and engine.executor.is_in_threads(engine.meter.kind)
+        )
 
         def with_all_gradients() -> Any:
-            if one_thread is not None:  # an optimizer may call this several times
-                one_thread.end()
+            if is_spread:  # an optimizer may call this several times
+                torch.set_num_threads(num_threads)
             result = closure()
-            if self._alone is None or not self._alone.is_alone:
-                with Surroundings():  # of a training step that returned None, no backward has come
-                    engine.reducer.reduce_waiting()
-                if one_thread is not None:
-                    one_thread.take_for(optimizer)
-            return result if self._world is None else mode.of_closure(result)
+            if self._auto is None or not self._auto.is_alone:
+                # of a training step that returned None, no backward has come
+                engine.reducer.reduce_waiting()
+                if is_spread:
+                    torch.set_num_threads(optimizer_threads(optimizer))
+            return result if self._world is None else mode.loss_of_closure(result)
 
-        if one_thread is None:
+        try:
             return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
-        with Surroundings(), one_thread:
-            return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
+        finally:
+            if is_spread:
+                torch.set_num_threads(num_threads)
 
-    @context
+    @contextmanager
     @override
-    def block_backward_sync(self) -> Iterator[None]:  # type: ignore[override]  # is no class
+    def block_backward_sync(self) -> Iterator[None]:
         """While it lasts, gradients accumulate on the replicas; the next backward sums them all.
 
-        Unless the user's code looks at them after each: then every backward sums them.
+        Between micro-batches the root's `.grad` has its own samples' gradients, as a rank's has in
+        DDP's `no_sync`.
         """
         with super().block_backward_sync():
-            # Not where a replica says so: there every backward is a joint one.
-            if self._mode is None or current_participant() or self.are_gradients_seen():
+            if self._mode is None:
                 yield
                 return
             with replaced(self._mode.engine.reducer, accumulating=True):
                 yield
+
+    # Callbacks may write weights in ways that leave no trace, and they do it at these times.
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._resync()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if batch_idx == 0:
             self._resync()
+            if self._mode is not None:
+                self._mode.engine.frozen_may_change = has_user_hooks(self._mode.module.trainer)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._resync()
+
+    def _resync(self) -> None:
+        if self._mode is not None:
+            self._mode.engine.resync()
+
+    @contextmanager
+    def as_only_process(self) -> Iterator[None]:
+        """While it lasts, it asks no other process."""
+        world, self._world = self._world, None
+        try:
+            yield
+        finally:
+            self._world = world
+
+    # A training step may return None, and its batch is skipped. Lightning refuses that where it
+    # finds more than one process: some would wait for gradients that others do not have. Here None
+    # comes from all processes or from none. So there is one process when Lightning asks for this
+    # reason: it is the first that asks after the step.
+
+    @property
+    @override
+    def world_size(self) -> int:
+        if self._asks_why:
+            self._asks_why = False
+            return 1
+        return super().world_size
 
     def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
         own = partial(getattr(super(), method), *args, **kwargs)
         if self._mode is None:
             return own()
         batch, *rest = (*args, *kwargs.values())
-        if self._world is not None:
-            open_fetcher(batch, self._world)
         several = partial(self._step_of_all, self._mode, method, batch, tuple(rest))
-        alone = self._alone
-        output = (
-            several() if alone is None or alone.is_done else alone.step(method, batch, own, several)
-        )
+        auto = self._auto
+        output = several() if auto is None else auto.step(method, batch, own, several)
         self.last_sizes = self._mode.engine.last_sizes
         return output
 
     def _step_of_all(self, mode: Mode, method: str, batch: Any, rest: tuple[Any, ...]) -> Any:
         if method != "training_step" and rest[:1] in ((), (0,)):
             mode.engine.resync()
-        if method == "training_step" and self._check_first_step and self.first_step is None:
-            self._compare_first_step(mode, batch, rest)
+        checks = self._first_steps
+        if checks is not None and method in checks.due:
+            checks.check(mode, method, batch, rest, self._world)
         name = method.replace("training", "train").replace("validation", "val")
-        with Surroundings(), getattr(self.precision_plugin, f"{name}_context")():
+        with getattr(self.precision_plugin, f"{name}_context")():
             return mode.step(method, batch, rest)
 
-    def _compare_first_step(self, mode: Mode, batch: Any, args: tuple[Any, ...]) -> None:
-        # A split that learns would learn from the check's steps.
-        policy = self.split_policy
-        split = policy if isinstance(policy, CostSplit) else lambda n: policy(n)
-        # Of several processes each looks at its own part of the batch, and asks no other.
-        with Surroundings(), mode.engine.meter.unmeasured(), self.as_only_process():
-            self.first_step = check_first_step(
-                cast(LightningModule, self.lightning_module),
-                batch,
-                args,
-                make_mode=partial(self._new_mode, split=split, executor="inorder"),
-                loss_reduction=self._loss_reduction,
-                transfer=super().batch_to_device,
-                precision=self.precision_plugin,
-                devices=[*mode.engine.devices, mode.engine.output_device],
-            )
-        mode.engine.resync()
-        self.first_step.tell()
+    def _is_to_be_checked(self, auto: AutoSplitSteps) -> bool:
+        """Whether the batch that is being moved is the first of its kind of step."""
+        checks = self._first_steps
+        return checks is not None and auto.next_step in checks.due
 
     def _close(self) -> None:
         if self._mode is not None:
-            with Surroundings():
-                self._mode.engine.close()
-        self._mode = self._alone = self._are_seen = None
+            self._mode.close()
+        self._mode = self._auto = self._first_steps = None
 
     def __repr__(self) -> str:
         """Options and devices; until a Trainer has it, which can: Lightning refuses others so."""
@@ -285,6 +309,17 @@ class DataParallelMixin(BetweenStepsMixin, MeasuredMixin):
             strategy_registry.register(name, cls, text)
             forward = f"{text}: forward mode"
             strategy_registry.register(f"{name}_forward", cls, forward, mode="forward")
+
+
+def _check_callbacks(trainer: Any) -> None:
+    """Refuses what cannot be in several processes."""
+    for callback in trainer.callbacks:
+        if any(kind.__name__ == "BatchSizeFinder" for kind in type(callback).__mro__):
+            raise ValueError(
+                f"Expected no {type(callback).__qualname__} in several processes, as each of them "
+                "would look for a checkpoint that the first one alone has written. Look for the "
+                "batch size with one process: it is that of all samples together."
+            )
 
 
 class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # noqa: D101  # it is `__doc__`

@@ -5,24 +5,36 @@ from __future__ import annotations
 import re
 import textwrap
 from argparse import Action, ArgumentParser, HelpFormatter, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 MOST_ROWS = 60
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows under headings; of very many the first ones, and how many there are more."""
+def print_table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()
+) -> None:
+    """Prints rows under headings; of very many the first ones, and how many there are more.
+
+    Args:
+        headings: one per column.
+        rows: one text per column.
+        right: the headings of columns that are aligned to the right, as numbers are.
+    """
     shown = rows[:MOST_ROWS]
     widths = [max(map(len, column)) for column in zip(headings, *shown, strict=True)]
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
+        align = [str.rjust if heading in right else str.ljust for heading in headings]
         for row in (headings, ["-" * width for width in widths], *shown):
-            print("  ".join(map(str.ljust, row, widths)).rstrip())
+            cells = zip(align, row, widths, strict=True)
+            print("  ".join(to_width(cell, width) for to_width, cell, width in cells).rstrip())
     else:
-        table = Table(*headings)
+        table = Table()
+        for heading in headings:
+            table.add_column(heading, justify="right" if heading in right else "left")
         for row in shown:
             table.add_row(*row)
         # Into a file or pipe rows are not broken.

@@ -25,6 +25,7 @@ import gpus
 import oracle
 import places
 import pytest
+import sim_devices
 import torch
 from conformance_table import table
 from hypothesis import HealthCheck, settings
@@ -32,8 +33,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from pairs import covering
 from places import SIM_DEVICES
 
-from lightning_dp import sim
-from lightning_dp.parallel.replicas import arriving
+from lightning_dp.first_step import FirstSteps
+from lightning_dp.parallel.check import FirstCalls
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs behind them
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,7 +62,7 @@ SIM_IS_SLOW = {
     "test_first_step",
     "test_forward_calls",
     "test_forward_mode",
-    "test_least_samples",
+    "test_batch_norm",
     "test_let_go",
     "test_lightning_demos",
     "test_logs_and_metrics",
@@ -81,7 +82,6 @@ SIM_IS_SLOW = {
     "test_sync_batch_norm",
     "test_trainer_options",
     "test_unusual_steps",
-    "test_wrapped_optimizers",
 }
 """Long files, whose runs on simulated devices are for `-m slow`; others cover these devices."""
 
@@ -222,14 +222,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(line)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_parameters_are_late() -> Iterator[None]:
-    """Tests' models are small: of these a call would wait for all. Examples run as users do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arriving, "LEAST_BYTES", 0)
-        yield
-
-
 @pytest.fixture(autouse=True, scope="module")
 def imported_code_is_no_garbage() -> None:
     """Collections, of which tests make many, need not look at it: half a second each, otherwise."""
@@ -242,7 +234,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a test on replicas on the CPU, and again on every other kind of devices there is."""
     kind: str = request.param
     if kind == "sim":
-        sim.enable(SIM_DEVICES)
+        sim_devices.enable(SIM_DEVICES)
     if kind == "multigpu":
         places.devices(kind, 2)  # else skipped before it has done anything
     monkeypatch.setattr(oracle, "ON", kind)
@@ -252,7 +244,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def room(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], None]]:
     """Limits a simulated device to what it has in use now, and so many bytes more."""
-    sim.enable(SIM_DEVICES)
+    sim_devices.enable(SIM_DEVICES)
     monkeypatch.setattr(oracle, "ON", "sim")
 
     def leave(device: int, extra: int) -> None:
@@ -274,7 +266,7 @@ def side_stream(device: torch.device) -> torch.Stream:
 def on_side_streams() -> Iterator[None]:
     """The test is on a stream of its own on every device: what only default streams order shows."""
     if "sim" in places.kinds:
-        sim.enable(SIM_DEVICES)
+        sim_devices.enable(SIM_DEVICES)
     devices = places.devices(places.kinds[-1], places.accelerator_count())
     pairs = [(torch.accelerator.current_stream(device), side_stream(device)) for device in devices]
     # Of weights that were made on another stream. It is right, and torch says so at no loss.
@@ -305,6 +297,19 @@ def all_are_on_side_streams(request: pytest.FixtureRequest) -> None:
 def one_thread() -> None:
     """One thread per operation: small models gain nothing by more, and a busy machine is slow."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No first-step check: for tests that count calls of steps, or of what steps call."""
+    begin = FirstSteps.__init__
+
+    def nothing_due(self: FirstSteps, *args: Any) -> None:
+        begin(self, *args)
+        self.due.clear()
+
+    monkeypatch.setattr(FirstSteps, "__init__", nothing_due)
+    monkeypatch.setattr(FirstCalls, "before", lambda *args: None)
 
 
 @pytest.fixture

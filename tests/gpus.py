@@ -9,11 +9,10 @@ from types import ModuleType
 from typing import Any
 
 import places
+import sim_devices
 import torch
+from sim_devices import backend
 from torch import Tensor
-
-from lightning_dp import sim
-from lightning_dp.sim import backend
 
 TESTS = str(Path(__file__).parent)
 LIBRARY = torch.library.Library("aten", "IMPL")
@@ -26,7 +25,7 @@ def begin() -> None:
     else:
         # Convolutions would have 10 bits of a float32.
         torch.backends.cudnn.allow_tf32 = False
-    sim.enable = _refuse
+    sim_devices.enable = _refuse
     backend._enable = _refuse  # by whatever way
 
 
@@ -36,7 +35,7 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 def _play() -> None:
     """Simulated devices without what they alone have, and with roundings of their own."""
-    sim.enable(places.played)
+    sim_devices.enable(places.played)
     theirs = torch.sim
     torch.sim = _Hidden(theirs, lambda name: False)
     shared = _Hidden(theirs, lambda name: hasattr(torch.cuda, name))

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_dp.parallel.batch import tree
+from lightning_dp.parallel.scatter import tree
 
 # Items of ragged lists have more rows than any test has samples: fewer could be columns.
 MAKERS: dict[str, Callable[[int], Any]] = {

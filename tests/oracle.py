@@ -13,13 +13,15 @@ import places
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import DataParallelStrategy, PredictionGatherer
+from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.devices import replica_names
+from lightning_dp.parallel.gather import gather
 from lightning_dp.strategy import DataParallelMixin
 
 ON = "cpu"  # the kind of devices that a test is on, see `places`; the oracle is always the CPU
@@ -169,11 +171,30 @@ def predicted(job: Trainer, module: LightningModule, data: Any) -> Any:
     """What `predict` gives for all samples, in every process."""
     if job.world_size == 1:
         return job.predict(module, data)
-    gatherer = PredictionGatherer()
-    job.callbacks.append(gatherer)
+    parts = _Predictions()
+    job.callbacks.append(parts)
     job.predict(module, data)
-    job.callbacks.remove(gatherer)
-    return of_first(job, gatherer.predictions)
+    job.callbacks.remove(parts)
+    ranks = job.strategy.world.gather(parts.of_batches)
+    joined = []
+    for batch in zip(*ranks, strict=True):
+        having = [(n, output) for n, output in batch if n]
+        outputs = [output for _, output in having]
+        joined.append(gather(outputs, "cpu", sizes=[n for n, _ in having]))
+    return joined
+
+
+class _Predictions(BasePredictionWriter):
+    """This rank's number of samples and output of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self.of_batches: list[tuple[int, Any]] = []
+
+    def write_on_batch_end(
+        self, trainer: Any, _: Any, prediction: Any, indices: Any, *others: Any
+    ) -> None:
+        self.of_batches.append((len(indices), prediction))
 
 
 def of_first(job: Trainer, value: Any) -> Any:

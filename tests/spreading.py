@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from oracle import assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
@@ -83,6 +84,16 @@ def compare(
     if state:
         assert_equal_trees(dict(several.state_dict()), dict(one.state_dict()), "state", **EXACT)
     return engine
+
+
+def law(table: list[Any], make: Callable[[], nn.Module], marks: Any = (), **options: Any) -> Any:
+    """Adds the decorated `use` to a table of arguments of `compare`."""
+
+    def add(use: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
+        table.append(pytest.param(make, use, options, id=use.__name__, marks=marks))
+        return use
+
+    return add
 
 
 def said(error: BaseException) -> str:

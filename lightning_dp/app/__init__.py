@@ -1,8 +1,8 @@
-"""The programs: one verb each, configured by Hydra from ``conf/`` or by options of their own.
+"""The verbs ``train`` and ``evaluate``, configured by Hydra from ``conf/``.
 
-Decided here: what ``train`` and ``evaluate`` do with a configuration (`build`, `report` and their
-neighbours), and ``env`` and ``new``, a file each. What surrounds a run of either is in `run`; the
-larger verbs have rooms of their own: `doctor`, `estimate` and `plan`.
+Decided here: what they do with a configuration (`build`, `report` and their neighbours). What
+surrounds a run of either is in `run`.
 
-Only this subpackage imports hydra; it also needs the extra ``examples`` (rich, scikit-learn).
+Only this subpackage imports hydra. rich, scikit-learn and matplotlib are imported where they are
+used, so that it starts without them.
 """

@@ -1,6 +1,5 @@
 """From a configuration to the objects that Lightning works with."""
 
-import importlib
 import logging
 import os
 from collections.abc import Sequence
@@ -30,11 +29,10 @@ from lightning_dp.app.run import few_keys, note_machine
 from lightning_dp.app.together import has_restarted
 from lightning_dp.app.trained import task_overrides
 from lightning_dp.checkpointing import load_weights
-from lightning_dp.hints import on_purpose
 
 log = logging.getLogger(__name__)
 
-_FLAGS = ("train", "test", "compare", "extras.quiet", "extras.print_config")
+_FLAGS = ("train", "test", "extras.quiet", "extras.print_config")
 _LEAST = {"accumulate_grad_batches": 1, "check_val_every_n_epoch": 1, "log_every_n_steps": 0}
 """Of what the Trainer does not check itself."""
 
@@ -128,16 +126,12 @@ def _check_values(cfg: DictConfig) -> None:
 
 def build(cfg: DictConfig) -> Job:
     """Builds trainer, data and model; the trainer first, as most mistakes are about devices."""
-    if cfg.trainer.get("accelerator") == "sim":
-        importlib.import_module("lightning_dp.sim")  # makes Lightning know the accelerator
     # The first one, as it speaks before a progress bar is drawn.
     goes_on = [GoesOn(cfg.ckpt_path)] if cfg.get("train") and cfg.ckpt_path is not None else []
     callbacks = [*goes_on, *_list_of(cfg.get("callbacks")), SamplesTested(), StepTimes()]
     own: dict[str, Any] = {"callbacks": callbacks, "logger": loggers_of(cfg.get("logger"))}
     if isinstance(cfg.trainer.get("profiler"), str):
         own["profiler"] = profiler_of(cfg.trainer.profiler, Path(cfg.paths.output_dir))
-    if cfg.trainer.get("devices", "auto") != "auto":
-        on_purpose()
     trainer = instantiate(cfg.trainer, **own)
     data = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")

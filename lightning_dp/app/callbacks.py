@@ -6,12 +6,12 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 log = logging.getLogger(__name__)
@@ -177,60 +177,11 @@ class SamplesTested(Callback):
         self.per_device = tuple(map(operator.add, self.per_device, sizes)) or sizes
 
 
-class SimulatedSpeeds(Callback):
-    """Gives simulated devices speeds of their own while they train.
+def progress_bar(refresh_rate: int = 1) -> ProgressBar:
+    """Makes rich's progress bar, or tqdm's where rich is not installed.
 
     Args:
-        factors: for each device how long an op takes on it, relative to the others: 4 is a quarter
-            of the speed. 0: no time but the CPU's own.
-        seconds_per_element: what each element of an op's output takes where the factor is 1.
-        from_step: the training batch from which on; until then every factor is 1.
-
-    Raises:
-        ValueError: when training begins, if the devices are not simulated, or not as many.
+        refresh_rate: batches from one redraw to the next.
     """
-
-    def __init__(
-        self, factors: Sequence[float], *, seconds_per_element: float = 2e-8, from_step: int = 0
-    ) -> None:
-        super().__init__()
-        self._factors = list(factors)
-        self._seconds_per_element = seconds_per_element
-        self._from_step = from_step
-        self._devices: list[torch.device] = []
-        self._batches = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins with equal devices."""
-        devices = getattr(trainer.strategy, "parallel_devices", None) or []
-        if [device.type for device in devices] != ["sim"] * len(self._factors):
-            got = ", ".join(map(str, devices)) or str(trainer.strategy.root_device)
-            raise ValueError(
-                f"factors: expected one for each simulated device, got {self._factors} for {got}. "
-                f"Use trainer=sim trainer.devices={len(self._factors)}, or other factors."
-            )
-        self._devices, self._batches = devices, 0
-        self._set_speeds([1.0] * len(devices))
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        """Makes them unequal when it is time to."""
-        if self._batches == self._from_step:
-            self._set_speeds(self._factors)
-        self._batches += 1
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the devices at full speed."""
-        self._set_speeds([0.0] * len(self._devices))
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Leaves the devices at full speed."""
-        self._set_speeds([0.0] * len(self._devices))
-
-    def _set_speeds(self, factors: Sequence[float]) -> None:
-        for device, factor in zip(self._devices, factors, strict=True):
-            module = torch.get_device_module(device)
-            module.set_speed(device, seconds_per_element=factor * self._seconds_per_element)
+    kind = RichProgressBar if find_spec("rich") else TQDMProgressBar
+    return kind(refresh_rate=refresh_rate)

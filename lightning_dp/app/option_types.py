@@ -6,6 +6,7 @@ its options would come as a traceback out of the middle of a library.
 
 import difflib
 import inspect
+import logging
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from typing import Any
 from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import Tensor
+
+hydra_log = logging.getLogger("hydra.utils")
 
 _GROUPS = ("trainer", "data", "model", "callbacks", "logger")
 _CHECKS_ITSELF = ("trainer.strategy",)
@@ -69,10 +72,13 @@ def _check(
 
 
 def _callable(target: str) -> Callable[..., Any] | None:
+    hydra_log.disabled = True  # it would log the error
     try:
         found = get_object(target)
     except Exception:  # an import may fail in any way; whoever builds it says how
         return None
+    finally:
+        hydra_log.disabled = False
     return found if callable(found) else None
 
 

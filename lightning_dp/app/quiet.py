@@ -4,12 +4,12 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-
-from lightning_dp.parallel.generated import context
+from contextlib import contextmanager
 
 # Where Lightning's rank_zero_info logs.
 _LOGGER = "lightning.pytorch.utilities.rank_zero"
 _MESSAGES = (
+    "💡 Tip:",  # for other products
     "GPU available: False",
     "TPU available: False",
     "HPU available: False",
@@ -27,10 +27,12 @@ _WARNINGS = (
     r"The dirpath has changed from",
     # Asked for: the test of strategy=ddp runs on the same devices as its training.
     r"Using `DistributedSampler` with the dataloaders",
+    # Lightning's own call of torch.
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
 )
 
 
-@context
+@contextmanager
 def quiet(enabled: bool = True) -> Iterator[None]:
     """Leaves out those of Lightning's messages that say nothing about these programs."""
     if not enabled:
@@ -51,7 +53,7 @@ def _is_wanted(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_MESSAGES)
 
 
-@context
+@contextmanager
 def _beside_progress_bars() -> Iterator[None]:
     """Lightning's messages appear above a progress bar, not behind its last word.
 

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
-from rich.table import Table
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.app.callbacks import SamplesTested, StepTimes
@@ -18,7 +16,8 @@ from lightning_dp.app.run import note
 from lightning_dp.app.together import of_all
 from lightning_dp.monitor import DataParallelMonitor
 from lightning_dp.parallel.devices import replica_names
-from lightning_dp.parallel.meter import DeviceUsage
+from lightning_dp.parallel.usage import DeviceUsage
+from lightning_dp.table import print_table
 
 PICTURE = "devices.png"
 PROFILE = "profile"
@@ -116,13 +115,6 @@ def finish(report: Report, trainer: Trainer, folder: Path) -> None:
         _show(report, folder, _draw_devices(trainer, folder))
 
 
-def say(line: str | None, trainer: Trainer) -> None:
-    """Prints a line, if there is one, as it is; one process does."""
-    if line is not None and trainer.is_global_zero:
-        note.info(line)
-        Console().print(line, highlight=False, soft_wrap=True, markup=False)
-
-
 def _draw_devices(trainer: Trainer, folder: Path) -> str | None:
     """Draws the devices, if a training on several was watched, and says what to tell about it."""
     monitor = _first(trainer, DataParallelMonitor)
@@ -135,26 +127,26 @@ def _draw_devices(trainer: Trainer, folder: Path) -> str | None:
 
 
 def _show(report: Report, folder: Path, picture: str | None) -> None:
-    console = Console()
     shown = {k: v for k, v in report.metrics.items() if k.startswith("test/")} or report.metrics
-    figures = [f"{name} [bold]{value:.4f}[/bold]" for name, value in sorted(shown.items())]
-    console.print("   ".join(figures) or "no metrics were logged")
+    figures = [f"{name} {value:.4f}" for name, value in sorted(shown.items())]
+    print("   ".join(figures) or "no metrics were logged")
     if report.per_device:
-        console.print(_table(report))
+        _show_devices(report)
     else:
-        console.print("devices:", ", ".join(report.devices), highlight=False)
+        print("devices:", ", ".join(report.devices))
     profiles = [f"profile: {file}" for file in sorted(folder.glob(f"*{PROFILE}*.txt"))]
     for line in (report.note, picture, *profiles, f"run folder: {folder}"):
         if line is not None:
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+            print(line)
 
 
-def _table(report: Report) -> Table:
-    """A row per device; of a training with a test after it, what it did in the training."""
+def _show_devices(report: Report) -> None:
+    """Prints a row per device: what it did in the training, or in a test without a training."""
     found = report.per_device
     trained, tested = found.get("samples_per_device"), found.get("test_samples_per_device")
     samples = trained or tested or ()
     columns = {
+        "device": list(report.devices),
         "training samples" if trained else "test samples": [f"{n:,}" for n in samples],
         "share": [f"{n / (sum(samples) or 1):.1%}" for n in samples],
         "busy": [f"{seconds:.1f} s" for seconds in found.get("busy_seconds_per_device", ())],
@@ -164,13 +156,9 @@ def _table(report: Report) -> Table:
             for size in found.get("peak_bytes_per_device", ())
         ],
     }
-    shown = {heading: cells for heading, cells in columns.items() if cells}
-    table = Table("device")
-    for heading in shown:
-        table.add_column(heading, justify="right")
-    for device, *cells in zip(report.devices, *shown.values(), strict=True):
-        table.add_row(device, *cells)
-    return table
+    headings = [heading for heading, cells in columns.items() if cells]
+    rows = list(zip(*(columns[heading] for heading in headings), strict=True))
+    print_table(headings, rows, right=headings[1:])
 
 
 def _first(trainer: Trainer, kind: type[C]) -> C | None:

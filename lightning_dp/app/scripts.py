@@ -10,11 +10,10 @@ from lightning.pytorch import Callback
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.app.devices import check_devices
-from lightning_dp.hints import on_purpose
 from lightning_dp.monitor import Period
 from lightning_dp.table import OneLineParser
 
-_ACCELERATORS = ("cpu", "sim", "gpu")
+_ACCELERATORS = ("cpu", "gpu")
 _EVERY = 5
 
 
@@ -37,33 +36,21 @@ def whole_number(least: int) -> Callable[[str], int]:
 class ScriptParser(OneLineParser):
     """Parses the options of an example, `--accelerator`, `--devices` and `--epochs` among them."""
 
-    def __init__(
-        self, description: str, *, accelerator: str = "cpu", devices: int, epochs: int
-    ) -> None:
+    def __init__(self, description: str, *, devices: int, epochs: int) -> None:
         super().__init__(
             description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
-        self.add_argument(
-            "--accelerator", default=accelerator, choices=_ACCELERATORS, help="sim is simulated"
-        )
+        self.add_argument("--accelerator", default="cpu", choices=_ACCELERATORS)
         self.add_argument(
             "--devices", type=whole_number(1), default=devices, help="number of devices"
         )
         self.add_argument("--epochs", type=whole_number(1), default=epochs, help="epochs to train")
 
     def parse(self) -> argparse.Namespace:
-        """The options of the command line; simulated devices exist from then on, if asked for."""
+        """Returns the options of the command line, once the devices are known to exist."""
         args = self.parse_args()
-        on_purpose()  # --devices has a number
         try:
-            if args.accelerator == "sim":
-                from lightning_dp import sim
-                from lightning_dp.sim.backend import DEFAULT_DEVICE_COUNT
-
-                asked = vars(args).get("device_count")
-                sim.enable(asked or max(DEFAULT_DEVICE_COUNT, args.devices))
-            else:
-                check_devices(args.accelerator, args.devices)
+            check_devices(args.accelerator, args.devices)
         except (ValueError, RuntimeError) as error:
             self.error(str(error).replace("trainer.", "--"))
         return args

@@ -9,7 +9,6 @@ from omegaconf import DictConfig
 
 from lightning_dp.app import report
 from lightning_dp.app.build import begin, problem_of
-from lightning_dp.app.compare import compared
 from lightning_dp.app.devices import register_resolvers
 from lightning_dp.app.run import as_program, check_flags, composed_in_one_line, table_in_the_end
 from lightning_dp.app.together import agree_on_run_folder
@@ -36,8 +35,6 @@ def train(cfg: DictConfig) -> report.Report:
         per_device |= report.tested_of(trainer)
     result = report.Report(metrics, report.device_names(trainer), per_device, note)
     report.finish(result, trainer, job.folder)
-    if cfg.train and cfg.get("compare") and not cfg.trainer.get("fast_dev_run"):
-        report.say(compared(cfg, job), trainer)
     return result
 
 

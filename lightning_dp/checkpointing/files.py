@@ -1,4 +1,4 @@
-"""Reading the checkpoint files that people have, and writing them so that a crash harms none."""
+"""Reads checkpoint files that torch, Lightning or safetensors wrote, and writes them atomically."""
 
 from __future__ import annotations
 
@@ -7,69 +7,48 @@ import io
 import os
 import pickle
 import re
-import zipfile
-from collections.abc import Mapping
+import secrets
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import fsspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_dp.checkpointing import safetensors_files
-from lightning_dp.checkpointing.atomic_files import local_path, replacing
-from lightning_dp.checkpointing.contents import WEIGHTS, find_weights
-from lightning_dp.keys import normalize_state_dict, with_ties
+from lightning_dp.parallel.state_keys import PREFIXES, add_tied, normalize_state_dict
+from lightning_dp.parallel.torch_private import is_extra_state
 
 PathLike = str | os.PathLike[str]
 
-_TORCHS_REASON = "WeightsUnpickler error:"
-_OTHER_PROTOCOL = "Unsupported operand"  # one of torch.save's argument pickle_protocol
-_TORCHS_MAGIC = torch.serialization.MAGIC_NUMBER.to_bytes(10, "little")
-
-_IF_TRUSTED = (
-    "If you trust it: weights_only=False (an argument of load_weights, and of the Trainer's fit, "
-    "validate, test and predict; --unsafe of lightning_dp.convert)"
-)
+SAFETENSORS = ".safetensors"
+WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
+"""Under which keys people save a model's state; the first one is Lightning's."""
 
 _STOPS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
 
-_FOREIGN = {
-    b"version https://git-lfs": "a pointer of Git LFS (fetch the file: `git lfs pull`)",
-    b"<!doctype html": "a web page",
-    b"<html": "a web page",
-    b"<?xml": "XML",
-    b"{": "JSON or other text",
-    b"\x1f\x8b": "a gzip archive (unpack it)",
-    b"\x89hdf": "an HDF5 file, such as Keras writes",
-    b"\x93numpy": "a NumPy array",
-    b"gguf": "a GGUF file",
-    b"\x00" * 16: "nothing but zeros at its beginning, as a crash leaves it",
-}
-
 
 def load_weights(
-    module: nn.Module, path: PathLike, *, strict: bool = True, weights_only: bool | None = None
+    module: nn.Module,
+    path: PathLike,
+    *,
+    strict: bool = True,
+    weights_only: bool | None = None,
+    prefixes: Sequence[str] = PREFIXES,
 ) -> Any:
     """Loads a file's weights into a module, whoever saved them and through whatever wrapper.
 
-    Args:
-        module: any module: bare, a LightningModule, in `nn.DataParallel`, DDP or `torch.compile`.
-        path: a state dict, a dict that has it under `state_dict`, `model`, `model_state_dict` or
-            `net`, a checkpoint of Lightning, or a `.safetensors` file; local or remote.
-        strict: whether keys have to be the module's, no less and no more.
-        weights_only: False runs the code that a pickle asks for: for files that you trust.
+    The module may be bare, a LightningModule, in `nn.DataParallel`, DDP or `torch.compile`, and the
+    file whatever `ModulePrefixCheckpointIO` reads. `weights_only=False` runs the code that a pickle
+    asks for, `prefixes` are those of `normalize_state_dict`.
 
-    Returns:
-        The missing and the unexpected keys, as `module.load_state_dict` does.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it holds no weights; the message says what was found.
-        RuntimeError: `module.load_state_dict` refuses the weights.
+    Returns the missing and the unexpected keys, as `module.load_state_dict` does, which raises a
+    RuntimeError for either if `strict`. A ValueError says what is wrong with the file.
     """
     state = weights_in(read(path, weights_only=weights_only), path)
-    named = with_ties(normalize_state_dict(state, module), module)
+    named = normalize_state_dict(state, module, prefixes=prefixes, strict=False)
+    add_tied(named, module)
     return module.load_state_dict(named, strict=strict)
 
 
@@ -87,32 +66,83 @@ def weights_in(loaded: Any, path: PathLike) -> Mapping[str, Any]:
     return state
 
 
+def find_weights(loaded: Any) -> Mapping[str, Any] | None:
+    """The weights in what a file held: a module or state, or either under one of `WEIGHTS`."""
+    if isinstance(loaded, nn.Module):
+        return loaded.state_dict()
+    if not isinstance(loaded, Mapping):
+        return None
+    for key in WEIGHTS:
+        value = loaded.get(key)
+        if isinstance(value, nn.Module):
+            return value.state_dict()
+        if is_state(value) or (key == WEIGHTS[0] and isinstance(value, Mapping)):
+            return value
+    return loaded if is_state(loaded) else None
+
+
+def is_state(value: Any) -> bool:
+    """Whether something is a module's state: names and tensors, and modules' extra state."""
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) for key in value)
+        and any(isinstance(part, Tensor) for part in value.values())
+        and all(isinstance(v, Tensor) or is_extra_state(k) for k, v in value.items())
+    )
+
+
 def read(path: PathLike, *, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """What a local or remote file holds that torch, Lightning or safetensors wrote.
+    """Returns what a local or remote file holds; a ValueError says why one cannot be read.
 
-    A ValueError says what is wrong with a file that cannot be read.
+    Unless `weights_only` is False no code in a pickle is run.
     """
-    map_location = "cpu" if map_location is None else map_location
-    weights_only = is_safe(weights_only)
     local = local_path(path)
-    if local is None:
-        with fsspec.open(str(path), "rb") as remote:
-            return _load(io.BytesIO(remote.read()), path, map_location, weights_only)
-    if local.is_dir():
-        raise ValueError(
-            f"{path}: expected a checkpoint file, got a folder. A distributed checkpoint has to "
-            "be made one file by the tool that wrote it."
+    if local is not None and local.is_dir():
+        raise ValueError(f"{path}: expected a checkpoint file, got a folder. Give a file in it.")
+    with contextlib.ExitStack() as stack:
+        if local is None:
+            remote = stack.enter_context(fsspec.open(str(path), "rb"))
+            file: BinaryIO = io.BytesIO(remote.read())
+        else:
+            file = stack.enter_context(local.open("rb"))
+        head = file.read(16)
+        file.seek(0)
+        try:
+            if head[8:9] == b"{":  # eight bytes of a length, then that much JSON
+                device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+                tensors = _safetensors().load(file.read())
+                return {key: tensor.to(device) for key, tensor in tensors.items()}
+            return torch.load(file, map_location=map_location or "cpu", weights_only=weights_only)
+        except (OSError, MemoryError, ImportError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if weights_only is False and not isinstance(error, pickle.UnpicklingError | EOFError):
+                raise  # the code in the pickle failed
+            raise ValueError(f"{path}: expected {_refusal(file, head, error)}") from error
+
+
+def _refusal(file: BinaryIO, head: bytes, error: Exception) -> str:
+    trust = (
+        "If you trust it: weights_only=False (an argument of load_weights, and of the Trainer's "
+        "fit, validate, test and predict; --unsafe of lightning-dp convert)"
+    )
+    code = re.findall(r"GLOBAL ([\w.]+)", str(error))  # the first class or function
+    with contextlib.suppress(Exception):  # damaged: then the error says enough
+        file.seek(0)
+        code = torch.serialization.get_unsafe_globals_in_checkpoint(file) or code
+    if code:
+        return (
+            f"tensors and plain values, got a pickle that needs code to be run "
+            f"({', '.join(code[:5])}); nothing was run. {trust}, or "
+            "torch.serialization.add_safe_globals([...]) for these alone."
         )
-    with local.open("rb") as file:
-        return _load(file, path, map_location, weights_only)
-
-
-def is_safe(weights_only: bool | None) -> bool:
-    """Whether to read tensors and plain values only: yes, unless somebody said no, as for torch."""
-    if weights_only is None:
-        forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0")
-        return forced not in ("1", "y", "yes", "true")
-    return weights_only
+    size = file.seek(0, os.SEEK_END)
+    reason = str(error).rpartition("WeightsUnpickler error:")[2]
+    line = next((line.strip() for line in reason.split("\n") if line.strip()), repr(error))
+    return (
+        f"a checkpoint of torch, Lightning or safetensors, got a file of {size:,} bytes that "
+        f"begins with {head[:12]!r}, of another kind, cut short or damaged: {line[:200]}. {trust}."
+    )
 
 
 def write(checkpoint: Any, path: Path) -> None:
@@ -121,93 +151,81 @@ def write(checkpoint: Any, path: Path) -> None:
         try:
             torch.save(checkpoint, file)
         except RuntimeError as error:
-            # What stopped the writing, of which torch only tells that its archive is incomplete.
+            # torch reports an incomplete archive; its context is what stopped the writing.
             if isinstance(error.__context__, _STOPS):
                 raise error.__context__ from error
             raise
 
 
-def _load(file: BinaryIO, path: PathLike, map_location: Any, weights_only: bool) -> Any:
-    head = file.read(512)
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    if not head:
-        raise ValueError(f"{path}: expected a checkpoint, got an empty file (0 bytes).")
-    foreign = _foreign(head, file)
-    if safetensors_files.is_one(head):
-        return safetensors_files.read(file, path, map_location)
-    if foreign is not None:
+def write_safetensors(state: Mapping[str, Any], path: Path) -> None:
+    """Writes a state dict in the format of safetensors; tied weights are written once per name."""
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
+            raise ValueError(
+                f"{path}: expected dense tensors with values, as the format holds no others; got "
+                f"{key!r} of type {type(value).__qualname__}. Write a .pt or .ckpt file."
+            )
+        # The library writes memory as it is, and refuses tensors that share it.
+        tensor = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        tensors[key] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    try:
+        content = _safetensors().save(tensors, {"format": "pt"})
+    except KeyError as error:
         raise ValueError(
-            f"{path}: expected a checkpoint of torch, Lightning or safetensors, got {foreign} "
-            f"({size:,} bytes). Give a file that one of these has written."
-        )
+            f"{path}: expected dtypes that the format holds, got {error}. "
+            "Write a .pt or .ckpt file."
+        ) from error
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def _safetensors() -> Any:
     try:
-        return torch.load(file, map_location=map_location, weights_only=weights_only)
-    except (pickle.UnpicklingError, EOFError) as error:
-        raise ValueError(_refusal(file, path, size, weights_only, error)) from error
-    except (OSError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        if not weights_only:  # it may be the user's own code that failed
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError(
+            "A .safetensors file needs the package safetensors: python -m pip install "
+            "'lightning-dp[safetensors]'."
+        ) from error
+    return safetensors.torch
+
+
+def local_path(path: PathLike) -> Path | None:
+    """The path of a local file; None for an address such as `s3://bucket/file`."""
+    name = os.fspath(path)
+    if name.startswith("file://"):
+        name = fsspec.core.url_to_fs(name)[1]
+    return None if "://" in name else Path(name)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Gives a temporary path to write to, and then replaces a file by what was written there.
+
+    The temporary file lies in the same folder and is flushed to the disk before `os.replace`, so a
+    crash leaves the old file. A symbolic link's target is replaced, permissions stay, a device or
+    pipe is written to. An OSError names the file, not the temporary one.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        yield path
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.parent / f".{secrets.token_hex(8)}.lightning-dp.tmp"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        with temporary.open("r+b") as file:
+            os.fsync(file.fileno())
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        os.replace(temporary, target)
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(temporary), str(target)):
             raise
-        raise ValueError(_refusal(file, path, size, weights_only, error)) from error
-
-
-def _foreign(head: bytes, file: BinaryIO) -> str | None:
-    """What a file is, if torch cannot read it."""
-    if head.startswith(b"PK"):
-        return _foreign_archive(file)
-    if head.startswith(b"\x80"):  # a pickle, as torch.save wrote them before version 1.6
-        is_torchs = _TORCHS_MAGIC in head[:32] or len(head) < 32
-        return None if is_torchs else "a pickle that torch.save did not write"
-    start = head.lstrip().lower()
-    known = (what for magic, what in _FOREIGN.items() if start.startswith(magic))
-    return next(known, f"a file that begins with {head[:12]!r}")
-
-
-def _foreign_archive(file: BinaryIO) -> str | None:
-    try:
-        if not zipfile.is_zipfile(file):
-            return "the beginning of a checkpoint: the end is missing"
-        with zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        return f"a damaged archive ({error})"
-    file.seek(0)
-    inside = {name.partition("/")[2] for name in names}
-    if "constants.pkl" in inside:
-        return "a TorchScript archive (take torch.jit.load(file).state_dict())"
-    return None if "data.pkl" in inside else f"a zip archive of {names[:4]}"
-
-
-def _refusal(
-    file: BinaryIO, path: PathLike, size: int, weights_only: bool, error: Exception
-) -> str:
-    needed = _code_needed(file, error) if weights_only else []
-    if needed:
-        return (
-            f"{path}: expected tensors and plain values, got a pickle that needs code to be run "
-            f"({', '.join(needed[:5])}); nothing was run. {_IF_TRUSTED}, or "
-            "torch.serialization.add_safe_globals([...]) for these alone."
-        )
-    *_, reason = str(error).partition(_TORCHS_REASON)
-    lines = (reason or str(error)).split("\n")
-    reason = next((line.strip() for line in lines if line.strip()), type(error).__qualname__)
-    if weights_only and reason.startswith(_OTHER_PROTOCOL):
-        return (
-            f"{path}: expected a pickle of protocol 2, which torch.save writes by default, got "
-            f"another one, or a damaged file ({size:,} bytes): {reason}. {_IF_TRUSTED}."
-        )
-    return (
-        f"{path}: expected a checkpoint, got one that torch cannot read, cut short or damaged "
-        f"({size:,} bytes): {reason}"
-    )
-
-
-def _code_needed(file: BinaryIO, error: Exception) -> list[str]:
-    """The classes and functions that a pickle asks for, as far as that can be said."""
-    named = re.findall(r"GLOBAL ([\w.]+)", str(error))  # the first one of them
-    with contextlib.suppress(Exception):  # damaged
-        file.seek(0)
-        return torch.serialization.get_unsafe_globals_in_checkpoint(file) or named
-    return named
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,42 +1,32 @@
-"""Checkpoints that load anywhere: `ModulePrefixCheckpointIO`."""
+"""`ModulePrefixCheckpointIO`: checkpoints with clean keys, whatever wrappers left in them."""
 
 from __future__ import annotations
 
-import inspect
-import logging
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import lightning
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch import nn
 from typing_extensions import override
 
-from lightning_dp.checkpointing import files as checkpoint_files
-from lightning_dp.checkpointing.atomic_files import local_path
-from lightning_dp.checkpointing.contents import (
-    add_to,
-    as_lightnings,
-    is_lightnings,
-    name_for_module,
-    rename_model,
-    take_added,
-)
-from lightning_dp.keys import PREFIXES, Renaming, shared_prefix, strip_prefix
-from lightning_dp.lightning_private import set_io, wrapped_io
+from lightning_dp.checkpointing import files
 from lightning_dp.parallel.checks import check_choice
+from lightning_dp.parallel.state_keys import (
+    PREFIXES,
+    add_tied,
+    keys_of,
+    match_keys,
+    rename,
+    without_outer,
+)
 
-log = logging.getLogger(__name__)
-
-ON_SAVE = ("strip", "add", "keep")
-ON_LOAD = ("auto", "strip", "keep")
-
-_PREFIX = "module."
-_WRAPPERS_ONLY = tuple(prefix for prefix in PREFIXES if prefix != _PREFIX)
-"""What nobody calls a submodule."""
-
-_BETWEEN_PROCESSES = ".temp.ckpt"
-"""The file by which Lightning's launchers hand a bare state dict to the main process."""
+_VERSION = "pytorch-lightning_version"
+_NOTES, _ADDED = "lightning_dp", "added_prefix"
+_WEIGHTS_OF_TRAINER = ("state_dict", "current_model_state")  # the second by WeightAveraging
+_BETWEEN_PROCESSES = ".temp.ckpt"  # by which Lightning's launchers hand over a bare state dict
 
 
 class AtomicTorchCheckpointIO(TorchCheckpointIO):
@@ -46,103 +36,43 @@ class AtomicTorchCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        local = local_path(path)
+        local = files.local_path(path)
         if local is None or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
-            checkpoint_files.write(checkpoint, local)
+            files.write(checkpoint, local)
 
     @override
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        local = local_path(path)
-        if local is not None and not local.exists():
-            return super().load_checkpoint(path)  # which says so
-        loaded = checkpoint_files.read(path, map_location=map_location, weights_only=weights_only)
+        try:
+            loaded = files.read(path, map_location=map_location, weights_only=weights_only)
+        except FileNotFoundError as error:  # in the words of Lightning's own IO
+            raise FileNotFoundError(f"Checkpoint file not found: {path}") from error
         return cast(dict[str, Any], loaded)
 
 
-class ModulePrefixMixin:
-    """`ModulePrefixCheckpointIO` without the base class, which each of Lightning's packages has."""
-
-    def __init__(
-        self,
-        checkpoint_io: Any | None = None,
-        *,
-        on_save: Literal["strip", "add", "keep"] = "strip",
-        on_load: Literal["auto", "strip", "keep"] = "auto",
-    ) -> None:
-        check_choice("on_save", on_save, ON_SAVE)
-        check_choice("on_load", on_load, ON_LOAD)
-        super().__init__()
-        self.checkpoint_io = _with_atomic_files(checkpoint_io)
-        self.on_save = on_save
-        self.on_load = on_load
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
-    ) -> None:
-        """Saves through the wrapped IO, with keys as `on_save` says."""
-        if self.on_save != "keep" and not _is_between_processes(path):
-            checkpoint = _strip(checkpoint, _prefixes_in(checkpoint))
-            if self.on_save == "add":
-                checkpoint = add_to(checkpoint, _PREFIX)
-        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Loads through the wrapped IO, with keys as `on_load` says, as a Trainer needs it."""
-        options = {} if map_location is None else {"map_location": map_location}
-        if _takes_weights_only(self.checkpoint_io):
-            options["weights_only"] = checkpoint_files.is_safe(weights_only)
-        loaded = self.checkpoint_io.load_checkpoint(path, **options)
-        checkpoint = loaded if _is_between_processes(path) else self._after_loading(loaded)
-        return cast(dict[str, Any], checkpoint)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        """Removes through the wrapped IO."""
-        self.checkpoint_io.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        """Ends the wrapped IO: one that saves in a thread waits for it."""
-        self.checkpoint_io.teardown()
-
-    def _after_loading(self, loaded: Any) -> Any:
-        checkpoint = as_lightnings(loaded)
-        if self.on_load == "keep" or not isinstance(checkpoint, Mapping):
-            return checkpoint
-        checkpoint = take_added(checkpoint)
-        prefixes = PREFIXES if self.on_load == "strip" else _prefixes_in(checkpoint)
-        return _strip(checkpoint, prefixes)
-
-
-class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):
+class ModulePrefixMixin:  # its base class is of either of Lightning's packages
     """Saves checkpoints with clean keys, and loads them whatever prefixes wrappers left in them.
 
     The default of `DataParallelStrategy`; for others `Trainer(plugins=[...])`. It renames the
-    states of models, wherever they are in a checkpoint (`state_dict`, averaged weights, states in
-    those of callbacks that have the model's names), and leaves all else, such as states of
-    optimizers. What it saves is a checkpoint as any other: plain Lightning and torch load it.
+    model's state, also where averages or callbacks hold a copy under the model's names, and leaves
+    all else, such as states of optimizers. Plain Lightning and torch load what it saves.
 
-    Any file with weights is accepted: a checkpoint of Lightning, a state dict, a dict that has one
-    under `state_dict`, `model`, `model_state_dict` or `net`, a `.safetensors` file. Files are read
-    with `weights_only=True` unless the Trainer is told otherwise, and local files are written
-    atomically: a crash in the middle of a save leaves the old one.
+    A file may be a checkpoint of Lightning, a state dict, a dict that has one under `state_dict`,
+    `model`, `model_state_dict` or `net`, or a `.safetensors` file. Without `weights_only=False` no
+    code in it is run. Local files are written atomically: a crash leaves the old one.
 
     Args:
-        checkpoint_io: the IO that writes and reads; None or Lightning's `TorchCheckpointIO` for
-            `torch.save` into local files atomically. `AsyncCheckpointIO` may be in here, or have
-            this one in it.
-        on_save: what happens to keys. `"strip"`: prefixes of wrappers around the whole model are
-            taken away. `"add"`: keys have the prefix `module.`, for scripts with nn.DataParallel
-            or DDP. `"keep"`: nothing. What the Trainer saves has the LightningModule's names, so
-            that `module.` is a submodule's there, and stays.
-        on_load: what happens to keys. `"auto"`: what `"add"` has added is taken away, and so are
-            prefixes around all of what no Trainer has saved; with `DataParallelStrategy` they are
-            then made the module's, at any depth. `"strip"`: prefixes that all keys share are taken
-            away. `"keep"`: nothing, neither here nor in the strategy.
+        checkpoint_io: the IO that writes and reads, such as `AsyncCheckpointIO()`, which may also
+            have this one in it; None for `torch.save` into local files atomically.
+        on_save: `"strip"` takes away wrappers around the whole model. `"add"` puts `module.`
+            before the model's keys, for scripts with nn.DataParallel or DDP. `"keep"` does nothing.
+        on_load: `"auto"` takes away what `"add"` has added, and wrappers around all keys; in what
+            a Trainer has saved, `module.` is a submodule and stays. `DataParallelStrategy` then
+            makes the keys the module's, at any depth. `"keep"` does nothing, nor does the strategy.
+        prefixes: what wrappers put before keys, see `normalize_state_dict`.
 
     Raises:
         ValueError: an option is none of its choices.
@@ -155,61 +85,148 @@ class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):
         ['weight']
     """
 
+    def __init__(
+        self,
+        checkpoint_io: Any | None = None,
+        *,
+        on_save: Literal["strip", "add", "keep"] = "strip",
+        on_load: Literal["auto", "keep"] = "auto",
+        prefixes: Sequence[str] = PREFIXES,
+    ) -> None:
+        check_choice("on_save", on_save, ("strip", "add", "keep"))
+        check_choice("on_load", on_load, ("auto", "keep"))
+        super().__init__()
+        default: Any = AtomicTorchCheckpointIO()
+        self.checkpoint_io = default if checkpoint_io is None else checkpoint_io
+        if getattr(self.checkpoint_io, "checkpoint_io", self) is None:  # AsyncCheckpointIO(), say
+            self.checkpoint_io.checkpoint_io = AtomicTorchCheckpointIO()
+        self.on_save, self.on_load, self.prefixes = on_save, on_load, prefixes
 
-def name_as_module(checkpoint: dict[str, Any], module: nn.Module, checkpoint_io: Any) -> None:
-    """Gives the weights in a checkpoint, in place, the module's names, if the IO says "auto"."""
-    ours = next((io for io in _chain(checkpoint_io) if isinstance(io, ModulePrefixMixin)), None)
-    if ours is not None and ours.on_load == "auto":
-        name_for_module(checkpoint, module)
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        """Saves through the wrapped IO, with keys as `on_save` says."""
+        if self.on_save != "keep" and Path(path).name != _BETWEEN_PROCESSES:
+            checkpoint = strip_wrappers(checkpoint, self.prefixes)
+            if self.on_save == "add":
+                checkpoint = add_prefix(checkpoint)
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads through the wrapped IO, with keys as `on_load` says, as a Trainer needs it."""
+        options = {"map_location": map_location, "weights_only": weights_only}
+        given = {name: value for name, value in options.items() if value is not None}
+        loaded = self.checkpoint_io.load_checkpoint(path, **given)
+        if Path(path).name != _BETWEEN_PROCESSES:
+            loaded = as_lightnings(loaded)
+            if self.on_load != "keep":
+                loaded = strip_wrappers(remove_added(loaded), self.prefixes)
+        return cast(dict[str, Any], loaded)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes through the wrapped IO."""
+        self.checkpoint_io.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """Ends the wrapped IO: one that saves in a thread waits for it."""
+        self.checkpoint_io.teardown()
 
 
-def _prefixes_in(checkpoint: Mapping[str, Any]) -> tuple[str, ...]:
-    """What can only be a wrapper's around all of the model's keys."""
-    return _WRAPPERS_ONLY if is_lightnings(checkpoint) else PREFIXES
+class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):  # noqa: D101  # `__doc__`
+    __doc__ = ModulePrefixMixin.__doc__
 
 
-def _strip(checkpoint: Any, prefixes: tuple[str, ...]) -> Any:
-    def naming(state: Mapping[str, Any]) -> Renaming:
-        prefix = shared_prefix(state, prefixes)
-        if prefix:
-            log.info("Checkpoint: took %r from all %d keys.", prefix, len(state))
-        return strip_prefix(state, prefix)
-
-    return rename_model(checkpoint, naming)
+def is_lightnings(checkpoint: Any) -> bool:
+    """Whether a Trainer made it, so that `module.` in its `state_dict` is a submodule's."""
+    return (
+        isinstance(checkpoint, Mapping) and {_VERSION, "loops", "state_dict"} <= checkpoint.keys()
+    )
 
 
-def _chain(checkpoint_io: Any) -> Iterator[Any]:
-    """An IO and those that it wraps."""
-    while checkpoint_io is not None:
-        yield checkpoint_io
+def as_lightnings(loaded: Any) -> Any:
+    """What a file held; weights with the `state_dict` and version that a Trainer asks for."""
+    if isinstance(loaded, Mapping) and _VERSION in loaded and "state_dict" in loaded:
+        return loaded
+    weights = files.find_weights(loaded)
+    if weights is None:
+        return loaded
+    rest = loaded if isinstance(loaded, Mapping) and loaded is not weights else {}
+    # The present version: nothing is to be migrated.
+    return {**rest, "state_dict": weights, _VERSION: rest.get(_VERSION, lightning.__version__)}
+
+
+def strip_wrappers(checkpoint: Any, prefixes: Sequence[str] = PREFIXES) -> Any:
+    """Takes away the wrappers around all of the model's keys; `module.` not if a Trainer saved."""
+    weights = files.find_weights(checkpoint) or {}
+    certain = PREFIXES[1:] if is_lightnings(checkpoint) else prefixes
+    return rename_all(checkpoint, without_outer(weights, certain))
+
+
+def rename_all(checkpoint: Any, names: Mapping[str, str]) -> Any:
+    """The checkpoint with other names of the model's keys, wherever its state stands.
+
+    A dict of tensors is a copy of the model's state, such as an average, if all its keys are the
+    model's. Whoever made another knows it by other names.
+    """
+    if all(key == name for key, name in names.items()):
+        return checkpoint
+    weights = files.find_weights(checkpoint)
+
+    def renamed(value: Any) -> Any:
+        if value is weights or files.is_state(value):
+            return rename(value, names) if value.keys() <= names.keys() else value
+        if type(value) in (dict, OrderedDict) and "param_groups" not in value:
+            return type(value)((key, renamed(part)) for key, part in value.items())
+        return type(value)(map(renamed, value)) if type(value) in (list, tuple) else value
+
+    return renamed(checkpoint)
+
+
+def add_prefix(checkpoint: Any) -> Any:
+    """Puts `module.` before the model's keys, with a note in a Trainer's checkpoint.
+
+    The keys there are a LightningModule's: without a note the prefix would pass for a submodule.
+    """
+    prefix = PREFIXES[0]
+    if not is_lightnings(checkpoint):
+        weights = files.find_weights(checkpoint) or {}
+        return rename_all(checkpoint, {key: prefix + key for key in weights})
+    notes = {**checkpoint.get(_NOTES, {}), _ADDED: prefix}
+    return _rename_own(checkpoint, lambda key: prefix + key) | {_NOTES: notes}
+
+
+def remove_added(checkpoint: Any) -> Any:
+    """Undoes `add_prefix` in a Trainer's checkpoint, if the note says so."""
+    notes = dict(checkpoint.get(_NOTES, {})) if is_lightnings(checkpoint) else {}
+    prefix = notes.pop(_ADDED, None)
+    if prefix is None:
+        return checkpoint
+    return _rename_own(checkpoint, lambda key: key.removeprefix(prefix)) | {_NOTES: notes}
+
+
+def _rename_own(checkpoint: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
+    """Renames what the Trainer itself saved; callbacks keep the names that they gave."""
+    states = {key: checkpoint[key] for key in _WEIGHTS_OF_TRAINER if key in checkpoint}
+    return {**checkpoint, **{k: rename(s, {n: name(n) for n in s}) for k, s in states.items()}}
+
+
+def name_for_module(checkpoint: dict[str, Any], module: nn.Module, checkpoint_io: Any) -> None:
+    """Gives the model's state in a checkpoint, in place, the module's names, if the IO is ours."""
+    while checkpoint_io is not None and not isinstance(checkpoint_io, ModulePrefixMixin):
         checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)
+    if checkpoint_io is not None and checkpoint_io.on_load == "auto":
+        names = match_keys(checkpoint["state_dict"], keys_of(module), checkpoint_io.prefixes)
+        checkpoint.update(rename_all(checkpoint, names))
+        add_tied(checkpoint["state_dict"], module)
 
 
-def _with_atomic_files(checkpoint_io: Any | None) -> Any:
-    """The IO with ours at its end, where that would be Lightning's for torch files."""
-    if checkpoint_io is None or _is_plain(checkpoint_io):
-        return AtomicTorchCheckpointIO()
-    *_, last = _chain(checkpoint_io)
-    if hasattr(last, "checkpoint_io"):
-        last.checkpoint_io = AtomicTorchCheckpointIO()
-    for outer in _chain(checkpoint_io):
-        if _is_plain(wrapped_io(outer)):
-            set_io(outer, AtomicTorchCheckpointIO())
-    return checkpoint_io
-
-
-def _is_plain(checkpoint_io: Any) -> bool:
-    """Whether it is Lightning's own for torch files, of whichever of its packages."""
-    kind = type(checkpoint_io)
-    package = kind.__module__.partition(".")[0]
-    return kind.__qualname__ == "TorchCheckpointIO" and package in ("lightning", "lightning_fabric")
-
-
-def _takes_weights_only(checkpoint_io: Any) -> bool:
-    *_, last = _chain(checkpoint_io)
-    parameters = inspect.signature(last.load_checkpoint).parameters.values()
-    return any(p.name == "weights_only" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-
-def _is_between_processes(path: Any) -> bool:
-    return Path(path).name == _BETWEEN_PROCESSES
+def nothing_to_resume(path: Any) -> str:
+    """The message for a checkpoint from which training cannot be resumed."""
+    return (
+        f"ckpt_path: expected a checkpoint to resume training from, got {str(path)!r}, which "
+        "holds weights and no training state (optimizers, epoch). To begin a new training with "
+        "these weights: init_from=... on the command line, or in Python "
+        "lightning_dp.checkpointing.load_weights(model, path) before fit."
+    )

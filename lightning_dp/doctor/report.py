@@ -1,195 +1,204 @@
-"""The report: a table on the terminal, and a file to attach."""
+"""The verbs ``doctor`` and ``env``: the environment, the laws, a table of step times, a verdict."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import time
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from lightning_dp.doctor.advice import DDP, NO_TIME, WAYS, Timing
-from lightning_dp.doctor.law import Result
-from lightning_dp.table import print_table
+import torch
 
-GIB = 2**30
-WIDTH = 60  # of a remark in the table; the file has all of it
-_MARKS = {"pass": "pass", "fail": "FAIL", "skip": "skipped"}
+from lightning_dp import __version__
+from lightning_dp.doctor import laws
+from lightning_dp.doctor.laws import Devices, LawSkipped
+from lightning_dp.parallel import devices as machine
+from lightning_dp.table import ScreenParser
 
-
-@dataclass
-class Report:
-    """What the doctor has found; parts that it has not come to are empty."""
-
-    devices: Sequence[str]
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    proof: Sequence[Result] = ()
-    timings: Sequence[Timing] = ()
-    advice: Sequence[str] = ()
-    seconds: float = 0.0
-    unfinished: str = ""  # what it was at when it was given up
-
-    @property
-    def failed(self) -> list[Result]:
-        """The laws that do not hold."""
-        return [result for result in self.proof if result.verdict == "fail"]
-
-    @property
-    def is_healthy(self) -> bool:
-        """Whether every law holds that could be looked at."""
-        return not self.failed and not self.unfinished
-
-    @property
-    def culprits(self) -> list[str]:
-        """The devices, links and waits that were named, each once."""
-        named = (culprit for result in self.failed for culprit in result.culprits)
-        return list(dict.fromkeys(named))
-
-    def write(self, path: Path) -> None:
-        """Writes the file."""
-        content = {
-            "verdict": "pass" if self.is_healthy else "fail",
-            "culprits": self.culprits,
-            "devices": list(self.devices),
-            "seconds": round(self.seconds, 1),
-            "unfinished": self.unfinished,
-            "environment": self.environment,
-            "proof": [result.as_json() for result in self.proof],
-            "timings": [timing.as_json() for timing in self.timings],
-            "advice": list(self.advice),
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+DESCRIPTION = """\
+Proves on this machine's devices that a training on all of them gives the
+numbers of one, and times a step. Takes about a minute. Without --devices it
+takes all GPUs, or two replicas on the CPU, which say nothing about GPUs.
+Exit status: 0 if healthy, 1 if not, 2 for unusable options.
+"""
+STEPS, ROUNDS, TIMEOUT = 8, 5, 120.0  # of the step times; seconds for a law
+PACKAGES = ("lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "numpy")
+VARIABLES = ("CUDA_", "HIP_", "OMP_", "MKL_", "NCCL_", "NVIDIA_", "PYTORCH_", "MALLOC_", "GLIBC_")
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
+"""The variables that are shown, by the beginning of their names or the whole: no secrets."""
 
 
-def show_environment(environment: Mapping[str, Any]) -> None:
-    """Prints what the machine has."""
-    for name, text in _facts(environment):
-        print(f"  {name:<12}{text}")
-    links = environment["links"]
-    if links:
-        print("\nLinks, GB/s (from the row to the column; * without peer access)")
-        _show_links(links)
+def environment() -> dict[str, str]:
+    """Returns the facts that a bug report needs; no user name, path or host name is in it."""
+    is_gil_enabled = getattr(sys, "_is_gil_enabled", lambda: True)
+    facts = {
+        **versions(),
+        "GIL": "on" if is_gil_enabled() else "off (free-threaded Python)",
+        "system": platform.platform(),
+        "cpu": f"{processor()}, {machine.cores()} cores, {torch.get_num_threads()} threads",
+    }
+    if os.name == "posix":
+        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        facts["cpu"] += f", {size / 2**30:.1f} GiB, load {os.getloadavg()[0]:.1f}"
+    if torch.cuda.is_available():
+        facts["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        ids, reaches = range(torch.cuda.device_count()), torch.cuda.can_device_access_peer
+        apart = [f"{i}->{j}" for i in ids for j in ids if i != j and not reaches(i, j)]
+        facts["no peer access"] = " ".join(apart) or "none"
+    facts |= {str(d): _accelerator(d) for d in machine.all_devices() if d.type != "cpu"}
+    return facts | variables(os.environ)
 
 
-def _facts(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    machine, cuda = found["machine"], found["cuda"]
-    memory = machine["memory_bytes"]
-    versions = [f"{name} {version}" for name, version in found["versions"].items()]
-    missing = found["compilers"]["missing_for_sim"]
-    takes = found["dp_custom_takes"]
-    if not isinstance(takes, str):
-        takes = f"Trainer(strategy='dp_custom') takes {', '.join(takes)}"
-    facts = [
-        ("versions", ", ".join(versions)),
-        ("system", machine["system"]),
-        (
-            "host",
-            f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"
-            + f", load {machine['load']:.1f}"
-            + (f", {memory / GIB:.0f} GiB" if memory else ""),
-        ),
-        *((entry["device"], _of_device(entry)) for entry in found["devices"]),
-        ("GIL", "yes" if found["gil"] else "no (free-threaded Python)"),
-        ("CUDA", "none" if cuda is None else ", ".join(f"{k} {v}" for k, v in cuda.items())),
-        ("NCCL", found["nccl"] or "none"),
-        (
-            "compiler",
-            f"{found['compilers']['c++'] or 'none'}; simulated devices "
-            + (f"lack {' and '.join(missing)}" if missing else "can be built"),
-        ),
-        ("dp_custom", takes),
-    ]
-    if found["variables"]:
-        facts.append(("variables", ", ".join(f"{k}={v}" for k, v in found["variables"].items())))
-    return facts
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the installed packages that a run depends on."""
+    facts = {"python": platform.python_version(), "lightning-dp": __version__}
+    for name in PACKAGES:
+        try:
+            facts[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {**facts, "torch": str(torch.__version__)}
 
 
-def _of_device(entry: Mapping[str, Any]) -> str:
-    parts = [entry["name"]]
-    if entry["memory_bytes"] and entry["device"] != "cpu":
-        parts.append(f"{entry['memory_bytes'] / GIB:.1f} GiB")
-    if entry["free_bytes"] is not None:
-        parts.append(f"{entry['free_bytes'] / GIB:.1f} free")
-    if entry["compute_capability"] is not None:
-        parts.append(f"compute capability {entry['compute_capability']}")
-    return ", ".join(parts)
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that matter here; a value with a path in it is left out."""
+    shown = {n: v for n, v in environ.items() if n in RANKS or n.startswith(VARIABLES)}
+    return {n: "(a path)" if "/" in v or "\\" in v else v for n, v in sorted(shown.items())}
 
 
-def _show_links(links: Sequence[Mapping[str, Any]]) -> None:
-    ends = list(dict.fromkeys(link["source"] for link in links))
-    speeds = {(link["source"], link["target"]): link for link in links}
-    rows = []
-    for source in ends:
-        row = [source]
-        for target in ends:
-            link = speeds.get((source, target))
-            mark = "*" if link and link["peer_access"] is False else ""
-            row.append(f"{link['bytes_per_second'] / 1e9:.2g}{mark}" if link else "")
-        rows.append(row)
-    print_table(["", *ends], rows)
+def processor() -> str:
+    """Returns the processor's name, which Python knows on few systems."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
-def show_proof(results: Sequence[Result]) -> None:
-    """Prints a row for each law."""
-    rows = [
-        [
-            result.law,
-            _MARKS[result.verdict],
-            "" if result.difference is None else f"{result.difference:.1e}",
-            "" if result.allowed is None else f"{result.allowed:.0e}" if result.allowed else "0",
-            f"{result.seconds:.1f}",
-            _remark(result),
-        ]
-        for result in results
-    ]
-    print_table(["law", "result", "difference", "allowed", "s", "remark"], rows)
+def _accelerator(device: torch.device) -> str:
+    module: Any = torch.get_device_module(device)
+    properties: Any = getattr(module, "get_device_properties", lambda _: None)(device)
+    facts = [getattr(properties, "name", device.type)]
+    if hasattr(properties, "major"):
+        facts.append(f"compute capability {properties.major}.{properties.minor}")
+    if machine.counts_memory(device):
+        free, total = (size / 2**30 for size in module.mem_get_info(device))
+        facts.append(f"{total:.1f} GiB, {free:.1f} GiB free")
+    return ", ".join(facts)
 
 
-def _remark(result: Result) -> str:
-    named = ", ".join(result.culprits)
-    first = result.remark.strip().partition("\n")[0]
-    return ": ".join(part for part in (named, first[:WIDTH]) if part)
+def lines_of(facts: Mapping[str, str]) -> str:
+    """Formats facts, one per line."""
+    return "\n".join(f"{name:{max(map(len, facts)) + 2}}{value}" for name, value in facts.items())
 
 
-def show_timings(found: Sequence[Timing]) -> None:
-    """Prints a row for each workload: milliseconds per step."""
-    ways = [way for way in WAYS if any(way in timing.seconds for timing in found)]
-    rows = [
-        [
-            timing.workload,
-            "" if timing.samples is None else str(timing.samples),
-            *(f"{1e3 * timing.seconds[way]:.1f}" if way in timing.seconds else "" for way in ways),
-        ]
-        for timing in found
-    ]
-    names = {"threads": "dp_custom, threads", "inorder": "dp_custom, in order"}
-    if ways:
-        print_table(["ms per step", "batch", *(names.get(way, way) for way in ways)], rows)
-    for reason in dict.fromkeys(timing.why_not.get(DDP, "") for timing in found):
-        if reason not in ("", NO_TIME):
-            print(f"No DDP: {reason}.")
-    left_out = [
-        timing.workload if way == "all" else f"{timing.workload} with {names.get(way, way)}"
-        for timing in found
-        for way, reason in timing.why_not.items()
-        if reason == NO_TIME
-    ]
-    if left_out:
-        print(f"Not timed, as {NO_TIME}: {'; '.join(left_out)}.")
+def env(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``env``; returns the exit status."""
+    parser = ScreenParser("python -m lightning_dp env", description="Facts for a bug report.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    as_json, facts = parser.parse_args(arguments).json, environment()
+    print(json.dumps(facts, indent=2) if as_json else lines_of(facts))
+    return 0
 
 
-def show_verdict(report: Report, path: Path) -> None:
-    """Prints what it comes to."""
-    counts = {v: sum(r.verdict == v for r in report.proof) for v in ("pass", "fail", "skip")}
-    counted = f"{len(report.proof)} laws: {counts['pass']} hold, {counts['fail']} do not"
-    verdict = "Healthy" if report.is_healthy else "NOT HEALTHY"
-    print(f"{verdict}: {counted}, {counts['skip']} skipped; {report.seconds:.0f} s.")
-    for result in report.failed:
-        if len(result.remark) > WIDTH:
-            print(f"{result.law}: {result.remark}")
-    if report.culprits:
-        print(f"Culprits: {', '.join(report.culprits)}.")
-    if report.failed and not report.culprits:
-        print("No single device, link or wait was found to be the cause.")
-    print(f"The report to attach: {path}")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of ``doctor``; returns the exit status."""
+    parser = ScreenParser("python -m lightning_dp doctor", description=DESCRIPTION)
+    parser.add_argument("--devices", metavar="WHICH", help="a number such as 4, or cuda:0,cuda:1")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report there")
+    options = parser.parse_args(arguments)
+    try:
+        devices = devices_named(options.devices)
+    except ValueError as error:
+        parser.exit(2, f"error: {error}\n")
+    logging.disable(logging.CRITICAL)  # a law that provokes an error is no news
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = examine(devices)
+    finally:
+        logging.disable(logging.NOTSET)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0 if report["healthy"] else 1
+
+
+def devices_named(text: str | None) -> list[torch.device]:
+    """Returns the devices that ``--devices`` names, at least two."""
+    everyone = machine.all_devices()
+    if text is None or text.isdigit():
+        count = max(2, len(everyone)) if text is None else int(text)
+        devices = [everyone[k % len(everyone)] for k in range(count)]
+    else:
+        devices = machine.resolve_devices(text.replace(" ", "").split(","), "--devices")
+    if len(devices) < 2:
+        two = f"{everyone[0]},{everyone[0]}"
+        raise ValueError(f"--devices: expected at least 2 devices, got {text!r}. Write 2 or {two}.")
+    return devices
+
+
+def examine(devices: Devices) -> dict[str, Any]:
+    """Prints the report, and returns it as it is in the file."""
+    facts, names = environment(), machine.replica_names(devices)
+    print(lines_of(facts), f"\nlaws on {', '.join(names)}", sep="\n")
+    if {device.type for device in devices} == {"cpu"}:
+        print("(replicas that share the CPU: this says nothing about GPUs)")
+    verdicts, proven = dict[str, dict[str, str]](), set[int]()
+    for name, law in laws.LAWS.items():
+        print(f"  {name:23}", end="", flush=True)
+        # A law that hangs cannot be ended: the process shows its threads and exits with status 1.
+        faulthandler.dump_traceback_later(TIMEOUT, exit=True, file=2)
+        try:
+            sizes, remark = law(devices)
+            verdict, proven = "holds", proven | {k for k, size in enumerate(sizes) if size}
+        except LawSkipped as reason:
+            verdict, remark = "skipped", str(reason)
+        except Exception as error:  # whatever it is, the law does not hold
+            said = [f"{type(error).__name__}:", str(error), *getattr(error, "__notes__", ())]
+            verdict, remark = "FAILS", " ".join(said).removeprefix("AssertionError: ")
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        verdicts[name] = {"verdict": verdict, "remark": remark}
+        print(f"{verdict:9}{' '.join(remark.split())}")
+    idle = [name for k, name in enumerate(names) if k not in proven]
+    healthy = not idle and all(law["verdict"] != "FAILS" for law in verdicts.values())
+    timing = time_steps(devices) if healthy else {}
+    for way, row in timing.items():
+        (ms, rate), ratio = row.values(), row["ms_per_step"] / timing["one device"]["ms_per_step"]
+        print(f"{way:12}{ms:9.1f} ms per step{rate:9,.0f} samples per s   ratio {ratio:.2f}")
+    if idle:
+        print(f"no law was proven on {', '.join(idle)}")
+    holds = sum(law["verdict"] == "holds" for law in verdicts.values())
+    verdict = "Healthy" if healthy else "NOT HEALTHY"
+    print(f"{verdict}: {holds} of {len(verdicts)} laws hold on {', '.join(names)}.")
+    return dict(healthy=healthy, devices=names, environment=facts, laws=verdicts, timing=timing)
+
+
+def time_steps(devices: Devices) -> dict[str, dict[str, float]]:
+    """Times steps of one device and of all, in turns."""
+    batch = laws.make_batch(512 * len(devices), torch.float32, 0)
+    alone, net = (laws.make_net(devices, torch.float32) for _ in range(2))
+
+    def seconds(net: laws.Net, loss_of: Any) -> float:
+        start = time.perf_counter()
+        laws.train(net, [batch] * STEPS, loss_of)
+        return (time.perf_counter() - start) / STEPS
+
+    with closing(laws.SplitNet(net, devices, how="auto")) as engine:
+        step = engine.training_step
+        rounds = [(seconds(alone, None), seconds(net, step)) for _ in range(ROUNDS)]
+    medians = map(statistics.median, zip(*rounds[1:], strict=True))  # the first one warms up
+    names = ("one device", f"{len(devices)} devices")
+    return {
+        name: {"ms_per_step": 1e3 * median, "samples_per_second": len(batch[1]) / median}
+        for name, median in zip(names, medians, strict=True)
+    }

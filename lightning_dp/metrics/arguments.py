@@ -11,16 +11,9 @@ from torch import Tensor
 from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
 
 from lightning_dp.metrics.one_call import StepAttributes
-from lightning_dp.parallel.batch import (
-    Join,
-    StepDims,
-    TreeJoin,
-    as_rows,
-    to_device,
-    tree,
-    weighted_mean,
-)
 from lightning_dp.parallel.contexts import Contexts
+from lightning_dp.parallel.gather import Join, RowRules, add_up, as_rows, fit_shapes
+from lightning_dp.parallel.scatter import to_device, tree, weighted_mean
 from lightning_dp.parallel.split import Order
 
 AnyMetric: TypeAlias = Metric | MetricCollection
@@ -61,12 +54,19 @@ def join_arguments(
     calls: Sequence[MetricCall],
     sizes: Sequence[int],
     device: torch.device,
-    dims: StepDims,
+    dim: int,
     order: Order | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments one device would have passed; None where they cannot be told."""
-    rules = Join(tuple(sizes), "merge", device, dims, calls[0].key, order, warns=False)
-    join = _JoinArguments(rules, _averages_numbers(calls[0]))
+    join = _JoinArguments(
+        tuple(sizes),
+        device,
+        RowRules(dim),
+        where=calls[0].key,
+        order=order,
+        warns=False,
+        is_mean=_averages_numbers(calls[0]),
+    )
     try:
         arguments: Any = join.node([to_device((c.args, c.kwargs), device) for c in calls], ())
     except _CannotJoin:
@@ -96,7 +96,7 @@ class _CannotJoin(Exception):
 
 
 @dataclass(frozen=True)
-class _JoinArguments(TreeJoin):
+class _JoinArguments(Join):
     """Joins metric arguments; where what one device would have passed is in doubt, it refuses."""
 
     is_mean: bool = False  # numbers are means of batches
@@ -114,9 +114,6 @@ class _JoinArguments(TreeJoin):
             raise _CannotJoin
         return super().node(nodes, path)
 
-    def override(self, path: tree.Path) -> None:
-        """Those of outputs are not meant."""
-
     def are_of_samples(self, nodes: list[Any], path: tree.Path) -> bool:
         are = isinstance(nodes[0], list) and super().are_of_samples(nodes, path)
         self.of_samples.extend([path] * are)
@@ -124,33 +121,31 @@ class _JoinArguments(TreeJoin):
 
     def leaves(self, leaves: list[Any], path: tree.Path) -> Any:
         if isinstance(leaves[0], Tensor):
-            return self._tensors(as_rows(leaves, self.rules.sizes), path)
+            return self._tensors(as_rows(leaves, self.sizes), path)
         return self._plain(leaves, path)
 
     def _tensors(self, tensors: list[Tensor], path: tree.Path) -> Tensor:
         if all(t.dim() == 0 for t in tensors) and self.is_mean:
-            return weighted_mean(
-                [t.to(torch.get_default_dtype()) for t in tensors], self.rules.sizes
-            )
+            return weighted_mean([t.to(torch.get_default_dtype()) for t in tensors], self.sizes)
         if any(t.dim() == 0 for t in tensors):
             raise _CannotJoin
-        how, dim, *_ = self.rules.rows(tensors, path)
-        if how == "constant" and all(tree.equal(tensors[0], t) for t in tensors):
+        how, dim = fit_shapes([t.shape for t in tensors], self.sizes, self.row_rules.dim)
+        if how == "same" and all(tree.equal(tensors[0], t) for t in tensors):
             return tensors[0]
-        if how in ("constant", "ragged"):
+        if how in ("same", "ragged"):
             raise _CannotJoin
         self.of_samples.append(path)
-        joined: Tensor = self.rules.in_order(
+        joined: Tensor = self.in_order(
             torch.cat(tensors, dim), [t.shape[dim] for t in tensors], dim
         )
         return joined
 
     def _plain(self, values: list[Any], path: tree.Path) -> Any:
         if self.is_mean and all(isinstance(value, int | float) for value in values):
-            total = sum(self.rules.sizes)
-            return sum(v * n / total for v, n in zip(values, self.rules.sizes, strict=True))
+            total = sum(self.sizes)
+            return sum(v * n / total for v, n in zip(values, self.sizes, strict=True))
         if type(values[0]) is int:
-            counts, are_sizes = self.rules.counts(values, path), tuple(values) == self.rules.sizes
+            counts, are_sizes = add_up(values, self.sizes), tuple(values) == self.sizes
             if counts and are_sizes:
                 return sum(values)
             if counts or (counts is None and are_sizes):

@@ -15,8 +15,8 @@ from torch import nn
 from lightning_dp.metrics.logs import LogCall, names_of
 from lightning_dp.metrics.one_call import StepAttributes
 from lightning_dp.metrics.own_sync import OwnSyncs
-from lightning_dp.metrics.wire import Call, UnsentCalls, Wire
-from lightning_dp.parallel.batch import Shards
+from lightning_dp.metrics.wire import Call, Wire
+from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.split import Order
 
 if TYPE_CHECKING:
@@ -94,29 +94,21 @@ class Exchange:
         wire = self._wire
         if wire is None:
             raise RuntimeError("Expected the modules to be known before a step ends.")
-        header = None if self.is_idle else own[1:]
-        packed = wire.pack(header, [] if self.is_idle else own.journals)
+        packed = None if self.is_idle else (own[1:], wire.pack(own.journals))
         from lightning_dp.parallel.processes import check_together
 
-        told: list[Said | None] = []
         gathered = self._world.gather((packed, [own.own for own in losses]))
         check_together(gathered)
         for own_losses, *of_all in zip(losses, *[along for _, along in gathered], strict=True):
-            own_losses.told = of_all
+            own_losses.of_all = of_all
+        ranks: list[Said | None] = []
         for rank, (other, _) in enumerate(gathered):
-            is_own = rank == self._world.rank and not isinstance(other, UnsentCalls)
-            told.append(None if is_own else _said(rank, wire, other, own))
-        return told
-
-
-def _said(rank: int, wire: Wire, packed: bytes | UnsentCalls, own: Said) -> Said | None:
-    if isinstance(packed, UnsentCalls):
-        raise TypeError(
-            "Expected what steps log and measure to be picklable, for the other processes, got in "
-            f"process {rank}: {packed.text}. Pass tensors and plain values."
-        )
-    header, journals = wire.unpack(packed, own.journals)
-    return None if header is None else Said(journals, *header)
+            if other is None or rank == self._world.rank:
+                ranks.append(None)
+            else:
+                header, rows = other
+                ranks.append(Said(wire.unpack(rows, own.journals), *header))
+        return ranks
 
 
 def _of_batch(call: Call) -> Call:

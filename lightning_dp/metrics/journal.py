@@ -20,7 +20,6 @@ from torch import nn
 
 from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics.arguments import MetricCall
-from lightning_dp.metrics.logged_means import Logged, LogLook
 from lightning_dp.metrics.logs import (
     Call,
     LateLog,
@@ -39,9 +38,9 @@ from lightning_dp.metrics.one_call import StepAttributes, names_of_metric, state
 from lightning_dp.metrics.recorders import ReplicaMetrics, all_in
 from lightning_dp.metrics.torchmetrics_on_replicas import Returned, is_metric, replay
 from lightning_dp.metrics.undo import MetricStates
-from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import Contexts, StandIn, standing_in
-from lightning_dp.parallel.replicas import ReplicaRules, Replicas
+from lightning_dp.parallel.replicate import ReplicaRules, Replicas
+from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.torch_private import backward_id
 from lightning_dp.state import ModuleState, own_optimizers
 
@@ -59,7 +58,6 @@ class Journal:
     def __init__(self, names: Sequence[str], leaving: Collection[torch.device] = ()) -> None:
         self._names, self._leaving = names, leaving
         self.calls: list[Call] = []
-        self.logged: list[Logged] | None = None  # in a step that is looked at
         self.metrics: ReplicaMetrics | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,8 +70,6 @@ class Journal:
         leaving = self._leaving if backward_id() == -1 else ()  # after a backward nobody waits
         call = log_call(name, value, args, kwargs, leaving, self._names, source)
         self.calls.append(call)
-        if self.logged is not None:
-            self.logged.append((call, value))
 
 
 class Journals(ReplicaRules):
@@ -83,7 +79,6 @@ class Journals(ReplicaRules):
     in each, as if they were of one. A process without samples replays what the others say.
 
     Attributes:
-        replays: whether what the replicas say reaches the module.
         exchange: what tells the processes of each other, if there are several.
     """
 
@@ -96,6 +91,7 @@ class Journals(ReplicaRules):
     ) -> None:
         self._module = module
         self._output_device = output_device
+        self._varying: set[str] = set()  # logged names whose batch_size differs between shards
         self.exchange: Exchange | None = None
         if world is not None:
             from lightning_dp.metrics.exchange import Exchange
@@ -110,8 +106,6 @@ class Journals(ReplicaRules):
         self._attributes: dict[int, StepAttributes] = {}
         self._metric_states = MetricStates()
         self._state = ModuleState(output_device, names_of_metric)
-        self._told: set[tuple[str, str]] = set()  # what was told of numbers that steps log
-        self.replays = True
 
     def is_apart(self, module: nn.Module) -> bool:
         """Metrics are replicated wherever they are kept."""
@@ -121,10 +115,6 @@ class Journals(ReplicaRules):
         """In forward mode, metrics are on the output device."""
         tensors = chain(module.parameters(), module.buffers())
         return any(tensor.device != self._devices[0] for tensor in tensors)
-
-    def own_names(self, module: nn.Module) -> frozenset[str]:
-        """A metric's state, which changes in every step."""
-        return frozenset(state_of_metric(module, self._devices[0]))
 
     def own_attributes(
         self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
@@ -142,22 +132,18 @@ class Journals(ReplicaRules):
         replicas: Replicas,
         shards: Shards,
         is_rerun: bool = False,
-        step: str = "",
     ) -> AbstractContextManager[None]:
         """Records while the replicas run; if all went well, replays.
 
         A rerun has done so before. It, and a step that did not fit and will run again, leave the
         module and its metrics as they were.
         """
-        looks = step and shards.traces
-        look = LogLook(step, self._journals, shards, self._told) if looks else None
-        return Recording(self, replicas, shards, is_rerun, look)
+        return Recording(self, replicas, shards, is_rerun)
 
     def begin(self, replicas: Replicas, active: Sequence[int]) -> AbstractContextManager[None]:
         """A step begins; what lasts while its replicas run, and the journals record."""
         for journal in self._journals:
             journal.calls.clear()
-            journal.logged = None
         if self.exchange is not None:
             self.exchange.syncs.in_step = True
         self._follow(replicas.submodules)
@@ -169,19 +155,10 @@ class Journals(ReplicaRules):
     def settle(self, replicas: Replicas, shards: Shards) -> list[LateLog]:
         """Gives the module what the replicas have left; what is to be logged."""
         changes = self._state.changes(shards.active)  # not those of the calls that follow
-        logs = self._replay(shards) if self.replays else []
+        logs = self._replay(shards)
         counts = self.exchange is None or not self.exchange.is_idle
         self._state.settle(changes, replicas, shards, keeps_items=counts)
         return logs
-
-    def end_backward(self) -> None:
-        """A backward was recorded: the next step finds replicas that do not follow the root yet."""
-        self._state.expect_all_anew()
-
-    @property
-    def left_something(self) -> bool:
-        """Whether what was recorded last has left anything, or called anything."""
-        return self._state.left_something or any(journal.calls for journal in self._journals)
 
     def undo(self) -> None:
         """Takes back what the step has left on the module and its metrics."""
@@ -211,7 +188,6 @@ class Journals(ReplicaRules):
         for k in active:
             metrics = self._journals[k].metrics
             if metrics is not None:
-                metrics.weights_move = not self._module.automatic_optimization
                 yield metrics.recording()
 
     def _replay(self, shards: Shards) -> list[LateLog]:
@@ -228,12 +204,12 @@ class Journals(ReplicaRules):
             self._metric_states.keep(list(called))
         logs: list[LateLog] = []
         returned: Returned = {}
-        for row in aligned(journals, sizes, order, shards.dims):
+        for row in aligned(journals, sizes, order, shards.row_rules.dim):
             present = [sizes[i] for i in row]
             calls: list[Any] = list(row.values())
             if isinstance(calls[0], MetricCall):
                 positions = None if order is None else [order[i] for i in row]
-                value = replay(calls, present, positions, shards.dims, self._module)
+                value = replay(calls, present, positions, shards.row_rules.dim, self._module)
                 if calls[0].method == "forward" and len(row) == len(journals):
                     returned.setdefault(id(calls[0].metric), []).append(value)
                 if self.exchange is not None:
@@ -241,7 +217,7 @@ class Journals(ReplicaRules):
                 continue
             if len(row) < len(journals):
                 check_keys(calls[0].name, row, names or names_of(shards, self._devices))
-            merged = merged_log(calls, present, self._output_device, shards.dims)
+            merged = merged_log(calls, present, self._output_device, self._varying)
             logs.append(late_log(merged, calls, returned, self._output_device))
         return logs
 
@@ -263,16 +239,13 @@ class Recording:
         replicas: Replicas,
         shards: Shards,
         is_rerun: bool,
-        look: LogLook | None = None,
     ) -> None:
         self._journals, self._is_rerun = journals, is_rerun
-        self._replicas, self._shards, self._look = replicas, shards, look
+        self._replicas, self._shards = replicas, shards
 
     def __enter__(self) -> None:
         """The step begins."""
         self._inside = self._journals.begin(self._replicas, self._shards.active)
-        if self._look is not None:
-            self._look.begin()
         try:
             self._inside.__enter__()
         except torch.OutOfMemoryError:
@@ -284,8 +257,6 @@ class Recording:
         logs: list[LateLog] = []
         try:
             self._inside.__exit__(kind, *error)
-            if self._look is not None:
-                self._look.end(tells=kind is None and not self._is_rerun)
             if kind is None and not self._is_rerun:
                 logs = self._journals.settle(self._replicas, self._shards)
         except torch.OutOfMemoryError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from inspect import Parameter, signature
 from itertools import compress
 from numbers import Number
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from lightning_dp.lightning_private import batch_value, keep_batch_value, results_of
 from lightning_dp.metrics.arguments import MetricCall, MetricValue
 from lightning_dp.metrics.torchmetrics_on_replicas import Returned, standing_alone, value_of_batch
-from lightning_dp.parallel.batch import Shards, StepDims, weighted_mean
+from lightning_dp.parallel.comm import to_device_coalesced
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import replica_names, replica_text
-from lightning_dp.parallel.generated import context
-from lightning_dp.parallel.links import to_device_coalesced
+from lightning_dp.parallel.gather import add_up
+from lightning_dp.parallel.scatter import Shards, weighted_mean
 from lightning_dp.parallel.split import Order
 
 # `log(name, value, prog_bar, logger, ...)`: options are often given by position.
@@ -90,7 +90,7 @@ def log_late(module: LightningModule, logs: Sequence[LateLog], samples: int | No
                 keep_batch_value(call.value, latest)
 
 
-@context
+@contextmanager
 def _for_all(module: LightningModule, samples: int) -> Iterator[None]:
     """While it lasts, logged values are of all processes already, over so many samples.
 
@@ -137,7 +137,7 @@ def log_call(
 
 
 def merged_log(
-    calls: Sequence[LogCall], sizes: Sequence[int], device: torch.device, dims: StepDims
+    calls: Sequence[LogCall], sizes: Sequence[int], device: torch.device, varying: set[str]
 ) -> LogCall:
     """One call of `self.log` that says what the replicas' calls, in shard order, say together.
 
@@ -148,7 +148,9 @@ def merged_log(
     | `"min"`, `"max"` | smallest, largest                                                    |
     | any, of a metric | the metric itself, which by then has seen the whole batch            |
 
-    A `batch_size` that is the same on shards of unequal sizes is a constant; others are added up.
+    The `batch_size` of replicas is added up. One that is the same on shards of unequal sizes is a
+    constant, and shards weigh by their sizes, unless it has differed between shards before: then
+    its name is in `varying`, to which names are added here.
     Tensors are on the device, see `brought_to`.
     """
     first = calls[0]
@@ -162,8 +164,11 @@ def merged_log(
     options, weights = dict(told[0]), sizes
     if options.get("batch_size") is not None:
         own = [int(other["batch_size"]) for other in told]
-        if dims.counts(first.key, own, sizes, f"batch_size of {first.name!r}") is not False:
-            weights, options["batch_size"] = own, sum(own)
+        options["batch_size"] = sum(own)
+        if len(set(own)) > 1:
+            varying.add(first.name)
+        is_constant = add_up(own, sizes) is False and first.name not in varying
+        weights = sizes if is_constant else own
     value = next((c.value for c in calls if isinstance(c.value, Exception)), first.value)
     if isinstance(value, Tensor | Number):
         numbers = _as_numbers(calls, device)
@@ -272,7 +277,7 @@ def aligned(
     journals: Sequence[Sequence[Call]],
     sizes: Sequence[int],
     order: Order | None,
-    dims: StepDims,
+    dim: int,
 ) -> list[Row]:
     """The replicas' calls side by side: the n-th call with a key stands beside the other n-th ones.
 
@@ -289,7 +294,7 @@ def aligned(
                 of_metrics.setdefault(call.key, []).append(row)
             row[k] = call
             counts[call.key] += 1
-    alone = standing_alone(of_metrics, sizes, order, dims) if of_metrics else {}
+    alone = standing_alone(of_metrics, sizes, order, dim) if of_metrics else {}
     aligned: list[Row] = []
     for (key, n), row in rows.items():
         if key not in alone:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_dp.lightning_private import own_device, state_defaults, unused_state
-from lightning_dp.parallel.batch import to_device
 from lightning_dp.parallel.contexts import Lasting
-from lightning_dp.parallel.replicas import Contents
+from lightning_dp.parallel.replicate import Contents
+from lightning_dp.parallel.scatter import to_device
 from lightning_dp.parallel.torch_private import (
     buffer_table,
     child_table,

@@ -20,10 +20,10 @@ from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricMethod, 
 from lightning_dp.metrics.no_value import NoValue
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import is_metric
-from lightning_dp.parallel.batch import tree
 from lightning_dp.parallel.contexts import Lasting, StandIn, replaced
 from lightning_dp.parallel.errors import add_note, is_a
-from lightning_dp.parallel.replicas import layers_in
+from lightning_dp.parallel.replicate import layers_in
+from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.torch_private import child_table
 
 _SHADOWED = ("forward", "update", "compute", "reset")
@@ -192,7 +192,7 @@ class _Recorder:
     def take_off(self) -> None:
         """Gives the metric its methods back."""
         if self._standing is not None:
-            self._standing.put_back()
+            self._standing.end()
         self._standing = self._replaced = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

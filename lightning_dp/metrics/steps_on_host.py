@@ -9,7 +9,7 @@ calls of all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,10 @@ from lightning_dp.metrics.logs import (
 )
 from lightning_dp.metrics.one_call import CalledModule, StepAttributes
 from lightning_dp.metrics.torchmetrics_on_replicas import device_of
-from lightning_dp.parallel.batch import Shards, StepDims
 from lightning_dp.parallel.contexts import Contexts, Lasting, Paired, StandIn, replaced
-from lightning_dp.parallel.generated import context
-from lightning_dp.parallel.replicas import ModuleStructure, Replicas
+from lightning_dp.parallel.gather import RowRules
+from lightning_dp.parallel.replicate import ModuleStructure, Replicas
+from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.split import Order
 
 if TYPE_CHECKING:
@@ -59,22 +59,19 @@ class HostJournals(Journals):
         """What the step has said so far."""
         return self._journals[0].calls
 
-    @context
-    def around_step(self, samples: int, dims: StepDims, *, replays: bool) -> Iterator[None]:
-        """Records a step with so many samples; at its end the processes tell each other.
-
-        Without `replays` what it says reaches nobody.
-        """
-        shards = Shards((samples,), [None], dims=dims)
+    @contextmanager
+    def around_step(self, samples: int, dim: int) -> Iterator[None]:
+        """Records a step with so many samples; at its end the processes exchange the records."""
+        shards = Shards((samples,), [None], row_rules=RowRules(dim))
         try:
             with self._recording():
                 yield
-            logs = self._replay(shards) if replays else []
+            logs = self._replay(shards)
         finally:
             self.exchange.syncs.in_step = False
         self.log(logs)
 
-    @context
+    @contextmanager
     def around_backward(self) -> Iterator[None]:
         """A backward after the step, whose checkpoints call the module again: it says nothing."""
         if self._hearing is not None:  # the step makes it
@@ -103,15 +100,17 @@ class HostJournals(Journals):
             for there, values in call.bound
         ]
 
-    @context
+    @contextmanager
     def _recording(self) -> Iterator[None]:
         self.calls.clear()
         self.exchange.syncs.in_step = True
-        if self._structure is None or self._structure.tables.have_changed():
+        if self._structure is None or self._structure.has_changed():
             self._structure = ModuleStructure(self._module, self)
             self._follow([self._structure.modules])
         metrics = self._journals[0].metrics
         self._called = {} if metrics is None else metrics.modules
+        if metrics is not None:  # replayed at the end of the step, whose optimizers have stepped
+            metrics.weights_move = not self._module.automatic_optimization
         hearing = _Hearing(self._module, self._journals[0])
         with Contexts(chain(self._measuring([0]), [hearing])), replaced(self, _hearing=hearing):
             yield
@@ -158,27 +157,31 @@ class SpreadJournals(Journals):
         if self._crosses:
             journals = brought_to(self._output_device, journals)
         sizes, order = shards.active_sizes, shards.active_order
-        for row in aligned(journals, sizes, order, shards.dims):
+        for row in aligned(journals, sizes, order, shards.row_rules.dim):
             present = [sizes[i] for i in row]
             calls: list[Any] = list(row.values())
             if isinstance(calls[0], MetricCall):
                 positions = None if order is None else [order[i] for i in row]
-                joined = self._joined(calls, present, positions, shards.dims)
+                joined = self._joined(calls, present, positions, shards.row_rules.dim)
                 self._host.calls.extend(joined)
                 continue
             if len(row) < len(journals):
                 check_keys(calls[0].name, row, names_of(shards, self._devices))
-            merged = merged_log(calls, present, self._output_device, shards.dims)
+            merged = merged_log(calls, present, self._output_device, self._varying)
             self._host.calls.append(merged)
 
     def _joined(
-        self, calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dims: StepDims
+        self,
+        calls: Sequence[MetricCall],
+        sizes: Sequence[int],
+        order: Order | None,
+        dim: int,
     ) -> list[MetricCall]:
         """One call of a metric, as the step itself would make it; or several, of `update`."""
         first = calls[0]
         if first.method == "reset":
             return [first._replace(bound=self._host.bound(first))]
-        joined = join_arguments(calls, sizes, device_of(first.metric), dims, order)
+        joined = join_arguments(calls, sizes, device_of(first.metric), dim, order)
         if joined is not None:
             args, kwargs = joined
             return [first._replace(args=args, kwargs=kwargs, bound=self._host.bound(first))]
@@ -213,7 +216,7 @@ class _Hearing(Lasting):
         if self._journal.metrics is not None:
             self._journal.metrics.pause()
         if self._standing is not None and vars(self._module).get("log") is self._log:
-            self._standing.put_back()
+            self._standing.end()
             self._standing = None
 
     def retire(self) -> None:

@@ -19,8 +19,8 @@ from torchmetrics.wrappers import Running
 
 from lightning_dp.lightning_private import batch_value, keep_batch_value, window_stays
 from lightning_dp.metrics.arguments import AnyMetric, MetricCall, MetricValue, join_arguments
-from lightning_dp.parallel.batch import StepDims, to_device, tree
 from lightning_dp.parallel.errors import add_note
+from lightning_dp.parallel.scatter import to_device, tree
 from lightning_dp.parallel.split import Order, batch_order
 
 Key: TypeAlias = tuple[object, ...]
@@ -36,7 +36,7 @@ def replay(
     calls: Sequence[MetricCall],
     sizes: Sequence[int],
     order: Order | None,
-    dims: StepDims,
+    dim: int,
     module: nn.Module,
 ) -> Any:
     """Makes the same call of these replicas, in shard order, on the module's own metric.
@@ -46,7 +46,7 @@ def replay(
     Errors say which one that is: the call is not made where the step makes it.
     """
     try:
-        return _replay(calls, sizes, order, dims)
+        return _replay(calls, sizes, order, dim)
     except BaseException as error:
         metric = calls[0].metric
         name = next((name for name, own in module.named_modules() if own is metric), "")
@@ -56,14 +56,14 @@ def replay(
 
 
 def _replay(
-    calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dims: StepDims
+    calls: Sequence[MetricCall], sizes: Sequence[int], order: Order | None, dim: int
 ) -> Any:
     metric, method = calls[0].metric, calls[0].method
     if method == "reset":
         return metric.reset()
     device = device_of(metric)
     try:
-        return _call(calls, sizes, order, dims, device)
+        return _call(calls, sizes, order, dim, device)
     except torch.OutOfMemoryError as error:
         raise torch.OutOfMemoryError(
             f"{type(metric).__qualname__}: expected room on {device} for a call with the whole "
@@ -75,11 +75,11 @@ def _call(
     calls: Sequence[MetricCall],
     sizes: Sequence[int],
     order: Order | None,
-    dims: StepDims,
+    dim: int,
     device: torch.device,
 ) -> Any:
     metric, method = calls[0].metric, calls[0].method
-    joined = join_arguments(calls, sizes, device, dims, order)
+    joined = join_arguments(calls, sizes, device, dim, order)
     with calls[0].as_called(device):
         if joined is None:
             _call_in_order(calls, device)
@@ -92,7 +92,7 @@ def standing_alone(
     rows_of: Mapping[Key, Sequence[Row]],
     sizes: Sequence[int],
     order: Order | None,
-    dims: StepDims,
+    dim: int,
 ) -> dict[Key, list[Row]]:
     """The calls of metrics that were made sample by sample, one in a row, in the batch's order.
 
@@ -101,11 +101,11 @@ def standing_alone(
     return {
         key: _one_by_one(rows, sizes, order)
         for key, rows in rows_of.items()
-        if _is_per_sample([list(row.values()) for row in rows], sizes, dims)
+        if _is_per_sample([list(row.values()) for row in rows], sizes, dim)
     }
 
 
-def _is_per_sample(rows: Sequence[Sequence[Any]], sizes: Sequence[int], dims: StepDims) -> bool:
+def _is_per_sample(rows: Sequence[Sequence[Any]], sizes: Sequence[int], dim: int) -> bool:
     """Whether the replicas called a metric once per sample, or each a number of times of its own.
 
     Row n has the n-th calls of those replicas that made so many.
@@ -113,7 +113,7 @@ def _is_per_sample(rows: Sequence[Sequence[Any]], sizes: Sequence[int], dims: St
     if any(len(row) < len(sizes) for row in rows):
         return True
     is_count = len(rows) > 1 and all(size == len(rows) for size in sizes)
-    return is_count and join_arguments(rows[0], sizes, device_of(rows[0][0].metric), dims) is None
+    return is_count and join_arguments(rows[0], sizes, device_of(rows[0][0].metric), dim) is None
 
 
 def _one_by_one(rows: Sequence[Row], sizes: Sequence[int], order: Order | None) -> list[Row]:

@@ -5,5 +5,4 @@ tables (`table`) and logged (`callback`).
 """
 
 from lightning_dp.monitor.callback import DataParallelMonitor as DataParallelMonitor
-from lightning_dp.monitor.history import DeviceSummary as DeviceSummary
 from lightning_dp.monitor.history import Period as Period

@@ -47,7 +47,7 @@ class DataParallelMonitor(Callback):
     of a closure. In forward mode it is a spread call of the module, and its time the forward's.
     When a device is busy is told
 
-    - by its own clock, on simulated devices with a speed;
+    - by its own clock, on an accelerator whose module counts `busy_seconds`;
     - by events on GPUs, from the step's start until the device is through with it, gaps included;
       nothing waits for a GPU until training ends, so that a row may be without the latest steps;
     - elsewhere by the calls of its worker: on the CPU forward and backward, so that the rest of the

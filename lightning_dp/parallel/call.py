@@ -6,24 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, to_device, to_device_together
-from lightning_dp.parallel.replicas import ParameterCopies, Replicas
+from lightning_dp.parallel.replicate import ParameterCopies, Replicas
+from lightning_dp.parallel.scatter import Shards, to_device, to_device_together
 
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
 """Moves one shard to a device."""
 
 
-class PlainTransfer(partial[Any]):
-    """A transfer that copies tensors as `to_device` does, and leaves those that are there alone."""
-
-
-PLAIN = PlainTransfer(to_device)
+PLAIN: Transfer = to_device
 
 
 StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
@@ -42,11 +37,9 @@ class ReplicaCall(ABC):
     """
 
     has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
-    may_begin_early: ClassVar[bool] = False  # before all parameters have arrived
     gathers: ClassVar[bool] = True  # or the outputs stay where they are
     copied_parameters: ParameterCopies = field(default="changed", init=False)  # elsewhere
     path = ""  # of the submodule that is called
-    asks = False  # for shards of unequal sizes
 
     name: str
     training: bool = field(default=False, kw_only=True)

@@ -1,173 +1,57 @@
-"""Contexts: what lasts for a while, and ends whatever happens inside; attributes that are replaced.
-
-The code of users runs inside of them. Its errors leave a context unchanged, and nothing is asked of
-them: `contextlib` sets their `__traceback__`, which an error may refuse, and makes a RuntimeError
-of a StopIteration.
-
-An interrupt may come while a context ends, or just before. So whoever runs a step knows those that
-are open, and ends what an error has left open, see `Surroundings`. Outside of a step nobody knows
-them: they would be kept for good.
-"""
+"""Attributes and methods that are replaced for a while, and put back whatever happens."""
 
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
-import torch
-
-Entries: TypeAlias = "list[Lasting | weakref.ref[Any]]"
-
-
-_GONE: weakref.ref[Any] = weakref.ref(set())
-
-
-class _Open(threading.local):
-    """The innermost surroundings of this thread."""
-
-    def __init__(self) -> None:
-        self.around: weakref.ref[Surroundings] = _GONE
-
-
-_open = _Open()
-_NOWHERE: Entries = []
 _ABSENT = object()
 
 
-def opened_here() -> Entries:
-    """What this thread has open within its innermost surroundings; a list of no use without any."""
-    around = _open.around()
-    return [] if around is None else around.opened
-
-
 class Lasting(ABC):
-    """A context that knows what to put back, and can be told to do so again.
-
-    An interrupt may keep `begin` or `end` from going on. So `end` must be right after a part of
-    `begin`, and after a part of itself.
-    """
-
-    _entries: Entries = _NOWHERE  # of the thread that has entered it; another one may end it
+    """A context with a `begin` and an `end`; `end` also undoes a `begin` that raised halfway."""
 
     @abstractmethod
     def begin(self) -> None:
-        """What it does to others."""
+        """Enters."""
 
     @abstractmethod
     def end(self) -> None:
-        """Undoes it."""
+        """Leaves. Called twice, it does nothing the second time."""
 
     def __enter__(self) -> None:
-        """It lasts from here on."""
+        """Begins."""
         try:
-            around = _open.around()  # as `opened_here`, without its frame
-            self._entries = [] if around is None else around.opened
-            self._entries.append(self)
             self.begin()
         except BaseException:
-            self.__exit__(*sys.exc_info())
+            self.end()
             raise
 
     def __exit__(self, *error: Any) -> None:
-        """It ends, once; if an interrupt keeps it from that, it can be told again."""
-        if self in self._entries:
-            self.end()
-            self._entries.remove(self)
-
-    def put_back(self) -> None:
-        """Ends it, if it has not ended."""
-        self.__exit__(None, None, None)
+        """Ends."""
+        self.end()
 
 
-_NONE = (None, None, None)
-
-
-class Contexts(Lasting):
-    """Several contexts, each made once those before it have begun. None of them swallows errors."""
+class Contexts(ExitStack):
+    """Several contexts, entered one after another when this one is entered, left in reverse."""
 
     def __init__(self, parts: Iterable[AbstractContextManager[Any]]) -> None:
+        super().__init__()
         self._parts = parts
-        self._begun: list[tuple[AbstractContextManager[Any], Any]] = []
-        self._error: Any = _NONE
 
-    def begin(self) -> None:
-        """Enters all."""
-        for part in self._parts:
-            # One line: there is none between them for an interrupt.
-            self._begun.append((part, part.__enter__()))
-
-    def __exit__(self, *error: Any) -> None:
-        """Leaves all, with the error that has come up by then."""
-        self._error = error
-        super().__exit__(*error)
-        raised, self._error = self._error[1], _NONE  # or it would be kept alive in a circle
+    def __enter__(self) -> Any:
+        """Enters all; if one fails, those before it are left."""
         try:
-            if raised is not error[1]:
-                raise raised
-        finally:
-            del raised, error
-
-    def end(self) -> None:
-        """Leaves all, the last one first."""
-        while self._begun:
-            try:
-                self._begun.pop()[0].__exit__(*self._error)
-            except BaseException:
-                self._error = sys.exc_info()
-
-
-class Paired(Lasting):
-    """A context of two calls: one at its beginning, one at its end."""
-
-    def __init__(self, first: Callable[[], Any], last: Callable[[], Any]) -> None:
-        self._first, self._last = first, last
-        self._begun: list[tuple[Any, Callable[[], Any]]] = []
-
-    def begin(self) -> None:
-        """The first one."""
-        self._begun.append((self._first(), self._last))
-
-    def end(self) -> None:
-        """The last one, if there was a first one."""
-        while self._begun:
-            self._begun.pop()[1]()
-
-
-class Surroundings:
-    """What a thread has open, and whether gradients are on, is after an error as it was before.
-
-    An interrupt may have come while something was put back, or just before: it is once more.
-    Whoever runs a step surrounds it with this.
-    """
-
-    opened: Entries  # what lasts, and was opened meanwhile; the innermost is the last
-
-    def __enter__(self) -> None:
-        """Looks."""
-        self._grad = torch.is_grad_enabled()
-        self._outer = _open.around
-        outer = self._outer()
-        self.opened = [] if outer is None else outer.opened
-        self._count = len(self.opened)
-        _open.around = weakref.ref(self)
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """After an error, puts everything back that was opened meanwhile."""
-        if kind is not None:
-            while len(self.opened) > self._count:
-                last = self.opened[-1]
-                opened = last if isinstance(last, Lasting) else last()
-                if opened is None:
-                    self.opened.pop()
-                else:
-                    opened.put_back()
-            torch.set_grad_enabled(self._grad)
-        _open.around = self._outer
+            for part in self._parts:
+                self.enter_context(part)
+        except BaseException:
+            if not self.__exit__(*sys.exc_info()):
+                raise
+        return self
 
 
 class replaced(Lasting):
@@ -208,6 +92,25 @@ class replaced(Lasting):
                 self._attributes.pop(name, None)
             else:
                 self._attributes[name] = value
+
+
+class Paired(Lasting):
+    """A context of two calls: one at its beginning, one at its end."""
+
+    def __init__(self, first: Callable[[], Any], last: Callable[[], Any]) -> None:
+        self._first, self._last = first, last
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """The first one."""
+        self._has_begun = True
+        self._first()
+
+    def end(self) -> None:
+        """The last one, once."""
+        if self._has_begun:
+            self._has_begun = False
+            self._last()
 
 
 class StandIn:

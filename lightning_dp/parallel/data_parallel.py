@@ -5,18 +5,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from lightning_dp.keys import PREFIXES, match_keys, normalize_state_dict
-from lightning_dp.parallel.batch import Override, check_overrides, to_device
+from lightning_dp.parallel.apply import EXECUTORS, ExecutorName
+from lightning_dp.parallel.check import FirstCalls, Report, announce
 from lightning_dp.parallel.checks import check_choice, check_dim, check_module
-from lightning_dp.parallel.contexts import Surroundings, replaced
+from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import (
     DeviceLike,
     all_devices,
@@ -26,12 +25,14 @@ from lightning_dp.parallel.devices import (
     resolve_output_device,
 )
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.gradients import BUFFERS, Buffers
-from lightning_dp.parallel.primitives import gather
-from lightning_dp.parallel.split import OwnSplit, Sizes, check_split, split_policy
+from lightning_dp.parallel.functional import gather
+from lightning_dp.parallel.gather import Override, check_overrides
+from lightning_dp.parallel.reduce import BUFFERS, Buffers
+from lightning_dp.parallel.scatter import to_device
+from lightning_dp.parallel.split import OwnSplit, Sizes, SplitPolicy, check_split, split_policy
 from lightning_dp.parallel.stages import Stages, replaces_stages
+from lightning_dp.parallel.state_keys import match_keys, normalize_state_dict
 from lightning_dp.parallel.torch_private import not_compiled
-from lightning_dp.parallel.workers import EXECUTORS, ExecutorName
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -44,7 +45,7 @@ class DataParallel(nn.Module, Generic[Module]):
     the gradients of `module`. What is different: replicas are built once and kept; nothing is cut
     or dropped silently; dtypes of autocast and inference mode reach the replicas; parameters that
     a call did not use keep the gradient None; hooks of `module` itself see whole batches; it works
-    on the CPU and on simulated devices; and `state_dict()` has no prefix `module.`.
+    on the CPU; and `state_dict()` has no prefix `module.`.
 
     Args:
         module: the module. If it does not lie on the first device when it is called, it is moved
@@ -65,8 +66,14 @@ class DataParallel(nn.Module, Generic[Module]):
         executor: `"threads"`, `"inorder"`, or `"auto"` for the faster of both.
         gather_overrides: how outputs under certain keys are gathered, see `gather`. Without one,
             0-dim outputs are stacked to shape [K].
+        check_first_call: whether the first call, and the first one in training, is run on a few
+            samples on the first device alone, too, to compare outputs, what it leaves on the
+            module, and in training the gradients of a random sum of its outputs. Everything is put
+            back. A difference beyond rounding is a warning that names the cause. `"auto"` leaves
+            modules with compiled parts or more than 4 GiB of parameters out.
 
     Attributes:
+        first_call: what that check has found in the latest call that it looked at.
         module: the module; its parameters are the ones to optimise.
         device_ids: the indices of the devices (of CPU devices, None).
         devices: the devices.
@@ -98,9 +105,11 @@ class DataParallel(nn.Module, Generic[Module]):
         buffers: Buffers = "first",
         executor: ExecutorName = "auto",
         gather_overrides: Mapping[str, Override] | None = None,
+        check_first_call: bool | Literal["auto"] = "auto",
     ) -> None:
         check_module(module)
         check_split(split, weights, is_timed=False)
+        check_choice("check_first_call", check_first_call, ("auto", True, False))
         check_engine_options(dim, buffers, executor, gather_overrides)
         super().__init__()
         self.module = module
@@ -121,10 +130,17 @@ class DataParallel(nn.Module, Generic[Module]):
         # A wrong number of weights is told now. A copy's engine has a policy of its own.
         self._split = (split, weights, self.devices, partial(memory_capacities, self.devices))
         split_policy(*self._split)
+        self._check_first_call: bool | Literal["auto"] = check_first_call
+        self._reports: list[Report] = []
         self._engine: ForwardParallel | None = None
         self._sizes: Sizes = ()  # of the shards whose outputs are gathered
         self._identity = id(self)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]  # torch's
+
+    @property
+    def first_call(self) -> Report | None:
+        """What `check_first_call` has found; None before the first call."""
+        return self._reports[-1] if self._reports else None
 
     @property
     def last_sizes(self) -> tuple[int, ...]:
@@ -143,8 +159,7 @@ class DataParallel(nn.Module, Generic[Module]):
             args, options = to_device((inputs, kwargs), self.devices[0])
             return to_device(self.module(*args, **options), self.output_device)
         engine = self._spreader()
-        around = nullcontext() if engine.is_spreading else Surroundings()
-        with around, engine.turn(), engine.spreading():
+        with engine.turn(), engine.spreading():
             return self.module(*inputs, **kwargs)
 
     # The stages, for subclasses
@@ -194,18 +209,21 @@ class DataParallel(nn.Module, Generic[Module]):
 
     def _spreader(self) -> ForwardParallel:
         if self._engine is None:
-            split = split_policy(*self._split)
-            with Surroundings():
-                self._engine = ForwardParallel(
-                    self.module, self.devices, split=split, always_copies=True, **self._options
+            make = partial(_engine, self.module, self.devices, self._options)
+            self._engine = make(split_policy(*self._split))
+            if self._check_first_call:
+                self._engine.first_calls = FirstCalls(
+                    partial(make, executor="inorder"),
+                    "check_first_call",
+                    always=self._check_first_call is True,
+                    report=partial(_announce, self._reports, self._check_first_call is True),
                 )
         return self._engine
 
     def close(self) -> None:
         """Ends the worker threads; a later call starts new ones."""
         if self._engine is not None:
-            with Surroundings():
-                self._engine.close()
+            self._engine.close()
 
     def __del__(self) -> None:
         """As `close`. A finalizer would hold the engine, and with it what holds this wrapper."""
@@ -221,12 +239,12 @@ class DataParallel(nn.Module, Generic[Module]):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Loads into the module, from keys with prefixes of wrappers or without them."""
-        own = normalize_state_dict(state_dict, self.module)
+        own = normalize_state_dict(state_dict, self.module, strict=False)
         return self.module.load_state_dict(own, strict, assign)
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads stay behind: a copy makes its own when it is first called."""
-        return {**self.__dict__, "_engine": None}
+        return {**self.__dict__, "_engine": None, "_reports": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy is a wrapper of its own."""
@@ -244,6 +262,22 @@ class DataParallel(nn.Module, Generic[Module]):
                 stacklevel=4,
             )
             self.module.to(root)
+
+
+def _engine(
+    module: nn.Module,
+    devices: Sequence[torch.device],
+    options: dict[str, Any],
+    split: SplitPolicy,
+    **others: Any,
+) -> ForwardParallel:
+    own = {**options, **others}
+    return ForwardParallel(module, devices, split=split, **own)
+
+
+def _announce(reports: list[Report], asked: bool, report: Report) -> None:
+    reports.append(report)
+    announce(report, asked=asked, stacklevel=3)
 
 
 def data_parallel(
@@ -272,7 +306,7 @@ def data_parallel(
     """
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    wrapper = DataParallel(module, device_ids, output_device, dim)
+    wrapper = DataParallel(module, device_ids, output_device, dim, check_first_call=False)
     try:
         return wrapper(*inputs, **module_kwargs or {})
     finally:
@@ -295,6 +329,6 @@ def _add_prefix(
     """Lets a bigger module load its state into the wrapper, whichever prefixes keys have."""
     own = [f"module.{key}" for key in wrapper.module.state_dict()]
     keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-    names = match_keys(keys, own, PREFIXES).changes
+    names = {key: name for key, name in match_keys(keys, own).items() if key != name}
     values = [state_dict.pop(prefix + key) for key in names]
     state_dict.update(zip([prefix + name for name in names.values()], values, strict=True))

@@ -168,10 +168,10 @@ def memory_capacity(device: torch.device) -> int:
     return int(free + _module(device).memory_reserved(device))
 
 
-def memory_capacities(devices: Sequence[torch.device]) -> list[int]:
+def memory_capacities(devices: Sequence[torch.device], *, must_count: bool = True) -> list[int]:
     """The `memory_capacity` of each device; zeros if all are the CPU, whose memory is shared."""
     on_cpu = all(device.type == "cpu" for device in devices)
-    unknown = [] if on_cpu else [str(d) for d in devices if not counts_memory(d)]
+    unknown = [] if on_cpu or not must_count else [str(d) for d in devices if not counts_memory(d)]
     if unknown:
         raise ValueError(
             "split='memory': expected devices that count their memory, such as GPUs, got "

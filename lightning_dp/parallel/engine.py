@@ -1,132 +1,239 @@
-"""THE FLOW: plan -> scatter -> replicate -> apply -> gather -> backward -> reduce.
+"""The flow of one step: plan -> scatter -> replicate -> apply -> gather -> backward -> reduce.
 
-`Engine.step` is all of it. What runs on a replica, and what becomes of its result, is a
-`ReplicaCall`: those of `step`, `manual` and `forward`.
+`Engine.step` is all of it. What runs on a replica, and how the results are joined, is a
+`ReplicaCall`: those of `step` and `forward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import partial
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
-from lightning_dp.parallel.batch import (
+from lightning_dp.parallel.apply import (
+    Calls,
+    Executor,
+    ExecutorName,
+    KeptMemory,
+    Task,
+    fewest_samples,
+)
+from lightning_dp.parallel.call import PLAIN, ReplicaCall, StepContext, Transfer
+from lightning_dp.parallel.comm import host_waits_for
+from lightning_dp.parallel.gather import Override, RowRules, Scalars, gather
+from lightning_dp.parallel.likely_cause import LikelyCause
+from lightning_dp.parallel.reduce import (
+    Buffers,
+    JointBackward,
+    Reducer,
+    Snapshot,
+    Spread,
+    backward_at_once,
+    reduce_gradients,
+)
+from lightning_dp.parallel.replicate import BufferCopies, ReplicaRules, Replicas, limits_norms
+from lightning_dp.parallel.scatter import (
     Inferred,
     Shards,
-    StepDims,
-    bring,
     cut_for,
     infer_for,
     sample_costs,
     warn_of_nothing_to_cut,
 )
-from lightning_dp.parallel.call import PLAIN, PlainTransfer, ReplicaCall, Transfer
-from lightning_dp.parallel.gradients import JointBackward, Spread, backward_at_once
-from lightning_dp.parallel.likely_cause import LikelyCause
-from lightning_dp.parallel.links import host_waits_for
-from lightning_dp.parallel.parts import Parts
-from lightning_dp.parallel.ranges import InRanges
-from lightning_dp.parallel.replicas import BufferCopies
-from lightning_dp.parallel.split import Plan
-from lightning_dp.parallel.torch_private import is_profiling
-from lightning_dp.parallel.workers import Calls, Task, fewest_samples
+from lightning_dp.parallel.split import Plan, Planner, Sizes, SplitPolicy
+from lightning_dp.parallel.torch_private import is_in_backward, is_profiling
+from lightning_dp.parallel.usage import UsageMeter
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import World
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Engine(Parts):
-    """Runs something on all replicas of a module, each on its shard of the batch; see `Parts`."""
+def _stage(method: Method) -> Method:
+    """Makes a method a profiler range `lightning_dp.<its name>` while a profiler records."""
+    name = f"lightning_dp.{method.__name__}"
+
+    @wraps(method)
+    def in_range(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_profiled:
+            return method(self, *args, **kwargs)
+        with self.profiler_range(name):
+            return method(self, *args, **kwargs)
+
+    return in_range  # type: ignore[return-value]  # it has the method's signature
+
+
+class Engine:
+    """Runs calls on all replicas of a module, each on its shard of the batch.
+
+    Args:
+        module: the user's module, on the root device.
+        devices: the replicas' devices, root first; an entry may repeat.
+        output_device: where gathered outputs end up.
+        split: how many samples each device gets.
+        dim: the dimension along which batches are cut and outputs joined.
+        columns: whether lists are containers of columns whatever is in them.
+        cost_key: the batch's entry that holds costs; None to ask the module, see `sample_costs`.
+        buffers: which buffers the root keeps after a training step, see `reduce_buffers`.
+        executor: how the replicas run, see `Executor`.
+        scalars, overrides: how 0-dim outputs and those under certain keys are gathered.
+        rules: how special submodules are replicated.
+        context: entered around every apply, for what replicas leave behind besides outputs.
+        overlap: whether gradients leave devices while the backward runs.
+        world: the processes that train together; None if this is the only one.
+        timeout: how long replicas wait in a collective for one that does not come.
+
+    Attributes:
+        asked: the module whose `batch_size`, `split_batch` and `sample_cost` are called.
+        last_sizes: samples per device in the latest `apply`.
+        interrupted: gradient of the joint loss whose backward has not ended.
+        before_replica: called before each replica's call.
+        profile: enters a range of a Trainer's profiler by its name.
+        is_rerun: whether the step runs again after out of memory; replicas then leave behind
+            nothing but outputs, gradients and buffers.
+    """
+
+    expects_samples: ClassVar[bool] = False  # a batch is cut, and not the arguments of some call
+    frozen_may_change = True  # code between steps may write to parameters that are not trained
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        output_device: torch.device,
+        split: SplitPolicy,
+        dim: int = 0,
+        columns: bool = False,
+        cost_key: str | None = None,
+        buffers: Buffers = "first",
+        executor: ExecutorName = "auto",
+        scalars: Scalars = "merge",
+        overrides: Mapping[str, Override] | None = None,
+        rules: ReplicaRules | None = None,
+        context: StepContext = lambda *_: nullcontext(),
+        overlap: bool = True,
+        world: World | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.module = self.asked = module
+        self.devices, self.output_device, self.world = list(devices), output_device, world
+        self.on_cpu = all(device.type == "cpu" for device in devices)
+        self.accelerators = [d for d in (*devices, output_device) if d.type != "cpu"]
+        self.last_sizes: Sizes = ()
+        self.interrupted: Tensor | None = None
+        self.before_replica: Callable[[], object] | None = None
+        self.profile: Callable[[str], AbstractContextManager[None]] | None = None
+        self.is_rerun = self._is_profiled = False
+        self.replicas = Replicas(module, devices, rules, reduce_gradients)
+        self.meter = UsageMeter(devices, None if world is None else world.rank)
+        stays = self.meter.is_by_counts if overlap and not self.on_cpu else None
+        self.reducer = Reducer(self.replicas, buffers, self.devices, stays)
+        if world is not None:
+            self.reducer.join(world)
+        self.calls = Calls()  # of the replicas, in the latest apply
+        self.planner = Planner(len(devices), split)
+        if self.planner.learns:
+            self.meter.watch()
+        self.snapshot = None if self.on_cpu else Snapshot()
+        # Two threads would limit the norm of the same row of a weight twice.
+        in_order = self.on_cpu and limits_norms(module)
+        how: ExecutorName = "inorder" if in_order else executor
+        seconds = Calls.timeout if timeout is None else timeout.total_seconds()
+        self.executor = Executor(devices, how, self.replicas.lose, self.meter.names, seconds)
+        self.row_rules = RowRules(dim, overrides or {})
+        self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
+        self._kept_memory = KeptMemory() if self.on_cpu else None
+        self._dim, self._columns, self._cost_key = dim, columns, cost_key
+        self._context = context
+        self._to_host = output_device.type == "cpu" and not self.on_cpu
+        self._stale = set(range(len(devices)))  # replicas that get everything at their next step
+
+    # One step
 
     def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
-        """A step of a batch, which may have been cut already; see `recover`."""
+        """A step of a batch, which may have been cut already; out of memory leads to `recover`."""
         try:
             return self.step(call, batch if shards is None else shards)
         except torch.OutOfMemoryError as error:
             return self.recover(call, batch, error)
 
-    def recover(self, call: ReplicaCall, batch: Any, error: torch.OutOfMemoryError) -> Any:
-        """What `run` returns where a step ran out of memory; an engine that can runs it again."""
-        raise error
-
     def step(self, call: ReplicaCall, batch: Any, plan: Plan | None = None) -> Any:
-        """One step of all replicas, and what one device would have returned for the whole batch.
+        """Runs a call on all replicas; returns what one device would for the whole batch.
 
-        If that is a joint loss, somebody's call of its backward goes on with `backward` here.
+        If that is a joint loss, its backward calls `backward` here.
 
         Args:
-            call: what runs on a replica, and what becomes of its result.
+            call: what runs on a replica, and how results are joined.
             batch: as the user's code has it; or `Shards`, which are cut already.
             plan: sizes that were decided already; samples beyond their sum are left out.
         """
-        stages, training = self.stages, call.training
+        self._is_profiled = self.profile is not None or is_profiling()
         if not isinstance(batch, Shards):
-            dims = self.dims[call.name, training]
-            asks = dims.asks or call.asks
-            plan = plan or stages.plan(batch, call.path, training=training, telling=asks)
-            batch = stages.scatter(batch, call.transfer, plan, dims)
-        modules = stages.replicate(call, batch)
-        outputs = stages.apply(call, modules, batch)
-        return stages.gather(call, outputs, batch)
+            plan = plan or self.plan(batch, call.path, training=call.training)
+            batch = self.scatter(batch, call.transfer, plan)
+        modules = self.replicate(call, batch)
+        outputs = self.apply(call, modules, batch)
+        return self.gather(call, outputs, batch)
 
     def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
-        """What the backward of a joint loss does: every replica's own, then the sums."""
+        """The backward of a joint loss: every replica's, then the sums of their gradients."""
         self.interrupted = gradient
         self.reducer.before_backward(joint, can_fail=not self.on_cpu)
         try:
-            spread = self._backwards(joint, gradient, keep_graph)
-            self.stages.reduce(spread)
+            spread = self._backward_on_replicas(joint, gradient, keep_graph)
+            self.reduce(spread)
         except BaseException:
             self.reducer.fail()
             raise
-        if not self.planner.is_recorded:
-            self.planner.record_success(training=True)
+        self.planner.record_success(training=True)
         self.interrupted = None
 
-    def _backwards(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> Spread | None:
-        """Every replica's own; then the workers may add up."""
+    def _backward_on_replicas(
+        self, joint: JointBackward, gradient: Tensor, keep_graph: bool
+    ) -> Spread | None:
+        """Runs the replicas' backwards; returns what lets the workers add up, if they ran there."""
         spread = None
         if self.on_cpu and not joint.crosses:
-            # A backward for each replica: on the calling thread they would queue.
-            tasks = joint.tasks(gradient, keep_graph, self.devices, self.reducer.before_last)
-            self.executor.run(joint.name, tasks, goes_on=True)
-            self._count_work(tasks)
-            spread = self.executor.spreading(joint.name)
+            # One backward per replica: on the calling thread they would queue.
+            tasks = joint.tasks(gradient, keep_graph, self.devices)
+            self.executor.run(joint.name, tasks, continues_previous=True)
+            self.meter.add_seconds(tasks)
+            spread = self.executor.parallel_for(joint.name)
         else:
             during = self.meter.working([graph.replica for graph in joint.graphs])
             backward_at_once(joint.graphs, gradient, keep_graph, during=during)
-        if self.meter.steps is not None:
-            self.meter.steps.stop()
+        self.meter.stop()
         return spread
+
+    def recover(self, call: ReplicaCall, batch: Any, error: torch.OutOfMemoryError) -> Any:
+        """What `run` returns where a step ran out of memory; see `RecoveringEngine`."""
+        raise error
 
     # Its stages
 
-    @property
-    def stages(self) -> Engine:
-        """This engine; while a profiler listens, with methods that are ranges to it."""
-        return cast(Engine, InRanges(self, self.ranges)) if self.is_heard else self
-
-    @property
-    def is_heard(self) -> bool:
-        """Whether a profiler is told of stages."""
-        return self.ranges.profile is not None or is_profiling()
-
-    def plan(
-        self, batch: Any, path: str = "", *, training: bool = True, telling: bool = False
-    ) -> Plan:
+    @_stage
+    def plan(self, batch: Any, path: str = "", *, training: bool = True) -> Plan:
         """Decides which samples each device gets, once for everything in the batch.
 
-        A module may say by a method `batch_size(batch)` how many samples there are. If they are to
-        be `telling`, shards are unequal, which shows what counts samples. The submodule `path` is
-        called: batch norm in it takes no shard of one sample.
+        Args:
+            batch: the batch; the module's `batch_size(batch)` may say how many samples it has.
+            path: the submodule that is called; batch norm in it takes no shard of one sample.
+            training: whether it is a training step.
         """
-        if self.meter.steps is not None:
-            self.planner.learn(self.meter.latest)  # also reads it: unread steps would be dropped
-        self.forget_step()
+        if self.meter.is_watched:
+            self.planner.learn(self.meter.latest())  # reads it, too: unread steps are dropped
+        self.commit()
         n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)
         kind = (n, reading, path, training)
-        if kind == self.planner.repeated and not telling:
+        if kind == self.planner.repeated:
             return self.planner.latest
         if n is None and self.expects_samples:
             warn_of_nothing_to_cut(self._dim)
@@ -135,38 +242,32 @@ class Engine(Parts):
         costs = partial(sample_costs, self.asked, batch, n, self._cost_key)
         least = partial(fewest_samples, self.module, path)
         plan = partial(self.planner.plan, n, costs, least=least, kind=kind)
-        return plan(training=training, reading=reading, telling=telling)
+        return plan(training=training, reading=reading)
 
-    def scatter(
-        self,
-        batch: Any,
-        transfer: Transfer = PLAIN,
-        plan: Plan | None = None,
-        dims: StepDims | None = None,
-    ) -> Shards:
+    @_stage
+    def scatter(self, batch: Any, transfer: Transfer = PLAIN, plan: Plan | None = None) -> Shards:
         """Cuts a batch and moves each shard to its device.
 
-        A batch in which there is nothing to cut goes to the root alone. A module may cut itself, by
-        a method `split_batch(batch, sizes)` that returns one shard for each of the sizes.
+        A batch without anything to cut goes to the root alone. The module may cut itself, by a
+        method `split_batch(batch, sizes)` that returns one shard for each of the sizes.
         """
-        dims = dims or self.dims["", True]
-        plan = plan or self.plan(batch, telling=dims.asks)
+        plan = plan or self.plan(batch)
         if plan.whole:
-            return Shards(plan.sizes, [transfer(batch, self.devices[0])], whole=True, dims=dims)
+            return Shards(
+                plan.sizes, [transfer(batch, self.devices[0])], whole=True, row_rules=self.row_rules
+            )
         sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
         inferred = Inferred(sum(sizes), plan.reading)
         parts = cut_for(self.asked, batch, inferred, sizes, self._dim, plan.order)
-        if self.ahead is not None and isinstance(transfer, PlainTransfer):
-            parts = [part if size else None for part, size in zip(parts, plan.sizes, strict=False)]
-            parts = bring(parts, self.devices, self.ahead)
         cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
         moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
-        return Shards(plan.sizes, moved, order=plan.order, dims=dims)
+        return Shards(plan.sizes, moved, order=plan.order, row_rules=self.row_rules)
 
+    @_stage
     def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
-        """The replicas, up to date on the devices that have samples."""
+        """Copies what has changed on the root to the active replicas; returns all replicas."""
         self.reducer.settle(trains=call.training)
-        self.forget_step()
+        self.commit()
         buffers: BufferCopies = "changed"
         if call.training:
             buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"
@@ -174,95 +275,119 @@ class Engine(Parts):
                 self.snapshot.take(self.replicas.root_buffers)
         stale = self._stale.intersection(shards.active)
         copied = "all" if stale else call.copied_parameters
-        late = call.may_begin_early and self._overlaps
-        self.replicas.refresh(shards.active, parameters=copied, buffers=buffers, late=late)
+        self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
         compiles = self.replicas.may_compile
         in_threads = self.executor.choose(call.name, len(shards.active), compiles=compiles)
         if call.training:
-            # Where no two backwards run at once, they accumulate into the root's own gradients.
+            # Where no two backwards run at once, they accumulate into the root's gradients.
             self.replicas.share_parameters(call.has_backward and not in_threads)
         return self.replicas.modules
 
+    @_stage
     def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
         """Calls every active replica with its shard; outputs in shard order."""
         self.last_sizes = shards.sizes
-        training, steps = call.training, self.meter.steps if call.training else None
-        if shards.dims.asks:
-            shards.dims.has_seen(shards.sizes)
+        training = call.training
         self.calls = Calls(shards.active_sizes, shards.active_order, self._dim, self.world)
         call.begin(shards)
-        if steps is not None and not shards.whole:
-            steps.start(shards.sizes)
-        context = self._context(self.replicas, call.name, shards, self.is_rerun)
-        noticed = self.replicas.noticed(shards.active, training=training)
-        compiles = self.replicas.may_compile
-        compiled = self.replicas.compiled
-        compiling = compiled.as_often() if compiles else nullcontext()
-        before = compiled.counts()["total"]
-        with context, noticed, compiling:
-            tasks = self._tasks(call, modules, shards)
-            if steps is not None:
-                steps.follow(tasks)
-            outputs = self.executor.run(call.name, tasks, goes_on=True, calls=self.calls)
-            if self.replicas.are_late:
-                self.replicas.arrive()
-            if self._sends_home and call.gathers:  # what replicas have logged has left already
+        if training and not shards.whole:
+            self.meter.start(shards.sizes)
+        with self._around_calls(call, shards):
+            tasks = [self._task(call, modules[k], shards, k) for k in shards.active]
+            if training:
+                self.meter.follow(tasks)
+            run = partial(self.executor.run, call.name, tasks, continues_previous=True)
+            outputs = run(calls=self.calls)
+            if self._to_host and call.gathers:  # what replicas have logged has left already
                 outputs = call.leave(outputs, self.devices)
                 host_waits_for(*self.devices)
             outputs = outputs if self.world is None else call.tell(outputs, shards)
-        if compiled.counts()["total"] != before:  # by functions that nobody knew of
-            compiled.are_known = True
         if training:
             self.reducer.after_forward(shards)
-            self._count_samples(call, shards)
-            self._count_work(tasks)
+            self.meter.add_forward(call.name, shards.sizes, in_turns=self.calls.one_by_one)
+            self.meter.add_seconds(tasks)
+            if not call.has_backward:
+                self.meter.stop()
         else:
             self.replicas.adopt_rows(shards.active)
-        if steps is not None and not call.has_backward:
-            steps.stop()
         return outputs
 
-    def _tasks(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Task]:
-        """The calls of the replicas that work."""
-        tasks = []
-        for k in shards.active:
-            own = partial(call.on_replica, modules[k], shards.parts[k])
-            place = partial(shards.place, call.name, k)
-            cause = LikelyCause(modules[k], self.devices[k], shards, k)
-            tasks.append(Task(k, self.devices[k], own, place, cause))
-        return tasks
+    def _task(self, call: ReplicaCall, module: nn.Module, shards: Shards, k: int) -> Task:
+        """The call of replica k."""
+        run = partial(call.on_replica, module, shards.parts[k])
+        if self.before_replica is not None:
+            run = partial(_after, self.before_replica, run)
+        cause = LikelyCause(module, self.devices[k], shards, k)
+        return Task(k, self.devices[k], run, partial(shards.place, call.name, k), cause)
 
-    def _count_samples(self, call: ReplicaCall, shards: Shards) -> None:
-        """A training step's forward is done."""
-        self.meter.kind, self.meter.counted = call.name, shards.sizes
-        for usage, size in zip(self.meter.usage, shards.sizes, strict=True):
-            usage.samples += size
-        if self.meter.steps is not None:
-            self.meter.steps.note(in_turns=self.calls.one_by_one)
+    @contextmanager
+    def _around_calls(self, call: ReplicaCall, shards: Shards) -> Iterator[None]:
+        """Records what replicas do to metrics, logs and lists; notices functions that compile."""
+        compiled = self.replicas.compiled
+        compiling = compiled.as_often() if self.replicas.may_compile else nullcontext()
+        before = compiled.counts()["total"]
+        try:
+            with self._context(self.replicas, call.name, shards, self.is_rerun), compiling:
+                yield
+        except BaseException:
+            if not is_in_backward():  # where a checkpoint ends its recomputation by an exception
+                self.replicas.fail()
+            raise
+        if compiled.counts()["total"] != before:  # of functions that were not known
+            compiled.are_known = True
 
-    def _count_work(self, tasks: Sequence[Task]) -> None:
-        """The workers spent their seconds in these calls."""
-        for task in tasks:
-            self.meter.usage[task.replica].busy_seconds += task.seconds
-            if self.meter.steps is not None:
-                self.meter.steps.add(task.replica, task.seconds)
-
+    @_stage
     def gather(self, call: ReplicaCall, outputs: list[Any], shards: Shards) -> Any:
         """What one device would have returned for the whole batch, on the output device."""
         result = call.gather(outputs, shards)
-        if not call.has_backward and not self.planner.is_recorded:
+        if not call.has_backward:
             self.planner.record_success(training=call.training)
         return result
 
+    @_stage
     def reduce(self, spread: Spread | None = None) -> None:
-        """The sums of the replicas' gradients become the root's."""
+        """Adds the replicas' gradients to the root's."""
         self.reducer.after_backward(spread)
 
     # Around it
 
-    def forget_step(self) -> None:
-        """From here on there is nothing to undo."""
-        self.meter.counted = ()
+    def count_samples(self, batch: Any) -> int | None:
+        """How many samples a batch has; None if there is nothing to cut."""
+        return infer_for(self.asked, batch, self._dim, columns=self._columns).size
+
+    def cut(self, batch: Any, sizes: Sizes) -> list[Any]:
+        """A batch in parts of these sizes, where it is; None for a size of 0."""
+        inferred = infer_for(self.asked, batch, self._dim, columns=self._columns)
+        return cut_for(self.asked, batch, inferred, sizes, self._dim)
+
+    @contextmanager
+    def profiler_range(self, name: str) -> Iterator[None]:
+        """A range of `torch.profiler` and of the Trainer's profiler, if they record."""
+        recorded = record_function(name) if is_profiling() else nullcontext()
+        with recorded, nullcontext() if self.profile is None else self.profile(name):
+            yield
+
+    def commit(self) -> None:
+        """The latest step will not be undone."""
+        self.meter.commit()
         if self.snapshot is not None:
             self.snapshot.drop()
+
+    def resync(self) -> None:
+        """Makes the next step copy everything to the replicas, changed or not."""
+        self.reducer.resync()
+        self._stale = set(range(len(self.devices)))
+
+    def close(self) -> None:
+        """Ends the workers, gives kept memory back, and reads the devices' peaks of memory."""
+        self.reducer.close()
+        self.executor.close()
+        if self._kept_memory is not None:
+            self._kept_memory.close()
+        self.meter.read_peaks()
+
+
+def _after(before: Callable[[], object], call: Callable[[], Any]) -> Any:
+    before()
+    return call()

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
-from lightning_dp.parallel.additive import Traces, has_told_of_related
-from lightning_dp.parallel.batch import Scalars, Shards, to_device_together
 from lightning_dp.parallel.call import ReplicaCall
-from lightning_dp.parallel.contexts import Lasting, StandIn, Surroundings, replaced
-from lightning_dp.parallel.links import on_streams, side_streams
+from lightning_dp.parallel.comm import on_streams, side_streams
+from lightning_dp.parallel.contexts import Lasting, StandIn, replaced
+from lightning_dp.parallel.gather import Scalars
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
+from lightning_dp.parallel.scatter import Shards, to_device_together
 from lightning_dp.parallel.torch_private import (
     COMPILED_CALL,
     compiled_forward,
@@ -29,10 +27,18 @@ from lightning_dp.parallel.torch_private import (
     not_compiled,
 )
 
-_OUTSIDE = "Compute it outside of the call, of the whole batch."
-
 _Called: TypeAlias = dict[str, dict[str, Any]]
 _CALLED = ("forward", COMPILED_CALL)
+
+
+class FirstCalls(Protocol):
+    """What looks at calls before they are spread; see `check`."""
+
+    def before(
+        self, engine: ForwardParallel, path: str, num_args: int, arguments: dict[Any, Any]
+    ) -> None:
+        """A submodule is about to be called; the first arguments go by position."""
+
 
 _TELLING = ("batch_size", "split_batch", "sample_cost")
 
@@ -50,9 +56,8 @@ class ForwardParallel(RecoveringEngine):
     spread already. A module whose call is spread may say by `batch_size`, `split_batch` and
     `sample_cost` how its arguments are cut; else the root's methods are asked.
 
-    With `always_copies` calls in evaluation, too, copy the weights that can be trained, even if
-    they look unchanged. Who does not leave it to `resync` when weights may have been written
-    through `.data` needs it.
+    Weights are copied where they are known to have changed, after a backward, and in training those
+    that are not trained. Other writes through `.data` need a `resync`.
 
     Example:
         >>> cpu = torch.device("cpu")
@@ -71,22 +76,19 @@ class ForwardParallel(RecoveringEngine):
         devices: Sequence[torch.device],
         *,
         parallel_modules: Sequence[str] = (),
-        always_copies: bool = False,
         scalars: Scalars = "stack",
         **options: Any,
     ) -> None:
         check_parallel_modules(module, parallel_modules)
         super().__init__(module, devices, scalars=scalars, **options)
         self.num_calls = self.num_cut = 0  # so far, and of these the ones that were cut
+        self.first_calls: FirstCalls | None = None  # the check of them, if there is one
         self._paths = list(dict.fromkeys(["", *parallel_modules]))
         self._own: _Called | None = None  # what spread modules have themselves
-        self._always_copies = always_copies
-        self._mode = (False, False)
+        self._mode: tuple[bool, bool] | None = None
         self._locks: dict[int, threading.RLock] = {}
         self._all_devices = [*self.devices, self.output_device]
         self._streams: list[torch.Stream] = []  # the caller's own
-        self._unequal = Counter[str]()  # calls of a submodule whose shards were
-        self._told = set[str]()  # submodules whose samples depend on each other
 
     def turn(self) -> AbstractContextManager[Any]:
         """Lets one thread spread calls at a time: checkpoints do so in the threads of devices."""
@@ -125,21 +127,6 @@ class ForwardParallel(RecoveringEngine):
         with on_streams(self._streams), replaced(self, asked=self._asked(path)):
             return self.run(self.spread_call(path, len(args)), arguments)
 
-    def traces(self, path: str, sizes: Sequence[int]) -> Traces | None:
-        """For the first call in shards of these sizes, if they differ, the 16th, the 256th, ..."""
-        if len(set(sizes)) < 2 or path in self._told or is_in_backward():
-            return None
-        self._unequal[path] = count = self._unequal[path] + 1
-        is_due = 16 ** round(math.log(count, 16)) == count and not self.replicas.may_compile
-        return Traces(self.replicas.modules) if is_due else None
-
-    def look(self, path: str, traces: Traces, shards: Shards) -> None:
-        """Tells, once, if a submodule computes of a sample what depends on others in its shard."""
-        own, sizes = traces.of(shards.active), shards.active_sizes
-        name = f"{path}.forward".lstrip(".")
-        if has_told_of_related(name, own, sizes, _OUTSIDE):
-            self._told.add(path)
-
     @property
     def is_training(self) -> bool:
         """Whether any part of the module is in training mode."""
@@ -149,14 +136,14 @@ class ForwardParallel(RecoveringEngine):
         """The next call of a submodule, as which the replicas are to be brought up to date."""
         training = self.is_training
         mode = (training, torch.is_grad_enabled())
-        if any(before and not now for before, now in zip(self._mode, mode, strict=True)):
-            self.resync()  # what training changes leaves no trace everywhere
+        if mode != self._mode and not is_in_backward():
+            self.resync()  # weights may be swapped here, which leaves no trace everywhere
         self._mode = mode
         call = SpreadCall(self, path, num_args, training=training)
         # Code outside of the replicas may write weights between two calls, through `.data` too. Not
         # where a checkpoint calls again: other threads of the backward are at work with them.
-        copies_all = (self._always_copies or any(mode)) and not is_in_backward()
-        call.copied_parameters = "trained" if copies_all else "changed"
+        is_read_only = is_in_backward() or not any(mode)
+        call.copied_parameters = "changed" if is_read_only else "frozen"
         return call
 
     def _asked(self, path: str) -> nn.Module:
@@ -179,6 +166,10 @@ class ForwardParallel(RecoveringEngine):
             self._note_compiled(self._own, spread)
             try:
                 self._have_called(self._own)
+                if self.first_calls is not None:
+                    arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+                    with replaced(self, asked=self._asked(path)):
+                        self.first_calls.before(self, path, len(args), arguments)
                 return self.call(path, args, kwargs)
             finally:
                 if self.is_spreading:
@@ -240,8 +231,6 @@ class SpreadCall(ReplicaCall):
     These are one dict; the first `num_args` go by position.
     """
 
-    _traces: Traces | None = None  # in a call that is looked at
-
     def __init__(
         self, engine: ForwardParallel, path: str, num_args: int, *, training: bool
     ) -> None:
@@ -255,34 +244,28 @@ class SpreadCall(ReplicaCall):
         # Not the engine itself: a graph that reaches what holds it is never freed.
         settle = partial(_settle, weakref.ref(self._engine))
         self._engine.replicas.connect(shards.active, settle)
-        self._traces = self._engine.traces(self.path, shards.active_sizes)
 
     def on_replica(self, module: nn.Module, shard: Mapping[int | str, Any]) -> Any:
         """The replica's `forward`."""
         rest = {name: value for name, value in shard.items() if isinstance(name, str)}
         args = map(shard.get, range(self._num_args))
-        call = partial(compiled_forward(module.get_submodule(self.path)), *args, **rest)
-        return call() if self._traces is None else self._traces.of_call(module, shard, call)
+        return compiled_forward(module.get_submodule(self.path))(*args, **rest)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """Joined; what the root has returned alone stays as it is."""
         if shards.whole:
             return to_device_together(outputs, self._engine.output_device)[0]
         self._engine.num_cut += 1
-        if self._traces is not None:
-            self._engine.look(self.path, self._traces, shards)
         sizes, order = shards.active_sizes, shards.active_order
-        return self._engine.join(
-            outputs, sizes=sizes, order=order, dims=shards.dims, doubts_means=True
-        )
+        return self._engine.join(outputs, sizes=sizes, order=order, row_rules=shards.row_rules)
 
 
 def _settle(engine: Callable[[], ForwardParallel | None]) -> None:
     """After a backward; of an engine that is gone there is nothing to settle."""
     living = engine()
     if living is not None:
-        with Surroundings():
-            living.reducer.settle()
+        living.reducer.settle()
+        living.replicas.expect_change()
 
 
 def check_parallel_modules(module: nn.Module, names: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.call import ReplicaCall
+from lightning_dp.parallel.comm import refused_pools
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import (
     allocated_memory,
@@ -22,7 +23,7 @@ from lightning_dp.parallel.devices import (
 )
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.errors import described, forget_frames
-from lightning_dp.parallel.gradients import wait_for_autograd
+from lightning_dp.parallel.reduce import wait_for_autograd
 from lightning_dp.parallel.split import Plan, Sizes
 
 T = TypeVar("T")
@@ -176,7 +177,7 @@ class RecoveringEngine(Engine):
         return failed
 
     def _count_failures(self) -> dict[torch.device, int]:
-        return {device: out_of_memory_count(device) for device in self.devices}
+        return {d: out_of_memory_count(d) - refused_pools(d) for d in self.devices}
 
     def rerunning(self) -> AbstractContextManager[None]:
         """While it lasts, replicas leave nothing behind but outputs, gradients and buffers."""
@@ -188,24 +189,22 @@ class RecoveringEngine(Engine):
         self.reducer.undo()
         if self.snapshot is not None:
             self.snapshot.restore()
-        self.meter.uncount()
-        self.forget_step()
+        self.meter.undo()
+        self.commit()
 
     def _clean_up(self, failed: Sequence[int]) -> bool:
         """Takes back what an attempt has left; whether there was anything to let go."""
-        had_more = self.ahead is not None and self.ahead.has_memory
-        self.ahead = None  # for good: memory is short
         self.undo()
         gc.collect(1)  # what attempts leave is young
         before = self._in_use()
+        self.replicas.packing.sums.give_up()
         # To look at all objects of a process takes a second.
         if any(used > self._clean.get(device, 0) for device, used in before.items()):
             gc.collect()
         for device in before:
             empty_cache(device)
         self._clean = self._in_use()
-        has_less = any(self._clean[self.devices[k]] < before[self.devices[k]] for k in failed)
-        return has_less or had_more
+        return any(self._clean[self.devices[k]] < before[self.devices[k]] for k in failed)
 
     def _is_excused(self, had_garbage: bool) -> bool:
         """Whether sizes that failed with garbage in memory get another chance, which is one."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dp.parallel.batch import Shards, cut_for, infer_for, own_sizes, to_device
-from lightning_dp.parallel.contexts import Surroundings
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
-from lightning_dp.parallel.primitives import parallel_apply, replicate
+from lightning_dp.parallel.functional import parallel_apply, replicate
+from lightning_dp.parallel.gather import own_sizes
+from lightning_dp.parallel.scatter import Shards, cut_for, infer_for, to_device
 from lightning_dp.parallel.split import Sizes, even
 
 STAGES = ("scatter", "replicate", "parallel_apply", "gather")
@@ -43,9 +43,8 @@ class Stages:
         """Cuts the arguments of a call; by the engine's split, where they are for all devices."""
         engine, arguments = self._engine, _arguments(args, kwargs)
         if devices == engine.devices:
-            plan = engine.stages.plan(arguments, training=engine.module.training)
-            with Surroundings():
-                parts = engine.stages.scatter(arguments, plan=plan).parts
+            plan = engine.plan(arguments, training=engine.module.training)
+            parts = engine.scatter(arguments, plan=plan).parts
         else:
             parts = self._even_parts(arguments, devices)
         while parts and parts[-1] is None:
@@ -61,9 +60,8 @@ class Stages:
             return replicate(module, devices, detach=not torch.is_grad_enabled())
         shards = self._padded((1,) * n, [None] * n)  # so many work; with what, is not known yet
         call = engine.spread_call()
-        with Surroundings():
-            replicas = engine.stages.replicate(call, shards)[:n]
-            call.begin(shards)  # the calls may be made by anybody
+        replicas = engine.replicate(call, shards)[:n]
+        call.begin(shards)  # the calls may be made by anybody
         return replicas
 
     def parallel_apply(
@@ -77,8 +75,7 @@ class Stages:
             return parallel_apply(replicas, args, [shard and shard[1] for shard in shards])
         sizes = self.sizes(inputs, kwargs) or tuple(int(shard is not None) for shard in shards)
         whole = self._padded(sizes, shards)
-        with Surroundings():
-            outputs = iter(engine.stages.apply(_WholeCall(engine), replicas, whole))
+        outputs = iter(engine.apply(_WholeCall(engine), replicas, whole))
         return [next(outputs) if size else None for size in sizes]
 
     def sizes(self, inputs: Sequence[Any], kwargs: Sequence[Any]) -> Sizes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.additive import OwnMeans, Traces, look_at_outputs
-from lightning_dp.parallel.batch import Shards, without_rows
-from lightning_dp.parallel.call import PLAIN, ReplicaCall, StepContext, Transfer
+from lightning_dp.parallel.apply import refuse_backward
+from lightning_dp.parallel.call import PLAIN, ReplicaCall, Transfer
 from lightning_dp.parallel.contexts import replaced
-from lightning_dp.parallel.generated import context
-from lightning_dp.parallel.gradients import (
+from lightning_dp.parallel.gather import without_rows
+from lightning_dp.parallel.out_of_memory import RecoveringEngine
+from lightning_dp.parallel.reduce import (
     GradientsAside,
     Graph,
     JointBackward,
@@ -33,9 +33,8 @@ from lightning_dp.parallel.gradients import (
     loss_weights,
     wait_for_autograd,
 )
-from lightning_dp.parallel.out_of_memory import RecoveringEngine
+from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.torch_private import hooked
-from lightning_dp.parallel.workers import refuse_own_backward
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import JointLoss, Losses, World
@@ -87,15 +86,8 @@ class StepParallel(RecoveringEngine):
     ) -> None:
         super().__init__(module, devices, **options)
         self.loss_reduction: LossReduction = loss_reduction
-        self.own_means = OwnMeans(loss_reduction)
-        self.has_own_backward = False  # code that nobody knows makes the joint loss's backward
-        self.around_backward: StepContext | None = None  # surrounds the replicas' backwards
-
-    def watched_backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
-        """A backward in that context."""
-        around, own = self.around_backward, (self.replicas, joint.name, joint.shards, False)
-        with nullcontext() if around is None else around(*own):
-            self.backward(joint, gradient, keep_graph)
+        self.has_own_backward = False  # the module overrides `backward`
+        self._has_warned_of_none = False
 
     def train(self, method: str, batch: Any, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and joins the losses; see `TrainingStep`."""
@@ -104,6 +96,18 @@ class StepParallel(RecoveringEngine):
     def evaluate(self, method: str, batch: Any, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
         return self.step(EvaluationStep(self, method, args), batch)
+
+    def warn_of_none(self, step: str, count: int, of: int) -> None:
+        """Warns once that some replicas returned no loss while others did."""
+        if not self._has_warned_of_none:
+            self._has_warned_of_none = True
+            warnings.warn(
+                f"{step}: expected a loss from every replica or from none, got None from {count} "
+                f"of {of}. Their samples are left out; one device leaves out the whole batch. Let "
+                "all decide alike, by what self.all_gather(...) returns, or use "
+                'DataParallelStrategy(mode="forward").',
+                stacklevel=2,
+            )
 
     def requested_parameters(self) -> list[Tensor]:
         """Parameters of which an own backward may ask gradients, without those that have hooks.
@@ -122,7 +126,6 @@ class EvaluationStep(ReplicaCall):
 
     training = False
     shards: Shards  # the latest ones that it was made with
-    traces: Traces | None = None  # in a batch in which losses and logs are looked at
 
     def __init__(
         self,
@@ -132,33 +135,26 @@ class EvaluationStep(ReplicaCall):
         transfer: Transfer = PLAIN,
     ) -> None:
         super().__init__(method, training=self.training, transfer=transfer)
-        self.engine, self.args, means = engine, args, engine.own_means
-        is_due = self.training and not means.rest[method, 0] and means.asks((method, 0))
-        self.asks = is_due and not engine.replicas.may_compile  # for new shapes
+        self.engine, self.args = engine, args
+        if self.training and engine.frozen_may_change:
+            self.copied_parameters = "frozen"
 
     def begin(self, shards: Shards) -> None:
         """Remembers the shards: an optimizer's closure may come for the same ones again."""
         self.shards = shards
         calls, replicas = self.engine.calls, self.engine.replicas
         # Not the calls themselves: a graph that reaches what holds it is never freed.
-        if replicas.link_buffers(shards.active, partial(refuse_own_backward, weakref.ref(calls))):
+        if replicas.link_buffers(shards.active, partial(_refuse_backward, weakref.ref(calls))):
             calls.crossed = True
-        means, first = self.engine.own_means, (self.name, 0)
-        rests = self.training and 0 < means.rest[first] < math.inf
-        is_due = not (rests or replicas.may_compile) and means.is_traced(first, shards.active_sizes)
-        self.traces = Traces(replicas.modules, means.told) if is_due else None
-        shards.traces[:] = [self.traces] if is_due else []
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """The replica's own method."""
-        call = partial(getattr(module, self.name), shard, *self.args)
-        return call() if self.traces is None else self.traces.of_call(module, shard, call)
+        return getattr(module, self.name)(shard, *self.args)
 
     def gather(self, outputs: list[Any], shards: Shards) -> Any:
         """See `gather`."""
         sizes, order = shards.active_sizes, shards.active_order
-        look_at_outputs(self.name, self.traces, shards, with_rows=not self.training)
-        return self.engine.join(outputs, sizes=sizes, order=order, dims=shards.dims)
+        return self.engine.join(outputs, sizes=sizes, order=order, row_rules=shards.row_rules)
 
 
 class TrainingStep(EvaluationStep):
@@ -172,7 +168,7 @@ class TrainingStep(EvaluationStep):
     `.grad`; a dict with it and the other entries gathered; or None if no replica returned a loss.
     """
 
-    training = has_backward = may_begin_early = True
+    training = has_backward = True
     _losses: Losses | None = None  # what processes tell each other
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
@@ -199,13 +195,15 @@ class TrainingStep(EvaluationStep):
         from lightning_dp.parallel.processes import Losses, OwnLoss
 
         joined = self._joined_here(outputs, shards)
-        if self._losses is None or self._losses.told is None:
+        if self._losses is None or self._losses.of_all is None:
             world, loss = self.engine.world, joined.loss
             value, dtype = (None, None) if loss is None else (float(loss), loss.dtype)
             is_idle = world is not None and world.is_idle
             samples = 0 if is_idle else sum(joined.sizes) or sum(shards.sizes)
             buffers = self.engine.reducer.buffers_between
-            writes = buffers is not None and buffers.has_written()
+            writes = buffers is not None and (
+                buffers.has_written() or not self.engine.reducer.root_keeps_its_buffers(shards)
+            )
             own = OwnLoss(value, samples, joined.items, joined.has_graph, dtype, writes)
             self._losses = Losses(own)
         shards.losses[:] = [self._losses]
@@ -226,11 +224,12 @@ class TrainingStep(EvaluationStep):
         if not steps or steps[0].extras is None:
             return joint
         order = None if shards.order is None else [shards.order[k] for k in returned]
-        look_at_outputs(self.name, self.traces, shards, with_rows=False)
         extras = [step.extras for step in steps]
-        joined_extras = self.engine.join(extras, sizes=sizes, order=order, dims=shards.dims)
+        joined_extras = self.engine.join(
+            extras, sizes=sizes, order=order, row_rules=shards.row_rules
+        )
         if world is not None and world.is_idle:
-            joined_extras = without_rows(joined_extras, shards.dims.dim, sum(shards.sizes))
+            joined_extras = without_rows(joined_extras, shards.row_rules.dim, sum(shards.sizes))
         whole = {"loss": joint, **joined_extras}
         if steps[0].tells_items:
             whole["num_items"] = as_told(items, steps[0].num_items, self.engine.output_device)
@@ -239,16 +238,12 @@ class TrainingStep(EvaluationStep):
     def _joined_here(self, outputs: list[Any], shards: Shards) -> _Joined:
         found = [(k, out) for k, out in zip(shards.active, outputs, strict=True) if out is not None]
         returned, steps = [k for k, _ in found], [StepOutput.parse(out) for _, out in found]
-        sizes, means = [*map(shards.sizes.__getitem__, returned)], self.engine.own_means
+        sizes = [*map(shards.sizes.__getitem__, returned)]
         if 0 < len(found) < len(outputs):
-            means.tell_of_none(self.name, len(outputs) - len(found), len(outputs))
+            self.engine.warn_of_none(self.name, len(outputs) - len(found), len(outputs))
         counts = agreed_items(list(map(_NUM_ITEMS, steps)))
         weights = loss_weights(sizes, self.engine.loss_reduction, counts)
         graphs = list(map(Graph, returned, map(_LOSS, steps), weights, map(_VALUE, steps)))
-        if means.rest[key := (self.name, 0)]:
-            means.rest[key] -= 1
-        elif not (counts or self.engine.calls.crossed):
-            means.look(key, graphs, sizes, self.traces)
         joint, items = None, None if counts is None else sum(counts)
         if graphs:
             with torch.no_grad():  # the joint loss has a backward of its own
@@ -258,8 +253,7 @@ class TrainingStep(EvaluationStep):
 
     def _with_backward(self, joint: Tensor, graphs: list[Graph], shards: Shards) -> Tensor:
         engine, calls = self.engine, self.engine.calls
-        run = engine.watched_backward if engine.around_backward else engine.backward
-        own = (calls.crossed, run, engine.accelerators, calls.crossings)
+        own = (calls.crossed, engine.backward, engine.accelerators, calls.rank_graph)
         backward = JointBackward(self.name, shards, graphs, *own)
         return backward.attach(joint, engine.requested_parameters())
 
@@ -267,7 +261,7 @@ class TrainingStep(EvaluationStep):
         losses, buffers = cast("Losses", self._losses), self.engine.reducer.buffers_between
         joined = losses.join(world, is_sum=self.engine.loss_reduction == "sum")
         if buffers is not None:
-            buffers.told(joined)
+            buffers.exchanged(joined)
         return joined
 
     def _value_of(self, joined: JointLoss) -> Tensor | None:
@@ -285,7 +279,7 @@ class TrainingStep(EvaluationStep):
             wait_for_autograd(self.engine.devices)
             raise
 
-    @context
+    @contextmanager
     def without_trace(self) -> Iterator[None]:
         """Gradients are afterwards as they were, and other processes do not hear of it."""
         engine = self.engine
@@ -295,3 +289,8 @@ class TrainingStep(EvaluationStep):
                 yield
         finally:
             aside.put_back()
+
+
+def _refuse_backward(running: Any, buffers: list[str]) -> None:
+    where = "which were computed outside of it: compute them in training_step"
+    refuse_backward(running, f"the buffers {buffers} ({where})")

@@ -1,12 +1,15 @@
-"""Ranks: a strategy of several devices in one process, or in several processes.
+"""Ranks: a strategy with several devices in one process, or in each of several.
 
-With one process, the usual case, the rank is 0 and the world's size 1.
+torchrun, SLURM or another of Lightning's cluster environments starts the processes and gives each
+its rank. With one process, the usual case, the rank is 0 and the world size 1.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -14,54 +17,54 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
-from lightning_dp.lightning_private import may_log, running_hook
+from lightning_dp.lightning_private import join_process_group, may_log, running_hook
+from lightning_dp.parallel.apply import collectives, current_participant, fewest_samples
+from lightning_dp.parallel.checks import told
 from lightning_dp.parallel.devices import replica_names
-from lightning_dp.parallel.split import OwnShare, Shares, Sizes, agreed_shares, at_least
-from lightning_dp.parallel.workers import (
-    Calls,
-    as_one_replica,
-    collectives,
-    current_participant,
-    fewest_samples,
-)
-from lightning_dp.processes.group import chosen_backend, join_group
-from lightning_dp.processes.loaders import no_predictions, of_process
-from lightning_dp.processes.machine import local_size, number_processes, share
-from lightning_dp.processes.slices import opened
+from lightning_dp.parallel.gather import without_rows
+from lightning_dp.parallel.split import Sizes, even, fitted
+from lightning_dp.processes.slices import RankLoader, Rule, open_slices, rank_sizes
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy
 
     from lightning_dp.parallel.processes import World
 else:
-    # The packages `lightning` and `pytorch_lightning` have the same classes twice: which
-    # ParallelStrategy comes next is for the class to say that mixes this one in.
+    # `lightning` and `pytorch_lightning` have one ParallelStrategy each: the class that mixes this
+    # one in chooses.
     ParallelStrategy = object
+
+_OF_TRAINER = (
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision"),
+    *("max_epochs", "min_epochs", "max_steps", "min_steps", "val_check_interval"),
+    *("check_val_every_n_epoch", "num_sanity_val_steps", "overfit_batches", "log_every_n_steps"),
+    *(f"limit_{stage}_batches" for stage in ("train", "val", "test", "predict")),
+)
+"""The Trainer's options that decide which steps there are, and what they do."""
+
+_OF_BATCHES = ("batch", "step", "backward", "zero_grad", "gradient")
+"""Parts of the names of the hooks that a loop calls for every batch."""
 
 
 class ProcessesMixin(ParallelStrategy):
-    """Who is who among the processes, if there are several.
+    """The ranks of a strategy, their process group and their slices of the DataLoader.
 
-    Whoever starts them (torchrun, SLURM, Lightning's environments) tells them their ranks. The
-    devices of a machine are shared out among its processes, in order.
-
-    Collectives act over the replicas where a replica calls them in its step; see `collectives` for
-    what they give. Elsewhere they act over the processes. To be mixed into the `ParallelStrategy`
-    of either package.
+    The devices of a machine are shared out among its processes, in order. In a replica's step
+    collectives act over all replicas of all processes (see `collectives`), elsewhere over the
+    processes.
     """
 
-    _world: World | None = None
-    shares: Shares
-    """How many samples of a batch each process gets."""
     machine_devices: list[torch.device] | None
     """The devices of this machine, which its processes share out."""
-    _store: Any = None  # what the processes of this attempt share
+    _world: World | None = None
     _num_nodes = 1
     _process_group_backend: str | None = None
     _timeout: timedelta | None = None
+    _sizes: Callable[[int], Sizes]  # of all ranks' slices
 
     @property
     def num_nodes(self) -> int:
@@ -94,9 +97,14 @@ class ProcessesMixin(ParallelStrategy):
 
     @property
     def replica_names(self) -> tuple[str, ...]:
-        """What this process's replicas are called in logs, errors, tables and pictures."""
-        process = self.global_rank if self._has_several else None
-        return tuple(replica_names(self.parallel_devices or [], process))
+        """The names of this process's replicas in logs, errors and tables."""
+        rank = self.global_rank if self._has_several else None
+        return tuple(replica_names(self.parallel_devices or [], rank))
+
+    @property
+    def world(self) -> World | None:
+        """The processes that train together; None if there is only one."""
+        return self._world
 
     @property
     def _environment(self) -> ClusterEnvironment:
@@ -105,108 +113,164 @@ class ProcessesMixin(ParallelStrategy):
     @property
     def _has_several(self) -> bool:
         environment = self.cluster_environment
-        return environment is not None and environment.world_size() > 1
+        if environment is None:
+            return False
+        # Without SLURM_NTASKS, srun has started one process, and Lightning's environment raises.
+        is_slurm = any(cls.__name__ == "SLURMEnvironment" for cls in type(environment).__mro__)
+        if is_slurm and "SLURM_NTASKS" not in os.environ:
+            return False
+        return environment.world_size() > 1
+
+    # Starting
 
     def set_world_ranks(self) -> None:
         """Called by the Trainer once it knows the environment, the devices and the machines."""
-        number_processes(self._environment, self.num_nodes)
         if self._has_several:
             cast(Any, rank_zero_only).rank = self.global_rank
-            count = len(self.machine_devices or ())
-            self.take_devices(share(count, self._local_size, self.local_rank))
+            self.take_devices(self._devices_of(self.local_rank))
+        elif self.num_nodes > 1:
+            raise ValueError(
+                f"num_nodes: expected 1, as no processes were started on other machines, got "
+                f"{self.num_nodes}. Start the script on each machine by torchrun or srun."
+            )
 
-    @property
-    def _local_size(self) -> int:
-        """How many processes this machine has."""
-        return local_size(self._environment, self.num_nodes)
+    def _devices_of(self, local_rank: int) -> slice:
+        """Which of the machine's devices one of its processes has: neighbours, in order."""
+        size, count = self._local_world_size(), len(self.machine_devices or ())
+        if count < size:
+            raise ValueError(
+                f"devices: expected at least {size}, one for each of this machine's processes, got "
+                f"{count}. Trainer(devices=...) counts a machine's devices, which its processes "
+                "share out."
+            )
+        sizes = even(count, size)
+        start = sum(sizes[:local_rank])
+        return slice(start, start + sizes[local_rank])
+
+    def _local_world_size(self) -> int:
+        """How many processes this machine has: as many as each of the others."""
+        size, nodes = self.world_size, self.num_nodes
+        own = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        if "SLURM_NNODES" in os.environ and not own:
+            own = size // int(os.environ["SLURM_NNODES"])
+        own = own or size // nodes
+        if own * nodes != size or self.local_rank >= own:
+            raise ValueError(
+                f"num_nodes: expected {size // own}, as {size} processes were started, {own} on "
+                f"each machine, got {nodes}. Set Trainer(num_nodes=...) to the number of machines."
+            )
+        return own
 
     @property
     @abstractmethod
-    def own_share(self) -> OwnShare:
-        """What decides how many samples of a batch are this process's."""
+    def share(self) -> tuple[int, tuple[float, ...] | None, Rule]:
+        """This process's number of devices, their weights, and the rule without weights."""
 
     @abstractmethod
     def take_devices(self, own: slice) -> None:
-        """These of the machine's devices are this process's."""
+        """Keeps these of the machine's devices, which are this process's."""
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         if self._has_several and self._world is None:
-            self._join()
+            from lightning_dp.parallel.processes import World
 
-    def _join(self) -> None:
-        from lightning_dp.parallel.processes import World
+            options = {} if self._timeout is None else {"timeout": self._timeout}
+            join_process_group(self._environment, self._backend(), **options)
+            self._world = World(self.global_rank, self.world_size, timeout=self._timeout)
+            self._sizes = _agreed_sizes(self._world.gather(self.share))
 
-        devices, n = self.machine_devices or [], self._local_size
-        roots = [devices[share(len(devices), n, rank)][0] for rank in range(n)]
-        backend = chosen_backend(self._process_group_backend, roots)
-        options: dict[str, Any] = {} if self._timeout is None else {"timeout": self._timeout}
-        self._store = join_group(self._environment, backend, **options)
-        world = World(self.global_rank, self.world_size, timeout=self._timeout)
-        self.shares = agreed_shares(world.gather(self.own_share))
-        world.device_counts = self.shares.device_counts
-        self._world = world
+    def _backend(self) -> str:
+        if self._process_group_backend is not None:
+            return self._process_group_backend.lower()
+        devices = self.machine_devices or []
+        roots = [devices[self._devices_of(rank)][0] for rank in range(self._local_world_size())]
+        # Not run on a GPU yet. NCCL takes a GPU from one process only.
+        has_nccl = roots[0].type == "cuda" and len(set(roots)) == len(roots)
+        return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy finds its place among the processes when it is set up."""
-        return {**super().__getstate__(), "_world": None, "_store": None}
+        """A copy joins the processes when it is set up."""
+        return {**super().__getstate__(), "_world": None}
 
-    # Batches
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether `self.log(..., sync_dist=True)` is for all processes, as Lightning asks in hooks.
-
-        Where nothing can be logged it asks whether a DataLoader needs a sampler for this process:
-        none does, for `trainer.estimated_stepping_batches` or for a callback's own fit.
-        """
-        module = self.lightning_module
-        hook = None if self._world is None or module is None else running_hook(module)
-        return hook is not None and may_log(hook)
-
-    @property
-    def world(self) -> World | None:
-        """The processes that train together; None while there is one alone."""
-        return self._world
-
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """Lets it load this process's samples alone."""
-        if self._world is None:
-            return super().process_dataloader(dataloader)
-        return of_process(dataloader, self._parts_of, self._world)
-
-    def _parts_of(self, n: int) -> Sizes:
-        """The sizes of all processes' parts of a batch, none too small for the module's layers."""
-        sizes, module = self.shares(n), self.lightning_module
-        least = 1 if module is None else fewest_samples(module)
-        return at_least(sizes, least) or sizes if least > 1 else sizes
-
-    def open_slices(self, world: World) -> None:
-        """From now on, batches are taken out of their slices before anybody sees them.
-
-        Lightning asks its precision plugin first, in every loop.
-        """
+    def begin_together(self, world: World, options: Mapping[str, Any], trainer: Any) -> None:
+        """Checks that all processes have the same options, and gives them rank 0's module."""
+        own = {**options, **{f"Trainer's {n}": getattr(trainer, n) for n in _OF_TRAINER}}
+        own["the Trainer's method"] = trainer.state.fn
+        first, *others = world.gather({n: _comparable(value) for n, value in own.items()})
+        for rank, other in enumerate(others, 1):
+            for name, value in first.items():
+                if other[name] != value:
+                    raise ValueError(
+                        f"{name}: expected the same in all processes, got {value} in process 0 and "
+                        f"{other[name]} in process {rank}. Start them with the same options."
+                    )
+        module = cast(nn.Module, self.lightning_module)
+        if any(getattr(part, "max_norm", None) is not None for part in module.modules()):
+            raise ValueError(
+                "nn.Embedding(max_norm=...): expected none in several processes, as its forward "
+                "changes weights, which would differ between them. Shorten rows in an "
+                "on_train_batch_end hook, or use one process."
+            )
+        named = [*module.named_parameters(), *module.named_buffers()]
+        world.broadcast_tensors({name: t for name, t in named if not is_lazy(t)})
+        # Lightning's loops ask the precision plugin first what becomes of a batch.
         plugin = self.precision_plugin
-        own = type(plugin).convert_input.__get__(plugin)
-        vars(plugin)["convert_input"] = partial(_converted, world, own)
-
-    def own_rows(self, output: Any, n: int) -> Any:
-        """What this process's samples have given, of what a step returns for n samples."""
-        is_idle = self._world is not None and self._world.is_idle
-        return no_predictions(output, n) if is_idle else output
+        convert = type(plugin).convert_input.__get__(plugin)
+        vars(plugin)["convert_input"] = partial(_converted, world, convert)
 
     @override
     def teardown(self) -> None:
         vars(self.precision_plugin).pop("convert_input", None)
         super().teardown()
 
+    # Batches
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Replaces a loader by one of this rank's slices."""
+        if self._world is None:
+            return super().process_dataloader(dataloader)
+        return RankLoader(dataloader, self._slice_sizes, self._world)
+
+    def _slice_sizes(self, n: int) -> Sizes:
+        """The sizes of all ranks' slices, none too small for the module's batch norm layers."""
+        sizes, module = self._sizes(n), self.lightning_module
+        least = 1 if module is None else fewest_samples(module)
+        return fitted(sizes, None, least) or sizes
+
+    def own_rows(self, output: Any, n: int) -> Any:
+        """What a step returned for n samples, without its rows if the rank's slice is empty."""
+        is_empty = self._world is not None and self._world.is_idle
+        return without_rows(output, 0, n) if is_empty else output
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether `self.log(..., sync_dist=True)` is for all processes: in hooks that may log.
+
+        Elsewhere Lightning asks this to decide whether a DataLoader needs a DistributedSampler.
+        """
+        module = self.lightning_module
+        hook = None if self._world is None or module is None else running_hook(module)
+        return hook is not None and may_log(hook)
+
     # Collectives
+
+    @property
+    def _outside(self) -> World | None:
+        """The processes, where no replica calls."""
+        return None if current_participant() is not None else self._world
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether an error ends this process, so that the others may not come to a collective."""
+        module = self.lightning_module
+        return self._world is not None and module is not None and module.trainer.interrupted
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Outside of replicas and of steps, in hooks: each process counts as one."""
+        """Outside of steps, each process counts as one."""
         if not isinstance(tensor, Tensor):
             return tensor
         return collectives.reduce(tensor, reduce_op, self._host(tensor.device))
@@ -215,48 +279,101 @@ class ProcessesMixin(ParallelStrategy):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """The batch's tensor; gradients flow through it whatever `sync_grads`, as on one device.
+        """The global batch's tensor; gradients flow through it, as on one device.
 
-        Outside of replicas, too, nothing gets a new dimension: what all processes have is joined
-        along the first one, in their order.
+        Nothing gets a new dimension, outside of steps as inside: tensors are joined along the first
+        one, in the order of the ranks.
         """
         return collectives.all_gather(tensor, self._host(tensor.device))
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._world is not None and current_participant() is None:
-            return self._world.broadcast(obj, src)
+        if self._outside is not None:
+            return self._outside.broadcast(obj, src)
         return collectives.broadcast(obj, src)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._world is not None and current_participant() is None:
-            self._world.barrier()
+        if self._outside is not None and not self.is_failing:
+            self._outside.barrier()
         collectives.barrier(name)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._world is not None and current_participant() is None:
-            decisions = self._world.gather(bool(decision))
+        if self._outside is not None:
+            decisions = self._outside.gather(bool(decision))
             return min(decisions) if all else max(decisions)
         return collectives.decide(decision, everybody=all)
 
-    def _host(self, device: torch.device) -> Calls | None:
-        """What stands for this process outside of replicas, if there are others."""
-        world = self._world
-        if world is None or current_participant() is not None:
+    def _host(self, device: torch.device) -> Any:
+        """What stands for this process in collectives outside of replicas."""
+        world = self._outside
+        if world is None:
             return None
+        from lightning_dp.parallel.apply import as_one_replica
+
         module = self.lightning_module
         hook = None if module is None else running_hook(module)
-        # An idle process has samples of other batches: what it has of an epoch counts.
+        # A rank with an empty slice has samples of other batches: its part of an epoch counts.
         is_of_batch = hook is not None and any(word in hook for word in _OF_BATCHES)
         return as_one_replica(world, device, is_idle=is_of_batch and world.is_idle)
 
 
-_OF_BATCHES = ("batch", "step", "backward", "zero_grad", "gradient")
-"""Found in the names of the steps and hooks that a loop calls for every batch."""
+def check_group_options(backend: str | None, timeout: timedelta | float | None) -> timedelta | None:
+    """Raises a ValueError where these options are wrong; returns the timeout as a timedelta."""
+    if backend is not None and not _is_backend(backend):
+        raise ValueError(
+            "process_group_backend: expected a name such as 'gloo', 'nccl' or "
+            f"'cpu:gloo,cuda:nccl', or None, got {told(backend)}. Leave it out to have it chosen."
+        )
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not (is_number or isinstance(timeout, timedelta)) or not 0 < seconds < math.inf:
+        raise ValueError(
+            "timeout: expected more than 0 seconds, as a number or a datetime.timedelta, or None, "
+            f"got {told(timeout)}. Leave it out for torch's default, half an hour with gloo."
+        )
+    try:
+        return timedelta(seconds=seconds)
+    except OverflowError as error:
+        raise ValueError(
+            f"timeout: expected at most {timedelta.max.total_seconds():.0f} seconds, got "
+            f"{told(timeout)}. Leave it out for torch's default."
+        ) from error
 
 
-def _converted(world: World, own: Callable[[Any], Any], batch: Any) -> Any:
-    batch, world.is_idle = opened(batch)
-    return own(batch)
+def _is_backend(backend: object) -> bool:
+    """Whether it names backends of torch.distributed, as 'gloo' or 'cpu:gloo,cuda:nccl' do."""
+    if not isinstance(backend, str):
+        return False
+    pairs = [entry.split(":") for entry in backend.lower().split(",")]
+    if len(pairs) > 1 and any(len(pair) == 1 for pair in pairs):
+        return False
+    known = {*torch.distributed.Backend.backend_list} - {torch.distributed.Backend.UNDEFINED}
+    return all(len(pair) <= 2 and all(pair) and pair[-1] in known for pair in pairs)
+
+
+def _agreed_sizes(shares: list[tuple[int, tuple[float, ...] | None, Rule]]) -> Callable[..., Sizes]:
+    """The sizes of all ranks' slices as a function of the batch size."""
+    counts, weights, rules = zip(*shares, strict=True)
+    if len(set(rules)) > 1 or 0 < weights.count(None) < len(weights):
+        raise ValueError(
+            f"split, weights: expected the same rule in all processes, and weights in all or none, "
+            f"got {list(rules)} and {list(weights)}. Start them with the same options."
+        )
+    flat = None if None in weights else [weight for own in weights for weight in own or ()]
+    if flat is not None and not any(flat):
+        raise ValueError(f"weights: expected one above 0 in some process, got {list(weights)}.")
+    return partial(rank_sizes, device_counts=counts, weights=flat, rule=rules[0])
+
+
+def _comparable(value: Any) -> str:
+    """A value as text; a function by its name, as each process has its own."""
+    return getattr(value, "__qualname__", None) or repr(value)
+
+
+def _converted(world: World, convert: Callable[[Any], Any], batch: Any) -> Any:
+    batch, world.is_idle = open_slices(batch)
+    return convert(batch)

@@ -1,151 +1,214 @@
-"""Slices: of each batch a process loads its own samples alone.
+"""Slices: each rank loads only its own samples of every batch.
 
-A DataLoader's batch is that of all processes, as on one device: every process draws the same
-samples in the same order, and loads its part of them. No sample is repeated or left out.
-
-Random transforms in a data set's `__getitem__` are not those of one device: each process and each
-worker has random numbers of its own.
+The batch of a DataLoader is the global batch, as on one device. Rank 0 draws the indices of each
+batch and broadcasts them, so any sampler works and all random numbers come from one source. Each
+rank then loads its slice. No sample is padded, repeated or dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_dp.parallel.split import Sizes
-from lightning_dp.processes.draws import Parts, Share
-from lightning_dp.processes.torch_loaders import LoaderOfParts, copied
+from lightning_dp.lightning_private import is_index_sampler
+from lightning_dp.parallel.split import Sizes, chunk, even, weighted
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
 
+Rule: TypeAlias = Literal["even", "chunk"]
+
+_STAND_INS = 2
+"""Samples of other ranks that a rank with an empty slice loads: batch norm needs two."""
+
+
+def rank_sizes(
+    n: int,
+    device_counts: Sequence[int],
+    weights: Sequence[float] | None = None,
+    rule: Rule = "even",
+) -> Sizes:
+    """The sizes of the ranks' slices: each gets what its devices would get in one process.
+
+    Args:
+        n: the global batch size, in samples.
+        device_counts: how many devices each rank has.
+        weights: shares of all devices, those of rank 0 first; None for what `rule` says.
+        rule: how samples are split without weights.
+
+    Example:
+        >>> rank_sizes(10, [2, 2]), rank_sizes(9, [1, 3], [3, 1, 1, 1])
+        ((6, 4), (5, 4))
+        >>> rank_sizes(10, [4, 4], rule="chunk")
+        (8, 2)
+    """
+    if weights is not None:
+        sizes = weighted(n, weights)
+    else:
+        sizes = (chunk if rule == "chunk" else even)(n, sum(device_counts))
+    return tuple(sum(sizes[a:b]) for a, b in pairwise([0, *accumulate(device_counts)]))
+
 
 @dataclass
 class Slice:
-    """A process's part of a batch.
+    """What a `RankLoader` yields: this rank's part of a batch.
 
     Attributes:
-        batch: as the DataLoader's `collate_fn` has made it. Where the process has no samples, it is
-            of samples that it, or another process, has as well.
-        sizes: how many samples each process has. Of an iterable data set nobody knows: then 1 for
-            each process that has some.
-        rank: which one this is.
+        batch: as the DataLoader's `collate_fn` made it. If the slice is empty, it is made of a few
+            samples of other ranks: the rank runs the step with them, so that it takes part in all
+            collectives, and the results are left out.
+        is_empty: whether this rank has no samples of the batch.
     """
 
     batch: Any
-    sizes: Sizes
-    rank: int
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the process has no samples."""
-        return self.sizes[self.rank] == 0
+    is_empty: bool
 
 
-class SlicedLoader(DataLoader[Any]):
-    """A DataLoader whose batches are slices.
+class RankLoader:
+    """Stands for the user's DataLoader in a Trainer: yields this rank's slice of every batch.
 
-    Its class is made for one loader, and comes from that one's: between the two is what the user's
-    own `__iter__` does with each batch.
-
-    Attributes:
-        plain: the class of the user's loader.
-        yielded: how many batches have been yielded since its latest `iter()`.
-    """
-
-    plain: ClassVar[type[DataLoader[Any]]]
-    parts: Parts
-    taken: list[Sizes]
-    yielded: int
-
-    def __iter__(self) -> Any:
-        """One slice after another."""
-        self.yielded = 0
-        return self._slices(super().__iter__())
-
-    def _slices(self, batches: Any) -> Iterator[Slice]:
-        self.taken.clear()
-        for batch in batches:
-            if len(self.taken) != 1:
-                break
-            self.yielded += 1
-            yield Slice(batch, self.taken.pop(), self.parts.world.rank)
-        else:
-            if not self.taken:
-                return
-        raise TypeError(
-            f"{self.plain.__qualname__}: expected an __iter__ that yields one batch for each that "
-            f"super().__iter__() yields, got {len(self.taken)} before the {self.yielded + 1}th. "
-            "Each process loads its part of a batch, and nobody else knows which one that is. Use "
-            "torch's DataLoader, and put what changes batches into its collate_fn or into "
-            "on_before_batch_transfer."
-        )
-
-
-def sliced(loader: DataLoader[Any], share: Share, world: World) -> SlicedLoader:
-    """A DataLoader like this one, which loads this process's part of each batch.
-
-    Its attributes are the user's: data set, samplers, `len`. The user's loader stays as it is, but
-    for its samplers, which draw as they would on one device.
+    Every other attribute is that of the user's loader.
 
     Args:
-        loader: of a map-style data set.
-        share: how many samples of a batch each process gets.
+        loader: the user's.
+        sizes: the sizes of all ranks' slices, given the size of a batch.
         world: the processes.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        raise TypeError(f"Expected a DataLoader of a map-style data set, got {loader!r}.")
-    refuse_shares(loader)
-    plain = type(loader).plain if isinstance(loader, SlicedLoader) else type(loader)
-    between = () if plain is DataLoader else (plain,)
-    kind = type(plain.__name__, (SlicedLoader, *between, LoaderOfParts), {"plain": plain})
-    # DataLoaders may yield as workers are through: all processes need the order of the draws.
-    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    parts = Parts(batches, share, world)
-    return copied(loader, kind, parts=parts, taken=[], yielded=0, in_order=True)
+
+    def __init__(self, loader: Any, sizes: Callable[[int], Sizes], world: World) -> None:
+        if isinstance(loader, RankLoader):  # Lightning hands a CombinedLoader's loaders in again
+            loader = loader.loader
+        _check_loader(loader)
+        self.loader: DataLoader[Any] = loader
+        self._sizes, self._world = sizes, world
+        self._are_empty: deque[bool] = deque()  # of slices drawn, but not yielded yet
+        lengths = world.gather(_length(self._sampler))
+        if len(set(lengths)) > 1:
+            raise ValueError(
+                "DataLoader: expected as many batches in every process, got "
+                f"{', '.join(map(str, lengths))}. Give every process the same data set and sampler."
+            )
+        self._own = object.__new__(type(loader))
+        # Past DataLoader.__setattr__, which refuses a new batch_sampler; without the iterator that
+        # holds persistent workers. `in_order` lets batches come in the order of their indices.
+        kept = {n: v for n, v in vars(loader).items() if not isinstance(v, Iterator)}
+        vars(self._own).update(kept, in_order=True)
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        vars(self._own)[name] = self._Indices(self)
+
+    @property
+    def _sampler(self) -> Any:
+        loader = self.loader
+        return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+    def __len__(self) -> int:
+        """The number of global batches."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Slice]:
+        """One slice for each batch."""
+        self._are_empty.clear()
+        for batch in self._own:
+            yield Slice(batch, self._are_empty.popleft())
+
+    def __getattr__(self, name: str) -> Any:
+        """Of the user's loader."""
+        if name == "loader":  # while it is being copied
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    class _Indices:
+        """The sampler of the copied DataLoader: the indices of this rank's slices."""
+
+        def __init__(self, owner: RankLoader) -> None:
+            self._owner = owner
+
+        def __len__(self) -> int:
+            return len(self._owner._sampler)
+
+        def __iter__(self) -> Iterator[list[Any]]:
+            return self._owner._draw()
+
+    def _draw(self) -> Iterator[list[Any]]:
+        world, sampler = self._world, self._sampler
+        drawn = iter(sampler) if world.rank == 0 else iter(())
+        # Lightning's sampler in `predict` notes the indices of each batch for writers.
+        notes = is_index_sampler(sampler)
+        if notes and world.rank > 0:
+            sampler.seen_batch_indices = []
+        while (indices := world.broadcast(next(drawn, None))) is not None:
+            if isinstance(indices, str) or not isinstance(indices, Iterable):
+                raise ValueError(
+                    "DataLoader: expected a sampler that yields lists of indices, as each process "
+                    f"loads its slice of a batch, got {indices!r}. Give it a batch_size."
+                )
+            indices = list(indices)
+            sizes = self._sizes(len(indices))
+            start = sum(sizes[: world.rank])
+            own = indices[start : start + sizes[world.rank]]
+            if notes and world.rank == 0:
+                sampler.seen_batch_indices[-1] = own
+            elif notes:
+                sampler.seen_batch_indices.append(own)
+            self._are_empty.append(not own)
+            yield own or indices[:_STAND_INS]
 
 
-def refuse_shares(loader: Any) -> None:
-    """Refuses samplers that share samples out among processes themselves."""
-    sampler = loader
+def open_slices(batch: Any) -> tuple[Any, bool]:
+    """A batch without its `Slice`, and whether this rank's slice is empty.
+
+    Batches of several DataLoaders come in lists or dicts.
+    """
+    are_empty: list[bool] = []
+
+    def opened(part: Slice) -> Any:
+        are_empty.append(part.is_empty)
+        return part.batch
+
+    batch = opened(batch) if isinstance(batch, Slice) else apply_to_collection(batch, Slice, opened)
+    if len(set(are_empty)) > 1:
+        raise ValueError(
+            "DataLoaders: expected each process to have samples of all loaders' batches or of "
+            f"none, got empty slices {are_empty}. Set drop_last=True, or use larger batches."
+        )
+    return batch, any(are_empty)
+
+
+def _check_loader(loader: Any) -> None:
+    """Refuses loaders whose samples have no indices that the ranks could share out."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        kind = type(getattr(loader, "dataset", loader)).__name__
+        raise TypeError(
+            "Expected a DataLoader of a map-style data set in several processes, as each of them "
+            f"loads its slice of a batch by indices, got the iterable {kind}. Use a map-style data "
+            "set, or one process, which can have all devices of the machine."
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise TypeError(
+            f"{type(loader).__name__}: expected the __iter__ of torch's DataLoader in several "
+            "processes, got another one. Put what changes batches into its collate_fn or into "
+            "on_before_batch_transfer."
+        )
+    sampler: Any = loader
     while sampler is not None:
         if getattr(sampler, "num_replicas", 1) not in (None, 1):
             raise ValueError(
-                "Expected a DataLoader whose batches are those of all processes, of which each "
-                f"loads its part, got {type(sampler).__name__}, which shares samples out among "
-                f"{sampler.num_replicas} processes itself. Leave it out: shuffle=True gives every "
-                "process the same order."
+                "DataLoader: expected the batches of all processes, of which each loads its slice, "
+                f"got {type(sampler).__name__}, which shares samples out itself. Leave it out, and "
+                "set shuffle=True."
             )
         nested = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
         sampler = None if nested is sampler else nested
 
 
-def opened(batch: Any) -> tuple[Any, bool]:
-    """A batch without its slices, and whether this process has none of its samples.
-
-    Several DataLoaders' batches come together, in lists or dicts.
-    """
-    if isinstance(batch, Slice):
-        return batch.batch, batch.is_idle
-    slices: list[Slice] = []
-
-    def noted(part: Slice) -> Any:
-        slices.append(part)
-        return part.batch
-
-    own = apply_to_collection(batch, Slice, noted)
-    if not slices:
-        return batch, False
-    for rank, sizes in enumerate(zip(*(part.sizes for part in slices), strict=True)):
-        if 0 < sizes.count(0) < len(sizes):
-            raise ValueError(
-                "Expected every process to have samples of all DataLoaders' batches, or of none of "
-                f"them, got {list(sizes)} samples in process {rank}. A process without samples "
-                "takes part with some that count for nothing. Set drop_last=True in the "
-                "DataLoaders, or give them batch sizes of which no process gets 0 samples."
-            )
-    return own, slices[0].is_idle
+def _length(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):  # torch's samplers may have no length
+        return None

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.batch import Shards, gather, to_device, to_device_together, tree
+from lightning_dp.parallel.gather import add_up, gather
+from lightning_dp.parallel.scatter import Shards, to_device, to_device_together, tree
 from lightning_dp.parallel.split import batch_order
 from lightning_dp.state.items import (
-    are_sums,
     copied,
     has,
     has_other_entries,
@@ -39,10 +39,6 @@ DIFFERENT = (
 REORDERED = (
     "A step sorts {}, or puts items before those that were there; self keeps the first replica's."
 )
-NUMBERS = (
-    "All numbers in {} are others after a step. That is all right where the step clears the list "
-    "and appends them. Where it adds to them, self does not have the sums of the whole batch."
-)
 
 _ABSENT = object()
 
@@ -56,14 +52,15 @@ class Merge:
     under new keys of a dict are gathered; an entry that only some replicas have written is theirs,
     that of the last samples; counts are added up. Tuples and containers in containers are entered.
 
-    Which of the two it is, shards of unequal sizes tell, see `StepDims`.
+    Which of the two it is follows from the shards' sizes: as many items as samples are of samples.
     """
 
     def __init__(self, output_device: torch.device, shards: Shards) -> None:
         self._output_device = output_device
         self._sizes = shards.active_sizes
         self._order = shards.active_order
-        self._dims = shards.dims
+        self._row_rules = shards.row_rules
+        self._by_label: set[Path] = set()  # lists of which replicas appended differently many
 
     def _of(self, present: list[int]) -> Merge:
         """The same for some of the replicas."""
@@ -105,10 +102,6 @@ class Merge:
         if any(map(partial(is_reordered, before), kept, tails)):
             yield from self._reordered(path, after, root)
             return
-        if any(map(ne, map(len, after), repeat(len(before)))):
-            self._dims.varying.add(path)
-        elif not is_new and path not in self._dims.varying and are_sums(before, after):
-            yield path, NUMBERS
         stay, of_root = kept[0], root
         if any(map(ne, map(len, kept), repeat(len(before)))):  # in most steps all stay
             stay = sorted(set(kept[0]).intersection(*kept))
@@ -118,7 +111,9 @@ class Merge:
                 others = [other[own.index(i)] for other, own in zip(after, kept, strict=True)]
                 yield from self.into((*path, i), before[i], others, of_root[i])
         if any(tails) or len(stay) < len(before):
-            new = self._appended(path, tails, in_turn=overflows(before, tails))
+            new = self._appended(
+                path, tails, in_turn=overflows(before, tails) or path in self._by_label
+            )
             items = [*map(of_root.__getitem__, stay), *new]
             limit = len(after[0]) if self._slides(path, before, kept, after) else len(items)
             root.clear()
@@ -130,7 +125,7 @@ class Merge:
         are_first = [list(range(n, len(before))) for n in taken] == list(map(list, kept))
         if not all(taken) or not are_first or not any(after):
             return False
-        are_longer = self._dims.counts((*path, "length"), list(map(len, after)), self._sizes)
+        are_longer = add_up(list(map(len, after)), self._sizes)
         return any(kept) if are_longer is None else not are_longer
 
     def _reordered(self, path: Path, after: list[Any], root: Any) -> Iterator[Doubt]:
@@ -177,7 +172,9 @@ class Merge:
             present = [i for i, other in enumerate(after) if key in other]
             values = [after[i][key] for i in present]
             if all(type(value) is list for value in values):
-                root[key] = self._of(present)._appended((*path, key), values)
+                own = (*path, key)
+                in_turn = own in self._by_label
+                root[key] = self._of(present)._appended(own, values, in_turn=in_turn)
             elif len(values) == len(after) and isinstance(values[0], defaultdict | Counter):
                 empty = copied(values[0])
                 empty.clear()
@@ -207,35 +204,32 @@ class Merge:
         if all(type(key) is int for key in keys) and all(isinstance(x, list) for x in lists):
             lengths = [[len(other.get(key, ())) for other in after] for key in keys]
             differing = next((row for row in lengths if len(set(row)) > 1), None)
-            for key in keys if differing else ():
-                self._are_of_samples((*path, key), differing or [])
+            if differing:
+                self._by_label.update((*path, key) for key in keys)
 
     def _are_of_samples(self, path: Path, numbers: list[int], may_be: bool = True) -> bool:
         """Whether as many new items of every replica belong to samples, and not to the batch."""
-        known = self._dims.counts(path, numbers, self._sizes, self._named(path))
-        if known is None and may_be and numbers == self._sizes:
-            self._dims.say(
-                path,
-                f"{self._named(path)}: {numbers[0]} more on every replica, as many as it has "
-                "samples, are taken for one per sample. Shards of unequal sizes would tell.",
-                quietly=set(self._sizes) == {1},
-            )
-            return True
+        known = add_up(numbers, self._sizes)
         if known is False and numbers[0] > 1:
-            self._dims.say(
+            self._row_rules.warn_once(
                 path,
                 f"{self._named(path)}: {numbers[0]} more on every replica, for shards of "
                 f"{list(self._sizes)} samples, are taken for as many of the batch. If they are of "
                 "some samples only, which are as many by chance, say of which: with an item or a "
                 "row for each sample, or in a dict by sample.",
             )
-        if known is None and not may_be and numbers == self._sizes:
-            self._dims.say(
-                path,
-                f"{self._named(path)}: one more on every replica, each of one sample, is taken for "
-                "one of the batch, not one per sample. Batches of more samples would tell.",
-            )
-        return bool(known)
+        if known is None and max(self._sizes) == 1:  # one item of a sample, or of the batch
+            known = self._row_rules.of_samples.get(path)
+            if known is None and not may_be:
+                self._row_rules.warn_once(
+                    path,
+                    f"{self._named(path)}: one more on every replica, each of one sample, is taken "
+                    "for one of the batch, not one per sample. Batches of more samples would tell.",
+                )
+            return may_be and numbers == self._sizes if known is None else known
+        known = numbers == self._sizes if known is None else known
+        self._row_rules.of_samples[path] = known
+        return known
 
     @staticmethod
     def _named(path: Path) -> str:
@@ -249,7 +243,7 @@ class Merge:
             self._output_device,
             sizes=self._sizes,
             order=self._order,
-            dims=self._dims,
+            row_rules=self._row_rules,
             where=("self", number, i),
             at=(tree.Attribute(name), *keys),
         )

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
 
-from lightning_dp.parallel.replicas import Contents
+from lightning_dp.parallel.replicate import Contents
 from lightning_dp.state.items import copied, is_container, refill, survivors
 
 Attributes: TypeAlias = dict[str, Any]
@@ -24,23 +24,15 @@ class CopiedContainer:
     def __init__(self, value: Any, replicas: Sequence[Attributes], place: tuple[int, str]) -> None:
         self.value, self.place, self._replicas = value, place, replicas
         self.is_busy = self.collects = False
-        self.copies = [copied(value) for _ in replicas[1:]]
+        self.copies = [attributes[place[1]] for attributes in replicas[1:]]
         self.renew()
 
     def renew(self) -> None:
-        """Takes what the root has now, and gives it to the replicas."""
+        """Takes note of what the root has now."""
         self.items = copied(self.value)
-        for own in self.copies:
-            _fill(own, copied(self.value))
         self.of_root = list(live(self.value))
         self.live = [*self.of_root, *chain.from_iterable(map(live, self.copies))]
         self._contents = Contents(self.live)
-        self.put()
-
-    def put(self) -> None:
-        """Has the replicas refer to their copies."""
-        for attributes, own in zip(self._replicas[1:], self.copies, strict=True):
-            attributes[self.place[1]] = own
 
     def differs(self) -> bool:
         """Whether the root or a replica has other items than it had."""
@@ -87,18 +79,17 @@ class CopiedContainer:
         return len(survivors(old, new)) > 0 or any(a is b for a in old for b in new)
 
 
-def _fill(container: Any, items: Any) -> None:
-    """Gives a container, which stays, other items. What was in it may be the root's by now."""
-    if isinstance(container, tuple):  # whose containers stay, too
-        for own, new in zip(container, items, strict=True):
-            if is_container(new):
-                _fill(own, new)
-        return
-    container.clear()
-    if isinstance(container, dict):
-        container.update(items)
-    else:
-        container.extend(items)
+def have_same_items(node: Any, other: Any) -> bool:
+    """Whether a copy of a container has the same items, and copies of the containers in it."""
+    if not is_container(node):
+        return node is other
+    if type(node) is not type(other) or len(node) != len(other):
+        return False
+    if isinstance(node, dict):
+        return node.keys() == other.keys() and all(
+            have_same_items(item, other[key]) for key, item in node.items()
+        )
+    return all(map(have_same_items, node, other))
 
 
 def live(node: Any) -> Iterator[Collection[Any]]:

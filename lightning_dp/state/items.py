@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
-from operator import is_, ne
+from operator import is_
 from typing import Any
 
 _CONTAINERS = (list, dict, tuple, deque)
@@ -132,15 +132,6 @@ def is_reordered(before: Any, places: Sequence[int], new: Sequence[Any]) -> bool
     kept = set(places)
     gone = {id(x) for i, x in enumerate(before) if i not in kept and not isinstance(x, _INTERNED)}
     return any(id(item) in gone for item in new)
-
-
-def are_sums(before: Any, after: Sequence[Any]) -> bool:
-    """Whether there may be sums: on every replica as many numbers as before, all others."""
-    are_numbers = all(type(item) in (int, float) for own in (before, *after) for item in own)
-    are_as_many = all(len(before) == len(own) > 0 for own in after)
-    if not are_numbers or not are_as_many or not isinstance(before, list):
-        return False
-    return all(all(map(ne, before, own)) for own in after)
 
 
 def overflows(before: Any, tails: Sequence[list[Any]]) -> bool:

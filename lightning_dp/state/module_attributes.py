@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import repeat
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dp.parallel.batch import Shards, judge, tree
+from lightning_dp.parallel.scatter import tree
 from lightning_dp.state.containers import agree
-from lightning_dp.state.copied_containers import Attributes, CopiedContainer
+from lightning_dp.state.copied_containers import Attributes, CopiedContainer, have_same_items
 from lightning_dp.state.items import is_container
 
 _ABSENT = object()
@@ -48,16 +47,11 @@ class ModuleAttributes:
 
     def _container(self, name: str, value: Any) -> CopiedContainer | None:
         """None where a replica refers to its own layers, and the root to the root's."""
-        old = self.containers.get(name)
-        if old is not None and old.value is value:
-            old.put()
-            return old
-        copies = old.copies if old else repeat(value)
-        for replica, own in zip(self.replicas[1:], copies, strict=False):
-            if replica.get(name) is not value and replica.get(name) is not own:
-                return None
+        if not all(have_same_items(value, replica.get(name)) for replica in self.replicas[1:]):
+            return None
         new = CopiedContainer(value, self.replicas, (self.number, name))
-        new.collects = old is not None and old.collects
+        if (old := self.containers.get(name)) is not None:
+            new.collects, new.is_busy = old.collects, old.is_busy
         return new
 
     def places(self) -> Iterator[tuple[ModuleAttributes, Attributes, str, Any]]:
@@ -125,13 +119,3 @@ class ModuleAttributes:
             name in replica and any(isinstance(leaf, Tensor) for leaf in tree.leaves(replica[name]))
             for replica in self.of(active)
         )
-
-    def holds_samples(self, name: str, shards: Shards) -> bool:
-        """Whether every replica that worked has rows of its own samples there."""
-        if shards.dims.keeps_sizes or not self.holds_tensors(name, shards.active):
-            return False
-        values = [tree.leaves(replica[name]) for replica in self.of(shards.active)]
-        rows = [leaves for leaves in zip(*values, strict=False) if isinstance(leaves[0], Tensor)]
-        sizes = tuple(shards.active_sizes)
-        shapes = [[tuple(leaf.shape) for leaf in leaves] for leaves in rows]
-        return any(judge(own, sizes, 0, None).how == "rows" for own in shapes if own[0])

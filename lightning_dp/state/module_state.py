@@ -15,20 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lightning_dp.parallel.batch import Shards, tree
-from lightning_dp.parallel.replicas import Contents, Replicas
-from lightning_dp.parallel.torch_private import version
+from lightning_dp.parallel.replicate import Contents, Replicas
+from lightning_dp.parallel.scatter import Shards, tree
+from lightning_dp.parallel.torch_private import hook_tables, version
 from lightning_dp.state.containers import Merge, Path
 from lightning_dp.state.copied_containers import Attributes, CopiedContainer
-from lightning_dp.state.kept_by_hooks import KeptByHooks, known_to_hooks
-from lightning_dp.state.looked_at import is_looked_at, names_of, not_looked_at
-from lightning_dp.state.made_in_steps import MadeInSteps
 from lightning_dp.state.module_attributes import ModuleAttributes
 
 _DIFFERENT = (
     "A step binds {} to different values on different replicas; self keeps the first replica's, "
     "and with tensors every replica goes on from its own. That is all right for what only the same "
-    "code reads again, as a recurrent state, if batches are of one size and split is not 'cost'. "
+    "code reads again, as a recurrent state, if batches are of one size and split is 'even'. "
     "In forward mode that code is forward, and the step reads the first shard's."
 )
 _IN_PLACE = (
@@ -63,9 +60,7 @@ class ModuleState:
     and those that `apart` names for a module.
     """
 
-    _first_looks: list[KeptByHooks | MadeInSteps]
     _seen: list[int]
-    left_something = False  # in the latest step
 
     def __init__(
         self,
@@ -84,17 +79,12 @@ class ModuleState:
         else:
             self._begin_with(replicas)
         self._is_settled = False
-        for look in self._first_looks:
-            look.begin()
         self._versions = list(map(version, self._tensors))
         if first := active[0]:  # what the root has bound is known
             self._of_first = [dict(module.replicas[first]) for module in self._modules]
 
     def changes(self, active: Sequence[int]) -> Changes:
         """What the replicas' steps have changed: to be asked before metrics are called for all."""
-        for look in self._first_looks:
-            look.end(active)
-            self._first_looks = [look for look in self._first_looks if not look.is_done]
         first = active[0]
         anew = list(self._rebound(first))
         containers = self._changed_containers(self._of_all)
@@ -108,8 +98,10 @@ class ModuleState:
         versions = map(version, self._tensors)
         written = set(map(id, compress(self._tensors, map(ne, versions, self._versions))))
         modules = self._modules if written else ()
+        ordered = sorted(containers, key=attrgetter("place"), reverse=True)
         return Changes(
-            sorted(containers, key=attrgetter("place")),
+            # One container may have several names.
+            list(reversed({id(c.value): c for c in ordered}.values())),
             [(module, name) for module in modules for name in module.written(active, written)],
             rebound,
         )
@@ -122,8 +114,7 @@ class ModuleState:
         Without `keeps_items` containers have afterwards what was in them before: of samples that
         count elsewhere. Attributes that were bound anew stay, which may be counts of steps.
         """
-        self.left_something = any(changes)
-        if self.left_something:
+        if any(changes):
             if not keeps_items:
                 for container in changes.containers:
                     container.take_back()
@@ -151,14 +142,8 @@ class ModuleState:
                 replicas.keep(k, module.number, name)
             if name in module.containers and not holds_tensors:
                 module.containers[name].bind(module.root[name])
-            if module.holds_samples(name, shards):
-                shards.dims.keep_sizes()
             if differs:
                 self._warn(module, name)
-
-    def expect_all_anew(self) -> None:
-        """Has the next `begin` look at all modules: this time their replicas had not followed."""
-        self._seen = [-1] * len(self._seen)
 
     def undo(self) -> None:
         """Gives the module what it had before the step."""
@@ -168,34 +153,21 @@ class ModuleState:
     def _begin_with(self, replicas: Replicas) -> None:
         self._submodules = replicas.submodules
         root = replicas.modules[0]
-        places = names_of(root)
+        places = {id(module): place for place, module in root.named_modules()}
         self._modules = [
             ModuleAttributes(
                 j,
                 [module.__dict__ for module in modules],
-                places.get(id(modules[0]), type(modules[0]).__qualname__),
-                not_looked_at(modules[0]) | self._apart(modules[0]),
+                ".".join(filter(None, (type(root).__qualname__, places.get(id(modules[0]), "")))),
+                _torchs_own(modules[0]) | self._apart(modules[0]),
             )
             for j, modules in enumerate(zip(*replicas.submodules, strict=True))
-            if is_looked_at(modules[0])
+            if _has_users_attributes(modules[0])
         ]
         self._by_number = {module.number: module for module in self._modules}
-        by_hooks = KeptByHooks(root, apart=self._give_to_hooks(replicas))
-        self._first_looks = [MadeInSteps(replicas), *([] if by_hooks.is_done else [by_hooks])]
         self._looks = replicas.attributes
         self._seen = list(self._looks.versions)
         self._list()
-
-    def _give_to_hooks(self, replicas: Replicas) -> set[int]:
-        """Has replicas' hooks know the replicas' containers; the ids of the root's that hooks know.
-
-        A hook may have been made with one: `register_forward_hook(keep_in(self.kept))`.
-        """
-        ids = known_to_hooks(replicas.modules[0])
-        containers = [c for m in self._modules for c in m.containers.values() if id(c.value) in ids]
-        for container in containers:
-            replicas.stand_in(container.value, container.copies)
-        return {id(container.value) for container in containers}
 
     def _look_again(self) -> None:
         """Brings what is known up to date with what anybody, or the latest step, has changed."""
@@ -271,3 +243,27 @@ class ModuleState:
             "value or update a metric.",
             stacklevel=2,
         )
+
+
+_LAYERS = "torch.nn."
+_OF_TORCH = frozenset(nn.Module().__dict__)
+
+
+def _has_users_attributes(module: nn.Module) -> bool:
+    """Whether code of the user's may put something on a module.
+
+    On layers of torch a hook may do so; not where torch's own hooks (the older weight norm,
+    spectral norm and pruning) bind a weight anew in every forward.
+    """
+    package = f"{type(module).__module__}."
+    if package.startswith(_LAYERS):
+        hooks = [hook for table in hook_tables(module) for hook in table.values()]
+        return not any(type(hook).__module__.startswith(_LAYERS) for hook in hooks)
+    return not package.startswith(("torch.", "torchmetrics."))
+
+
+def _torchs_own(module: nn.Module) -> frozenset[str]:
+    """The names of a module's attributes that are torch's: on layers, all private ones it has."""
+    if not f"{type(module).__module__}.".startswith(_LAYERS):
+        return _OF_TORCH
+    return _OF_TORCH | {name for name in vars(module) if name.startswith("_")}

@@ -25,8 +25,8 @@ def own_optimizers(
         kwargs: as `args`.
     """
     found, own = module.optimizers(*args, **kwargs), twin()
-    if not module.automatic_optimization or own is None:
-        return found  # by hand all replicas call it together, once
+    if own is None:
+        return found
     if isinstance(found, list):
         return [OwnGradients(optimizer, module, own) for optimizer in found]
     return OwnGradients(found, module, own)

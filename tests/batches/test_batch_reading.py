@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 from containers import Boxes, Graph, Pair, Sample, graph
 from torch import Tensor, nn, zeros
 
-from lightning_dp.parallel.batch import cut_for, infer_for
-from lightning_dp.parallel.batch.scatter import cut
-from lightning_dp.parallel.batch.sizes import BatchSizeError, infer_batch_size
+from lightning_dp.parallel.scatter import cut_for, infer_for
+from lightning_dp.parallel.scatter.read import BatchSizeError, infer_batch_size
+from lightning_dp.parallel.scatter.shards import cut
 
 
 def images(*heights: int) -> list[Tensor]:
@@ -49,6 +48,8 @@ COLUMNS = {
     "two loaders in a list": ([[zeros(8, 3), zeros(8)], [zeros(8, 3), zeros(8)]], 8),
     "two loaders with names": ([(zeros(8, 3), "a"), (zeros(8, 3), "b")], 8),
     "dicts of two views": ([{"x": zeros(8, 3)}, {"x": zeros(8, 3)}], 8),
+    "views alone": ({"views": [zeros(8, 3), zeros(8, 3)]}, 8),
+    "views of two samples alone": ({"views": [zeros(2, 3), zeros(2, 3)]}, 2),
 }
 LISTS = {
     "detection": ((images(20, 30, 20), targets(5, 0, 2)), 3),
@@ -65,6 +66,7 @@ LISTS = {
         {"x": zeros(4, 3), "w": zeros(1, 3), "y": [zeros(n, 2) for n in range(4)]},
         4,
     ),
+    "points and numbers": ({"points": [zeros(99, 3)] * 5, "index": list(range(5))}, 5),
     "labels of one dim": ({"x": [zeros(7), zeros(7)], "y": [1, 2]}, 2),
     "masks that some lack": ({"x": zeros(3, 9), "masks": [zeros(5), None, zeros(6)]}, 3),
     "sources and targets": (([zeros(5), zeros(2), zeros(3)], [zeros(4), zeros(1), zeros(2)]), 3),
@@ -173,34 +175,17 @@ def test_two_batch_sizes_are_an_error_that_names_both_leaves(batch: Any, names: 
     assert "batch_size(batch)" in str(error.value) and "split_batch(batch, " in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("batch", "readings"),
-    [
-        ({"views": [zeros(8, 3), zeros(8, 3)]}, r"8 samples if batch\['views'\] holds .* 2 if"),
-        ({"views": [zeros(2, 3), zeros(2, 3)]}, r"2 samples if batch\['views'\] holds .* 2 if"),
-        ({"images": images(20, 30, 20, 30)}, r"3 samples if .*'images'\] holds columns, 4 if"),
-        ({"points": [zeros(99, 3)] * 5}, r"99 samples if batch\['points'\] holds columns, 5 if"),
-        (
-            [[zeros(5), zeros(4)], [zeros(3), zeros(9)], [zeros(2), zeros(8)]],
-            r"3 samples if the batch is a list of samples, 2 if batch\[0\] holds one item",
-        ),
-        (
-            [[zeros(4, 3), zeros(4).long()], [zeros(8, 3), zeros(8).long()]],
-            r"2 samples if it is a list of samples, and batches of \[4, 8\] samples",
-        ),
-    ],
-)
-def test_a_batch_that_can_be_read_in_two_ways_is_an_error(batch: Any, readings: str) -> None:
-    with pytest.raises(BatchSizeError, match=readings) as error:
-        infer_batch_size(batch, 0)
-    assert "batch_size(batch)" in str(error.value) and "split_batch(batch, " in str(error.value)
-
-
-def test_the_ways_out_of_an_ambiguity_work() -> None:
-    points, views = [zeros(99, 3)] * 5, [zeros(8, 3), zeros(8, 3)]
-    assert infer_batch_size({"points": points, "index": list(range(5))}, 0).size == 5
-    assert infer_batch_size({"views": dict(enumerate(views))}, 0).size == 8
-    assert infer_batch_size({"views": torch.stack(views, 1)}, 0).size == 8
+def test_a_list_of_lists_that_are_no_columns_is_refused() -> None:
+    """It may be a list of samples, columns of ragged samples, or one batch per loader."""
+    ragged = [[zeros(5), zeros(4)], [zeros(3), zeros(9)], [zeros(2), zeros(8)]]
+    loaders = [[zeros(4, 3), zeros(4).long()], [zeros(8, 3), zeros(8).long()]]
+    for batch in (ragged, loaders):
+        with pytest.raises(
+            BatchSizeError, match=r"read in one way, got a list of \d lists"
+        ) as error:
+            infer_batch_size(batch, 0)
+        assert "batch_size(batch)" in str(error.value) and "split_batch(batch, " in str(error.value)
+    assert infer_batch_size([tuple(sample) for sample in ragged], 0).size == 3
 
 
 def test_what_a_loader_that_is_exhausted_leaves_keeps_its_length() -> None:
@@ -235,8 +220,8 @@ def test_a_module_says_how_many_samples_a_batch_has() -> None:
     assert shapes(second["points"]) == [(1, 3)] * 5
     first, second = told([{"x": zeros(5)}, {"x": zeros(5)}, {"x": zeros(5)}], 3)
     assert len(first) == 2 and len(second) == 1
-    with pytest.raises(BatchSizeError, match=r"2 samples if .* 2 if it holds one item per sample"):
-        told({"views": [zeros(2, 3), zeros(2, 3)]}, 2)
+    first, second = told({"views": [zeros(2, 3), zeros(2, 3)]}, 2)
+    assert shapes(second["views"]) == [(1, 3), (1, 3)]
 
 
 @pytest.mark.parametrize("n", [-1, 2.0, True, "3", None, torch.tensor(2)])
@@ -261,36 +246,6 @@ def test_an_attribute_that_is_a_number_is_no_method() -> None:
     module = nn.Identity()
     module.batch_size = 32  # as Lightning's scaler of batch sizes has it
     assert infer_for(module, zeros(4)).size == 4
-
-
-class Molecules:
-    """Atoms of several molecules; only the module knows how to cut it."""
-
-    def __init__(self, counts: list[int]) -> None:
-        self.counts = counts
-        self.atoms = zeros(sum(counts), 3)
-
-    def __len__(self) -> int:
-        return len(self.counts)
-
-
-@dataclass
-class Collated(Molecules):
-    """The same as a dataclass, whose leaves disagree."""
-
-    counts: list[int]
-
-    def __post_init__(self) -> None:
-        super().__init__(self.counts)
-
-
-def test_the_length_of_an_object_counts_where_the_module_cuts_it() -> None:
-    module = nn.Identity()
-    module.split_batch = lambda batch, sizes: [batch] * len(sizes)
-    for make in (Molecules, Collated):
-        assert infer_for(module, make([4, 30, 2])).size == 3
-    with pytest.raises(BatchSizeError, match=r"'atoms'\] has 36 .*define batch_size\(batch\)"):
-        infer_for(module, {"atoms": zeros(36, 3), "energy": zeros(9)})
 
 
 def nodes(node: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from oracle import Classifier, assert_equal_trees, trainer
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_dp import DataParallelStrategy
 
@@ -23,14 +23,10 @@ N = 22
 class Adding(Classifier):
     """Adds to its batch the outputs of samples, a mean, names, and an entry that is a dict."""
 
-    def __init__(self, manual: bool) -> None:
-        super().__init__()
-        self.automatic_optimization = not manual
-
     def sample_cost(self, batch: Any) -> Tensor:
         return batch["id"] % 5 + 1
 
-    def shared_step(self, batch: Any) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         out = self(batch["x"])
         losses = F.cross_entropy(out, batch["y"], reduction="none")
         batch["out"], batch["mean"] = out, losses.mean()
@@ -38,67 +34,8 @@ class Adding(Classifier):
         batch["more"] = {"losses": losses, "scale": 2.0}
         return losses.mean()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.shared_step(batch)
-        if not self.automatic_optimization:
-            optimizer: Any = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(loss)
-            optimizer.step()
-        return loss
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.shared_step(batch)
-
-
-class Watch(Callback):
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def on_train_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, i: int
-    ) -> None:
-        self.seen.append({key: batch[key] for key in ("out", "mean", "names", "more")})
-
-    def on_validation_batch_end(
-        self, trainer: Any, module: Any, outputs: Any, batch: Any, i: int, j: int = 0
-    ) -> None:
-        self.seen.append({key: batch[key] for key in ("out", "mean", "names", "more")})
-
-
-def batches(kind: type[Any], size: int) -> DataLoader[Any]:
-    torch.manual_seed(1)
-    x, y = torch.randn(N, 10), torch.randint(3, (N,))
-    samples = [{"x": x[i], "y": y[i], "id": i} for i in range(N)]
-    collate = torch.utils.data.default_collate
-    return DataLoader(samples, batch_size=size, collate_fn=lambda rows: kind(collate(rows)))
-
-
-def seen(devices: int, kind: type[Any], size: int, manual: bool, split: Any) -> list[Any]:
-    torch.manual_seed(0)
-    watch, data = Watch(), batches(kind, size)
-    job = trainer(devices, DataParallelStrategy(split=split), max_epochs=1, callbacks=[watch])
-    job.fit(Adding(manual), data, data)
-    return [detached(entries) for entries in watch.seen]
-
-
-def detached(node: Any) -> Any:
-    if isinstance(node, dict):
-        return {key: detached(value) for key, value in node.items()}
-    return node.detach().cpu() if isinstance(node, Tensor) else node
-
-
-@pytest.mark.parametrize("split", ["even", "cost"])
-@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-@pytest.mark.parametrize(("devices", "size"), [(2, 5), (3, 7), (4, 3)])
-@pytest.mark.parametrize("kind", [dict, UserDict])
-def test_entries_are_joined_as_outputs_are(
-    kind: type[Any], devices: int, size: int, manual: bool, split: Any
-) -> None:
-    expected = seen(1, kind, size, manual, "even")
-    got = seen(devices, kind, size, manual, split)
-    assert len(got) == len(expected) > 0
-    assert_equal_trees(got, expected, "entries", atol=1e-5, rtol=1e-4)
+        self.training_step(batch, batch_idx)
 
 
 class TwiceForOneBatch(Adding):
@@ -108,30 +45,61 @@ class TwiceForOneBatch(Adding):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-def test_a_step_that_runs_again_puts_its_latest_entries_there() -> None:
-    found = []
-    for devices in (1, 2):
-        torch.manual_seed(0)
-        watch = Watch()
-        data = batches(dict, 8)
-        job = trainer(devices, max_epochs=1, callbacks=[watch])
-        job.fit(TwiceForOneBatch(False), data, data)
-        found.append([detached(entries) for entries in watch.seen])
-    assert_equal_trees(found[1], found[0], "entries", atol=1e-4, rtol=1e-3)
-
-
 class Deciding(Adding):
-    """Whether any sample is large: of two replicas' answers nobody knows which is one device's."""
+    """Whether any sample is large: one device's answer is not known from those of two replicas."""
 
-    def shared_step(self, batch: Any) -> Tensor:
-        loss = super().shared_step(batch)
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batch["any"] = (batch["id"] > 20).any()
-        return loss
+        return super().training_step(batch, batch_idx)
 
 
-def test_what_has_no_joint_value_is_left_out_and_told() -> None:
-    watch, data = Watch(), batches(dict, 22)
+class Watch(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any
+    ) -> None:
+        self.seen.append(detached({key: batch[key] for key in ("out", "mean", "names", "more")}))
+
+    on_validation_batch_end = on_train_batch_end
+
+
+def detached(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: detached(value) for key, value in node.items()}
+    return node.detach().cpu() if isinstance(node, Tensor) else node
+
+
+def batches(kind: type[Any], size: int) -> DataLoader[Any]:
+    torch.manual_seed(1)
+    x, y = torch.randn(N, 10), torch.randint(3, (N,))
+    samples = [{"x": x[i], "y": y[i], "id": i} for i in range(N)]
+    return DataLoader(samples, batch_size=size, collate_fn=lambda rows: kind(default_collate(rows)))
+
+
+def seen(make: Any, devices: int, data: DataLoader[Any], split: Any = "even") -> list[Any]:
+    torch.manual_seed(0)
+    watch = Watch()
+    job = trainer(devices, DataParallelStrategy(split=split), max_epochs=1, callbacks=[watch])
+    job.fit(make(), data, data)
+    return watch.seen
+
+
+@pytest.mark.parametrize("split", ["even", "cost"])
+@pytest.mark.parametrize(("devices", "size", "kind"), [(2, 5, dict), (3, 7, UserDict)])
+def test_entries_are_joined_as_outputs_are(kind: Any, devices: int, size: int, split: Any) -> None:
+    expected = seen(Adding, 1, batches(kind, size))
+    got = seen(Adding, devices, batches(kind, size), split)
+    assert len(got) == len(expected) > 0
+    assert_equal_trees(got, expected, "entries", atol=1e-5, rtol=1e-4)
+
+
+def test_a_step_that_runs_again_puts_its_latest_entries_there() -> None:
+    one, two = (seen(TwiceForOneBatch, devices, batches(dict, 8)) for devices in (1, 2))
+    assert_equal_trees(two, one, "entries", atol=1e-4, rtol=1e-3)
+
+
+def test_what_has_no_joint_value_is_left_out_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"batch\['any'\].*left out of the batch after"):
-        job = trainer(2, max_epochs=1, callbacks=[watch], limit_val_batches=0)
-        job.fit(Deciding(False), data, data)
-    assert len(watch.seen) == 1
+        assert seen(Deciding, 2, batches(dict, 22))

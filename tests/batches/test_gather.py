@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
-from collections.abc import Callable
-from dataclasses import make_dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +10,14 @@ import torch
 from containers import Boxes, Fixed, ModelOutput, Pair, Rows, Sample
 from nested_batches import devices_in
 from oracle import assert_equal_trees, devices_of
+from torch import distributions
+from torch.distributions.transforms import TanhTransform
+from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
 
-from lightning_dp.parallel.batch.gather import GatherError, gather
-from lightning_dp.parallel.batch.to_device import to_device
-from lightning_dp.parallel.links import transfer
+from lightning_dp.parallel.gather import gather
+from lightning_dp.parallel.gather.join import GatherError
+from lightning_dp.parallel.scatter import tree
+from lightning_dp.parallel.scatter.to_device import to_device
 
 pytestmark = pytest.mark.usefixtures("on")
 
@@ -43,6 +44,7 @@ def gathered(outputs: list[Any], sizes: list[int] | None = None, **options: Any)
         ([1.0, 4.0], 2.0),
         ([2, 1], 3),
         ([5, 5], 5),
+        ([(torch.ones(2), None), (torch.ones(1), None)], (torch.ones(3), None)),
         (["a", "a"], "a"),
         (["a", "b"], ["a", "b"]),
         ([True, True], True),
@@ -63,53 +65,57 @@ def test_gather_returns_what_one_device_would_have(outputs: list[Any], expected:
     assert_equal_trees(result, expected, "result", atol=1e-12, rtol=0)
 
 
-def test_nothing_stays_nothing_within_a_tuple() -> None:
-    outputs = [(torch.zeros(2, 2), None), (torch.ones(1, 2), None)]
-    y, none = gathered(outputs, [2, 1])
-    assert y.shape == (3, 2) and none is None
-
-
 def test_arrays_are_gathered_as_tensors_are() -> None:
-    outputs = [{"y": np.ones((2, 3)), "n": np.int64(2), "mean": np.float32(1)}]
-    outputs.append({"y": np.zeros((1, 3)), "n": np.int64(1), "mean": np.float32(4)})
+    outputs = [{"y": np.ones((2, 3)), "n": np.int8(2), "mean": np.float32(1)}]
+    outputs.append({"y": np.zeros((1, 3)), "n": np.int8(1), "mean": np.float32(4)})
     result = gathered(outputs, [2, 1])
     assert isinstance(result["y"], np.ndarray) and result["y"].sum(1).tolist() == [3, 3, 0]
-    assert result["n"] == 3 and result["mean"] == np.float32(2)
+    assert result["n"] == 3 and result["n"].dtype == np.int8 and result["mean"] == np.float32(2)
+    assert type(gathered([np.bool_(True), np.bool_(True)], [2, 2])) is np.bool_
+
+
+WITH_A_WARNING = [
+    (
+        [torch.ones(3, 4), torch.ones(0, 4)],
+        torch.ones(3, 4),
+        r"\(3, 4\), \(0, 4\) of shards of 2, 1",
+    ),
+    ([torch.zeros(2, 3), torch.zeros(1, 5)], [torch.zeros(2, 3), torch.zeros(1, 5)], "as a list"),
+    ([torch.ones(5), torch.zeros(5)], torch.full((5,), 2 / 3), "averaged, weighted by shard size"),
+    ([torch.tensor([5, 5]), torch.tensor([1, 2])], torch.tensor([6, 7]), "added up"),
+]
+
+
+@pytest.mark.parametrize(("outputs", "expected", "message"), WITH_A_WARNING)
+def test_what_follows_no_sizes_is_named_in_a_warning(
+    outputs: list[Any], expected: Any, message: str
+) -> None:
+    with pytest.warns(UserWarning, match=rf"output\['x'\]: .*{message}.*gather_overrides, such as"):
+        result = gathered([{"x": output} for output in outputs], [2, 1])
+    assert_equal_trees(result["x"], expected, "x", atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("lists", "lengths"),
+    [
+        ([[torch.zeros(2, 4), torch.ones(2)]] * 2, [4, 4]),
+        ([[torch.zeros(5, 4), torch.zeros(3, 4)]] * 2, [5, 3, 5, 3]),
+        ([("a", "b"), ("c", "d")], [1, 1, 1, 1]),
+    ],
+    ids=["columns", "boxes", "names"],
+)
+def test_columns_in_a_list_are_told_from_one_item_per_sample(
+    lists: list[Any], lengths: list[int]
+) -> None:
+    assert [len(item) for item in gathered(lists, [2, 2])] == lengths
 
 
 def test_one_sample_per_shard_is_still_a_sample() -> None:
     rows = [[torch.full((3,), 1.0)], [torch.full((3,), 2.0)]]
     assert [row.tolist() for row in gathered(rows, [1, 1])] == [[1.0] * 3, [2.0] * 3]
     assert gathered([("a",), ("b",)], [1, 1]) == ("a", "b")
-    parts = gathered([[torch.zeros(1, 3), torch.zeros(1)]] * 2, [1, 1])
-    assert [tuple(part.shape) for part in parts] == [(2, 3), (2,)]
-
-
-def test_integers_that_every_replica_was_called_with_are_no_counts() -> None:
+    assert gathered([(1, 2.0), (3, 4.0)], [2, 2]) == (4, 3.0)
     assert gathered([4, 4], [4, 4]) == 8
-
-
-def test_rows_that_are_none_of_samples_are_concatenated_and_said() -> None:
-    with pytest.warns(
-        UserWarning, match=r"output\['boxes'\]: \(3, 4\), \(0, 4\) of shards of 2, 1"
-    ):
-        result = gathered([{"boxes": torch.ones(3, 4)}, {"boxes": torch.ones(0, 4)}], [2, 1])
-    assert result["boxes"].shape == (3, 4)
-
-
-def test_ragged_outputs_become_a_list() -> None:
-    with pytest.warns(
-        UserWarning, match=r"do not fit together.*gather_overrides, such as \{'': 's"
-    ):
-        result = gathered([torch.zeros(2, 3), torch.zeros(1, 5)], [2, 1])
-    assert [tuple(t.shape) for t in result] == [(2, 3), (1, 5)]
-
-
-def test_parts_of_a_batch_are_told_from_one_item_per_sample() -> None:
-    parts = gathered([[torch.zeros(2, 4), torch.ones(2)]] * 2, [2, 2])
-    assert [tuple(t.shape) for t in parts] == [(4, 4), (4,)]
-    boxes = gathered([[torch.zeros(5, 4), torch.zeros(3, 4)]] * 2, [2, 2])
-    assert [len(t) for t in boxes] == [5, 3, 5, 3]
 
 
 def test_outputs_of_different_structure_are_an_error_that_names_the_leaf() -> None:
@@ -117,39 +123,49 @@ def test_outputs_of_different_structure_are_an_error_that_names_the_leaf() -> No
         gathered([{"a": {"b": 1}}, {"a": (1, 2)}], [2, 1])
 
 
-def record(*names: str) -> type[Any]:
-    """A named tuple class that a step makes for itself, as every replica does."""
-    return namedtuple("Record", names)
-
-
-def dataclass_of(*names: str) -> type[Any]:
-    return make_dataclass("Record", names, namespace={"__module__": __name__})
-
-
-@pytest.mark.parametrize("make", [record, dataclass_of])
-def test_classes_of_one_name_with_the_same_fields_are_one(make: Callable[..., Any]) -> None:
-    first, second = make("y", "n"), make("y", "n")
-    outputs = [first(torch.ones(2), "a"), second(torch.zeros(1), "a")]
-    joined = gather(outputs, "cpu", sizes=[2, 1])
-    assert type(joined) is first and joined.y.tolist() == [1, 1, 0] and joined.n == "a"
-
-
-@pytest.mark.parametrize("make", [record, dataclass_of])
-def test_classes_of_one_name_with_other_fields_are_an_error(make: Callable[..., Any]) -> None:
-    with pytest.raises(GatherError, match="expected the same type from every replica"):
-        gather([make("y", "n")(1, 2), make("n", "y")(1, 2)], "cpu", sizes=[2, 1])
-
-
 def test_outputs_may_be_of_any_container() -> None:
     for make in (Sample, Pair, lambda x, y: ModelOutput(x=x, y=y), lambda x, y: Fixed({"x": x})):
         result = gathered([make(torch.ones(2), "a"), make(torch.zeros(1), "b")], [2, 1])
         assert type(result) is type(make(0, 0))
-        x = result["x"] if hasattr(result, "keys") else next(iter(vars_of(result)))
-        assert x.tolist() == [1, 1, 0]
+        assert tree.leaves(result)[0].tolist() == [1, 1, 0]
 
 
-def vars_of(node: Any) -> list[Any]:
-    return list(node) if isinstance(node, tuple) else list(vars(node).values())
+class Registered:
+    def __init__(self, y: Any) -> None:
+        self.y = y
+
+
+def test_registered_pytree_nodes_are_joined_child_by_child() -> None:
+    register_pytree_node(Registered, lambda node: ([node.y], None), lambda ys, _: Registered(*ys))
+    try:
+        result = gathered([Registered(torch.ones(2)), Registered(torch.zeros(1))], [2, 1])
+        assert type(result) is Registered and result.y.tolist() == [1, 1, 0]
+    finally:
+        del SUPPORTED_NODES[Registered]
+
+
+DISTRIBUTIONS = {
+    "normal": lambda x: distributions.Normal(x, 2.0),
+    "categorical": lambda x: distributions.Categorical(logits=x),
+    "independent": lambda x: distributions.Independent(distributions.Normal(x, x.exp()), 1),
+    "multivariate": lambda x: distributions.MultivariateNormal(x, torch.eye(2, device=x.device)),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("sizes", [(3, 1), (2, 2)], ids=str)
+def test_distributions_are_joined_parameter_by_parameter(name: str, sizes: tuple[int, int]) -> None:
+    make, x = DISTRIBUTIONS[name], torch.randn(4, 2, device=root_device())
+    joined, whole = gathered([make(part) for part in x.split(sizes)], list(sizes)), make(x)
+    value = torch.ones(whole.batch_shape + whole.event_shape, device=x.device)
+    assert (joined.batch_shape, joined.event_shape) == (whole.batch_shape, whole.event_shape)
+    torch.testing.assert_close(joined.log_prob(value), whole.log_prob(value))
+
+
+def test_distributions_with_transforms_come_one_per_replica() -> None:
+    base = distributions.Normal(torch.zeros(2), 1.0)
+    made = [distributions.TransformedDistribution(base, [TanhTransform()]) for _ in range(2)]
+    assert gathered(made, [2, 2]) == made
 
 
 def test_objects_are_joined_by_their_class_or_listed() -> None:
@@ -158,11 +174,6 @@ def test_objects_are_joined_by_their_class_or_listed() -> None:
     listed = gathered([Rows(torch.ones(2)), Rows(torch.zeros(1))], [2, 1])
     assert [len(rows) for rows in listed] == [2, 1]
     assert [rows.x.device for rows in listed] == [root_device()] * 2
-
-
-def test_names_in_a_tuple_are_joined_and_other_tuples_are_not() -> None:
-    assert gathered([("a", "b"), ("c", "d")], [2, 2]) == ("a", "b", "c", "d")
-    assert gathered([(1, 2.0), (3, 4.0)], [2, 2]) == (4, 3.0)
 
 
 def test_replicas_without_samples_are_left_out() -> None:
@@ -184,20 +195,13 @@ def test_sizes_are_read_off_the_outputs() -> None:
 @pytest.mark.parametrize("k", [1, 3])
 def test_scalars_are_stacked_in_the_order_of_the_replicas(k: int) -> None:
     outputs = [
-        {
-            "loss": torch.tensor(0.5 * i),
-            "n": torch.tensor(i),
-            "float": 0.5,
-            "int": 7,
-            "s": ("a", None),
-        }
+        {"loss": torch.tensor(0.5 * i), "n": torch.tensor(i), "f": 0.5, "s": ("a", None)}
         for i in range(k)
     ]
     result = gathered(outputs, [2] * k, scalars="stack")
     assert result["loss"].tolist() == [0.5 * i for i in range(k)]
     assert result["n"].tolist() == list(range(k)) and result["n"].dtype == torch.long
-    assert (result["float"], result["int"], result["s"]) == (0.5, 7, ("a", None))
-    assert gathered([torch.tensor(3.0)] * k, scalars="stack").shape == (k,)
+    assert (result["f"], result["s"]) == (0.5, ("a", None))
 
 
 @pytest.mark.parametrize(
@@ -321,22 +325,42 @@ def test_many_outputs_cross_in_few_copies() -> None:
         assert result["float", 4].tolist() == [4.0] * 12
 
 
-def test_copies_to_the_cpu_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After all were issued: the copies of several devices overlap."""
-    waited: list[tuple[torch.device, ...]] = []
-    monkeypatch.setattr(transfer, "host_waits_for", lambda *sources: waited.append(sources))
-    devices = devices_of(3)
-    outputs = [{"a": torch.ones(2, device=d), "b": torch.ones(2, device=d).long()} for d in devices]
-    gather(outputs, "cpu")
-    assert waited == ([] if devices[0].type == "cpu" else [tuple(dict.fromkeys(devices))])
-    waited.clear()
-    gather(outputs, devices[0])
-    assert not waited, "work on a device waits for the copies by itself"
-
-
 def test_a_squeeze_that_took_the_dim_of_one_sample() -> None:
     """`net(x).squeeze()` is 0-dim for a shard of one sample, and a row of numbers for others."""
     outputs = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
     assert gather(outputs, "cpu", sizes=(2, 1)).tolist() == [1, 2, 3]
     with pytest.warns(UserWarning, match="do not fit together"):
         assert isinstance(gather(outputs, "cpu", sizes=(2, 4)), list)
+
+
+# --- dtypes ------------------------------------------------------------------------------------
+
+INTEGERS = [torch.uint8, torch.int16, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float64, torch.complex64]
+
+
+def scalars(values: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+    pairs = zip(values, devices_of(len(values)), strict=True)
+    return [torch.tensor(value, dtype=dtype, device=device) for value, device in pairs]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS + FLOATS, ids=str)
+def test_numbers_keep_their_dtype(dtype: torch.dtype) -> None:
+    joined = gather(scalars([3, 1, 2], dtype), "cpu", sizes=[3, 1, 2])
+    expected = 6 if dtype in INTEGERS else (9 + 1 + 4) / 6
+    torch.testing.assert_close(joined, torch.tensor(expected, dtype=dtype))
+    stacked = gather(scalars([3, 1, 2], dtype), "cpu", sizes=[3, 1, 2], scalars="stack")
+    assert stacked.dtype == dtype and stacked.shape == (3,)
+    total = gather(scalars([3, 1], dtype), "cpu", sizes=[2, 1], overrides={"": "sum"})
+    torch.testing.assert_close(total, torch.tensor(4, dtype=dtype))
+
+
+def test_answers_that_differ_are_refused_by_name() -> None:
+    assert gather(scalars([True] * 2, torch.bool), "cpu", sizes=[2, 1]).item() is True
+    outputs: list[Any] = [{"done": {"now": t}} for t in scalars([True, False], torch.bool)]
+    with pytest.raises(GatherError, match=r"output\['done'\]\['now'\]: expected the same bool"):
+        gather(outputs, "cpu", sizes=[2, 1])
+    first = gather(outputs, "cpu", sizes=[2, 1], overrides={"now": "first"})
+    assert first["done"]["now"].item() is True
+    with pytest.raises(GatherError, match="output: expected the same bool"):
+        gather([torch.tensor([True, False]), torch.tensor([True, True])], "cpu", sizes=[3, 1])

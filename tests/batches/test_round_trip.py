@@ -12,9 +12,9 @@ from nested_batches import MAKERS, assert_equal, batches, devices_in
 from oracle import devices_of
 from torch import Tensor
 
-from lightning_dp.parallel.batch.gather import gather
-from lightning_dp.parallel.batch.scatter import scatter
-from lightning_dp.parallel.batch.sizes import infer_batch_size
+from lightning_dp.parallel.gather import gather
+from lightning_dp.parallel.scatter.read import infer_batch_size
+from lightning_dp.parallel.scatter.shards import scatter
 
 pytestmark = pytest.mark.usefixtures("on")
 

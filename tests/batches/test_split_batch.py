@@ -54,8 +54,7 @@ class BagClassifier(Classifier):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val/loss", self.loss(batch), batch_size=len(batch["label"]))
 
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test/loss", self.loss(batch), batch_size=len(batch["label"]))
+    test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.logits(batch)
@@ -84,14 +83,6 @@ def test_what_only_the_module_can_cut_trains_as_on_one_device(devices: int) -> N
 def test_without_it_the_error_names_both_leaves_and_the_hook() -> None:
     with pytest.raises(ValueError, match=r"'label'.*'instances'.*batch_size.*split_batch"):
         run(lambda: BagClassifier().double(), 2, data=bag_loader)
-
-
-def test_sizes_are_never_made_of_an_arbitrary_leaf() -> None:
-    class Uncounted(Splitting):
-        batch_size = None
-
-    with pytest.raises(ValueError, match=r"'label'.*'instances'.*batch_size\(batch\).*split_batch"):
-        run(lambda: Uncounted().double(), 2, data=bag_loader)
 
 
 def test_a_wrong_number_of_shards_is_an_error() -> None:

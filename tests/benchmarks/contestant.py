@@ -39,9 +39,9 @@ def quieten() -> None:
 
 
 def _simulate(job: Job) -> None:
-    from lightning_dp import sim
+    import sim_devices
 
-    sim.enable(max(8, job.devices))
+    sim_devices.enable(max(8, job.devices))
     if job.virtual:
         for k in range(torch.sim.device_count()):
             torch.sim.set_speed(k, flops_per_second=job.flops)

@@ -59,8 +59,9 @@ class Job:
 
     @property
     def strategy_options(self) -> dict[str, Any]:
-        """The strategy's own options."""
-        return {key: value for key, value in self.options.items() if key != "logs"}
+        """The strategy's own options, and what the model needs."""
+        own = {key: value for key, value in self.options.items() if key != "logs"}
+        return {**own, **workload(self.model).strategy}
 
     def with_devices(self, count: int) -> Job:
         """The same for another number of devices."""

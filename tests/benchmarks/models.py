@@ -6,8 +6,8 @@ made of the module's parts, such as DDP around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -223,6 +223,7 @@ class Workload:
         samples: in a batch.
         about: what it is the worst case of.
         splits: of ours that make a difference, beside the one that was asked for.
+        strategy: options of ours that the model needs.
     """
 
     make: Callable[[], LightningModule]
@@ -230,6 +231,7 @@ class Workload:
     samples: int
     about: str
     splits: tuple[str, ...] = ()
+    strategy: Mapping[str, Any] = field(default_factory=dict)
 
     def batches(self, samples: int | None = None, seed: int = 0) -> list[Any]:
         """Some batches, always the same ones."""
@@ -301,7 +303,13 @@ WORKLOADS = {
         32,
         "bound by Python, with batch norm",
     ),
-    "gan": Workload(GAN, _pairs, 64, "manual optimisation"),
+    "gan": Workload(
+        GAN,
+        _pairs,
+        64,
+        "manual optimisation",
+        strategy={"mode": "forward", "parallel_modules": ["generator", "critic"]},
+    ),
     "texts": Workload(
         lambda: Texts(nets.TextNet(TOKENS, 96, 6)), _texts, 32, "unequal samples", ("cost",)
     ),

@@ -41,15 +41,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_dp  # noqa: F401  # registers the strategy
-from lightning_dp import sim
 from lightning_dp.metrics import Journals
-from lightning_dp.parallel.batch import Shards
 from lightning_dp.parallel.contexts import replaced
-from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.split import split_policy
 from lightning_dp.parallel.step import StepParallel, TrainingStep
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+import sim_devices
 from benchmarks.nets import TinyResNet50
 
 CPU = torch.device("cpu")
@@ -336,7 +336,7 @@ def main() -> None:
     if "trainer" in options.faces:
         _report_trainer(k, in_a_trainer(k, steps))
     if "separate" in options.faces:
-        sim.enable(k)
+        sim_devices.enable(k)
         _report_separate(k, on_separate_devices(k, steps))
 
 

@@ -35,8 +35,7 @@ from benchmarks.job import Job
 from benchmarks.machine import cores, load, machine
 from benchmarks.models import WORKLOADS
 from benchmarks.peers import PEERS
-
-from lightning_dp.sim.links import PRESETS
+from sim_devices.links import PRESETS
 
 
 def arguments() -> argparse.Namespace:

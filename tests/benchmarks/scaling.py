@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import sim_devices
 from benchmarks import figure
 from benchmarks.contestant import quieten
 from benchmarks.job import Job
@@ -42,9 +43,7 @@ from benchmarks.nets import EvenLayers
 from benchmarks.pace import Pace
 from benchmarks.peers import PEERS
 from benchmarks.report import OURS, SHARE
-
-from lightning_dp import sim
-from lightning_dp.sim.links import PRESETS, Link
+from sim_devices.links import PRESETS, Link
 
 THEIRS, RING, BOUND = "nn.DataParallel", "DDP's ring", "at least"
 CONTESTANTS = (OURS, THEIRS, RING)
@@ -172,7 +171,7 @@ def bound(case: Case, share: float) -> float:
 
 def steps(peer: str, cases: Sequence[Case], devices: int) -> list[float]:
     """What a contestant takes for a step, case by case."""
-    sim.enable(MOST)
+    sim_devices.enable(MOST)
     options = {"executor": "threads", "split": "even"} if peer == OURS else {}
     job = Job(peer, "even_layers", "sim", devices, 1, SAMPLES * devices, True, options=options)
     warm_up = {"steps": WARM_UP, **cases[0].machine}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_dp
-from lightning_dp.parallel.workers import ExecutorName
+from lightning_dp.parallel.apply import ExecutorName
 
 PACKAGE = Path(lightning_dp.__file__).parent
 MESSAGES = frozenset({"allgather", "_allgather_base", "allreduce", "broadcast", "barrier"})
@@ -168,9 +168,10 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if options.on == "sim":
-        from lightning_dp import sim
+        sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+        import sim_devices
 
-        sim.enable()
+        sim_devices.enable()
     entered = plain_step(options.devices, options.on)
     if int(os.environ.get("RANK", "0")):
         return 0

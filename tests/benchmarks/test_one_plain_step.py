@@ -4,10 +4,11 @@ import pytest
 from benchmarks.steps_in_files import plain_step
 from several_processes import in_another_process
 
-from lightning_dp.parallel.workers import ExecutorName
+from lightning_dp.parallel.apply import ExecutorName
 
 
-@pytest.mark.parametrize("executor, files, most", [("inorder", 16, 240), ("threads", 20, 300)])
+@pytest.mark.parametrize("executor, files, most", [("inorder", 26, 320), ("threads", 28, 400)])
+@pytest.mark.usefixtures("unchecked")
 def test_a_plain_step_enters_few_functions_and_no_meeting(
     executor: ExecutorName, files: int, most: int
 ) -> None:
@@ -18,4 +19,4 @@ def test_a_plain_step_enters_few_functions_and_no_meeting(
     # one by one, or of several at once.
     assert step.frames <= most, step.calls.most_common(20)
     assert len(step.files) <= files, step.files.most_common()
-    assert not [file for file, _ in step.calls if "rendezvous" in file or "collectives" in file]
+    assert not [call for call in step.calls if "collectives" in call[0] or "meet" in call[1]]

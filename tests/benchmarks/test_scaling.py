@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import gradients
 from program_runs import ROOT, read_json
-
-from lightning_dp.sim.links import PRESETS, Link
-from lightning_dp.sim.schedule import Command, replay
+from sim_devices.links import PRESETS, Link
+from sim_devices.schedule import Command, replay
 
 PROGRAM = ROOT / "tests" / "benchmarks" / "scaling.py"
 BYTE_PER_NANOSECOND = 1e9

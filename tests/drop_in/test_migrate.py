@@ -41,7 +41,6 @@ def test_weights_are_those_of_the_bare_module_on_the_cpu(net: migrate.Net, on: s
         torch.testing.assert_close(two[key], one[key], atol=1e-5, rtol=0)
 
 
-@pytest.mark.sim_only("The script is on simulated devices, unless told otherwise.")
 def test_old_keys_are_loaded_and_clean_ones_saved(tmp_path: Path) -> None:
     printed = in_here(migrate.main, "--epochs=3", f"--folder={tmp_path / 'here'}")
     old, new = (

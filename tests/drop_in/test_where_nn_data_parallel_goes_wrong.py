@@ -47,6 +47,7 @@ def test_8_and_3_rows_together_are_an_error_that_names_both(wrap: Any) -> None:
         net(inputs(8), other=inputs(3))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_batch_2_on_4_devices_with_an_argument_that_is_no_tensor(wrap: Any) -> None:
     """There: keywords without tensors are replicated to more devices than have a shard."""
     seen: list[float] = []
@@ -115,6 +116,7 @@ def test_outputs_that_are_no_tensors_come_as_they_are(wrap: Any, value: Any) -> 
     assert output["value"] == value and output["y"].shape == (6, 3)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_dicts_with_other_keys_on_some_replicas_keep_all_keys(wrap: Any) -> None:
     """There: an error, or the keys of the first replica."""
 
@@ -160,6 +162,7 @@ def test_ids_on_a_machine_without_accelerators_are_refused(
     assert DataParallel(nn.Linear(1, 1)).devices == [torch.device("cpu")]
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_bf16_autocast_is_bf16_in_every_replica(wrap: Any, on: str) -> None:
     """There: replicas compute in the default dtype of autocast, float16."""
     seen: list[torch.dtype] = []
@@ -176,6 +179,7 @@ def test_bf16_autocast_is_bf16_in_every_replica(wrap: Any, on: str) -> None:
     assert seen == [torch.bfloat16] * 2
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_inference_mode_is_on_in_every_replica(wrap: Any) -> None:
     """There: threads know no_grad but not inference mode."""
     seen: list[bool] = []

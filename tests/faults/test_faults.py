@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.workers.apply import Executor, Task
+from lightning_dp.parallel.apply import Executor, Task
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 

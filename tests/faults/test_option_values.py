@@ -69,6 +69,7 @@ ALLOWED = {
     ("dim", "5"),
     ("move_batch", "True"),
     ("check_first_step", "True"),
+    ("check_first_call", "True"),
     ("sample_cost", "'no'"),
     ("timeout", "5"),
     ("timeout", "1.5"),

@@ -86,7 +86,6 @@ class Measured(Classifier):
         self.log(f"{stage}/second", second, on_step=False, on_epoch=True)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.trainer.optimizers[0].param_groups[0]["weight_decay"] += 0.1
         loss = super().training_step(batch, batch_idx)
         self.measure(batch[0], "train")
         return loss
@@ -144,6 +143,7 @@ def test_what_was_replayed_is_undone_with_the_step(where: str, executor: str) ->
 
 
 @pytest.mark.parametrize("where", ["third", pytest.param("val first", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("unchecked")
 def test_what_a_spread_call_measured_is_undone(where: str) -> None:
     fails.add(where)
     result = run(Inside, 3, strategy={"mode": "forward"}, **OPTIONS)

@@ -14,13 +14,13 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from oracle import ByHand, Classifier, assert_same, devices_of, loader, names_of
+from oracle import Classifier, assert_same, devices_of, loader, names_of
 from patience import soon
 from spreading import EXACT, engine_of, inputs
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.workers import Calls, Executor, Task, left_behind
+from lightning_dp.parallel.apply import Calls, Executor, Task, collectives, worker
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 
@@ -71,7 +71,7 @@ def busy_trap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
 
 
 def set_trap(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trap]:
-    monkeypatch.setattr(left_behind, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(worker, "GRACE_SECONDS", 0.2)
     others = set(threading.enumerate())
     yield trap
     trap.release.set()
@@ -127,13 +127,13 @@ def test_a_replica_that_is_stuck_in_python_is_ended(busy_trap: Trap, caplog: Any
 def test_a_second_interrupt_is_raised_at_once(
     trap: Trap, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(left_behind, "GRACE_SECONDS", 1e6)
+    monkeypatch.setattr(worker, "GRACE_SECONDS", 1e6)
     executor, calls = Executor(devices_of(2), "threads"), Calls()
     trap.is_set = True
 
     def press_again() -> None:
         if soon(lambda: calls.broken is not None):
-            monkeypatch.setattr(left_behind, "GRACE_SECONDS", 0.2)  # of `close`
+            monkeypatch.setattr(worker, "GRACE_SECONDS", 0.2)  # of `close`
             os.kill(os.getpid(), signal.SIGINT)
 
     finger = threading.Thread(target=press_again)
@@ -176,8 +176,6 @@ def test_one_who_is_left_behind_meets_nobody_any_more(trap: Trap) -> None:
     seen: list[BaseException] = []
 
     def call() -> None:
-        from lightning_dp.parallel.workers import collectives
-
         try:
             trap.hold("dp-replica-1")
         except KeyboardInterrupt as error:
@@ -223,10 +221,6 @@ class Meeting(Stuck):
         return super().loss(batch)
 
 
-class ManualStuck(ByHand, Meeting):
-    pass
-
-
 def fit(make: Callable[[], Stuck], mode: str, executor: str, trap: Trap | None) -> oracle.Run:
     torch.manual_seed(0)
     module = make()
@@ -240,13 +234,12 @@ def fit(make: Callable[[], Stuck], mode: str, executor: str, trap: Trap | None) 
 FITS = [
     pytest.param(Stuck, "step", "threads", id="step"),
     pytest.param(Stuck, "forward", "threads", id="forward"),
-    pytest.param(ManualStuck, "step", "threads", id="manual"),
     pytest.param(Meeting, "step", "inorder", id="step in order"),
-    pytest.param(ManualStuck, "step", "inorder", id="manual in order"),
 ]
 
 
 @pytest.mark.parametrize(("make", "mode", "executor"), FITS)
+@pytest.mark.usefixtures("unchecked")
 def test_a_fit_ends_and_another_one_is_right(
     make: Callable[[], Stuck], mode: str, executor: str, trap: Trap, caplog: Any
 ) -> None:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_dp.parallel.forward_losses import _one_loss
-from lightning_dp.parallel.gradients import sum_of_losses
+from lightning_dp.parallel.reduce import sum_of_losses
 
 
 def test_losses_are_their_sum_weighted_by_gradients() -> None:
@@ -12,10 +11,8 @@ def test_losses_are_their_sum_weighted_by_gradients() -> None:
     assert sum_of_losses(losses, [None, torch.tensor([1.0, 0.5])]) == 4.5
 
 
-def test_means_over_items_are_refused_in_either_mode() -> None:
+def test_means_over_items_are_refused() -> None:
     losses = [torch.tensor(1.0), torch.tensor(2.0)]
     losses[1].num_items = 3  # type: ignore[attr-defined]  # as steps say it
-    for together in (sum_of_losses, _one_loss):
-        with pytest.raises(ValueError, match=r"one loss with num_items, got a backward of 2"):
-            together(losses, [None, None])
-    assert _one_loss(losses[1:], [None]) == (losses[1], None)
+    with pytest.raises(ValueError, match=r"one loss with num_items, got a backward of 2"):
+        sum_of_losses(losses, [None, None])

@@ -12,7 +12,7 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from oracle import QUIET, Classifier, assert_equal_trees, assert_same, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 import lightning_dp.pytorch_lightning
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.forward import ForwardParallel
 
 executors = pytest.mark.parametrize("executor", ["threads", "inorder"])
 
@@ -110,86 +109,6 @@ def test_a_loss_that_is_a_sum_is_said_to_be_one() -> None:
     torch.set_default_dtype(torch.float64)
     strategy = {"mode": "forward", "gather_overrides": {"loss": "sum"}}
     assert_same(run(Sums, 3, strategy=strategy), run(Sums, 1))
-
-
-class Parts(WithLoss):
-    """Returns the loss and its parts: which of them are sums, `forward` does not say."""
-
-    returned: Any = staticmethod(lambda logits, loss: {"loss": loss, "total": logits.sum()})
-
-    def forward(self, x: Tensor, labels: Tensor) -> Any:
-        logits = self.net(x)
-        return self.returned(logits, F.cross_entropy(logits, labels))
-
-    def loss(self, batch: Any) -> Tensor:
-        output = self(*batch)
-        return output[0] if isinstance(output, tuple) else output["loss"]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = self(*batch)
-        if "total" in output:
-            self.log("total", output["total"], on_step=True, on_epoch=True)
-        return self.loss(batch)
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(*batch)
-
-
-@pytest.mark.usefixtures("on")
-@executors
-@pytest.mark.parametrize(
-    ("returned", "names"),
-    [
-        (lambda logits, loss: {"loss": loss, "total": logits.sum()}, ["['total']"]),
-        (lambda logits, loss: {"loss": loss, "a": {"b": logits.sum().item()}}, ["['a']['b']"]),
-        (lambda logits, loss: (loss, logits.sum(), logits.max()), ["[1]", "[2]"]),
-        # A temperature, a number, and what has rows of samples.
-        (lambda logits, loss: {"loss": loss, "t": logits.new_tensor(2.0), "n": 1.5}, []),
-        (lambda logits, loss: {"loss": loss, "logits": logits, "correct": (logits > 0).sum()}, []),
-    ],
-    ids=["sum", "number", "tuple", "constants", "others"],
-)
-def test_floats_that_may_be_sums_are_named_once(
-    returned: Any, names: list[str], executor: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Parts, "returned", staticmethod(returned))
-    job = trainer(3, DataParallelStrategy(mode="forward", executor=executor))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        job.fit(Parts(), loader())
-    texts = [str(w.message) for w in caught if "gather_overrides" in str(w.message)]
-    assert [text.partition(":")[0] for text in texts] == [f"output{name}" for name in names]
-    assert all("averaged" in text and "a sum" in text for text in texts)
-
-
-@pytest.mark.usefixtures("on")
-@executors
-def test_a_sum_beside_the_loss_is_said_to_be_one(executor: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    overrides = {"total": "sum"}
-    strategy = {"mode": "forward", "executor": executor, "gather_overrides": overrides}
-    assert_same(run(Parts, 3, strategy=strategy), run(Parts, 1))
-
-
-def test_without_lightning_scalars_stay_one_for_each_replica() -> None:
-    cpu = torch.device("cpu")
-    net = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
-
-    class Mean(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.mean()
-
-    engine = ForwardParallel(Mean(), [cpu] * 3, output_device=cpu, split=lambda n: (n - 2, 1, 1))
-    with engine.spreading():
-        assert engine.module(net(torch.randn(6, 3))).shape == (3,)
-    engine.close()
-    merging = ForwardParallel(
-        Mean(), [cpu] * 3, output_device=cpu, split=lambda n: (n - 2, 1, 1), scalars="merge"
-    )
-    x = torch.randn(6, 2, dtype=torch.float64)
-    with merging.spreading():
-        torch.testing.assert_close(merging.module(x), x.mean())
-    merging.close()
 
 
 # Graphs: nodes, edges between them, and each node's graph
@@ -334,22 +253,10 @@ class PastForward(Classifier):
 
 
 @pytest.mark.usefixtures("on")
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_a_step_that_spreads_nothing_is_told_once(by_hand: bool) -> None:
-    class ByHand(PastForward):
-        automatic_optimization = not by_hand
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = super().training_step(batch, batch_idx)
-            if not by_hand:
-                return loss
-            self.optimizers().zero_grad()
-            self.manual_backward(loss)
-            return self.optimizers().step()
-
+def test_a_step_that_spreads_nothing_is_told_once() -> None:
     job = trainer(2, DataParallelStrategy(mode="forward"))
     with pytest.warns(UserWarning) as told:
-        job.fit(ByHand(), loader(), loader())
+        job.fit(PastForward(), loader(), loader())
     (text,) = [str(w.message) for w in told if "spread" in str(w.message)]
     assert "training_step" in text and "parallel_modules=['net', 'head']" in text
 
@@ -393,9 +300,7 @@ def test_each_kind_of_step_is_looked_at_and_an_empty_one_is_not() -> None:
 @pytest.mark.parametrize(
     "package", [lightning.pytorch, pytorch_lightning], ids=lambda p: p.__name__
 )
-@pytest.mark.parametrize(
-    "name, mode", [("dp_custom", "StepMode"), ("dp_custom_forward", "ForwardMode")]
-)
+@pytest.mark.parametrize("name, mode", [("dp_custom", "step"), ("dp_custom_forward", "forward")])
 def test_each_mode_has_a_name_in_each_package(package: Any, name: str, mode: str) -> None:
     job = package.Trainer(strategy=name, accelerator="cpu", devices=2, **QUIET)
     own = {lightning.pytorch: DataParallelStrategy}.get(
@@ -404,17 +309,4 @@ def test_each_mode_has_a_name_in_each_package(package: Any, name: str, mode: str
     assert type(job.strategy) is own
     registry = package.strategies.StrategyRegistry
     own.register_strategies(registry)  # again, as when a notebook's cell is run again
-    assert job.strategy._make_mode.func.__name__ == mode
-
-
-@pytest.mark.usefixtures("on")
-def test_a_trainer_made_from_the_name_trains_in_forward_mode() -> None:
-    torch.set_default_dtype(torch.float64)
-    results = []
-    for devices in (3, 1):
-        torch.manual_seed(0)
-        module, job = WithLoss(), trainer(devices, "dp_custom_forward")
-        assert isinstance(job, Trainer)
-        job.fit(module, loader(), loader())
-        results.append({name: value.cpu() for name, value in module.state_dict().items()})
-    assert_equal_trees(*results, "state", atol=1e-10, rtol=0.0)
+    assert job.strategy._mode_name == mode

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 from types import MethodType
@@ -20,6 +19,7 @@ from spreading import (
     compare,
     engine_of,
     inputs,
+    law,
     layers,
     perceptron,
     said,
@@ -31,6 +31,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_dp.parallel.devices import allocated_memory
 
 pytestmark = pytest.mark.usefixtures("on")
+
+
+LAWS: list[Any] = []
 
 
 class Branches(nn.Module):
@@ -70,141 +73,110 @@ def test_outputs_and_gradients_of_parameters_and_inputs(
     compare(perceptron, use, sizes, executor=executor)
 
 
-def test_gradients_of_chosen_parameters_and_inputs() -> None:
-    def use(net: nn.Module) -> Any:
-        x = inputs().requires_grad_()
-        loss = net(x).square().mean()
-        wanted = [net.first.weight, x, net.unused.weight]
-        with pytest.raises(RuntimeError, match="not have been used in the graph"):
-            torch.autograd.grad(loss, wanted, retain_graph=True)
-        return torch.autograd.grad(loss, wanted, allow_unused=True)
-
-    compare(Branches, use)
+@law(LAWS, Branches)
+def gradients_of_chosen_parameters_and_inputs(net: nn.Module) -> Any:
+    x = inputs().requires_grad_()
+    loss = net(x).square().mean()
+    wanted = [net.first.weight, x, net.unused.weight]
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(loss, wanted, retain_graph=True)
+    return torch.autograd.grad(loss, wanted, allow_unused=True)
 
 
-def test_second_derivatives_with_respect_to_inputs_and_parameters() -> None:
-    def use(net: nn.Module) -> Any:
-        x = inputs().requires_grad_()
-        y = net(x).square().sum()
-        (slope,) = torch.autograd.grad(y, x, create_graph=True)
-        penalty = (slope.norm(dim=1) - 1).square().mean()
-        (y + penalty).backward()
-        return slope.detach(), x.grad
-
-    compare(perceptron, use)
+@law(LAWS, perceptron)
+def second_derivatives_with_respect_to_inputs_and_parameters(net: nn.Module) -> Any:
+    x = inputs().requires_grad_()
+    y = net(x).square().sum()
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    penalty = (slope.norm(dim=1) - 1).square().mean()
+    (y + penalty).backward()
+    return slope.detach(), x.grad
 
 
-def test_products_with_the_hessian() -> None:
-    def use(net: nn.Module) -> Any:
-        parameters = list(net.parameters())
-        loss = net(inputs()).exp().mean()
-        first = torch.autograd.grad(loss, parameters, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum().cpu() for g in first), parameters)
-
-    compare(perceptron, use)
+@law(LAWS, perceptron)
+def products_with_the_hessian(net: nn.Module) -> Any:
+    parameters = list(net.parameters())
+    loss = net(inputs()).exp().mean()
+    first = torch.autograd.grad(loss, parameters, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum().cpu() for g in first), parameters)
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
-def test_a_backward_with_its_own_graph_can_be_differentiated() -> None:
-    def use(net: nn.Module) -> Any:
-        net(inputs()).exp().mean().backward(create_graph=True)
-        kept = [p.grad for p in net.parameters()]
-        net.zero_grad()  # sets to None: the graph and .grad refer to each other
-        return torch.autograd.grad(sum(g.cpu().square().sum() for g in kept), net[0].weight)
-
-    compare(perceptron, use)
+OWN_GRAPH = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 
 
-def test_hooks_of_parameters_run_once_with_the_sum_and_only_if_they_are_used() -> None:
-    def use(net: nn.Module) -> Any:
-        seen: list[Any] = []
-        for name, p in net.named_parameters():
-            p.register_hook(lambda g, name=name: seen.append((name, "gradient", g.cpu())))
-            p.register_post_accumulate_grad_hook(
-                lambda p, name=name: seen.append((name, "parameter", p.grad.cpu().clone()))
-            )
-        for second in (False, True):
-            net(inputs(), second=second).square().sum().backward()
-        return sorted(seen, key=lambda call: call[:2])
-
-    compare(Branches, use)
+@law(LAWS, perceptron, marks=OWN_GRAPH)
+def a_backward_with_its_own_graph_can_be_differentiated(net: nn.Module) -> Any:
+    net(inputs()).exp().mean().backward(create_graph=True)
+    kept = [p.grad for p in net.parameters()]
+    net.zero_grad()  # sets to None: the graph and .grad refer to each other
+    return torch.autograd.grad(sum(g.cpu().square().sum() for g in kept), net[0].weight)
 
 
-@pytest.mark.xfail(reason="parameters without hooks share a node, which hands them None")
-def test_hooks_that_come_after_the_call_are_not_called_for_unused_parameters() -> None:
-    def use(net: nn.Module) -> Any:
-        seen: list[Any] = []
+@law(LAWS, Branches)
+def hooks_of_parameters_run_once_with_the_sum_and_only_if_they_are_used(net: nn.Module) -> Any:
+    seen: list[Any] = []
+    for name, p in net.named_parameters():
+        p.register_hook(lambda g, name=name: seen.append((name, "gradient", g.cpu())))
+        p.register_post_accumulate_grad_hook(
+            lambda p, name=name: seen.append((name, "parameter", p.grad.cpu().clone()))
+        )
+    for second in (False, True):
+        net(inputs(), second=second).square().sum().backward()
+    return sorted(seen, key=lambda call: call[:2])
+
+
+@law(LAWS, perceptron)
+def hooks_that_change_a_gradient_change_the_sum(net: nn.Module) -> None:
+    net[0].weight.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    net(inputs()).square().sum().backward()
+
+
+@law(LAWS, perceptron)
+def an_optimizer_in_the_backward_takes_one_step_per_backward(net: nn.Module) -> Any:
+    for p in net.parameters():
+        optimizer = torch.optim.Adam([p], lr=0.1)
+        p.register_post_accumulate_grad_hook(
+            lambda p, optimizer=optimizer: optimizer.step() or optimizer.zero_grad()
+        )
+    losses = []
+    for _ in range(3):
+        loss = net(inputs()).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+@law(LAWS, Branches)
+def parameters_without_use_keep_none_and_adamw_leaves_them(net: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.5)
+    for second in (False, False, True):
+        optimizer.zero_grad()
+        net(inputs(), second=second).square().mean().backward()
+        optimizer.step()
+    assert net.first.weight.grad is None and net.unused.weight.grad is None
+
+
+@law(LAWS, perceptron)
+def freezing_and_unfreezing_between_calls(net: nn.Module) -> Any:
+    found = []
+    for frozen in (net[0], net[2], None, net):
+        net.requires_grad_(True)
+        if frozen is not None:
+            frozen.requires_grad_(False)
         y = net(inputs())
-        for p in net.parameters():
-            p.register_hook(lambda g: seen.append(g is None))
-        y.sum().backward()
-        return seen
-
-    compare(Branches, use)
-
-
-def test_hooks_that_change_a_gradient_change_the_sum() -> None:
-    def use(net: nn.Module) -> None:
-        net[0].weight.register_hook(lambda g: g.clamp(-0.1, 0.1))
-        net(inputs()).square().sum().backward()
-
-    compare(perceptron, use)
+        found.append(y.requires_grad)
+        if y.requires_grad:
+            y.square().mean().backward()
+            found.append(gradients(net))
+            update(net)
+    return found
 
 
-def test_an_optimizer_in_the_backward_takes_one_step_per_backward() -> None:
-    def use(net: nn.Module) -> Any:
-        for p in net.parameters():
-            optimizer = torch.optim.Adam([p], lr=0.1)
-            p.register_post_accumulate_grad_hook(
-                lambda p, optimizer=optimizer: optimizer.step() or optimizer.zero_grad()
-            )
-        losses = []
-        for _ in range(3):
-            loss = net(inputs()).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
-
-    compare(perceptron, use)
-
-
-def test_parameters_without_use_keep_none_and_adamw_leaves_them() -> None:
-    def use(net: nn.Module) -> Any:
-        optimizer = torch.optim.AdamW(net.parameters(), weight_decay=0.5)
-        for second in (False, False, True):
-            optimizer.zero_grad()
-            net(inputs(), second=second).square().mean().backward()
-            optimizer.step()
-        assert net.first.weight.grad is None and net.unused.weight.grad is None
-
-    compare(Branches, use)
-
-
-def test_freezing_and_unfreezing_between_calls() -> None:
-    def use(net: nn.Module) -> Any:
-        found = []
-        for frozen in (net[0], net[2], None, net):
-            net.requires_grad_(True)
-            if frozen is not None:
-                frozen.requires_grad_(False)
-            y = net(inputs())
-            found.append(y.requires_grad)
-            if y.requires_grad:
-                y.square().mean().backward()
-                found.append(gradients(net))
-                update(net)
-        return found
-
-    compare(perceptron, use)
-
-
-def test_a_frozen_part_passes_gradients_to_its_inputs() -> None:
-    def use(net: nn.Module) -> Any:
-        x = inputs().requires_grad_()
-        net.requires_grad_(False)(x).square().sum().backward()
-        return x.grad
-
-    compare(perceptron, use)
+@law(LAWS, perceptron)
+def a_frozen_part_passes_gradients_to_its_inputs(net: nn.Module) -> Any:
+    x = inputs().requires_grad_()
+    net.requires_grad_(False)(x).square().sum().backward()
+    return x.grad
 
 
 class Tied(nn.Module):
@@ -259,15 +231,13 @@ def test_modules_with_weights_of_a_special_kind(make: Any) -> None:
     compare(make, use)
 
 
-def test_recurrent_layers_and_their_states() -> None:
-    def use(net: nn.Module) -> Any:
-        for _ in range(3):
-            y = net(inputs())
-            (y["outputs"].exp().mean() + y["state"].square().sum()).backward()
-            update(net)
-        return y["outputs"].detach(), y["state"].detach()
-
-    compare(Recurrent, use)
+@law(LAWS, Recurrent)
+def recurrent_layers_and_their_states(net: nn.Module) -> Any:
+    for _ in range(3):
+        y = net(inputs())
+        (y["outputs"].exp().mean() + y["state"].square().sum()).backward()
+        update(net)
+    return y["outputs"].detach(), y["state"].detach()
 
 
 @not_on_sim  # which have no sparse tensors
@@ -329,39 +299,33 @@ def test_checkpoints_around_a_spread_call(reentrant: bool) -> None:
 # Graphs that live on
 
 
-def test_several_calls_before_one_backward() -> None:
-    def use(net: nn.Module) -> Any:
-        a, b = net(inputs(seed=1)), net(inputs(n=4, seed=2))
-        with torch.no_grad():
-            c = net(inputs(seed=3))
-        (a @ b.T @ b @ c.T).exp().mean().backward()
-        return a.detach(), c
-
-    compare(perceptron, use)
+@law(LAWS, perceptron)
+def several_calls_before_one_backward(net: nn.Module) -> Any:
+    a, b = net(inputs(seed=1)), net(inputs(n=4, seed=2))
+    with torch.no_grad():
+        c = net(inputs(seed=3))
+    (a @ b.T @ b @ c.T).exp().mean().backward()
+    return a.detach(), c
 
 
-def test_a_graph_may_be_walked_twice_if_it_is_kept() -> None:
-    def use(net: nn.Module) -> None:
-        loss = net(inputs()).square().mean()
-        loss.backward(retain_graph=True)
+@law(LAWS, perceptron)
+def a_graph_may_be_walked_twice_if_it_is_kept(net: nn.Module) -> None:
+    loss = net(inputs()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            loss.backward()
-
-    compare(perceptron, use)
 
 
-def test_weights_written_before_the_backward_that_needs_them_are_noticed() -> None:
-    def use(net: nn.Module) -> None:
-        loss = net(inputs()).square().mean()
-        with torch.no_grad():
-            net[2].weight.mul_(2)
-        net(inputs())
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        net.zero_grad()
-
-    compare(perceptron, use)
+@law(LAWS, perceptron)
+def weights_written_before_the_backward_that_needs_them_are_noticed(net: nn.Module) -> None:
+    loss = net(inputs()).square().mean()
+    with torch.no_grad():
+        net[2].weight.mul_(2)
+    net(inputs())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    net.zero_grad()
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -380,67 +344,19 @@ def test_trained_weights_written_without_a_trace_are_seen_by_the_next_call(train
     compare(perceptron, use)
 
 
-def test_weights_written_while_others_are_trained_are_seen_after_training() -> None:
-    def use(net: nn.Module) -> Any:
-        net(inputs()).square().mean().backward()
-        net[2].requires_grad_(False).weight.data.mul_(2)
-        net.eval()
-        with torch.no_grad():
-            return net(inputs())
-
-    compare(perceptron, use)
-
-
-def test_frozen_weights_written_without_a_trace_are_seen_by_the_next_call() -> None:
+@law(LAWS, perceptron)
+def frozen_weights_written_without_a_trace_are_seen_by_the_next_call(net: nn.Module) -> Any:
     """As teachers are averaged: `teacher.data.mul_(m).add_((1 - m) * student.data)`."""
 
-    def use(net: nn.Module) -> Any:
-        net[0].requires_grad_(False)
-        net(inputs()).square().mean().backward()
-        net[0].weight.data.mul_(0.9).add_(0.1)
-        return net(inputs()).detach()
-
-    compare(perceptron, use)
+    net[0].requires_grad_(False)
+    net(inputs()).square().mean().backward()
+    net[0].weight.data.mul_(0.9).add_(0.1)
+    return net(inputs()).detach()
 
 
-def test_weights_swapped_without_a_trace_between_evaluations_are_seen() -> None:
-    def use(net: nn.Module) -> Any:
-        net.eval()
-        with torch.no_grad():
-            net(inputs())
-            for p in net.parameters():
-                p.data.copy_(p.data * 2)
-            return net(inputs())
-
-    compare(perceptron, use, always_copies=True)
-
-
-def test_embeddings_of_limited_norm_shorten_the_rows_of_all_shards() -> None:
-    def use(net: nn.Module) -> Any:
-        return net(torch.arange(6)).detach()
-
-    compare(lambda: nn.Embedding(10, 3, max_norm=0.1), use)
-
-
-def test_two_engines_that_share_layers_do_not_disturb_each_other() -> None:
-    torch.manual_seed(0)
-    shared = nn.Linear(4, 4).double()
-    first = nn.Sequential(shared, nn.Tanh())
-    second = nn.Sequential(shared, nn.Linear(4, 2).double())
-    one = copy.deepcopy(nn.ModuleList([first, second]))
-
-    def use(a: nn.Module, b: nn.Module) -> list[Any]:
-        outputs = []
-        for _ in range(3):
-            y = b(a(inputs()))
-            y.square().mean().backward()
-            outputs += [y.detach(), gradients(a), gradients(b)]
-            update(b)
-        return outputs
-
-    with engine_of(first) as a, engine_of(second, (1, 5)) as b, a.spreading(), b.spreading():
-        actual = use(first, second)
-    assert_equal_trees(actual, use(*one), "outputs", **EXACT)
+@law(LAWS, lambda: nn.Embedding(10, 3, max_norm=0.1))
+def embeddings_of_limited_norm_shorten_the_rows_of_all_shards(net: nn.Module) -> Any:
+    return net(torch.arange(6)).detach()
 
 
 @on_separate
@@ -521,35 +437,21 @@ def test_an_error_in_a_replica_arrives_once_and_training_goes_on() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("dp-")]
 
 
-def test_an_error_in_a_backward_arrives_and_training_goes_on() -> None:
-    def use(net: nn.Module) -> None:
-        y = net(inputs())
-        y.register_hook(lambda gradient: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            y.sum().backward()
-        handle = net[0].weight.register_hook(lambda gradient: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            net(inputs()).sum().backward()
-        handle.remove()
-        net.zero_grad()
-        net(inputs()).exp().sum().backward()
-
-    compare(perceptron, use)
+@law(LAWS, perceptron)
+def an_error_in_a_backward_arrives_and_training_goes_on(net: nn.Module) -> None:
+    y = net(inputs())
+    y.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    handle = net[0].weight.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        net(inputs()).sum().backward()
+    handle.remove()
+    net.zero_grad()
+    net(inputs()).exp().sum().backward()
 
 
 # Copies of the module
-
-
-def test_copies_of_the_module_between_and_inside_of_steps_are_whole() -> None:
-    def use(net: nn.Module) -> Any:
-        net(inputs()).square().mean().backward()
-        update(net)
-        copies = [copy.deepcopy(net), pickle.loads(pickle.dumps(net))]
-        device = next(net.parameters()).device
-        update(net)
-        return [c.to(device)(inputs().to(device)).detach() for c in copies]
-
-    compare(perceptron, use)
 
 
 def doubled(layer: nn.Linear, x: Tensor) -> Tensor:
@@ -580,3 +482,8 @@ def test_checkpoints_around_spread_calls_are_computed_again_once(way: str) -> No
     """The threads of several devices ask for their tensors at the same time."""
     for _ in range(3):
         compare(layers, CHECKPOINTED[way], sizes=(2, 2, 1, 1))
+
+
+@pytest.mark.parametrize(("make", "use", "options"), LAWS)
+def test_the_numbers_are_those_of_one_device(make: Any, use: Any, options: Any) -> None:
+    compare(make, use, **options)

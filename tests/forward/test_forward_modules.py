@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_equal_trees, devices_of, gradients
-from places import as_parameters, on_separate
-from spreading import CPU, EXACT, compare, engine_of, inputs, perceptron, update
+from places import on_separate
+from spreading import CPU, EXACT, compare, engine_of, inputs, law, perceptron, update
 from torch import Tensor, nn
 
 from lightning_dp.parallel.forward import ForwardParallel
 
 pytestmark = pytest.mark.usefixtures("on")
+
+
+LAWS: list[Any] = []
 
 
 # Arguments
@@ -55,24 +58,6 @@ def test_arguments_of_every_kind(arguments: Any, sizes: tuple[int, ...]) -> None
     assert compare(Affine, use).last_sizes == sizes
 
 
-def test_an_input_without_dimensions_goes_to_the_root_alone() -> None:
-    class Scale(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.weight * x
-
-    def use(net: nn.Module) -> Any:
-        x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
-        y = net(x)
-        y.sum().backward()
-        return y.detach(), x.grad
-
-    assert compare(Scale, use).last_sizes == (1, 0, 0)
-
-
 def test_scalars_of_the_replicas_come_stacked() -> None:
     """As in nn.DataParallel: one for each replica that had samples, and in the graph."""
 
@@ -106,16 +91,14 @@ def test_hooks_of_the_module_see_whole_batches_and_those_inside_shards() -> None
     assert seen == {"before": [6], "after": [6], "backward": [6], "inside": [3, 2, 1]}
 
 
-def test_hooks_of_the_module_may_replace_arguments_and_outputs() -> None:
-    def use(net: nn.Module) -> Any:
-        net.register_forward_pre_hook(lambda m, args: (2 * args[0],))
-        net.register_forward_hook(lambda m, args, y: y.cumsum(0))
-        net[0].register_forward_hook(lambda m, args, y: y * 3)
-        y = net(inputs())
-        y.square().sum().backward()
-        return y.detach()
-
-    compare(perceptron, use)
+@law(LAWS, perceptron)
+def hooks_of_the_module_may_replace_arguments_and_outputs(net: nn.Module) -> Any:
+    net.register_forward_pre_hook(lambda m, args: (2 * args[0],))
+    net.register_forward_hook(lambda m, args, y: y.cumsum(0))
+    net[0].register_forward_hook(lambda m, args, y: y * 3)
+    y = net(inputs())
+    y.square().sum().backward()
+    return y.detach()
 
 
 # What a forward may do
@@ -157,46 +140,31 @@ def test_autograd_works_inside_of_forward() -> None:
     compare(Energy, use)
 
 
-def test_parameters_may_be_replaced_and_layers_added_between_calls() -> None:
-    def use(net: nn.Module) -> Any:
-        found = []
-        for i in range(3):
-            y = net(inputs())
-            y.square().sum().backward()
-            update(net)
-            device = net[0].weight.device
-            if i == 0:
-                net[0].weight = nn.Parameter(torch.ones_like(net[0].weight))
-            if i == 1:
-                net.append(nn.Linear(3, 2).to(device, torch.float64))
-                with torch.no_grad():
-                    [p.fill_(0.5) for p in net[3].parameters()]
-            found.append(y.detach())
-        return found
-
-    compare(perceptron, use)
-
-
-def test_functional_calls_use_the_given_weights_and_give_them_gradients() -> None:
-    def use(net: nn.Module) -> Any:
-        inner = {name: p - 0.1 for name, p in net.named_parameters()}
-        y = torch.func.functional_call(net, inner, (inputs(),))
+@law(LAWS, perceptron)
+def parameters_may_be_replaced_and_layers_added_between_calls(net: nn.Module) -> Any:
+    found = []
+    for i in range(3):
+        y = net(inputs())
         y.square().sum().backward()
-        net(inputs()).sum().backward()
-        return y.detach()
+        update(net)
+        device = net[0].weight.device
+        if i == 0:
+            net[0].weight = nn.Parameter(torch.ones_like(net[0].weight))
+        if i == 1:
+            net.append(nn.Linear(3, 2).to(device, torch.float64))
+            with torch.no_grad():
+                [p.fill_(0.5) for p in net[3].parameters()]
+        found.append(y.detach())
+    return found
 
-    compare(perceptron, use)
 
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_forward_mode_derivatives_go_through_a_spread_call() -> None:
-    import torch.autograd.forward_ad as forward_ad
-
-    def use(net: nn.Module) -> Any:
-        with forward_ad.dual_level():
-            return forward_ad.unpack_dual(net(forward_ad.make_dual(inputs(), inputs(seed=2))))[1]
-
-    compare(perceptron, use)
+@law(LAWS, perceptron)
+def functional_calls_use_the_given_weights_and_give_them_gradients(net: nn.Module) -> Any:
+    inner = {name: p - 0.1 for name, p in net.named_parameters()}
+    y = torch.func.functional_call(net, inner, (inputs(),))
+    y.square().sum().backward()
+    net(inputs()).sum().backward()
+    return y.detach()
 
 
 class Writing(nn.Linear):
@@ -206,29 +174,14 @@ class Writing(nn.Linear):
         return super().forward(x.sub_(0.5).mul_(2))
 
 
-def test_writing_to_an_input_does_not_change_the_numbers() -> None:
-    def use(net: nn.Module) -> Any:
-        outputs = []
-        for _ in range(3):
-            y = net(inputs())
-            y.square().sum().backward()
-            outputs.append(y.detach())
-        return outputs
-
-    compare(lambda: Writing(4, 2), use, executor="inorder")
-
-
-one_counter = pytest.mark.xfail(reason="shards of one tensor on the CPU share its version counter")
-
-
-@pytest.mark.parametrize("on", as_parameters(marks={"cpu": one_counter}), indirect=True)
-def test_writing_to_an_input_that_has_a_graph_does_not_change_the_numbers() -> None:
-    def use(net: nn.Module) -> Any:
-        x = inputs().requires_grad_()
-        net(x * 3).square().sum().backward()
-        return x.grad
-
-    compare(lambda: Writing(4, 2), use, executor="inorder")
+@law(LAWS, lambda: Writing(4, 2), executor="inorder")
+def writing_to_an_input_does_not_change_the_numbers(net: nn.Module) -> Any:
+    outputs = []
+    for _ in range(3):
+        y = net(inputs())
+        y.square().sum().backward()
+        outputs.append(y.detach())
+    return outputs
 
 
 # Buffers
@@ -279,33 +232,18 @@ def test_running_statistics_are_those_of_the_first_or_the_mean(
             update(net), update(one)
 
 
-def test_evaluation_after_training_uses_the_statistics_of_training() -> None:
-    def use(net: nn.Module) -> Any:
-        outputs = []
-        for seed in range(3):
-            with torch.no_grad():  # on all devices alike: in eval mode, then a change of it
-                outputs.append(net.eval()(inputs(seed=seed)))
-                net[1].running_mean += 1
-                outputs.append(net(inputs(seed=seed)))
-            net(inputs(seed=seed)).square().sum().backward()
-            update(net)
-            outputs.append(net(inputs(seed=seed)).detach())
-        return outputs
-
-    compare(norms, use)
-
-
-def test_evaluation_on_idle_roots_uses_the_statistics_of_training() -> None:
-    torch.manual_seed(0)
-    net = norms().double()
-    with engine_of(net, (0, 6, 4)) as engine, engine.spreading():
-        net(inputs(10)).square().sum().backward()
+@law(LAWS, norms)
+def evaluation_after_training_uses_the_statistics_of_training(net: nn.Module) -> Any:
+    outputs = []
+    for seed in range(3):
+        with torch.no_grad():  # on all devices alike: in eval mode, then a change of it
+            outputs.append(net.eval()(inputs(seed=seed)))
+            net[1].running_mean += 1
+            outputs.append(net(inputs(seed=seed)))
+        net(inputs(seed=seed)).square().sum().backward()
         update(net)
-        net(inputs(10)).square().sum().backward()
-        y = net.eval()(inputs(10))
-    one = norms().double()
-    one.load_state_dict(net.state_dict())
-    assert_equal_trees(y.detach(), one.eval()(inputs(10)).detach(), "outputs", **EXACT)
+        outputs.append(net(inputs(seed=seed)).detach())
+    return outputs
 
 
 def test_two_calls_before_one_backward_with_running_statistics() -> None:
@@ -352,27 +290,15 @@ def test_named_submodules_are_spread_too_and_inside_of_a_spread_call_only_once()
     assert seen == [3, 2, 1, 3, 2, 1]
 
 
-def test_spreading_leaves_no_trace_on_submodules_named_twice() -> None:
-    net = Pair().double()
-    with engine_of(net, parallel_modules=["encoder", "encoder"]) as engine:
-        with engine.spreading():
-            net.encoder(inputs())
-        assert "forward" not in net.encoder.__dict__ and "forward" not in net.__dict__
-
-
-def test_a_submodule_copied_inside_of_a_step_is_not_spread() -> None:
+@law(LAWS, Pair, parallel_modules=["encoder"])
+def a_submodule_copied_inside_of_a_step_is_not_spread(net: nn.Module) -> Any:
     """To average weights, say."""
 
-    def use(net: nn.Module) -> Any:
-        y = net.encoder(inputs())
-        average = copy.deepcopy(net.encoder)
-        y.square().sum().backward()
-        update(net)
-        return average(inputs().to(average[0].weight.device)).detach(), net.encoder(
-            inputs()
-        ).detach()
-
-    compare(Pair, use, parallel_modules=["encoder"])
+    y = net.encoder(inputs())
+    average = copy.deepcopy(net.encoder)
+    y.square().sum().backward()
+    update(net)
+    return average(inputs().to(average[0].weight.device)).detach(), net.encoder(inputs()).detach()
 
 
 def test_unknown_submodules_are_refused_with_a_suggestion() -> None:
@@ -408,11 +334,14 @@ def test_inputs_may_be_anywhere_and_get_their_gradients_there(place: str) -> Non
     assert {p.grad.device for p in net.parameters()} == {devices_of(1)[0]}
 
 
-def test_dim_1_is_cut_and_joined() -> None:
-    def use(net: nn.Module) -> Any:
-        x = inputs(5, 6).unsqueeze(2).repeat(1, 1, 4).requires_grad_()  # (time, batch, features)
-        y, state = net(x)
-        (y.exp().mean() + state.square().sum()).backward()
-        return y.detach(), state.detach(), x.grad
+@law(LAWS, lambda: nn.GRU(4, 3), dim=1)
+def dim_1_is_cut_and_joined(net: nn.Module) -> Any:
+    x = inputs(5, 6).unsqueeze(2).repeat(1, 1, 4).requires_grad_()  # (time, batch, features)
+    y, state = net(x)
+    (y.exp().mean() + state.square().sum()).backward()
+    return y.detach(), state.detach(), x.grad
 
-    compare(lambda: nn.GRU(4, 3), use, dim=1)
+
+@pytest.mark.parametrize(("make", "use", "options"), LAWS)
+def test_the_numbers_are_those_of_one_device(make: Any, use: Any, options: Any) -> None:
+    compare(make, use, **options)

@@ -5,8 +5,6 @@ A test is named after the name that it is about, so that a new release tells whi
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import lightning
@@ -16,13 +14,10 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from several_processes import run_in_processes
 from torch import nn
 from torchmetrics import MeanMetric, RunningSum
@@ -126,15 +121,6 @@ def test_forward_cache_is_left_by_a_call_of_the_metric() -> None:
     assert private.found(metric, "_forward_cache") == 3
 
 
-def test_lightning_optimizers() -> None:
-    module, trainer = BoringModel(), _trainer(limit_train_batches=1, limit_val_batches=0)
-    trainer.fit(module)
-    wrappers = private.lightning_optimizers(trainer.strategy)
-    assert [isinstance(w, LightningOptimizer) for w in wrappers] == [True]
-    assert wrappers[0] is module.optimizers()
-    assert wrappers[0].optimizer is trainer.optimizers[0]
-
-
 def test_layer_sync() -> None:
     strategy = _trainer(strategy=DDPStrategy(), sync_batchnorm=True).strategy
     assert type(private.layer_sync(strategy)) is TorchSyncBatchNorm
@@ -142,35 +128,6 @@ def test_layer_sync() -> None:
     private.set_layer_sync(strategy, other)
     assert private.layer_sync(strategy) is other
     assert private.layer_sync(_trainer(strategy=DDPStrategy()).strategy) is None
-
-
-def test_root_device() -> None:
-    strategy = SingleDeviceStrategy("cpu")
-    private.set_root_device(strategy, torch.device("meta"))
-    assert strategy.root_device == torch.device("meta")
-
-
-@pytest.mark.parametrize("name", ["_accelerator_connector", "_parallel_devices"])
-def test_requested_devices_are_in(name: str) -> None:
-    trainer = _trainer()
-    owner = (
-        trainer
-        if name == "_accelerator_connector"
-        else private.found(trainer, "_accelerator_connector")
-    )
-    assert hasattr(owner, name)
-    assert list(map(torch.device, private.requested_devices(trainer))) == [torch.device("cpu")]
-
-
-def test_checkpoint_io_of_a_wrapper() -> None:
-    plain = TorchCheckpointIO()
-    wrapper = AsyncCheckpointIO(plain)
-    assert private.wrapped_io(wrapper) is plain and private.wrapped_io(plain) is None
-    wrapper.checkpoint_io = TorchCheckpointIO()
-    assert wrapper.checkpoint_io is plain, "the public way is for wrappers without one"
-    other = TorchCheckpointIO()
-    private.set_io(wrapper, other)
-    assert wrapper.checkpoint_io is other
 
 
 def test_checkpoint_io_of_a_strategy() -> None:
@@ -280,40 +237,15 @@ def test_FxValidator_knows_where_modules_may_log() -> None:
     assert not any(map(private.may_log, hooks))
 
 
-def test_signal_connector_calls_sigterm_notifier_fn_and_broadcast_sigterm_tensor() -> None:
-    """Ours in place of Lightning's; a Trainer with one process asks before no batch."""
-    told: list[Any] = []
-
-    class Ending(Callback):
-        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-            os.kill(os.getpid(), signal.SIGTERM)
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
-            told.append(trainer.received_sigterm)
-            private.set_sigterm_received(trainer)
-            told.append(trainer.received_sigterm)
-
-    trainer = _trainer(limit_train_batches=3, callbacks=[Ending()])
-    private.replace_sigterm(
-        trainer, lambda signum, frame: told.append(signum), lambda: told.append("before")
-    )
-    with pytest.raises(SIGTERMException):
-        trainer.fit(BoringModel())
-    assert told == [signal.SIGTERM, "before", False, True]
-    private.restore_sigterm(trainer)
-    assert "_sigterm_notifier_fn" not in vars(trainer._signal_connector)
-    assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
-
-
-def test_combined_loader_and_data_fetcher_are_those_of_a_fit() -> None:
+def test_IndexBatchSamplerWrapper_notes_the_indices_of_predict() -> None:
     seen: list[Any] = []
 
     class Looking(Callback):
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            seen.append((private.training_loaders(trainer), private.prefetched_batches(trainer)))
+        def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            sampler = trainer.predict_dataloaders.batch_sampler
+            assert private.is_index_sampler(sampler)
+            seen.append(list(sampler.seen_batch_indices))
 
-    trainer = _trainer(limit_train_batches=1, callbacks=[Looking()])
-    assert private.training_loaders(trainer) == [] and private.prefetched_batches(trainer) == 0
-    trainer.fit(BoringModel())
-    [(loaders, ahead)] = seen
-    assert loaders == [trainer.train_dataloader] and ahead == 0
-    assert {"_combined_loader", "_data_fetcher"} <= vars(trainer.fit_loop).keys()
+    trainer = _trainer(limit_predict_batches=2, callbacks=[Looking()])
+    trainer.predict(BoringModel())
+    assert seen[0][0] == [0] and not private.is_index_sampler(seen)

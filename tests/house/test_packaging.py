@@ -133,7 +133,7 @@ def test_the_source_distribution_is_the_repository_and_its_tests_run(tmp_path: P
         "sys.exit(pytest.main(sys.argv[1:]))"
     )
     chosen = ("house/test_packaging", "house/test_house", "faults/test_option_values")
-    tests = [f"tests/{name}.py" for name in (*chosen, "batches/test_scatter_gather")]
+    tests = [f"tests/{name}.py" for name in (*chosen, "batches/test_scatter")]
     done = subprocess.run(
         [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *tests],
         cwd=unpacked,

@@ -93,10 +93,10 @@ def test_on_simulated_devices(on):
 
 
 def test_nobody_enables_simulated_devices():
-    from lightning_dp import sim
+    import sim_devices
 
     with pytest.raises(AssertionError, match="mark the test sim_only"):
-        sim.enable(8)
+        sim_devices.enable(8)
 """
 
 
@@ -129,7 +129,7 @@ def test_cases_on_several_gpus_are_marked_and_none_is_of_simulated_devices(tmp_p
     cases = [line for line in found if "::" in line]
     assert len(cases) > 2000 and all("multigpu" in case for case in cases)
     found = pytest_with_two_gpus(tmp_path, *here, "--on", "cuda").splitlines()
-    assert len(found) > 8000
+    assert len(found) > 5000
     of_sim = [line for line in found if "tests/sim/" in line or re.search(r"[\[-]sim[\]-]", line)]
     named = ("test_house", "test_places")  # they are about folders, and about kinds
     assert not [line for line in of_sim if not any(name in line for name in named)]
@@ -140,8 +140,8 @@ def test_cases_on_several_gpus_are_marked_and_none_is_of_simulated_devices(tmp_p
 def test_rehearsal(count: int, tmp_path: Path) -> None:
     """Simulated devices stand in for GPUs, without what they alone have, and round otherwise."""
     names = ("same_numbers/test_strategy", "drop_in/test_drop_in", "replicas/test_replicas")
-    names += ("batches/test_split_batch", *(f"links/test_{n}" for n in ("copies", "spans")))
-    files = [f"tests/{name}.py" for name in (*names, "links/test_side_streams")]
+    names += ("batches/test_split_batch", *(f"comm/test_{n}" for n in ("copies", "spans")))
+    files = [f"tests/{name}.py" for name in (*names, "comm/test_side_streams")]
     kind = "cuda" if count == 1 else "multigpu"
     command = [sys.executable, "-m", "pytest", "--on", "cuda", "--played", str(count), "-k", kind]
     done = subprocess.run([*command, "-q", *files], cwd=ROOT, capture_output=True, text=True)

@@ -25,18 +25,9 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
 PACKAGE = ROOT / "lightning_dp"
-TORCH = (
-    "autograd checkpoint compile found hooks losses mixing modes modules nodes parametrize storage "
-    "substitute tensors"
-)
-NAMELESS = ("found", "nodes", "substitute")
-"""How names are asked for and replaced, and nodes by their public names: no private ones."""
-
 ROOMS = (
     "lightning_private.py",
-    *(f"parallel/torch_private/{name}.py" for name in TORCH.split()),
-    "processes/torch_loaders.py",
-    "sim/torch_backends.py",
+    "parallel/torch_private.py",
 )
 
 PUBLIC = {
@@ -191,11 +182,10 @@ def test_only_these_rooms_touch_private_names_of_others(file: str) -> None:
     assert not found, f"{file}: give these a function in {' or '.join(ROOMS)}: {found}"
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if Path(room).stem not in NAMELESS])
+@pytest.mark.parametrize("room", ROOMS)
 def test_each_private_name_has_a_test_that_is_named_after_it(room: str) -> None:
     touched = {name.rpartition(".")[2] for _, name in foreign_names((PACKAGE / room).read_text())}
-    name = room.removeprefix("parallel/").removesuffix(".py").replace("torch_private/", "torch_")
-    (file,) = (ROOT / "tests").rglob(f"test_{Path(name).stem}.py")
+    (file,) = (ROOT / "tests").rglob(f"test_{Path(room).stem}.py")
     tests = ast.parse(file.read_text())
     named = [node.name for node in ast.walk(tests) if isinstance(node, ast.FunctionDef)]
     # A test of several names has them as parameters.

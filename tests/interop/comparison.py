@@ -78,7 +78,7 @@ def package(name: str) -> tuple[Any, Any, Any]:
     ours: Any = lightning_dp
     if name != "lightning":
         ours = importlib.import_module(f"lightning_dp.{name}")
-        importlib.import_module(f"lightning_dp.sim.{name}")  # the accelerator
+        importlib.import_module(f"sim_devices.{name}")  # the accelerator
 
     class Rows(theirs.loggers.logger.Logger):
         name, version = "rows", 0

@@ -10,9 +10,9 @@ from lightning_dp.examples.gan import GAN, DigitsAndNoise, Recorder, frechet_dis
 EPOCHS = 2
 
 
-def losses(accelerator: str, devices: int, mode: str = "step") -> Recorder:
+def losses(accelerator: str, devices: int) -> Recorder:
     run = Recorder()
-    learn(run, accelerator=accelerator, devices=devices, epochs=EPOCHS, mode=mode)
+    learn(run, accelerator=accelerator, devices=devices, epochs=EPOCHS)
     return run
 
 
@@ -22,12 +22,9 @@ def one_device() -> Recorder:
 
 
 @not_repeated
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_both_modes_have_the_loss_curves_of_one_device(
-    on: str, mode: str, one_device: Recorder
-) -> None:
+def test_the_loss_curves_are_those_of_one_device(on: str, one_device: Recorder) -> None:
     oracle.devices_of(4)
-    several = losses(oracle.accelerator(), 4, mode)
+    several = losses(oracle.accelerator(), 4)
     assert len(several.losses) == EPOCHS * 15
     for a, b in zip(several.losses, one_device.losses, strict=True):
         assert a == pytest.approx(b, abs=1e-4, rel=0)

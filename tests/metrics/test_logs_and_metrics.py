@@ -1,7 +1,6 @@
 """`self.log` and torchmetrics inside steps: the values of one device, on step and on epoch."""
 
 import math
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +145,7 @@ def test_low_precision_and_plain_numbers_are_averaged_in_full_precision() -> Non
     ],
     ids=["samples", "one", "constant", "tokens", "valid items", "tensor"],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_a_given_batch_size_weighs_as_on_one_device(batch_size: Callable[[Tensor], Any]) -> None:
     def step(module: Stepwise, batch: Any, batch_idx: int) -> None:
         x = batch[0]
@@ -420,6 +420,20 @@ def test_a_number_for_a_metric_may_happen_to_be_the_size_of_the_shards(by: Any) 
         assert_same_logs(step, make=Scaled, data=lambda n=4 * size: loader(12, n))
 
 
+def test_overrides_of_outputs_do_not_join_arguments_of_metrics() -> None:
+    torch.set_default_dtype(torch.float64)
+
+    def step(module: Any, batch: Any, batch_idx: int) -> None:
+        module.metric.update(preds=module(batch[0]), target=batch[1])
+        module.log("acc", module.metric)
+
+    def make() -> Any:
+        return Stepwise(step, lambda: MulticlassAccuracy(num_classes=3))
+
+    strategy = {"gather_overrides": {"target": "first", "0": "first"}}
+    assert_same(run(make, 3, strategy=strategy), run(make, 1))
+
+
 class Squeezing(Classifier):
     """Its numbers are 0-dim where a shard has one sample."""
 
@@ -634,22 +648,6 @@ def test_an_attribute_bound_to_different_values_is_named_once() -> None:
     messages = [str(w.message) for w in caught if "binds" in str(w.message)]
     assert len(messages) == 1 and "Binding.seen to different values" in messages[0]
     assert module.seen == 2 * (9 + 9 + 1) and module.same == 2
-
-
-def test_a_class_that_every_replica_makes_for_itself_is_one_value() -> None:
-    class Making(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            if not hasattr(self, "kind"):
-                self.kind = namedtuple("Output", ["y"])
-            return super().training_step(batch, batch_idx)
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.kind(self.net(batch[0]))
-
-    runs = [run(Making, devices) for devices in (3, 1)]  # a warning is an error
-    torch.testing.assert_close(
-        *[torch.cat([output.y for output in r.predictions]) for r in runs], atol=1e-5, rtol=0
-    )
 
 
 def test_attributes_of_a_step_reach_a_root_that_has_no_samples() -> None:

@@ -242,7 +242,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 HOW: dict[str, tuple[type[Trained], dict[str, Any]]] = {
     "threads": (Trained, {"executor": "threads"}),
     "inorder": (Trained, {"executor": "inorder"}),
-    "manual": (TrainedByHand, {"executor": "threads"}),
+    "manual": (TrainedByHand, {"mode": "forward", "parallel_modules": ["net"]}),
     "forward": (Trained, {"mode": "forward", "parallel_modules": ["net"]}),
 }
 
@@ -398,6 +398,7 @@ class Scored(nn.Module):
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 @pytest.mark.parametrize("make", [MeanLoss, FullState, Learnt])
+@pytest.mark.usefixtures("unchecked")
 def test_a_metric_inside_the_drop_in_is_a_module(make: type[MeanLoss], executor: Any) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -416,6 +417,7 @@ def test_a_metric_inside_the_drop_in_is_a_module(make: type[MeanLoss], executor:
 
 
 @pytest.mark.parametrize("output", [None, 1])
+@pytest.mark.usefixtures("unchecked")
 def test_a_metric_inside_a_spread_forward_may_have_parameters(output: int | None, on: str) -> None:
     class Inside(Classifier):
         def __init__(self) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.workers import collectives
+from lightning_dp.parallel.apply import collectives
 
 BATCH = 25
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -218,7 +218,7 @@ def asks(devices: int, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy=DataParallelStrategy(**options),
+        strategy=DataParallelStrategy(check_first_step=False, **options),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

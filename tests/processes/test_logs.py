@@ -82,7 +82,6 @@ def log_all(module: Classifier, batch: Any, prefix: str) -> None:
     module.log(f"{prefix}/int", y.sum(), reduce_fx="sum", **both)
     module.log(f"{prefix}/constant", 7, **both)
     module.log(f"{prefix}/tokens", x[:, 0].mean(), batch_size=7 * n, **both)
-    module.log(f"{prefix}/same weight", x[:, 1].mean(), batch_size=64, **both)
     valid = x[x[:, 0] > 0.5]
     module.log(f"{prefix}/valid", valid.mean(), batch_size=len(valid), on_epoch=True)
     module.log(f"{prefix}/tensor", valid.mean(), batch_size=(x[:, 0] > 0.5).sum(), on_epoch=True)

@@ -348,6 +348,6 @@ def test_two_processes() -> None:
     ],
 )
 def test_any_number(counts: tuple[int, int], executor: str, samples: int) -> None:
-    # The first batch is cut into other unequal shards in processes than in one process.
+    # Other numbers of processes cut batches into other shards.
     names = [name for name, case in CASES.items() if counts[1] == 1 or not case.same_shards]
     check(counts, samples, names, executor=executor)

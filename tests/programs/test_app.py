@@ -42,8 +42,6 @@ def configure(tmp_path: Path) -> Configure:
 
     def configured(*overrides: str, name: str = "train", folder: str = "run") -> DictConfig:
         paths = [f"paths.output_dir={tmp_path / folder}", "paths.work_dir=."]
-        if name == "train":
-            paths.append("compare=false")  # takes its time; see test_compare.py
         with initialize_config_module("lightning_dp.conf", version_base="1.3"):
             return compose(name, overrides=[*paths, *overrides])
 
@@ -88,21 +86,21 @@ def test_run_folder_holds_config_checkpoints_and_metrics(
     assert [row["epoch"] for row in rows if row["val/acc"]] == ["0", "1"]
     samples = [row["dp/cpu:1/samples"] for row in rows]
     cells = [cell for cell in samples if cell]
-    assert cells == ["47.9", "47.9", "48.0"], "every tenth step of 30: the 1st and the 16th show"
+    assert cells == ["48.0"] * 3, "every tenth step of 30"
 
     metrics = read_json(folder / "metrics.json")
     assert metrics["test/acc"] == result.metrics["test/acc"] > 0.5
     assert metrics["devices"] == ["cpu:0", "cpu:1"]
-    assert metrics["samples_per_device"] == [1442, 1438], "720 per epoch"
+    assert metrics["samples_per_device"] == [1440, 1440], "720 per epoch"
     assert len(metrics["busy_seconds_per_device"]) == 2
     assert all(seconds > 0 for seconds in metrics["busy_seconds_per_device"])
     assert len(metrics["waiting_seconds_per_device"]) == 2
-    assert metrics["test_samples_per_device"] == [91, 89]
+    assert metrics["test_samples_per_device"] == [90, 90]
     assert (folder / "devices.png").read_bytes().startswith(b"\x89PNG")
 
     printed = capsys.readouterr().out
     assert f"test/acc {metrics['test/acc']:.4f}" in printed
-    assert "50.1%" in printed
+    assert "50.0%" in printed
     assert "waiting" in printed
     assert str(folder / "devices.png") in printed
     assert f"run folder: {folder}" in printed
@@ -144,29 +142,6 @@ def test_the_table_says_that_replicas_took_turns(
 
 
 @pytest.mark.slow
-@pytest.mark.sim_only("GPUs cannot be given a speed.")
-def test_devices_can_become_unequal(configure: Configure, tmp_path: Path) -> None:
-    on_sim = ("trainer=sim", "trainer.devices=2", "callbacks=slow_device")
-    speeds = ("callbacks.slow_device.factors=[1,3]", "callbacks.slow_device.from_step=1")
-    run_in_process(train, configure(*FEW, *on_sim, *speeds))
-    metrics = read_json(tmp_path / "run" / "metrics.json")
-    fast, slow = metrics["busy_seconds_per_device"]
-    assert slow == pytest.approx(2 * fast, rel=0.05), "a step like the other, and one of thrice"
-    assert metrics["waiting_seconds_per_device"][0] == pytest.approx(fast, rel=0.1)
-    assert [torch.sim.get_speed(device) for device in range(2)] == [(0, 0)] * 2
-
-
-ON_SIM = pytest.param("trainer=sim", marks=pytest.mark.sim_only("It asks for their speeds."))
-
-
-@pytest.mark.parametrize("devices", [*ON_CPU, ON_SIM])
-def test_speeds_are_for_as_many_simulated_devices(devices: str, configure: Configure) -> None:
-    cfg = configure(*FEW, devices, "callbacks=slow_device", "callbacks.slow_device.factors=[1,4]")
-    with pytest.raises(ValueError, match=r"factors: expected .*, got \[1, 4\] for .*\. Use "):
-        train(cfg)
-
-
-@pytest.mark.slow
 def test_weights_become_shares(configure: Configure, tmp_path: Path) -> None:
     strategy = ("strategy.output_device=cpu", "strategy.weights=[1,2,3]")
     run_in_process(
@@ -199,7 +174,7 @@ def test_checkpoint_is_evaluated_and_resumed(
     cfg = configure(*common, f"ckpt_path={checkpoint}", name="eval", folder="eval")
     capsys.readouterr()
     tested = run_in_process(evaluate, cfg)
-    assert tested.per_device == {"test_samples_per_device": [91, 89]}
+    assert tested.per_device == {"test_samples_per_device": [90, 90]}
     printed = capsys.readouterr().out
     assert "test samples" in printed and "50.6%" in printed and "49.4%" in printed
     assert tested.metrics["test/acc"] == trained.metrics["test/acc"]

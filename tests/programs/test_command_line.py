@@ -42,7 +42,7 @@ def test_default_training_learns_the_digits(tmp_path: Path) -> None:
 def test_the_default_training_is_that_of_one_device(tmp_path: Path) -> None:
     def tested(devices: int) -> dict[str, float]:
         folder = tmp_path / str(devices)
-        options = (f"trainer.devices={devices}", "trainer.max_epochs=3", "compare=false")
+        options = (f"trainer.devices={devices}", "trainer.max_epochs=3")
         command_line("trainer.accelerator=cpu", f"hydra.run.dir={folder}", *options, cwd=tmp_path)
         metrics = read_json(folder / "metrics.json")
         return {name: metrics[name] for name in ("test/acc", "test/loss")}
@@ -59,8 +59,7 @@ def test_multirun_runs_the_strategies_one_after_another(tmp_path: Path) -> None:
     folders = [sweep / str(job) for job in range(4)]
     metrics = [read_json(folder / "metrics.json") for folder in folders]
     assert [len(found["devices"]) for found in metrics] == [2, 2, 1, 2]
-    # The first batch is cut unequally, which shows what counts samples.
-    assert metrics[0]["samples_per_device"] == [721, 719]
+    assert metrics[0]["samples_per_device"] == [720, 720]
     assert not list((tmp_path / "logs" / "train").glob("runs/*")), "a child ran on its own"
     assert [(folder / "train_ddp_process_1.log").is_file() for folder in folders] == [
         False,

@@ -39,11 +39,6 @@ def error_of(main: Any, capsys: pytest.CaptureFixture[str]) -> str:
         ("--devices=0", "argument --devices: expected a whole number from 1 on, got '0'"),
         ("--epochs=two", "argument --epochs: expected a whole number from 1 on, got 'two'"),
         ("--accelerator=tpu", "argument --accelerator: invalid choice: 'tpu'"),
-        pytest.param(
-            "--accelerator=sim --devices=200",
-            "device_count: expected 1 to 127 devices, got 200",
-            marks=pytest.mark.sim_only("It asks for simulated devices."),
-        ),
     ],
 )
 def test_a_script_says_in_one_line_what_it_expects(
@@ -64,7 +59,6 @@ def test_a_script_says_in_one_line_what_it_expects(
         ("denoise", "--split=fair", "argument --split: invalid choice: 'fair'"),
         ("tutorial", "--split=fair", "argument --split: invalid choice: 'fair'"),
         ("tutorial", "--device-ids=7,x", "--device-ids: expected a whole number from 0 on"),
-        ("tutorial", "--device-count=0", "--device-count: expected a whole number from 1 on"),
     ],
 )
 def test_so_it_does_for_options_of_its_own(

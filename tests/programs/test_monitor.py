@@ -43,11 +43,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.monitor.history import Fit, History, Period
 from lightning_dp.monitor.picture import as_png, figure_of, save
-from lightning_dp.parallel import step_meter
+from lightning_dp.parallel import usage
+from lightning_dp.parallel.apply import EXECUTORS, Executor
+from lightning_dp.parallel.apply.executor import Trial
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.split.usage import StepUsage
-from lightning_dp.parallel.workers.apply import EXECUTORS, Executor
-from lightning_dp.parallel.workers.trial import Trial
 
 STEPS = EPOCHS * 3
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -210,14 +210,15 @@ def test_what_is_not_measured_is_not_taken_for_waiting(on: str) -> None:
 def ready(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Makes steps last until it says so."""
     answer = [False]
-    monkeypatch.setattr(step_meter._Step, "is_over", lambda step: answer[0])
-    monkeypatch.setattr(step_meter._Step, "wait", lambda step: answer.__setitem__(0, True))
+    monkeypatch.setattr(usage._Step, "is_over", lambda step: answer[0])
+    monkeypatch.setattr(usage._Step, "wait", lambda step: answer.__setitem__(0, True))
     yield answer
 
 
 def test_steps_that_end_together_are_each_taken_once(ready: list[bool]) -> None:
     devices = [torch.device("cpu")] * 2
-    steps = step_meter.StepMeter(devices, step_meter.PeakMemory(devices))
+    steps = usage.UsageMeter(devices)
+    steps.watch()
     for sizes in [(1, 2), (3, 4), (5, 6)]:
         steps.start(sizes)
         steps.stop()
@@ -238,12 +239,13 @@ def test_what_devices_are_still_at_when_training_ends_is_waited_for(ready: list[
 
 def test_what_nobody_takes_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = [torch.device("cpu")] * 2
-    steps = step_meter.StepMeter(devices, step_meter.PeakMemory(devices))
-    for _ in range(step_meter._UNTAKEN + 10):
+    steps = usage.UsageMeter(devices)
+    steps.watch()
+    for _ in range(usage._UNTAKEN + 10):
         steps.start((1, 1))
         steps.stop()
         steps.latest()
-    assert len(steps.take()) == step_meter._UNTAKEN
+    assert len(steps.take()) == usage._UNTAKEN
 
 
 # --- loggers --------------------------------------------------------------------------------------
@@ -383,7 +385,7 @@ def test_the_choice_is_told_with_what_it_goes_by(
 ) -> None:
     # Ways that take so long, whatever the machine is at.
     seconds = {True: 0.002, False: 0.004 if faster == "threads" else 0.001}
-    monkeypatch.setattr(Trial, "medians", property(lambda trial: seconds))
+    monkeypatch.setattr(Trial, "_read", lambda trial: trial.medians.update(seconds))
     monitor = watched(devices=2, max_epochs=20)
     if faster == "threads":
         assert monitor.note is None

@@ -119,7 +119,8 @@ class Kernel:
 def kernel(tmp_path: Path) -> Iterator[Kernel]:
     from jupyter_client.manager import start_new_kernel
 
-    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    folders = [*map(str, Path(__file__).parents[1:3]), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(folders)
     env = {**os.environ, "PYTHONPATH": path}
     manager, client = start_new_kernel(cwd=str(tmp_path), env=env, startup_timeout=300)
     try:
@@ -214,9 +215,9 @@ def test_devices_that_earlier_cells_have_used(kernel: Kernel) -> None:
         kernel.works(cell)
     kernel.works("""
         import os
-        from lightning_dp import sim
+        import sim_devices
 
-        sim.enable(4)
+        sim_devices.enable(4)
         held = torch.randn(2, device="sim:1") + torch.randn(2, device="sim:1")
 
         def fork():

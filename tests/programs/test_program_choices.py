@@ -1,7 +1,6 @@
 """Choices on the command line: mistyped ones, loggers, sweeps, and those without effect."""
 
 import importlib.util
-import io
 import os
 import re
 import sys
@@ -15,7 +14,6 @@ from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from program_runs import command_line, read_json
-from rich.console import Console
 
 from lightning_dp.app import build, report
 from lightning_dp.app import train as train_program
@@ -155,7 +153,7 @@ def test_missing_costs_are_told_before_data_is_loaded(
 
 def test_one_device_needs_no_costs(configure: Configure) -> None:
     on_one = ("strategy=dp_cost", "trainer.accelerator=cpu", "trainer.devices=1", "callbacks=none")
-    train_program.train(configure(*on_one, "trainer.fast_dev_run=true", "compare=false"))
+    train_program.train(configure(*on_one, "trainer.fast_dev_run=true"))
 
 
 # --- loggers --------------------------------------------------------------------------------------
@@ -234,15 +232,14 @@ def test_step_times_are_within_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None
     assert times.milliseconds == 500, "the median of 0.5, 1 and 0.25 s"
 
 
-def test_one_table_for_all_jobs(tmp_path: Path) -> None:
+def test_one_table_for_all_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {"test/acc": 0.5, "val/acc": 0.25, "ms_per_step": 12.34, "devices": ["cpu"]}
     jobs = [
         sweep.SweptJob(["seed=1", "strategy=single"], tmp_path / "0", None, found),
         sweep.SweptJob(["seed=1", "strategy=ddp"], tmp_path / "1", "ValueError: no"),
     ]
-    printed = io.StringIO()
-    sweep.show(jobs, Console(file=printed, width=80))
-    text = printed.getvalue()
+    sweep.show(jobs)
+    text = capsys.readouterr().out
     head, first, second = [line for line in text.splitlines() if "│" in line or "┃" in line]
     assert "test/acc" in head and "val/acc" not in head and "ms per step" in head
     assert "strategy=single" in first and "0.5000" in first and "12.3" in first
@@ -253,17 +250,18 @@ def test_one_table_for_all_jobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outcome", [{}, {"val/loss": 1.0}])
-def test_a_table_without_test_metrics(outcome: dict[str, Any], tmp_path: Path) -> None:
-    printed = io.StringIO()
+def test_a_table_without_test_metrics(
+    outcome: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     jobs = [sweep.SweptJob([], tmp_path / "0", None, outcome)]
-    sweep.show([*jobs, sweep.SweptJob([], tmp_path / "1", "no")], Console(file=printed, width=80))
-    assert printed.getvalue().count("failed") == 2
-    assert ("1.0000" in printed.getvalue()) == bool(outcome)
+    sweep.show([*jobs, sweep.SweptJob([], tmp_path / "1", "no")])
+    text = capsys.readouterr().out
+    assert text.count("failed") == 2 and ("1.0000" in text) == bool(outcome)
 
 
 @pytest.mark.slow
 def test_a_sweep_goes_on_without_the_jobs_that_fail(typed: Any, tmp_path: Path) -> None:
-    few = ("trainer.max_epochs=1", "callbacks=none", "compare=false", "trainer.accelerator=cpu")
+    few = ("trainer.max_epochs=1", "callbacks=none", "trainer.accelerator=cpu")
     axes = ("strategy=dp_custom,dp_cost,single", "trainer.devices=2")
     assert typed("-m", *axes, *few)[0] == 1
     (folder,) = (tmp_path / "logs" / "train" / "multiruns").iterdir()
@@ -317,14 +315,15 @@ def test_the_search_runs(tmp_path: Path) -> None:
     assert "Best value" in printed and printed.count("model.width=") >= 2
 
 
-def test_numbers_that_a_sweeper_has_drawn_are_told_in_four_digits(tmp_path: Path) -> None:
-    printed = io.StringIO()
+def test_numbers_that_a_sweeper_has_drawn_are_told_in_four_digits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     jobs = [
         sweep.SweptJob([f"model.lr={lr}", f"x={lr}a", f"n={i}"], tmp_path / str(i))
         for i, lr in enumerate(("0.0028057582311", "1.2345678e-05", "-0.25", "12345678"))
     ]
-    sweep.show(jobs, Console(file=printed, width=80))
-    table = printed.getvalue()
+    sweep.show(jobs)
+    table = capsys.readouterr().out
     for told in ("model.lr=0.002806 ", "model.lr=1.235e-05 ", "=-0.25 ", "model.lr=12345678 "):
         assert told in table, table
     assert "x=0.0028057582311a" in table  # no number

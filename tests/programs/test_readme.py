@@ -90,7 +90,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
     ours = ("PYTHON", "PYTEST", "COLUMNS", "OMP_", "LIGHTNING_DP", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    return {**kept, "PATH": beside(tmp_path / "env" / "bin" / "python")}
+    # What Lightning says of a torch that is newer than itself is not the page's.
+    quiet = "ignore:`isinstance(treespec:FutureWarning"
+    path = beside(tmp_path / "env" / "bin" / "python")
+    return {**kept, "PATH": path, "PYTHONWARNINGS": quiet}
 
 
 @pytest.mark.slow
@@ -127,25 +130,22 @@ def ending(printed: str, wanted: str) -> str:
 
 
 def of_any_machine(text: str) -> str:
-    """Without times, the verdict on them, and widths; processors differ in a loss's last digits."""
+    """Without times and widths; processors differ in a loss's last digits."""
     text = re.sub(r"[\d.,]+ (m?s)\b", r"# \1", text)
-    text = re.sub(r"( ms): one device .*", r"\1", text)
     text = re.sub(r"(test/loss 0\.\d\d)\d\d", r"\1##", text)
     return re.sub(r"([━─ ])\1+", r"\1", text)
 
 
 def test_what_differs_between_machines_is_all_that_is_left_out() -> None:
-    last = "4 devices: {} ms per step; 1 device: {} ms"
     first = "test/acc {}   test/loss {}"
-    wanted = f"│ 1 │  3.7 s │\n.../a.png\n{last.format(35.1, 19.5)}: one device is faster\n"
+    wanted = "│ 1 │  3.7 s │\n.../a.png\n"
     wanted = f"{first.format('1.0000', 0.1477)}\n{wanted}"
-    printed = f"│ 1 │ 13.7 s │\n/b/a.png\nThe replicas took turns\n{last.format(5.1, 9)}\n"
+    printed = "│ 1 │ 13.7 s │\n/b/a.png\nThe replicas took turns\n"
     printed = f"before\n{first.format('1.0000', 0.1476)}\n{printed}"
     compare(ending(printed, wanted), of_any_machine(wanted), "right")
     for right, wrong in (
         ("│ 1 │", "│ 2 │"),
         ("a.png", "b.png"),
-        ("4 devices", "3 devices"),
         ("1.0000", "0.9944"),
         ("0.1476", "0.1576"),
     ):

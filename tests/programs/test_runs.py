@@ -43,7 +43,6 @@ SMALL = (
     "data.batch_size=16",
     "logger=none",
     "strategy.executor=inorder",
-    "compare=false",
     "trainer.limit_val_batches=2",
     "trainer.limit_test_batches=1",
     "+trainer.enable_model_summary=false",
@@ -195,7 +194,7 @@ def test_every_experiment_goes_on_from_its_last_state(
             cfg = compose(
                 "train",
                 overrides=[
-                    *(f"experiment={experiment}", "compare=false", "logger=none"),
+                    *(f"experiment={experiment}", "logger=none"),
                     *("trainer=cpu", "trainer.devices=2", "trainer.limit_train_batches=2"),
                     *("strategy.executor=inorder", "paths.work_dir=.", "test=false"),
                     *(f"paths.output_dir={tmp_path / folder}", *overrides),

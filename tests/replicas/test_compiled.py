@@ -17,8 +17,8 @@ from oracle import assert_equal_trees, assert_same, gradients, loader, run
 from spreading import EXACT, inputs, wrapping
 from torch import Tensor, nn
 
-from lightning_dp import DataParallel, DataParallelStrategy
-from lightning_dp.parallel.replicas import Replicas
+from lightning_dp import DataParallelStrategy
+from lightning_dp.parallel.replicate import Replicas
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.compile's own imports
@@ -155,13 +155,6 @@ class WholeInPlace(Base):
         self.compile(backend=backend)
 
 
-class Outer(Base):
-    """What calls the net: in forward mode code that is not a replica's."""
-
-    def compile_parts(self) -> None:
-        self.loss = compiled(self.loss)
-
-
 KINDS = [
     InPlace,
     WholeInPlace,
@@ -174,18 +167,6 @@ KINDS = [
     Decorated,
     Global,
 ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*KINDS, Outer], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("mode", ["step", "forward"])
-@pytest.mark.parametrize("k", [3, 8])
-def test_as_one_device_and_compiled_in_order(kind: Any, mode: str, k: int) -> None:
-    torch.set_default_dtype(torch.float64)
-    several = run(kind, k, strategy={"mode": mode, "executor": "threads"}, max_epochs=1)
-    assert set(COMPILERS) == {"MainThread"}
-    torch.compiler.reset()
-    assert_same(several, run(kind, 1, max_epochs=1))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -231,20 +212,6 @@ def test_many_graphs_for_many_replicas(mode: str) -> None:
     assert torch._dynamo.config.recompile_limit == limit
 
 
-def test_on_one_kind_of_device_replicas_share_graphs() -> None:
-    """In training two more than one device, which serve all: for any sizes, and any offset."""
-
-    data = loader(128, 32), loader(64, 32)
-
-    def graphs(k: int) -> int:
-        torch.compiler.reset()
-        COMPILERS.clear()
-        oracle.trainer(k, DataParallelStrategy(), max_epochs=1).fit(Whole(), *data)
-        return len(COMPILERS)
-
-    assert [graphs(k) for k in (1, 2, 4, 8)] == [2, 4, 4, 4]
-
-
 def test_what_is_compiled_later_is_noticed() -> None:
     class Later(Base):
         def on_train_epoch_start(self) -> None:
@@ -260,6 +227,7 @@ def test_what_is_compiled_later_is_noticed() -> None:
     assert_same(several, run(Later, 1))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_no_look_finds_is_noticed_when_it_is_compiled() -> None:
     seen: list[str] = []
 
@@ -276,44 +244,7 @@ def test_what_no_look_finds_is_noticed_when_it_is_compiled() -> None:
     assert "MainThread" not in seen[:3] and set(seen[3:]) == {"MainThread"}
 
 
-def test_in_forward_mode_a_loss_may_be_compiled_beside_threads() -> None:
-    seen: list[str] = []
-    loss = SimpleNamespace(function=compiled(lambda y: y.square().mean()))
-
-    class Beside(Base):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(threading.current_thread().name)
-            return self.net(x)
-
-        def loss(self, batch: Any) -> Tensor:
-            return loss.function(self(batch[0]))
-
-    options = {"executor": "threads", "mode": "forward"}
-    oracle.trainer(3, DataParallelStrategy(**options)).fit(Beside(), loader(), loader())
-    assert COMPILERS and set(COMPILERS) == {"MainThread"} and "MainThread" not in seen
-
-
-def test_what_the_caller_compiles_between_the_stages_is_nothing_to_the_replicas() -> None:
-    seen: list[str] = []
-    prepared = compiled(lambda x: x.sin())
-
-    class Net(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(threading.current_thread().name)
-            return super().forward(x)
-
-    class Prepared(DataParallel):
-        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any = None) -> Any:
-            inputs = [(prepared(x),) for (x,) in inputs]
-            return super().parallel_apply(replicas, inputs, kwargs)
-
-    parallel = Prepared(Net(3, 1), ["cpu"] * 2, executor="threads")
-    for _ in range(3):
-        parallel(torch.randn(6, 3))
-    assert COMPILERS and "MainThread" not in seen and len(seen) == 6
-    parallel.close()
-
-
+@pytest.mark.usefixtures("unchecked")
 def test_what_is_not_compiled_runs_in_threads_as_before() -> None:
     seen: set[str] = set()
 
@@ -328,79 +259,6 @@ def test_what_is_not_compiled_runs_in_threads_as_before() -> None:
 
     run(Plain, 3, strategy={"executor": "threads"}, max_epochs=1)
     assert seen == {"dp-replica-0", "dp-replica-1", "dp-replica-2"}
-
-
-@pytest.mark.slow
-def test_aot_eager_backwards() -> None:
-    class Aot(Base):
-        def compile_parts(self) -> None:
-            self.net[2] = torch.compile(self.net[2], backend="aot_eager")
-            self.function = torch.compile(lambda x: x.sin(), backend="aot_eager")
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(self.function(x))
-
-    torch.set_default_dtype(torch.float64)
-    several = run(Aot, 3, strategy={"executor": "threads"}, max_epochs=1)
-    assert_same(several, run(Aot, 1, max_epochs=1))
-
-
-class HookedInPlace(Base):
-    """On one device, and where its call is spread, its own hooks see all samples, once."""
-
-    def compile_parts(self) -> None:
-        for module in (self, self.net[2]):
-            module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-            module.register_forward_hook(lambda module, args, outputs: outputs * 3)
-        self.net = Last(*self.net)
-        self.net.register_forward_hook(lambda module, args, outputs: outputs - 1)
-        self.net.compile(backend=backend)
-        self.compile(backend=backend)
-
-
-class InTheStep(Base):
-    """What a step compiles in place stays."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 1:
-            self.compile(backend=backend)
-        return super().training_step(batch, batch_idx)
-
-
-class LossLater(Base):
-    """What nobody knew of when the calls began to be spread calls the module."""
-
-    def on_train_epoch_start(self) -> None:
-        self.loss = compiled(super().loss)
-
-
-LATER = [
-    (HookedInPlace, "step"),
-    (HookedInPlace, "forward"),
-    (LossLater, "step"),
-    (LossLater, "forward"),
-    (InTheStep, "forward"),  # in step mode each replica would compile itself
-]
-
-
-@pytest.mark.parametrize(("kind", "mode"), LATER)
-def test_hooks_and_what_is_compiled_later(kind: Any, mode: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    several = run(kind, 3, strategy={"mode": mode}, max_epochs=1)
-    assert set(COMPILERS) == {"MainThread"}
-    torch.compiler.reset()
-    one = run(kind, 1, max_epochs=1)
-    both = [ended.module._compiled_call_impl is None for ended in (several, one)]
-    assert both[0] == both[1], "what was compiled in place stays so"
-    assert_same(several, one)
-
-
-def test_hooks_of_spread_parts_that_are_compiled_in_place() -> None:
-    torch.set_default_dtype(torch.float64)
-    options = {"mode": "forward", "parallel_modules": ["net"]}
-    several = run(HookedInPlace, 3, strategy=options, max_epochs=1)
-    torch.compiler.reset()
-    assert_same(several, run(HookedInPlace, 1, max_epochs=1))
 
 
 @pytest.mark.parametrize("how", ["compile()", "torch.compile", "in a function"])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_dp import DataParallel, DataParallelStrategy
-from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.replicate import Replicas
 
 STAGES = (
     "step",

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dp.parallel.batch import Shards
-from lightning_dp.parallel.replicas import Replicas
+from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.scatter import Shards
 from lightning_dp.state import ModuleState
 from lightning_dp.state.containers import Merge
 

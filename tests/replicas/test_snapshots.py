@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.gradients import Snapshot
+from lightning_dp.parallel.reduce import Snapshot
 
 pytestmark = pytest.mark.usefixtures("on")
 

@@ -34,7 +34,7 @@ MODELS = {**same_numbers.MODELS, "whole batch": forward_mode.WholeBatch}
 @pytest.fixture
 def on(on: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if oracle.places.type_of(on) == "sim":
-        importlib.import_module("lightning_dp.sim.pytorch_lightning")  # registers the accelerator
+        importlib.import_module("sim_devices.pytorch_lightning")  # registers the accelerator
     monkeypatch.setattr(pl_oracle, "ON", on)
     return on
 
@@ -111,7 +111,7 @@ def test_the_first_step_is_checked(on: str) -> None:
     strategy = DataParallelStrategy(check_first_step=True)
     data = pl_oracle.loader()
     pl_oracle.trainer(3, strategy, max_epochs=1).fit(pl_oracle.Classifier(), data, data)
-    assert strategy.first_step is not None and strategy.first_step.is_same
+    assert strategy.first_step["training_step"].is_same
 
 
 def test_both_packages_give_the_same_numbers(on: str) -> None:
@@ -182,15 +182,6 @@ def test_callbacks_see_it_as_they_see_every_strategy(tmp_path: Path) -> None:
     job.fit(pl_oracle.Classifier(), pl_oracle.loader(), pl_oracle.loader())
     loaded = pl_oracle.Classifier.load_from_checkpoint(saving.best_model_path)
     assert job.validate(loaded, pl_oracle.loader(), verbose=False)
-
-
-def test_predictions_are_gathered_by_a_callback_of_its_own(on: str) -> None:
-    gatherer = lightning_dp.pytorch_lightning.PredictionGatherer()
-    job = pl_oracle.trainer(3, callbacks=[gatherer])
-    returned = job.predict(pl_oracle.Classifier(), pl_oracle.loader())
-    oracle.assert_equal_trees(gatherer.predictions, returned, "predictions", atol=0.0, rtol=0.0)
-    assert [i for batch in gatherer.indices for i in batch] == list(range(oracle.SAMPLES))
-    assert not isinstance(gatherer, lightning_dp.PredictionGatherer)
 
 
 @pytest.mark.slow

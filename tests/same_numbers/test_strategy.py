@@ -143,6 +143,7 @@ def test_one_device_is_plain_lightning() -> None:
     assert_same(ours, plain, atol=0)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_replicas_know_their_device_and_share_the_trainer() -> None:
     class Knowing(Classifier):
         seen: ClassVar[list[Any]] = []
@@ -171,6 +172,7 @@ def test_last_sizes_and_usage_tell_what_each_device_did() -> None:
     assert all(u.busy_seconds > 0 for u in job.strategy.usage)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_transfer_hooks_run_once_for_the_batch_and_once_per_shard() -> None:
     calls: list[tuple[str, int]] = []
 

@@ -80,7 +80,7 @@ class Several(Classifier):
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return {"y": self.net(batch[0]), "from": (dataloader_idx, batch_idx)}
+        return {"y": self.net(batch[0]), "from": f"{dataloader_idx}, {batch_idx}"}
 
 
 def pair(n: int = 12) -> list[DataLoader[Any]]:

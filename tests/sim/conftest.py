@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import sim_devices
 import torch
 from places import SIM_DEVICES
 from side_streams import SIM
 
-from lightning_dp import sim
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _devices() -> None:
-    sim.enable(SIM_DEVICES)
+    sim_devices.enable(SIM_DEVICES)
 
 
 @pytest.fixture(autouse=True)

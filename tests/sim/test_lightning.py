@@ -13,11 +13,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from sim_devices.accelerator import SimAccelerator, register
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import Accuracy
-
-from lightning_dp.sim.accelerator import SimAccelerator, register
 
 
 class Classifier(LightningModule):
@@ -216,14 +215,14 @@ def test_devices_that_are_not_there_are_refused(devices: Any) -> None:
 @pytest.mark.slow
 def test_the_trainer_enables_enough_devices_by_itself() -> None:
     code = (
-        "import torch; from lightning.pytorch import Trainer; import lightning_dp.sim\n"
+        "import torch; from lightning.pytorch import Trainer; import sim_devices\n"
         "Trainer(accelerator='sim', devices=[9], barebones=True)\n"
         "assert torch.sim.device_count() == 10"
     )
     command = [sys.executable, "-W", "error", "-c", code]
     result = subprocess.run(
         command,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[1],  # whose modules it imports
         capture_output=True,
         text=True,
         timeout=300,

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from lightning_dp.sim.schedule import Command, replay
+from sim_devices.schedule import Command, replay
 
 ENGINES = [("compute", 0), ("compute", 1), ("out", 0), ("in", 0), ("in", 1)]
 KINDS = [(ENGINES[0],), (ENGINES[1],), (ENGINES[2],), (ENGINES[3],), (ENGINES[2], ENGINES[4])]

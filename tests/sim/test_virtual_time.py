@@ -23,11 +23,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from oracle import Classifier, loader, trainer
+from sim_devices.links import PRESETS
+from sim_devices.timeline import Row
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
-from lightning_dp.sim.links import PRESETS
-from lightning_dp.sim.timeline import Row
 
 US = 1_000  # nanoseconds
 OP = 10 * US
@@ -677,21 +677,6 @@ def test_the_step_goes_on_when_its_replicas_have_ended(on_sim: None) -> None:
     assert min(timeline.schedule.starts[i] for i in later) >= ended
 
 
-class ByHand(Classifier):
-    """Manual optimisation with an optimizer's step in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        for _ in range(2):
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_with_the_caller_on_side_streams_too(
@@ -700,15 +685,6 @@ def test_with_the_caller_on_side_streams_too(
     idle, _ = simulate(executor, WithARead)
     with busy():
         loaded = [simulate(executor, WithARead)[0] for _ in range(3)]
-    assert idle > 0 and loaded == [idle] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
-def test_in_manual_optimisation_too(executor: str, on_sim: None) -> None:
-    idle, _ = simulate(executor, ByHand)
-    with busy():
-        loaded = [simulate(executor, ByHand)[0] for _ in range(3)]
     assert idle > 0 and loaded == [idle] * 3
 
 
@@ -725,7 +701,7 @@ def test_in_forward_mode_too_where_autograd_has_one_thread(executor: str, on_sim
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 def test_a_step_takes_the_same_in_another_process(executor: str, on_sim: None) -> None:
     code = (
-        "from lightning_dp import sim; sim.enable(8); import torch; torch.set_num_threads(1)\n"
+        "import sim_devices; sim_devices.enable(8); import torch; torch.set_num_threads(1)\n"
         "import oracle; oracle.ON = 'sim'; import test_virtual_time as here\n"
         f"print(here.simulate({executor!r})[0].hex())"
     )
@@ -854,9 +830,27 @@ def test_a_wrong_value_is_refused(call: Callable[[], None], message: str) -> Non
 @pytest.mark.slow
 def test_a_program_that_was_on_the_wall_has_no_virtual_time() -> None:
     code = (
-        "from lightning_dp import sim; import torch; sim.enable(2)\n"
+        "import sim_devices; import torch; sim_devices.enable(2)\n"
         "try: torch.sim.elapsed()\n"
         "except RuntimeError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    command, folder = [sys.executable, "-c", code], Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert "Call torch.sim.set_clock('virtual')" in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_program_on_virtual_time_ends_while_its_threads_do() -> None:
+    """Nothing of Python's is left for a thread that ends while the interpreter does."""
+    code = (
+        "import sim_devices; import threading; import torch; sim_devices.enable(2)\n"
+        "torch.sim.set_clock('virtual')\n"
+        "def work(): (torch.ones(3, device='sim:1', requires_grad=True) * 2).sum().backward()\n"
+        "threads = [threading.Thread(target=work, daemon=k % 2 == 1) for k in range(20)]\n"
+        "for thread in threads: thread.start()\n"
+        "x = torch.ones(3, device='sim:0') + 1"
+    )
+    command, folder = [sys.executable, "-c", code], Path(__file__).parents[1]
+    for _ in range(3):
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and not done.stderr, done.stderr

@@ -47,10 +47,9 @@ def test_memory_is_balanced(on: str) -> None:
     oracle.devices_of(4)
     options: Any = {"accelerator": oracle.accelerator(), "devices": 4, "steps": 5}
     fits = short_fits(Denoiser, DigitPages(pages=160), ["memory"], **options)
-    first, began, *_, ended = by_sizes(fits["memory"].steps)
-    assert sizes(first) == (9, 8, 8, 7), "which shows what counts samples"
+    began, *_, ended = by_sizes(fits["memory"].steps)
     assert sizes(began) == (8, 8, 8, 8) and sizes(ended)[0] < 8
-    assert began.imbalance(began.peak_bytes) >= 1.15
+    assert began.imbalance(began.peak_bytes) >= 1.1
     assert ended.imbalance(ended.peak_bytes) <= 1.05
 
 

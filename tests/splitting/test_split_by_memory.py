@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from benchmarks.peers import comm
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule, Trainer
 from oracle import QUIET, assert_same, run, trainer
@@ -46,6 +46,7 @@ def learn(split: Memory, n: int, fixed: list[int], per_sample: int, added: int, 
     st.integers(0, 1000),
     st.integers(0, 6).map(lambda i: i * 500),
 )
+@example([1000, 1113, 1773, 2373, 2374], 60, 158, 0)  # the fullest device stays as full
 def test_free_memory_is_equal_within_a_sample_or_two_percent(
     fixed: list[int], per_sample: int, added: int, smaller: int
 ) -> None:
@@ -312,7 +313,7 @@ def test_it_trains_as_one_device_does(devices: Any) -> None:
     result = run(Small, 4, strategy={"split": "memory"}, data=lambda: words(25, 2))
     assert_same(result, run(Small, 1, data=lambda: words(25, 2)), atol=1e-6, rtol=1e-5)
     samples = [usage.samples for usage in result.trainer.strategy.usage]
-    assert samples[0] < min(samples[1:])
+    assert samples[0] == min(samples) < max(samples)
 
 
 class Small(LanguageModel):

@@ -1,16 +1,12 @@
 """The tutorial shows the splits of nn.DataParallel's tutorials, and better ones."""
 
 import re
-import subprocess
-import sys
 
 import pytest
-from program_runs import ROOT, in_here
+from program_runs import in_here
 
+from lightning_dp.app import scripts
 from lightning_dp.examples import tutorial
-from lightning_dp.parallel.split.arithmetic import unequal
-
-pytestmark = pytest.mark.sim_only("The tutorial shows more devices than most machines have.")
 
 
 def sizes_in_forward(printed: str) -> list[list[int]]:
@@ -34,24 +30,15 @@ def test_batches_of_30_are_split_as_shown(
     arguments: tuple[str, ...], full: list[int], last: list[int]
 ) -> None:
     printed = in_here(tutorial.main, *arguments)
-    first = list(unequal(tuple(full)))  # shows what counts samples
-    assert sizes_in_forward(printed) == [first, full, full, last]
-    assert printed.count("outside: output size (30, 2) on sim:0") == 3
+    assert sizes_in_forward(printed) == [full, full, full, last]
+    assert printed.count("outside: output size (30, 2) on cpu") == 3
     assert "outside: noise size (10, 2), scalar 1.0" in printed
 
 
-def test_ids_need_not_be_neighbours() -> None:
-    options = ("--device-ids", "5,7", "--device-count", "8", "--output-device", "sim:1")
+@pytest.mark.sim_only("It asks for eight devices.")
+def test_ids_need_not_be_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripts, "_ACCELERATORS", ("sim",))
+    options = ("--accelerator", "sim", "--device-ids", "5,7", "--output-device", "sim:1")
     printed = in_here(tutorial.main, *options)
     assert set(re.findall(r"in forward.* on (\S+)", printed)) == {"sim:5", "sim:7"}
     assert set(re.findall(r"outside: output.* on (\S+)", printed)) == {"sim:1"}
-
-
-@pytest.mark.slow
-def test_devices_are_as_many_as_asked_for() -> None:
-    """In a process of its own: their number is fixed for a process."""
-    options = ["--device-ids", "7,9", "--device-count", "10"]
-    command = [sys.executable, str(ROOT / "examples" / "tutorial.py"), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert set(re.findall(r"in forward.* on (\S+)", done.stdout)) == {"sim:7", "sim:9"}

@@ -12,7 +12,7 @@ import torch
 from oracle import devices_of
 from torch import Tensor, nn
 
-from lightning_dp.first_step.snapshot import Snapshot
+from lightning_dp.parallel.check.snapshot import Snapshot
 from lightning_dp.parallel.devices import allocated_memory
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ def test_other_random_numbers_come_from_every_generator_until_they_are_put_back(
     before.end()
 
 
-def test_objects_of_frameworks_are_left_alone() -> None:
+def test_optimizers_get_their_options_back_and_other_objects_of_frameworks_are_left_alone() -> None:
     class Trained(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,8 +152,9 @@ def test_objects_of_frameworks_are_left_alone() -> None:
     module = Trained()
     before = Snapshot(module, [])
     module.optimizer.param_groups[0]["lr"] = 0.2
+    module.thread.name = "another"
     before.end()
-    assert module.optimizer.param_groups[0]["lr"] == 0.2
+    assert module.optimizer.param_groups[0]["lr"] == 0.1 and module.thread.name == "another"
 
 
 @pytest.mark.usefixtures("on")

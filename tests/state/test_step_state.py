@@ -91,6 +91,7 @@ def test_tensors_on_self_are_where_their_replica_is(how: str) -> None:
     assert_same(run(kind, 3), run(kind, 1))
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_tensor_that_steps_write_to_in_place_is_named_once() -> None:
     class Adding(Classifier):
         def on_fit_start(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.batch.shards import Shards
+from lightning_dp.parallel.scatter.shards import Shards
 from lightning_dp.state.containers import Merge
 from lightning_dp.state.items import copied, refill
 

@@ -9,7 +9,6 @@ from lightning_dp.app.run.log import note as note
 from lightning_dp.app.run.log import note_machine as note_machine
 from lightning_dp.app.run.mistyped import check_flags as check_flags
 from lightning_dp.app.run.mistyped import composed_in_one_line as composed_in_one_line
-from lightning_dp.app.run.mistyped import in_one_line as in_one_line
 from lightning_dp.app.run.program import INTERRUPTED as INTERRUPTED
 from lightning_dp.app.run.program import as_program as as_program
 from lightning_dp.app.run.refusals import few_keys as few_keys

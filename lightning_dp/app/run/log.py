@@ -9,6 +9,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dp.doctor import processor, versions
-from lightning_dp.parallel.generated import context
 
 note = logging.getLogger("lightning_dp.run")
 """Of what is in the file alone."""
@@ -30,7 +30,7 @@ _LIGHTNINGS = ("lightning.pytorch", "lightning.fabric")
 _MADE_AT_START = {".hydra", "config.yaml"}
 
 
-@context
+@contextmanager
 def run_log(cfg: DictConfig) -> Iterator[None]:
     """Tells the story of a run in its log file."""
     files = log_files(Path(cfg.paths.output_dir))

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -15,8 +16,6 @@ from hydra.main import get_args_parser  # type: ignore[attr-defined]  # imported
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_dp.parallel.generated import context
-
 _FULL = "HYDRA_FULL_ERROR"
 _CONF = "lightning_dp.conf"
 _SWEEPERS = {"hydra/sweeper/optuna": "hydra-optuna-sweeper"}
@@ -25,7 +24,7 @@ _HELP = "--help tells which keys there are."
 _own_value: list[str | None] = []  # of HYDRA_FULL_ERROR, while Hydra composes
 
 
-@context
+@contextmanager
 def composed_in_one_line(config_name: str) -> Iterator[None]:
     """Ends the program with one line where Hydra cannot compose what the command line asks for.
 

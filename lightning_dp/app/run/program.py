@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -17,7 +18,6 @@ from lightning_dp.app.run.log import remove_unused, run_log
 from lightning_dp.app.run.mistyped import task_begins
 from lightning_dp.app.run.refusals import is_full_disk, refusal
 from lightning_dp.app.run.sweep import JobFailed, is_sweep, noted_job
-from lightning_dp.parallel.generated import context
 
 R = TypeVar("R")
 
@@ -74,7 +74,7 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
     return program
 
 
-@context
+@contextmanager
 def _own_process_state() -> Iterator[None]:
     """Undoes what Lightning's process launchers leave behind, so that a sweep's next job works.
 
@@ -93,7 +93,7 @@ def _own_process_state() -> Iterator[None]:
         os.environ.update(environment)
 
 
-@context
+@contextmanager
 def _own_child_processes() -> Iterator[None]:
     """Makes the child processes of strategy=ddp run this job alone, not the whole sweep.
 

@@ -13,18 +13,41 @@ from lightning_dp.app.option_types import targets
 from lightning_dp.app.options import in_one_line, not_made
 from lightning_dp.checkpointing import nothing_to_resume
 
+_EXTRAS = {
+    "sklearn": ("scikit-learn", "examples"),
+    "rich": ("rich", "examples"),
+    "matplotlib": ("matplotlib", "plot"),
+    "safetensors": ("safetensors", "safetensors"),
+}
+"""What a module needs to be imported: its package, and the extra that brings it."""
+
 _CALLBACKS = "lightning.pytorch.callbacks."  # which refuse what they are to watch
 
 
 def refusal(error: Exception, cfg: DictConfig) -> str | None:
     """The message for an option that cannot be used; None if the error is about something else."""
     return (
-        _option_error(error)
+        missing_extra(error)
+        or _option_error(error)
         or _of_partial(error, cfg)
         or _does_not_fit(error, cfg)
         or _cannot_resume(error, cfg)
         or _no_room(error)
     )
+
+
+def missing_extra(error: BaseException | None) -> str | None:
+    """Returns which extra to install, if an error comes from a package that an extra brings."""
+    while error is not None:
+        name = (getattr(error, "name", None) or "").partition(".")[0]
+        if isinstance(error, ModuleNotFoundError) and name in _EXTRAS:
+            package, extra = _EXTRAS[name]
+            return (
+                f"expected the package {package}, which is not installed. Install the extra "
+                f"{extra!r}: python -m pip install 'lightning-dp[{extra}]'"
+            )
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def few_keys(text: str) -> str:

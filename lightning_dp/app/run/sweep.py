@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from lightning.pytorch.utilities import rank_zero_only
-from rich.console import Console
-from rich.table import Table
 
-from lightning_dp.parallel.generated import context
+from lightning_dp.table import print_table
 
 
 class JobFailed(CompactHydraException):
@@ -40,7 +39,7 @@ def is_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-@context
+@contextmanager
 def noted_job() -> Iterator[None]:
     """Notes for the table what becomes of a sweep's job."""
     if not is_sweep():
@@ -60,7 +59,7 @@ def noted_job() -> Iterator[None]:
     job.outcome = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-@context
+@contextmanager
 def table_in_the_end() -> Iterator[None]:
     """Prints the table when the program ends, however it ends; jobs of other processes are not in.
 
@@ -73,34 +72,30 @@ def table_in_the_end() -> Iterator[None]:
         _jobs.clear()
         if jobs:
             sys.stderr.flush()
-            rank_zero_only(show)(jobs, Console())
+            rank_zero_only(show)(jobs)
 
 
-def show(jobs: Sequence[SweptJob], console: Console) -> None:
+def show(jobs: Sequence[SweptJob]) -> None:
     """Prints what the jobs differ in, what came out, and where it lies."""
     common = set.intersection(*(set(job.overrides) for job in jobs))
     logged = list(dict.fromkeys(name for job in jobs for name in job.outcome))
     tested = [name for name in logged if name.startswith("test/")]
     metrics = tested or [name for name in logged if name.startswith("val/")]
-    table = Table("job")
-    for heading in (*metrics, "ms per step"):
-        table.add_column(heading, justify="right")
-    table.add_column("folder")
+    rows = []
     for job in jobs:
-        differs = "\n".join(_short(o) for o in job.overrides if o not in common) or "-"
+        differs = " ".join(_short(o) for o in job.overrides if o not in common) or "-"
         found = [_number(job.outcome.get(name), 4) for name in metrics]
         took = _number(job.outcome.get("ms_per_step"), 1)
         if job.problem is not None:
             found = ["failed", *found[1:]] if found else found
             took = took if found else "failed"
-        table.add_row(differs, *found, took, job.folder.name)
-    console.print(table)
+        rows.append([differs, *found, took, job.folder.name])
+    headings = ["job", *metrics, "ms per step", "folder"]
+    print_table(headings, rows, right=headings[1:-1])
     for job in jobs:
         if job.problem is not None:
-            line = f"job {job.folder.name} failed: {job.problem}"
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
-    folder = f"sweep folder: {jobs[0].folder.parent}"
-    console.print(folder, highlight=False, soft_wrap=True, markup=False)
+            print(f"job {job.folder.name} failed: {job.problem}")
+    print(f"sweep folder: {jobs[0].folder.parent}")
 
 
 def _short(override: str) -> str:

@@ -1,187 +1,165 @@
-"""The world: the processes that train together, as one of them sees it."""
+"""The world: the processes that train together, and how they exchange values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_dp.parallel.generated import context
-from lightning_dp.parallel.processes.exchange import Exchange
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes.graph import RankGraph
 
 T = TypeVar("T")
 
-_SUMMED_AS = {
-    torch.bool: torch.int32,
-    torch.int16: torch.int32,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-}
-"""Neither gloo nor NCCL adds these up, or not as torch does; the low bits of these sums are theirs.
-
-Of bools gloo makes bytes above 1.
-"""
-
-_ADDED_UP = (
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.complex64, torch.complex128),
-    *(torch.uint8, torch.int8, torch.int32, torch.int64),
-)
-
 
 class World:
-    """All processes call the same methods in the same order; each call waits for the others.
+    """The processes. All of them call the same methods in the same order, from one thread each.
 
-    Only one thread of a process at a time may call them: replicas meet first, and the host speaks
-    for them all. Torch's default process group has to be there.
+    Torch's default process group must exist.
 
     Args:
-        rank: which of the processes this is.
-        size: how many there are.
-        device_counts: how many devices each of them has.
-        timeout: how long a call waits for the others; None for torch's default. Only for groups
-            that are made here: that of torch has its own.
+        rank: of this process.
+        size: the number of processes.
+        timeout: of collectives on the host; None for torch's default.
 
     Attributes:
-        is_idle: whether this process has no samples of the batch that is worked on. It takes part
-            with samples that others have as well, and what it does with them counts for nothing:
-            losses, logs, metrics and rows of its replicas are left out.
+        is_idle: whether this process has no samples of the current batch. It runs the step with
+            samples of others, so that it takes part in all collectives, and its results are left
+            out.
+        graph: of the step that this process runs itself, outside of replicas; None if it runs none.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        device_counts: Sequence[int] = (),
-        timeout: timedelta | None = None,
-    ) -> None:
+    def __init__(self, rank: int, size: int, timeout: timedelta | None = None) -> None:
         self.rank, self.size = rank, size
-        self.device_counts = tuple(device_counts or [1] * size)
         self.is_idle = False
-        self._served = _served_types()
-        # What processes tell each other is on the host, whatever their devices are.
-        on_host = self._served.get("cpu") == "gloo"
-        self._host_group = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
-        self._exchange = Exchange(rank, size, _Group(self._host_group))
+        self.graph: RankGraph | None = None
+        backends = dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+        self._has_nccl = backends.get("cuda") == "nccl"
+        has_gloo = backends.get("cpu") == "gloo"
+        # Objects are exchanged on the host, whatever the devices are.
+        self._host_group = None if has_gloo else dist.new_group(backend="gloo", timeout=timeout)
 
     def __deepcopy__(self, _: object) -> World:
-        """What is copied stays among the same processes: a Trainer's loaders, say."""
+        """A copied loader stays among the same processes."""
         return self
 
-    def gather(self, value: T, device: torch.device | None = None) -> list[T]:
-        """Every process's value, in the order of the ranks, in one round trip mostly.
-
-        Args:
-            value: containers of numbers and tensors, and whatever can be pickled.
-            device: where a value that is a tensor arrives; None for the host, where tensors within
-                containers arrive.
-        """
-        values = self._exchange.gather(value)
-        if device is not None:
-            values = [v.to(device) if isinstance(v, Tensor) else v for v in values]
-        return values
-
-    def sum_(self, tensor: Tensor) -> None:
-        """Adds up the processes' tensors, in place and as torch adds.
-
-        Each may lie in memory in its own way. Sums of bools are True where one of them is.
-        """
-        dtype = tensor.dtype
-        if dtype not in _ADDED_UP and dtype not in _SUMMED_AS:
-            raise TypeError(
-                f"Expected a tensor of a dtype that processes can add up, got {dtype}. Convert it "
-                "to torch.float32 before."
-            )
-        own = tensor.detach()
-        is_served = own.device.type in self._served
-        # Strides are not looked at when bytes are added up.
-        if is_served and dtype in _ADDED_UP and own.is_contiguous() and not own.is_conj():
-            self._all_reduce(own)
-            return
-        device = own.device if is_served else torch.device("cpu")
-        wide = _SUMMED_AS.get(dtype, dtype)
-        source = own.view(torch.int64) if dtype == torch.uint64 else own
-        total = torch.empty(own.shape, dtype=wide, device=device).copy_(source)
-        self._all_reduce(total)
-        own.copy_(total.view(dtype) if dtype == torch.uint64 else total)
-
-    def start_sum(self, tensor: Tensor) -> Any:
-        """Begins to add up the processes' tensors, in place; its `wait()` ends it."""
-        group = self._host_group if tensor.device.type == "cpu" else None
-        return dist.all_reduce(tensor, group=group, async_op=True)
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of the ranks. Tensors arrive on the host, detached."""
+        own = _pickled(value)
+        received: list[Any] = [None] * self.size
+        dist.all_gather_object(received, own, group=self._host_group)
+        for rank, data in enumerate(received):
+            if isinstance(data, _Unsendable):
+                raise TypeError(
+                    f"Process {rank}: expected a value that can be pickled, to be sent to the "
+                    f"other processes, got {data.reason}. Use tensors and plain values."
+                )
+        return [pickle.loads(data) for data in received]
 
     def broadcast(self, value: T, src: int = 0) -> T:
-        """The value of one process in all of them; tensors arrive on the host."""
-        result: T = self._exchange.broadcast(value, src)
-        return result
+        """The value of one rank in all of them; that rank gets the same object again."""
+        data: list[Any] = [_pickled(value) if self.rank == src else None]
+        dist.broadcast_object_list(data, src, group=self._host_group)
+        if isinstance(data[0], _Unsendable):
+            raise TypeError(f"Expected a value that can be pickled, got {data[0].reason}.")
+        return value if self.rank == src else pickle.loads(data[0])
 
-    def ask(self) -> None:
-        """Asks for something, of which all processes are to hear, see `take_asking`."""
-        self._exchange.asks = True
+    @torch.no_grad()
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Gives named tensors the values that rank 0 has; all ranks must have the same ones."""
+        ranks = self.gather([f"{n} {[*t.shape]} {t.dtype}" for n, t in tensors.items()])
+        for rank, own in enumerate(ranks):
+            if own != ranks[0]:
+                differing = sorted({*own} ^ {*ranks[0]}) or own
+                raise ValueError(
+                    "Expected the same parameters and buffers in every process, got others in "
+                    f"process {rank} than in process 0: {differing[:3]}. Build the same module in "
+                    "all processes."
+                )
+        for tensor in tensors.values():
+            sent = tensor.detach().cpu().contiguous()
+            dist.broadcast(sent, 0, group=self._host_group)
+            if self.rank > 0:
+                tensor.copy_(sent)
 
-    def forget_asking(self) -> None:
-        """Nobody has asked. All processes have to forget it at the same place."""
-        self._exchange.asks, self._exchange.asking = False, None
-        self._exchange.state, self._exchange.differs = 0, False
+    def sum_async(self, tensor: Tensor) -> Callable[[], None]:
+        """Starts to add up the ranks' tensors in place; what it returns waits for the end."""
+        is_served = tensor.device.type == "cpu" or (tensor.is_cuda and self._has_nccl)
+        total = tensor if is_served else tensor.cpu()
+        group = self._host_group if total.device.type == "cpu" else None
+        work: Any = dist.all_reduce(total, group=group, async_op=True)
 
-    def take_asking(self, state: int = 0) -> tuple[list[int], bool]:
-        """The ranks that have asked since the last call, and whether states differed since.
+        def finish() -> None:
+            work.wait()
+            if total is not tensor:
+                tensor.copy_(total)
 
-        All processes hear it with whatever they tell each other between two calls; if that was
-        nothing, they do so now.
-
-        Args:
-            state: a number of 64 bits that is to be the same in all processes from now on.
-        """
-        exchange, self._exchange.state = self._exchange, state
-        if exchange.asking is None:
-            self.gather(None)
-        told = exchange.asking or [], exchange.differs
-        exchange.asking, exchange.differs = None, False
-        return told
+        return finish
 
     def barrier(self) -> None:
-        """Waits for all processes."""
+        """Waits for all ranks."""
         dist.barrier(group=self._host_group)
 
-    @context
-    def working(self, *, is_idle: bool) -> Iterator[None]:
-        """While it lasts, the process has samples of the batch that is worked on, or none."""
-        before, self.is_idle = self.is_idle, is_idle
-        try:
-            yield
-        finally:
-            self.is_idle = before
 
-    def _all_reduce(self, tensor: Tensor) -> None:
-        # Not run on a GPU yet: there the default group's NCCL adds up, on its own stream, and the
-        # current one of the tensor's device waits for it.
-        dist.all_reduce(tensor, group=self._host_group if tensor.device.type == "cpu" else None)
+class ProcessesApartError(RuntimeError):
+    """The processes did not all come to the same collective."""
 
 
-class _Group:
-    """A process group, which moves bytes."""
+def check_together(values: Sequence[Any]) -> None:
+    """Raises an error unless all ranks have gathered these values at the same place.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    Of values from different places the attribute `what` differs, or only one has it.
+    """
+    places = [getattr(value, "what", None) for value in values]
+    if len(set(places)) > 1:
+        texts = [f"is at {what}" if what else "has ended its step" for what in places]
+        got = ", ".join(f"process {rank} {text}" for rank, text in enumerate(texts))
+        raise ProcessesApartError(
+            f"Expected all processes at the same collective, got: {got}. Make the same calls in "
+            "the same order in every process: they must not depend on its rank or its samples."
+        )
 
-    def all_gather(self, parts: list[Tensor], own: Tensor) -> None:
-        # Without the checks and the log of `dist.all_gather`, which take as long as the codec.
-        group = self._group or dist.group.WORLD
-        assert group is not None  # there is one as long as there is a world
-        group.allgather([parts], [own]).wait()
 
-    def broadcast(self, own: Tensor, src: int) -> None:
-        dist.broadcast(own, src, group=self._group)
+@dataclass(frozen=True)
+class _Unsendable:
+    """Is sent in place of a value that cannot be pickled, so that no rank waits for it."""
+
+    reason: str
 
 
-def _served_types() -> dict[str, str]:
-    """The backend of torch's process group for every type of device that it has one for."""
-    config = dist.get_backend_config()
-    pairs = [entry.split(":") for entry in config.split(",")]
-    return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
+def _pickled(value: Any) -> bytes | _Unsendable:
+    file = io.BytesIO()
+    try:
+        _Pickler(file, protocol=5).dump(value)
+    except Exception as error:  # a user's object may raise anything
+        return _Unsendable(f"{type(error).__name__}: {error}")
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors by their bytes: torch's own way is slow, and keeps the base of a view."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return NotImplemented
+        is_plain = type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided
+        if not is_plain or obj.is_quantized or obj.is_nested:
+            return obj.detach().cpu().__reduce_ex__(4)
+        own = torch.empty(obj.numel(), dtype=obj.dtype, device="cpu")
+        own.copy_(obj.detach().reshape(-1))
+        data = own.view(torch.uint8).numpy().tobytes()
+        return _unpickled, (data, obj.dtype, tuple(obj.shape))
+
+
+def _unpickled(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    with torch.inference_mode(False):
+        return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)

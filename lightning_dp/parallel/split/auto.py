@@ -1,207 +1,303 @@
-"""Auto: as many devices work as make a step shortest, and each gets what its speed asks for.
+"""split="auto": as many devices work as make a step shortest, the root alone maybe.
 
-No tensor and no device in here: sizes and seconds in, sizes out.
+Measured, not modelled: all devices, the root alone, and one number in between if a model of the
+step promises much of it. The fastest number is kept, and another one is measured again seldom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
-from lightning_dp.parallel.split.active import best_active, best_with, between, step_seconds
 from lightning_dp.parallel.split.adaptive import Adaptive
-from lightning_dp.parallel.split.arithmetic import Sizes, minimax
-from lightning_dp.parallel.split.choice import Choice, Way
-from lightning_dp.parallel.split.usage import Caps, StepUsage
+from lightning_dp.parallel.split.arithmetic import Caps, Sizes, even, fitted
+from lightning_dp.parallel.split.memory import Capacities
+from lightning_dp.parallel.split.usage import StepUsage
 
-NEAR = 1.25
-"""Batches whose sizes differ by less are one kind of work."""
+ROUNDS = 5
+"""Measured steps of each number of devices in a turn; the first step after a change is not used."""
 
-OTHER = 32
-"""A way is another one if more than one in so many samples have moved."""
+FAR = 1.5
+"""How many times the best time a number takes for which two measured steps are enough."""
 
-WORTH = 0.9
-"""Share of the best measured time below which a way that the model proposes is tried."""
+CLOSE = 0.1
+"""Relative difference of the two best times below which both are measured again, once."""
 
-_best_with = lru_cache(maxsize=64)(best_with)  # most steps pose the same problem
+LOOK = 2
+"""Measured steps of another number in a look, to see whether it has become faster."""
+
+GAIN = 0.05
+"""What another number has to gain in a look for both to be measured anew."""
+
+LOOK_COST = 0.01
+"""Share of the time that looks may take."""
+
+PROMISING = 0.9
+"""Share of the best measured time below which a number that the model promises is measured."""
+
+MOVED = 32
+"""Times of a number are dropped if more than one in so many of its samples changed device."""
+
+FULL = 0.9
+"""Share of a device's memory up to which a trial may fill it, by the peaks of earlier steps."""
 
 
-@dataclass
-class Piece:
-    """One piece of work: which way it is done, and whether its time is to be told."""
+class DeviceCountTuner:
+    """Measures steps with several numbers of devices, and keeps the fastest number.
 
-    way: Way
+    Example:
+        >>> tuner, seconds = DeviceCountTuner([4, 1]), {4: 0.5, 1: 0.4}
+        >>> for _ in range(40):
+        ...     count, is_timed = tuner.next_step()
+        ...     if is_timed:
+        ...         tuner.add(count, seconds[count], (count,))
+        >>> tuner.best
+        1
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.best: int | None = None  # None until all counts were measured
+        self.seconds: dict[int, float] = {}  # the median of each count's latest turn
+        self.sizes: dict[int, Sizes] = {}
+        self._all = max(counts)
+        self._turns = list(counts)  # counts to be measured; the first one is being measured
+        self._times: list[float] = []  # of this turn; between turns, the best count's latest
+        self._is_look = self._was_close = False
+        self._latest: int | None = None  # count of the latest step
+        self._steps_to_look = 0
+
+    @property
+    def is_comparing(self) -> bool:
+        """Whether counts are being measured now."""
+        return bool(self._turns)
+
+    def next_step(self, can: Callable[[int], bool] = lambda count: True) -> tuple[int, bool]:
+        """The number of devices for the next step, and whether its time is wanted.
+
+        Args:
+            can: whether a number is possible for this step; an impossible one is not measured.
+        """
+        if not self._turns:
+            self._steps_to_look -= 1
+            others = sorted(self.seconds.keys() - {self.best}, key=self.seconds.__getitem__)
+            if self._steps_to_look < 0 and others and self._times:
+                self._turns, self._is_look = [others[0]], True
+                self.seconds[self._best] = statistics.median(self._times[-ROUNDS:])
+                self._times = []
+        while self._turns and not can(self._turns[0]):
+            self.seconds.pop(self._turns.pop(0), None)
+            self._times = []
+            if not self._turns:
+                self._settle()
+        count = self._turns[0] if self._turns else self._best
+        count = count if can(count) else self._all
+        is_first, self._latest = count != self._latest, count
+        return count, not is_first and (self.is_comparing or self._steps_to_look < 2 * ROUNDS)
+
+    def add(self, count: int, seconds: float, sizes: Sizes) -> None:
+        """A step whose time was wanted took so long."""
+        if count != (self._turns[0] if self._turns else self.best):
+            return  # a late one: devices were still at it when the next turn began
+        before = self.sizes.get(count, sizes)
+        self.sizes[count] = sizes
+        if sum(before) == sum(sizes) and _num_moved(before, sizes) > max(1, sum(sizes) // MOVED):
+            self._times = []
+        self._times.append(seconds)
+        if self._turns and self._has_enough():
+            del self._turns[0]
+            self.seconds[count], self._times = statistics.median(self._times), []
+            if not self._turns:
+                self._end_look(count) if self._is_look else self._settle()
+
+    def measure(self, count: int) -> None:
+        """Measures one more count, and then compares again."""
+        if count not in self.seconds:
+            self._turns.append(count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been measured, in plain numbers."""
+        return {"best": self.best, "seconds": [list(pair) for pair in self.seconds.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues with what another one has measured, if it had compared all."""
+        if state["best"] is not None:
+            self.seconds = {int(count): float(seconds) for count, seconds in state["seconds"]}
+            self._turns = []
+            self._settle()
+
+    @property
+    def _best(self) -> int:
+        return self._all if self.best is None else self.best
+
+    def _has_enough(self) -> bool:
+        others = [seconds for count, seconds in self.seconds.items() if count != self._turns[0]]
+        is_far = bool(others) and min(self._times) > FAR * min(others)
+        return len(self._times) >= (LOOK if self._is_look or is_far else ROUNDS)
+
+    def _settle(self) -> None:
+        """Keeps the fastest count; measures the two best once more if they are close."""
+        self._is_look = False
+        ranked = sorted(self.seconds, key=lambda count: (self.seconds[count], count))
+        if not ranked:
+            return
+        is_close = len(ranked) > 1 and (
+            self.seconds[ranked[1]] <= (1 + CLOSE) * self.seconds[ranked[0]]
+        )
+        if is_close and not self._was_close:
+            self._turns, self._was_close = ranked[:2], True
+            return
+        self.best, self._was_close = ranked[0], False
+        self._plan_look()
+
+    def _plan_look(self) -> None:
+        """Another number may take many times as long: then it is rarely looked at."""
+        others = [seconds for count, seconds in self.seconds.items() if count != self.best]
+        price = 8 * min(others, default=0.0) / self.seconds[self._best]
+        self._steps_to_look = math.ceil(price / LOOK_COST)
+
+    def _end_look(self, count: int) -> None:
+        self._is_look = False
+        if self.seconds[count] < (1 - GAIN) * self.seconds[self._best]:
+            self._turns = [self._best, count]  # both anew: the machine may just have been busy
+        else:
+            self._plan_look()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A step whose time is wanted."""
+
+    tuner: DeviceCountTuner
+    num_devices: int
     n: int
-    counts: bool = False
-    choice: Choice | None = None
-    may_propose: bool = False
 
 
 class Auto:
-    """A split that lets as many devices work as make a step shortest, the root alone maybe.
+    """A split that lets as many devices work as make a step shortest.
 
-    All of them share the samples as `Adaptive` learns it from their times. Each kind of step, and
-    each size of batches, is done by all devices at first, then by the root alone, and a `Choice`
-    keeps the faster way. From both times and the devices' speeds follows what is serial in a step;
-    where some of the devices should be faster by that, they are tried as well.
-
-    Who runs the steps asks `begin` which way, and tells `end` how long it took. Without that all
-    devices work.
+    Those that work share the samples by their speeds, as `Adaptive`. Each kind of step, and each
+    size of batches within 25 %, has a tuner of its own. Until `begin` is called, all devices work.
 
     Example:
-        >>> split = Auto(2)
+        >>> split = Auto([0, 1])
         >>> for _ in range(30):
-        ...     piece = split.begin("training_step", 8)
+        ...     timing = split.begin("training_step", 8)
         ...     sizes = split(8)
-        ...     split.end(piece, 1.0 if sizes == (8, 0) else 3.0, sizes)
+        ...     if timing:
+        ...         split.end(timing, 1.0 if sizes == (8, 0) else 3.0, sizes)
         >>> split(8)
         (8, 0)
     """
 
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self._adaptive = Adaptive(k)
-        self._choices: dict[str, dict[int, Choice]] = {}
-        self._is_fixed = False
-        self.way: Way = k - 1
+    def __init__(self, places: Sequence[int], capacities: Capacities | None = None) -> None:
+        self._k = self.num_devices = len(places)
+        self._beside = [k for k, place in enumerate(places) if place == places[0]]  # on the root
+        self._capacities = capacities
+        self._adaptive = Adaptive(self._k)
+        self._tuners: dict[tuple[str, int], DeviceCountTuner] = {}
+        self._step: StepUsage | None = None
+        self._is_even = False
 
     def __call__(self, n: int, caps: Caps | None = None) -> Sizes:
         """The sizes for a batch of n samples, none above its cap."""
-        if self._is_fixed:
-            return minimax(n, [0.0] * self._k, [1.0] * self._k, caps)
-        if self.way == 0 and (caps is None or caps[0] is None or caps[0] >= n):
-            return (n, *[0] * (self._k - 1))
-        if 0 < self.way < self._k - 1:
-            fixed, per_sample = zip(*self._adaptive.lines, strict=True)
-            limits = None if caps is None else tuple(caps)
-            sizes = _best_with(n, self.way, fixed, per_sample, limits)
-            if sizes is not None:
-                return sizes
+        if self._is_even:
+            sizes = even(n, self._k)
+            return fitted(sizes, caps) or sizes
+        if self.num_devices < self._k:
+            return self._adaptive.on_fewer(n, self.num_devices - 1, caps)
         return self._adaptive(n, caps)
 
-    def begin(
-        self,
-        kind: str,
-        n: int,
-        *,
-        training: bool = True,
-        can_be_alone: Callable[[], bool] = lambda: True,
-        is_settled: Callable[[], bool] = lambda: True,
-    ) -> Piece:
-        """Decides which way a batch of n samples goes.
+    def begin(self, kind: str, n: int, *, is_settled: bool = True) -> Timing | None:
+        """Decides how many devices work in the next step; a Timing if its time is wanted.
 
         Args:
-            kind: what is done with it.
-            n: how many samples it has.
-            training: whether the devices' speeds are learnt from work of this kind.
-            can_be_alone: whether the root may have all samples.
-            is_settled: whether what has run last is done by now as it will be done later.
+            kind: the name of the step.
+            n: the batch size, in samples.
+            is_settled: whether the executor runs this kind by now as it will run it later.
         """
-        self._is_fixed = False
-        choice, guess = self._choice_for(kind, n)
+        self._is_even = False
+        size = round(math.log(n, 1.25))
+        tuner = self._tuners.setdefault((kind, size), DeviceCountTuner([self._k, 1]))
 
-        def can(way: Way) -> bool:
-            return way > 0 or can_be_alone()
+        def can(count: int) -> bool:
+            return count == self._k or self.root_memory(n / count) <= FULL
 
-        if choice is None:
-            self.way = guess if can(guess) else self._k - 1
-            return Piece(self.way, n)
-        before = self.way
-        self.way, counts = choice.begin(can, lambda way: way == 0 or is_settled())
-        # What others have not done for long they begin anew, whatever it was.
-        counts = counts and not (before == 0 < self.way)
-        return Piece(self.way, n, counts, choice, training)
+        self.num_devices, is_timed = tuner.next_step(can)
+        is_timed &= is_settled or self.num_devices == 1
+        return Timing(tuner, self.num_devices, n) if is_timed else None
 
-    def keep_even(self) -> None:
-        """The next batch goes to all devices evenly, whatever their times."""
-        self.way, self._is_fixed = self._k - 1, True
+    def use_all(self, *, evenly: bool = False) -> None:
+        """In the next step all devices work; `evenly` whatever their speeds."""
+        self.num_devices, self._is_even = self._k, evenly
 
-    def use_all(self) -> None:
-        """The next batch goes to all devices."""
-        self.way, self._is_fixed = self._k - 1, False
-
-    def end(self, piece: Piece, seconds: float, sizes: Sizes) -> None:
-        """A piece that counts took so long, with these sizes."""
-        choice = piece.choice
-        if choice is None or not piece.counts:
-            return
-        before = choice.sizes.get(piece.way, sizes)
-        choice.sizes[piece.way] = sizes
-        if sum(before) == sum(sizes) and _moved(before, sizes) > max(1, piece.n // OTHER):
-            choice.has_changed(piece.way)
-        was_examining = choice.is_examining
-        choice.add(piece.way, seconds)
-        if was_examining and not choice.is_examining and piece.may_propose:
-            self._propose(choice, piece.n)
+    def end(self, timing: Timing, seconds: float, sizes: Sizes) -> None:
+        """A step whose time was wanted took so long, with these sizes."""
+        tuner = timing.tuner
+        was_comparing = tuner.is_comparing
+        tuner.add(timing.num_devices, seconds, sizes)
+        if was_comparing and not tuner.is_comparing and tuner.best is not None:
+            promising = self._promising(tuner, timing.n)
+            if promising is not None:
+                tuner.measure(promising)
 
     def learn(self, step: StepUsage) -> None:
-        """Takes in a step: what each device had, and how long it took."""
-        if any(step.sizes[1:]):  # alone a device may be faster than beside others
+        """Takes in a training step."""
+        self._step = step
+        if any(step.sizes[1:]):  # a device may be faster alone than beside others
             self._adaptive.learn(step)
+
+    def root_memory(self, samples: float) -> float:
+        """The share of the root's memory that so many samples would take, by the latest step.
+
+        All that the step added counts as its samples'. 0 where devices do not count their memory,
+        infinite as long as no step was measured.
+        """
+        capacities = self._capacities() if self._capacities else [0]
+        step = self._step
+        if not capacities[0]:
+            return 0.0
+        if step is None or not step.peak_bytes or not step.sizes[0]:
+            return math.inf
+        before = sum(step.sizes[k] for k in self._beside)
+        added = (step.peak_bytes[0] - step.start_bytes[0]) * max(1.0, samples / before)
+        return (step.start_bytes[0] + added) / capacities[0]
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learnt, in plain numbers."""
-        choices = {
-            kind: [[n, choice.state_dict()] for n, choice in own.items()]
-            for kind, own in self._choices.items()
-        }
-        return {"k": self._k, "speeds": self._adaptive.state_dict(), "choices": choices}
+        tuners = [[kind, n, tuner.state_dict()] for (kind, n), tuner in self._tuners.items()]
+        return {"k": self._k, "speeds": self._adaptive.state_dict(), "tuners": tuners}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another left off; with another number of devices it begins anew."""
-        if state.get("k") != self._k or "choices" not in state:
+        """Continues with what another one has learnt, unless it had another number of devices."""
+        if state.get("k") != self._k or "tuners" not in state:
             return
         self._adaptive.load_state_dict(state["speeds"])
-        for kind, own in state["choices"].items():
-            for n, known in own:
-                choice = self._new_choice()
-                choice.load_state_dict(known)
-                self._choices.setdefault(kind, {})[int(n)] = choice
+        for kind, n, own in state["tuners"]:
+            tuner = self._tuners[kind, n] = DeviceCountTuner([self._k, 1])
+            tuner.load_state_dict(own)
 
-    def _choice_for(self, kind: str, n: int) -> tuple[Choice | None, Way]:
-        """The choice for batches of this size; or a guess, where those of other sizes tell.
+    def _promising(self, tuner: DeviceCountTuner, n: int) -> int | None:
+        """A number in between that should be faster by much than all, and than the root alone.
 
-        Fewer samples never need more devices.
+        What a step takes beyond its slowest device's work (Python, launches, copies over the root's
+        link) is on a line between what it is for the root alone and for all.
         """
-        own = self._choices.setdefault(kind, {})
-        choice = own.get(n)
-        if choice is None:
-            near = (c for size, c in own.items() if size <= NEAR * n <= NEAR**2 * size)
-            choice = next(near, None)
-        if choice is not None and choice.best is not None:
-            return choice, 0
-        if any(size > n and other.best == 0 for size, other in own.items()):
-            return None, 0
-        if any(size < n and other.best == self._k - 1 for size, other in own.items()):
-            return None, self._k - 1
-        if choice is None:
-            own[n] = choice = self._new_choice()
-        return choice, 0
-
-    def _new_choice(self) -> Choice:
-        return Choice([self._k - 1, 0])
-
-    def _propose(self, choice: Choice, n: int) -> None:
-        """Has a way tried that by the cost model is better than those that were measured."""
-        lines, known = self._adaptive.measured_lines, choice.seconds
-        if lines is None or not {0, self._k - 1} <= set(known):
-            return
-        fixed, per_sample = zip(*lines, strict=True)
-        nothing = [0.0] * self._k
-        ends = {
-            way: step_seconds(choice.sizes[way], fixed, per_sample, nothing)
-            for way in known
-            if way in choice.sizes
-        }
-        if not {0, self._k - 1} <= set(ends):
-            return
-        overhead = between({way: known[way] - end for way, end in ends.items()}, self._k - 1)
-        best = best_active(n, fixed, per_sample, overhead)
-        if step_seconds(best, fixed, per_sample, overhead) < WORTH * min(known.values()):
-            choice.consider(sum(map(bool, best[1:])))
+        ends = (1, self._k)
+        if self._adaptive.measured_lines is None or not tuner.sizes.keys() >= {*ends}:
+            return None
+        beyond = [tuner.seconds[c] - self._adaptive.seconds(tuner.sizes[c]) for c in ends]
+        best, promised = None, PROMISING * min(tuner.seconds.values())
+        for count in range(2, self._k):
+            work = self._adaptive.seconds(self._adaptive.on_fewer(n, count - 1))
+            part = (count - 1) / (self._k - 1)
+            seconds = work + beyond[0] + max(0.0, beyond[1] - beyond[0]) * part
+            if seconds < promised:
+                best, promised = count, seconds
+        return best
 
 
-def _moved(before: Sizes, after: Sizes) -> int:
+def _num_moved(before: Sizes, after: Sizes) -> int:
     return sum(abs(a - b) for a, b in zip(before, after, strict=True)) // 2

@@ -1,7 +1,4 @@
-"""Splitting by memory: equal free memory on all devices at the peak, learnt from the steps' peaks.
-
-No tensor and no device in here: sizes and bytes in, sizes out.
-"""
+"""split="memory": equal free memory on all devices at the peak, learnt from the steps' peaks."""
 
 from __future__ import annotations
 
@@ -9,16 +6,16 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeAlias
 
-from lightning_dp.parallel.split.arithmetic import Sizes, minimax
-from lightning_dp.parallel.split.usage import Caps, StepUsage
+from lightning_dp.parallel.split.arithmetic import Caps, Sizes, minimax
+from lightning_dp.parallel.split.usage import StepUsage
 
 log = logging.getLogger("lightning_dp")
 
 STEPS = 16
-"""Latest steps that are remembered: the heaviest of their batches is the one to fit."""
+"""Latest steps that are kept: the split is for the heaviest of their batches."""
 
 SAME = 0.02
 """Relative difference of bytes below which steps are equally heavy, and devices equally full."""
@@ -27,25 +24,22 @@ Capacities: TypeAlias = Callable[[], Sequence[int]]
 """Returns for each replica the bytes that this process can have on its device."""
 
 
-@dataclass(frozen=True)
-class _Point:
-    """A step on one device."""
+class _Step(NamedTuple):
+    """What one device did in a step."""
 
     samples: int
-    start: int
+    start: int  # bytes in use
     peak: int
 
 
 class Memory:
     """A split that leaves equally much memory free on every device.
 
-    A device's peak is `fixed + per_sample * samples`. Fixed are weights, gradients, the
-    optimizer's state and what is gathered there: usually more on the root and on the output
-    device. What a sample takes is the same everywhere, since the module is. The first step is
-    even; what is fixed follows from each measured peak, what a sample takes from steps of other
-    sizes. `minimax` of peak minus capacity then gives equal free memory, so that a smaller or
-    fuller device gets less. Where it is equal within 2 %, nothing moves any more, nor where the
-    fullest device would stay as full. Replicas whose `places` are one device share its memory.
+    A device's peak is `fixed + per_sample * samples`. Fixed are weights, gradients, the optimizer's
+    state and gathered outputs: usually more on the root. What a sample takes is the same
+    everywhere, since the module is. The first step is even. `minimax` of peak minus capacity gives
+    equal free memory, so a smaller or fuller device gets less. Replicas whose `places` are the same
+    number share one device's memory.
 
     Example:
         >>> split = Memory([0, 1], lambda: [1000, 1000])
@@ -60,133 +54,120 @@ class Memory:
     """
 
     def __init__(self, places: Sequence[int], capacities: Capacities) -> None:
-        self._members = [
+        self._replicas = [
             [k for k, place in enumerate(places) if place == device]
             for device in sorted(set(places))
         ]
         self._k = len(places)
         self._capacities = capacities
-        self._steps: deque[list[_Point]] = deque(maxlen=STEPS)
-        self._fixed: list[float] = []
+        self._steps: deque[list[_Step]] = deque(maxlen=STEPS)  # of each device
         self._per_sample = 1.0
-        self._free: list[float] = []
-        self._has_told = False  # that no device counts
+        self._fixed: list[float] = []  # of each device; empty until a step was measured
+        self._free: list[float] = []  # capacity - fixed
+        self._has_warned = False
 
     def __call__(self, n: int, caps: Caps | None = None) -> Sizes:
         """The sizes for a batch of n samples, none above its cap."""
-        limits = list(caps or [None] * self._k)
+        limits = [n if cap is None else min(n, cap) for cap in caps or [None] * self._k]
         if not self._free:
             return _equal(n, limits)
-        rooms = [_room([limits[k] for k in members]) for members in self._members]
+        rooms = [sum(limits[k] for k in replicas) for replicas in self._replicas]
         used = [-free for free in self._free]
-        shares = self._moved(minimax(n, used, [self._per_sample] * len(used), rooms), rooms)
+        shares = minimax(n, used, [self._per_sample] * len(used), rooms)
+        latest = tuple(step.samples for step in self._steps[-1]) if self._steps else ()
+        fits = sum(latest) == n and all(map(int.__le__, latest, rooms))
+        if fits and not self._is_better(shares, latest):
+            shares = latest
         sizes = [0] * self._k
-        for members, share in zip(self._members, shares, strict=True):
-            own = _equal(share, [limits[k] for k in members])
-            for k, size in zip(members, own, strict=True):
+        for replicas, share in zip(self._replicas, shares, strict=True):
+            for k, size in zip(replicas, _equal(share, [limits[k] for k in replicas]), strict=True):
                 sizes[k] = size
         return tuple(sizes)
 
-    def _moved(self, shares: Sizes, rooms: Sequence[int | None]) -> Sizes:
-        """These shares, or the latest ones, if the fullest device gains nothing by a move.
-
-        Equal devices would change places else, as often as one of them has a sample more.
-        """
-        latest = tuple([point.samples for point in self._steps[-1]] if self._steps else [])
-        fit = all([room is None or n <= room for n, room in zip(latest, rooms, strict=False)])
-        if sum(latest) != sum(shares) or not fit:
-            return shares
-        left, before = (
-            min([free - self._per_sample * n for free, n in zip(self._free, own, strict=True)])
-            for own in (shares, latest)
-        )
-        return shares if left - before > SAME * self._per_sample else latest
-
     def learn(self, step: StepUsage) -> None:
-        """Takes in a step: each device's samples, its bytes before the step and at its peak."""
+        """Takes in a training step: each device's samples, its bytes before it and at its peak."""
         if not any(step.peak_bytes):
-            if not self._has_told:
+            if not self._has_warned:
                 log.warning(
                     "split='memory': CPU replicas share one memory, so there is nothing to learn, "
                     "and every batch is split evenly. Use split='even' on the CPU."
                 )
-            self._has_told = True
+            self._has_warned = True
             return
-        points = [
-            _Point(sum(step.sizes[k] for k in members), step.start_bytes[i], step.peak_bytes[i])
-            for members in self._members
-            for i in members[:1]
+        devices = [
+            _Step(sum(step.sizes[k] for k in ks), step.start_bytes[ks[0]], step.peak_bytes[ks[0]])
+            for ks in self._replicas
         ]
-        self._steps.append(points)
-        if self._free and self._is_balanced(points):
+        self._steps.append(devices)
+        if self._free and self._is_balanced(devices):
             return
-        self._per_sample = self._slope()
-        self._fixed = [self._fixed_bytes(i) for i in range(len(points))]
-        self._look_at_capacities()
+        heavy = self._heaviest()
+        self._per_sample = _bytes_per_sample(heavy)
+        self._fixed = []
+        for i in range(len(devices)):
+            latest = next((s[i] for s in heavy if s[i].samples), heavy[0][i])
+            self._fixed.append(latest.peak - self._per_sample * latest.samples)
+        self._read_capacities()
 
     def state_dict(self) -> dict[str, Any]:
         """What has been learnt, in plain numbers."""
         return {"fixed": list(self._fixed), "per_sample": self._per_sample, "k": self._k}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another left off; with other devices it begins anew."""
-        if state.get("k") == self._k and len(state.get("fixed", ())) == len(self._members):
+        """Continues with what another one has learnt, unless it had other devices."""
+        if state.get("k") == self._k and len(state.get("fixed", ())) == len(self._replicas):
             self._fixed = [float(fixed) for fixed in state["fixed"]]
             self._per_sample = float(state["per_sample"])
-            self._look_at_capacities()
+            self._read_capacities()
 
-    def _look_at_capacities(self) -> None:
+    def _read_capacities(self) -> None:
         capacities = self._capacities()
-        self._free = [
-            capacities[members[0]] - fixed
-            for members, fixed in zip(self._members, self._fixed, strict=True)
-        ]
+        own = [capacities[replicas[0]] for replicas in self._replicas]
+        self._free = [all_ - fixed for all_, fixed in zip(own, self._fixed, strict=True)]
 
-    def _is_balanced(self, points: list[_Point]) -> bool:
-        """Whether no device had more left than those that worked."""
-        columns = zip(self._free, self._fixed, points, strict=True)
-        left = [free + fixed - p.peak for free, fixed, p in columns]
-        of_workers = [rest for rest, p in zip(left, points, strict=True) if p.samples]
-        return max(left) - min(of_workers) <= SAME * max(p.peak for p in points)
+    def _is_better(self, shares: Sizes, latest: Sizes) -> bool:
+        """Whether other shares leave the fullest device less full, or all more even.
 
-    def _heavy(self) -> list[list[_Point]]:
-        """The steps of the heaviest batches, latest first."""
-        totals = [sum(point.peak for point in points) for points in self._steps]
-        heavy = [
-            p for p, t in zip(self._steps, totals, strict=True) if t >= (1 - SAME) * max(totals)
-        ]
-        return heavy[::-1]
-
-    def _slope(self) -> float:
-        """Bytes per sample.
-
-        From two equally heavy steps in which a device had other sizes and began with the same
-        bytes. Before there are any, all that a step adds to what was there: too much, so that the
-        next split moves too little and not too much.
+        Otherwise equal devices would change places, as often as one has a sample more.
         """
-        heavy = self._heavy()
-        slopes = [
-            (a.peak - b.peak) / (a.samples - b.samples)
-            for earlier, later in zip(heavy[1:], heavy, strict=False)
-            for a, b in zip(earlier, later, strict=True)
-            if a.samples != b.samples and min(a.samples, b.samples) > 0
-            if abs(a.start - b.start) <= SAME * abs(a.peak - b.peak)
-        ]
-        added = [(p.peak - p.start) / p.samples for p in heavy[0] if p.samples]
-        slope = statistics.median(slopes) if slopes else 0.0
-        return max(1.0, slope if 0 < slope <= min(added) else min(added))
+        after, before = (
+            [free - self._per_sample * n for free, n in zip(self._free, sizes, strict=True)]
+            for sizes in (shares, latest)
+        )
+        least, spread = SAME * self._per_sample, max(before) - min(before)
+        return min(after) - min(before) > least or spread - (max(after) - min(after)) > least
 
-    def _fixed_bytes(self, i: int) -> float:
-        """What device i needs besides its samples, by the latest heavy step in which it worked."""
-        heavy = [points[i] for points in self._heavy()]
-        point = next((point for point in heavy if point.samples), heavy[0])
-        return point.peak - self._per_sample * point.samples
+    def _is_balanced(self, devices: list[_Step]) -> bool:
+        """Whether no device had more memory left at its peak than those that worked."""
+        columns = zip(self._free, self._fixed, devices, strict=True)
+        left = [free + fixed - step.peak for free, fixed, step in columns]
+        working = [rest for rest, step in zip(left, devices, strict=True) if step.samples]
+        return max(left) - min(working) <= SAME * max(step.peak for step in devices)
+
+    def _heaviest(self) -> list[list[_Step]]:
+        """The steps of the heaviest batches, latest first."""
+        total = [sum(step.peak for step in devices) for devices in self._steps]
+        least = (1 - SAME) * max(total)
+        return [s for s, t in zip(self._steps, total, strict=True) if t >= least][::-1]
 
 
-def _equal(n: int, caps: list[int | None]) -> Sizes:
+def _bytes_per_sample(steps: list[list[_Step]]) -> float:
+    """Of steps of equally heavy batches, latest first.
+
+    By two steps in which a device had other sizes and began with the same bytes. Before there are
+    any, all that a step adds: that is too much, so the next split moves too little.
+    """
+    slopes = [
+        (a.peak - b.peak) / (a.samples - b.samples)
+        for later, earlier in pairwise(steps)
+        for a, b in zip(later, earlier, strict=True)
+        if a.samples != b.samples and min(a.samples, b.samples) > 0
+        if abs(a.start - b.start) <= SAME * abs(a.peak - b.peak)
+    ]
+    added = min((s.peak - s.start) / s.samples for s in steps[0] if s.samples)
+    slope = statistics.median(slopes) if slopes else 0.0
+    return max(1.0, slope if 0 < slope <= added else added)
+
+
+def _equal(n: int, caps: Sequence[int]) -> Sizes:
     return minimax(n, [0.0] * len(caps), [1.0] * len(caps), caps)
-
-
-def _room(caps: list[int | None]) -> int | None:
-    known = [cap for cap in caps if cap is not None]
-    return sum(known) if len(known) == len(caps) else None

@@ -1,31 +1,29 @@
-"""The planner: which samples of a batch go where. As the policy says, within what fits.
+"""The planner: which samples of a batch go where, by the policy and within what fits.
 
-What fits on each device is learnt from the steps that did not.
+What fits on each device is learnt from the steps that ran out of memory.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from lightning_dp.parallel.split.arithmetic import (
-    CostSplit,
+    Caps,
     Order,
     Sizes,
     SplitPolicy,
-    minimax,
-    reordered,
-    unequal,
+    by_cost,
+    fitted,
+    has_room,
 )
-from lightning_dp.parallel.split.least import at_least, has_room
-from lightning_dp.parallel.split.policies import is_fixed
-from lightning_dp.parallel.split.usage import Caps, LearningSplit, StepUsage
+from lightning_dp.parallel.split.policies import CostSplit, is_fixed
+from lightning_dp.parallel.split.usage import LearningSplit, StepUsage
 
 MARGIN = 8
-"""A device that failed with n samples gets n / 8 less the next time."""
+"""A device that ran out of memory with n samples gets n / 8 less the next time."""
 
 Least: TypeAlias = Callable[[], int]
 """Returns the fewest samples that a replica can work with."""
@@ -37,10 +35,10 @@ class Plan:
 
     sizes: Sizes
     order: Order | None = None  # None for the batch's own order
-    loads: tuple[float, ...] = field(default=(), repr=False)  # costs, where they are split by cost
+    loads: tuple[float, ...] = field(default=(), repr=False)  # summed costs, in a split by cost
     left_out: int = 0  # samples that no device gets
-    whole: bool = False  # there is nothing to cut: the root gets the batch as it is
-    reading: Any = "columns"  # how the batch was read, for those who cut it
+    whole: bool = False  # nothing can be cut: the root gets the batch as it is
+    reading: Any = "columns"  # how the batch was read, for `cut`
 
 
 class Capacity:
@@ -49,14 +47,15 @@ class Capacity:
     Example:
         >>> capacity = Capacity(2)
         >>> capacity.record_oom((32, 32), [1])
-        >>> capacity.within((32, 32)), capacity.within((1, 2))
-        ((36, 28), (1, 2))
+        >>> capacity.caps
+        [None, 28]
     """
 
     def __init__(self, k: int) -> None:
-        self._fits = [0] * k
-        self._fails: list[int | None] = [None] * k
-        self._latest: Sizes = ()
+        self.fits: Sizes = (0,) * k  # the most samples that each device has taken
+        self._fails: list[int | None] = [None] * k  # the fewest with which it ran out
+        self.max_loads = [math.inf] * k  # in a split by cost
+        self._latest: Sizes = ()  # of the latest step, if it was done
 
     @property
     def caps(self) -> Caps | None:
@@ -65,87 +64,63 @@ class Capacity:
             return None
         return [
             None if fails is None else max(fits, fails - max(1, fails // MARGIN))
-            for fits, fails in zip(self._fits, self._fails, strict=True)
+            for fits, fails in zip(self.fits, self._fails, strict=True)
         ]
 
-    @property
-    def fits(self) -> Sizes:
-        """The most samples that each device is known to take."""
-        return tuple(self._fits)
-
-    def record_success(self, sizes: Sequence[int]) -> None:
+    def record_success(self, sizes: Sizes) -> None:
         """A step with these sizes was done."""
-        self._fits = list(map(max, self._fits, sizes))
-        self._latest = tuple(sizes)
+        if sizes != self._latest:
+            self.fits, self._latest = tuple(map(max, self.fits, sizes)), sizes
 
-    def record_oom(self, sizes: Sequence[int], devices: Sequence[int]) -> None:
+    def record_oom(self, sizes: Sizes, devices: Sequence[int]) -> None:
         """In a step with these sizes, these devices ran out of memory.
 
-        Batches differ, and the heaviest is to fit: that so many fitted earlier counts no more.
+        The heaviest batch is to fit, so that as many samples of another one have fitted does not
+        count any more.
         """
-        self._latest = ()
+        self._latest, fits = (), list(self.fits)
         for k in devices:
             self._fails[k] = min(sizes[k], self._fails[k] or sizes[k])
-            self._fits[k] = min(self._fits[k], sizes[k] - 1)
+            fits[k] = min(fits[k], sizes[k] - 1)
+        self.fits = tuple(fits)
 
     def has_room(self, n: int, least: int = 1) -> bool:
-        """Whether the caps leave room for n samples, at least so many on each device or none."""
+        """Whether the caps leave room for n samples, each device with at least `least` or none."""
         return has_room(n, self.caps or [None], least)
 
     def most(self, n: int, least: int = 1) -> int:
         """The largest batch of at most n samples that is known to fit."""
-        return next(m for m in range(n, -1, -1) if has_room(m, self._fits, least))
-
-    def within(self, wanted: Sizes) -> Sizes:
-        """Sizes as wanted, but none above its cap; the others share what is left over.
-
-        They do in proportion to what they were to have; who was to have nothing comes last. Where
-        the caps leave no room, sizes stay as wanted: memory has room now, or its error is clear.
-        """
-        caps = self.caps
-        if caps is None or all(c is None or n <= c for n, c in zip(wanted, caps, strict=True)):
-            return wanted
-        if not self.has_room(sum(wanted)):
-            return wanted
-        per_sample = [1 / n if n else float("inf") for n in wanted]
-        return minimax(sum(wanted), [0.0] * len(wanted), per_sample, caps)
+        return next(m for m in range(n, -1, -1) if has_room(m, self.fits, least))
 
     def trial(self, n: int, least: int = 1) -> Sizes | None:
-        """Sizes, of n samples at most, that tell most about what fits; None if all is known.
+        """Sizes, of n samples at most, that show most about what fits; None if all is known.
 
         Halves for each device the range between what fits and what does not; at last, all that
-        has fitted on some device is tried at once. The sum may be less than n. A device gets at
-        least so many samples, or none.
+        has fitted on some device is tried at once.
         """
         sizes, left = [], n
-        for fits, fails in zip(self._fits, self._fails, strict=True):
+        for fits, fails in zip(self.fits, self._fails, strict=True):
             low = max(fits, least - 1)
-            known = fails is None or fails - low <= 1
-            size = min(left, fits if known or fails is None else (low + fails) // 2)
-            sizes.append(size if size >= least else 0)
+            size = fits if fails is None or fails - low <= 1 else (low + fails) // 2
+            sizes.append(min(left, size) if min(left, size) >= least else 0)
             left -= sizes[-1]
-        is_news = any(map(int.__gt__, sizes, self._fits)) or self._latest != tuple(sizes)
+        is_news = any(map(int.__gt__, sizes, self.fits)) or self._latest != tuple(sizes)
         return tuple(sizes) if is_news and any(sizes) else None
 
 
 class Planner:
-    """Decides for every batch, once, which samples each device gets.
-
-    The policy decides as long as everything fits.
-    """
+    """Decides for every batch, once, which samples each device gets."""
 
     def __init__(self, k: int, policy: SplitPolicy) -> None:
+        self.policy = policy
         self.latest = Plan((0,) * k)
-        self._policy = policy
-        self._is_fixed = is_fixed(policy)
-        self.repeated: Hashable = None  # of which kind a batch is that is planned as the latest one
-        self.is_recorded = False  # the latest plan's step was done
-        # Asked once: to see whether something follows a protocol takes as long as to cut a batch.
+        self.repeated: Hashable = None  # the kind of batch for which `latest` may be used again
+        # Tested once: isinstance with a protocol takes as long as cutting a batch.
         self._learner = policy if isinstance(policy, LearningSplit) else None
-        self.learns = self._learner is not None  # the policy wants to see the steps
-        # Evaluation keeps no graphs, and more fits.
+        self.learns = self._learner is not None
+        self._is_fixed = is_fixed(policy)
+        # By `training`: evaluation keeps no graphs, so more fits.
         self._capacity = {training: Capacity(k) for training in (True, False)}
-        self._load_caps = {training: [math.inf] * k for training in (True, False)}
         self._learnt: StepUsage | None = None
         self._least: Least = lambda: 1
 
@@ -156,67 +131,63 @@ class Planner:
         *,
         training: bool,
         reading: Any = "columns",
-        telling: bool = False,
         least: Least = lambda: 1,
         kind: Hashable = None,
     ) -> Plan:
-        """Decides for a batch of n samples; what they cost is asked if the split is by cost.
+        """Decides for a batch of n samples.
 
-        If they are to be `telling`, shards become unequal by a sample, where they can, so that what
-        counts samples shows. Replicas that work have at least `least()` samples, as far as n and
-        memory allow; it is asked only where it may matter. Batches of a `kind` are equal in all
-        that a plan may follow from, but for what is learnt.
+        Args:
+            n: the batch size, in samples.
+            costs: returns what each sample costs; called if the split is by cost.
+            training: whether the step keeps a graph.
+            reading: how the batch was read; it becomes the plan's.
+            least: returns the fewest samples that a replica can work with; called if a device
+                would have one sample.
+            kind: equal for batches that a fixed policy splits alike.
         """
         self._least = least
         plan = None
-        if isinstance(self._policy, CostSplit):
-            plan = self._by_cost(self._policy, costs(), training)
+        if isinstance(self.policy, CostSplit):
+            plan = self._by_cost(costs(), self._capacity[training].max_loads)
         plan = plan or Plan(self._sizes(n, training))
-        if telling and not any(map(math.isfinite, self._load_caps[training])):
-            sizes = unequal(plan.sizes, least())
-            order = plan.order and reordered(plan.order, sizes)
-            plan = Plan(sizes, order) if self._capacity[training].within(sizes) == sizes else plan
-        self._begin(replace(plan, reading=reading))
-        if self._is_fixed and not telling and self._capacity[training].caps is None:
-            # Where a device would have one sample, what replicas need may change the sizes.
-            self.repeated = None if _is_small(self._policy(n)) else kind
+        self._set(replace(plan, reading=reading))
+        can_repeat = self._is_fixed and self._capacity[training].caps is None
+        if can_repeat and not _has_single(self.policy(n)):
+            self.repeated = kind
         return self.latest
 
     def trial(self, n: int, *, training: bool) -> Plan | None:
-        """A part of a batch of n samples that tells more about what fits; None if all is known."""
+        """A part of a batch of n samples that shows more about what fits; None if all is known."""
         sizes = self._capacity[training].trial(n, self._least())
         if sizes is None:
             return None
-        self._begin(Plan(sizes, left_out=n - sum(sizes), reading=self.latest.reading))
+        self._set(Plan(sizes, left_out=n - sum(sizes), reading=self.latest.reading))
         return self.latest
 
     def whole(self) -> Plan:
-        """For a batch in which there is nothing to cut, and so nothing to learn of what fits."""
+        """For a batch in which nothing can be cut, and which shows nothing about what fits."""
         k = len(self.latest.sizes)
-        self._begin(Plan((0,) * k))
+        self._set(Plan((0,) * k))
         return Plan((1, *[0] * (k - 1)), whole=True)
 
     def learn(self, step: StepUsage | None) -> None:
-        """Shows a training step to a policy that learns, once."""
-        if self._learner is not None and step is not None:
-            # Steps of equal times are equal, and still two steps.
-            if step is not self._learnt:
-                self._learner.learn(step)
+        """Shows a training step, once, to a policy that learns."""
+        if self._learner is not None and step is not None and step is not self._learnt:
+            self._learner.learn(step)
             self._learnt = step
 
     def record_success(self, *, training: bool) -> None:
         """The latest plan's step was done."""
         self._capacity[training].record_success(self.latest.sizes)
-        self.is_recorded = True
 
     def record_oom(self, devices: Sequence[int], *, training: bool) -> None:
         """In the latest plan's step these devices ran out of memory: they get less from now on."""
-        self.repeated, self.is_recorded = None, False
+        self.repeated, capacity = None, self._capacity[training]
         if not self.latest.loads:
-            self._capacity[training].record_oom(self.latest.sizes, devices)
+            capacity.record_oom(self.latest.sizes, devices)
             return
         for k in devices:
-            self._load_caps[training][k] = self.latest.loads[k] * (1 - 1 / MARGIN)
+            capacity.max_loads[k] = self.latest.loads[k] * (1 - 1 / MARGIN)
 
     def has_room(self, n: int, *, training: bool) -> bool:
         """Whether there may be a split of n samples that fits."""
@@ -226,51 +197,47 @@ class Planner:
         """The most samples that each device is known to take."""
         return self._capacity[training].fits
 
-    def cap(self, k: int, *, training: bool) -> int | None:
-        """The most samples to give a device, by what did not fit; None for no limit."""
-        caps = self._capacity[training].caps
-        return None if caps is None else caps[k]
-
     def most(self, n: int, *, training: bool) -> int:
         """The largest batch of at most n samples that is known to fit."""
         return self._capacity[training].most(n, self._least())
 
-    def _begin(self, plan: Plan) -> None:
-        self.repeated, self.is_recorded = None, False  # first: an interrupt may come in between
-        self.latest = plan
+    def _set(self, plan: Plan) -> None:
+        self.repeated, self.latest = None, plan
 
     def _sizes(self, n: int, training: bool) -> Sizes:
         capacity = self._capacity[training]
-        caps = capacity.caps
-        if self._learner is not None:
-            sizes = self._learner(n, caps if capacity.has_room(n) else None)
-        else:
-            wanted = self._policy(n)
-            sizes = wanted if caps is None else capacity.within(wanted)
-        if not _is_small(sizes):
-            return sizes
-        least = self._least()
-        # Where the caps leave no room, memory may still do, and if not, its error is clear.
-        return at_least(sizes, least, caps) or at_least(sizes, least) or sizes
+        caps = capacity.caps if capacity.has_room(n) else None
+        wanted = self.policy(n) if self._learner is None else self._learner(n, caps)
+        least = self._least() if _has_single(wanted) or caps is not None else 1
+        # Without room within the caps, memory may have room now; if not, its error is clear.
+        return fitted(wanted, caps, least) or fitted(wanted, None, least) or wanted
 
-    def _by_cost(self, split: CostSplit, costs: Sequence[float], training: bool) -> Plan | None:
-        """None where the caps leave no room for a split by cost: then it is by number."""
-        caps = self._load_caps[training]
-        order = split.order(costs, caps)
-        if order is None:
+    def _by_cost(self, costs: Sequence[float], max_loads: Sequence[float]) -> Plan | None:
+        """None if the largest loads leave no room for a split by cost."""
+        caps = max_loads if min(max_loads) < math.inf else None
+        order: Order = by_cost(costs, len(max_loads), caps)
+        sizes = tuple(map(len, order))
+        if sum(sizes) < len(costs):
             return None
-        sizes = wanted = tuple(map(len, order))
-        if _is_small(wanted):
-            # The cheapest samples move. One that has a device to itself costs much.
-            sizes = at_least(wanted, self._least(), spreads=True) or wanted
-            parts = [sorted(part, key=lambda i: -costs[i]) for part in order]
-            order = reordered(parts, sizes)
-        loads = tuple(sum(costs[i] for i in part) for part in order)
-        if sizes != wanted and any(map(operator.gt, loads, caps)):
-            return None
-        return Plan(sizes, order, loads)
+        if _has_single(sizes):
+            sizes = fitted(sizes, None, self._least()) or sizes
+            order = _moved(order, sizes, costs)
+        loads = tuple(math.fsum(costs[i] for i in part) for part in order)
+        fits = not caps or all(map(float.__le__, loads, caps))
+        return Plan(sizes, order, loads) if fits else None
 
 
-def _is_small(sizes: Sizes) -> bool:
+def _has_single(sizes: Sizes) -> bool:
     """Whether a device has one sample, and not because the batch has no more."""
     return 1 in sizes and sum(sizes) > 1
+
+
+def _moved(order: Order, sizes: Sizes, costs: Sequence[float]) -> Order:
+    """The same samples in shards of other sizes: where there are too many, the cheapest go."""
+    parts = [sorted(part, key=costs.__getitem__, reverse=True) for part in order]
+    spare = [i for part, size in zip(parts, sizes, strict=True) for i in part[size:]]
+    kept = [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    return [
+        sorted([*part, *(spare.pop() for _ in range(size - len(part)))])
+        for part, size in zip(kept, sizes, strict=True)
+    ]

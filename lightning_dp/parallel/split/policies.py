@@ -1,4 +1,4 @@
-"""The splits that people choose by name, by shares, or by a function of their own."""
+"""The options `split`, `weights` and `sample_cost`, checked, and the policy that they ask for."""
 
 from __future__ import annotations
 
@@ -11,14 +11,7 @@ from typing import Any, TypeAlias
 
 from lightning_dp.parallel.checks import told
 from lightning_dp.parallel.split.adaptive import Adaptive
-from lightning_dp.parallel.split.arithmetic import (
-    CostSplit,
-    Sizes,
-    SplitPolicy,
-    chunk,
-    even,
-    weighted,
-)
+from lightning_dp.parallel.split.arithmetic import Sizes, SplitPolicy, chunk, even, weighted
 from lightning_dp.parallel.split.auto import Auto
 from lightning_dp.parallel.split.memory import Capacities, Memory
 
@@ -27,6 +20,17 @@ OwnSplit: TypeAlias = Callable[[int, Sequence[Any]], Sequence[int]]
 
 _FIXED: dict[str, Callable[[int, int], Sizes]] = {"even": even, "chunk": chunk}
 SPLITS = (*_FIXED, "auto", "memory", "adaptive", "cost")
+
+
+class CostSplit:
+    """The policy of split="cost", which the planner asks for an order; without costs it is even."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+
+    def __call__(self, n: int) -> Sizes:
+        """The sizes for n samples of equal cost."""
+        return even(n, self._k)
 
 
 def check_split(
@@ -42,10 +46,10 @@ def check_split(
             f"split: expected one of {sorted(SPLITS)} or a function (batch_size, devices) -> "
             f"sizes, got {told(split)}. Use 'even', or weights=[...] for fixed shares."
         )
-    if isinstance(split, str) and split == "auto" and not is_timed:
+    if split == "auto" and not is_timed:
         raise ValueError(
-            "split: expected another one than 'auto' outside of Lightning, where nobody tells how "
-            "long a step takes, got 'auto'. Use 'adaptive', or DataParallelStrategy."
+            "split: expected another one than 'auto' outside of Lightning, where nothing says when "
+            "a step ends, got 'auto'. Use 'adaptive', or DataParallelStrategy."
         )
     if sample_cost is not None and not (isinstance(sample_cost, str) and sample_cost):
         raise ValueError(
@@ -57,11 +61,8 @@ def check_split(
             f"sample_cost: expected None with split={told(split)}, got {sample_cost!r}. "
             "Use split='cost', or leave it out."
         )
-    if weights is not None:
-        _check_weights(weights, split)
-
-
-def _check_weights(weights: Sequence[float], split: str | OwnSplit) -> None:
+    if weights is None:
+        return
     if split not in ("even", "adaptive"):
         raise ValueError(
             f"weights: expected None with split={told(split)}, got {told(weights)}. Leave out one "
@@ -88,7 +89,12 @@ def split_policy(
 ) -> SplitPolicy:
     """The function that splits every batch over the devices.
 
-    What the devices are matters to a function of the user's alone.
+    Args:
+        split: the option, see `DataParallelStrategy`.
+        weights: the option.
+        devices: a user's function gets them; else only which of them are equal matters.
+        capacities: returns the bytes that this process can have on each device. `"memory"` needs
+            it; `"auto"` asks it before it gives a device more samples than that had before.
 
     Example:
         >>> split_policy("even", [1, 2, 3], ["cpu"] * 3)(12)
@@ -97,13 +103,13 @@ def split_policy(
         (11, 1)
     """
     check_split(split, weights)
-    k = len(devices)
+    k, places = len(devices), [list(devices).index(device) for device in devices]
     if callable(split):
         return partial(_checked, split, list(devices))
     if split == "cost":
         return CostSplit(k)
     if split == "auto":
-        return Auto(k)
+        return Auto(places, capacities)
     if split == "memory":
         if capacities is None:
             raise ValueError(
@@ -111,7 +117,7 @@ def split_policy(
                 "Give a function that returns them."
             )
         capacities()  # raises an error now where devices do not count their memory
-        return Memory([list(devices).index(device) for device in devices], capacities)
+        return Memory(places, capacities)
     shares = None if weights is None else tuple(plain_weight(w) for w in weights)
     if shares is not None and len(shares) != k:
         raise ValueError(
@@ -134,7 +140,7 @@ def _weighted_sizes(shares: tuple[float, ...], n: int) -> Sizes:
 
 
 def is_fixed(policy: SplitPolicy) -> bool:
-    """Whether batches of one size are split alike, whatever has been seen."""
+    """Whether sizes follow from the batch size alone."""
     return isinstance(policy, partial) and policy.func in (_fixed_sizes, _weighted_sizes)
 
 
@@ -159,7 +165,7 @@ def _is_function(split: object) -> bool:
         inspect.signature(split).bind(1, [])
     except TypeError:
         return False
-    except ValueError:  # a function in C that does not tell
+    except ValueError:  # a function in C, which has no signature
         return True
     return True
 
@@ -169,7 +175,7 @@ def _is_size(value: Any) -> bool:
 
 
 def plain_weight(weight: Any) -> float:
-    """A weight as exact arithmetic takes it, which numbers of NumPy are not."""
+    """A weight as a number that `Fraction` takes, which those of NumPy are not."""
     return int(weight) if isinstance(weight, Integral) else float(weight)
 
 
@@ -178,5 +184,5 @@ def _is_weight(value: Any) -> bool:
         return False
     try:
         return math.isfinite(value) and float(value) >= 0
-    except OverflowError:  # an integer that is no float
+    except OverflowError:  # an integer that is too large for a float
         return False

@@ -1,15 +1,11 @@
-"""What a split can learn from. Plain numbers: no tensor, no device."""
+"""What a split can learn from: the measurements of one training step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from lightning_dp.parallel.split.arithmetic import Sizes
-
-Caps: TypeAlias = Sequence[int | None]
-"""Of each device the most samples it can take; None for no limit."""
+from lightning_dp.parallel.split.arithmetic import Caps, Sizes
 
 
 @dataclass(frozen=True)
@@ -18,8 +14,7 @@ class StepUsage:
 
     Attributes:
         sizes: its samples; 0 where it had none.
-        busy_seconds: how long its device worked: by the device's own clock where it has one
-            (simulated devices with a speed, events on GPUs), else as its worker saw it.
+        busy_seconds: how long its device worked: by events on GPUs, else as its worker saw it.
         step_seconds: how long the step took until the last device was done, as far as
             `busy_seconds` covers it.
         peak_bytes: the most bytes in use on its device during the step; 0 where none counts.
@@ -54,4 +49,4 @@ class LearningSplit(Protocol):
         """What has been learnt, in plain numbers."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another left off."""
+        """Continues with what another one has learnt."""

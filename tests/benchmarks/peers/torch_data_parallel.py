@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import sim_devices
 import torch
 from benchmarks.job import Job
 from benchmarks.models import workload
@@ -13,8 +14,6 @@ from benchmarks.peers import comm
 from benchmarks.peers.loop import run, wrapping
 from benchmarks.peers.peer import Peer
 from torch import nn
-
-from lightning_dp import sim
 
 
 def train(job: Job, pace: Pace) -> None:
@@ -45,7 +44,7 @@ class Known(nn.DataParallel[nn.Module]):
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> list[Any]:
         """Calls the replicas in threads."""
-        work_for = torch.sim.hand_over() if sim.is_enabled() else None
+        work_for = torch.sim.hand_over() if sim_devices.is_enabled() else None
         if work_for is not None:
             replicas = [partial(_called, work_for, replica) for replica in replicas]
         return super().parallel_apply(replicas, inputs, kwargs)

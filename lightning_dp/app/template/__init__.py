@@ -1,1 +1,0 @@
-"""A model and its data, trained by lightning_dp."""

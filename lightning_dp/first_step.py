@@ -1,0 +1,345 @@
+"""The first-step check: does the split of a batch give the numbers of one device, and if not, why?
+
+Lightning runs a sanity check of validation before it trains; this is one of the split. Before the
+first batch of each kind of step, the step runs on a few samples once on the root alone and once
+split over the devices, and everything is put back. What is compared, how, and what a difference
+comes from is decided in `parallel.check`; here is how a LightningModule's steps run for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_dp.forward_mode import ForwardMode
+from lightning_dp.lightning_private import own_device, state_defaults
+from lightning_dp.metrics import is_metric
+from lightning_dp.mode import Mode, Transfer, own_hooks
+from lightning_dp.parallel.check import (
+    MOST_BYTES,
+    Call,
+    FirstCalls,
+    Key,
+    NotChecked,
+    Program,
+    Report,
+    announce,
+    check,
+    check_is_cheap,
+    copied,
+    first_samples,
+    on_host,
+    small_sizes,
+)
+from lightning_dp.parallel.contexts import replaced, standing_in
+from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.reduce import LossReduction, StepOutput
+from lightning_dp.parallel.split import Sizes
+from lightning_dp.state import Passes
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import World
+
+CheckFirstStep: TypeAlias = bool | Literal["auto"]
+OPTION = "check_first_step"
+
+_LOSS_SCALE = 256.0
+"""Of float16, whose small gradients would become 0."""
+
+_STAGES = {
+    "training_step": "train",
+    "validation_step": "val",
+    "test_step": "test",
+    "predict_step": "predict",
+}
+"""Of each step, how the contexts of precision plugins are called."""
+
+
+class FirstSteps:
+    """Checks the first step of each kind in one run of a Trainer.
+
+    Args:
+        reports: receives what is found, by the name of the step.
+        option: the value of `check_first_step`.
+        trainer: the Trainer that runs.
+        make_mode: makes a mode for the check alone; takes options of an engine.
+        transfer: moves a batch to a device through the hooks of the module.
+        loss_reduction: the strategy's.
+        as_only_process: while it lasts, the strategy communicates with no other process.
+
+    Attributes:
+        due: the names of the steps that have not run yet.
+    """
+
+    def __init__(
+        self,
+        reports: dict[str, Report],
+        option: CheckFirstStep,
+        trainer: Trainer,
+        make_mode: Callable[..., Mode],
+        transfer: Transfer,
+        loss_reduction: LossReduction,
+        as_only_process: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._reports = reports
+        self._option, self._trainer = option, trainer
+        self._new_mode = partial(make_mode, executor="inorder", world=None)
+        self._transfer, self._loss_reduction = transfer, loss_reduction
+        self._as_only_process = as_only_process
+        self.due = set(_STAGES)
+        self._method = ""  # whose calls `FirstCalls` checks now
+
+    def check(
+        self, mode: Mode, method: str, batch: Any, args: tuple[Any, ...], world: World | None
+    ) -> None:
+        """Checks a step that is about to run; in forward mode, the calls that it will spread.
+
+        With several processes, each checks its own part of the batch if all of them can.
+
+        Args:
+            mode: the mode that will run the step.
+            method: the step's name.
+            batch: the batch, as the mode takes it.
+            args: the step's other arguments.
+            world: the processes; None if this is the only one.
+        """
+        self.due.discard(method)
+        self._method = method
+        empty, part, why = Report(OPTION, method), None, ""
+        try:
+            self._check_may_be_split(mode)
+            if not isinstance(mode, ForwardMode):
+                empty = replace(empty, sizes=small_sizes(mode.engine, batch))
+                part = first_samples(mode.engine, batch, sum(empty.sizes))
+        except NotChecked as reason:
+            why = str(reason)
+        if world is not None:
+            cannot = world.gather(bool(why))
+            if any(cannot) and not why:
+                why = f"{sum(cannot)} of {len(cannot)} processes cannot check theirs."
+        if why:
+            self._found(method, empty.not_compared(why))
+        elif isinstance(mode, ForwardMode):
+            if mode.engine.first_calls is None:
+                mode.engine.first_calls = self._first_calls(mode)
+        else:
+            transfer = partial(self._transfer, dataloader_idx=mode.dataloader_idx)
+
+            def make_call() -> Call:
+                own = self._new_mode(split=lambda n: empty.sizes)
+                return _StepCall(own, method, part, empty.sizes, args, transfer, self._trainer)
+
+            with self._around_check():
+                limit = MOST_BYTES if self._option == "auto" else None
+                report = check(make_call, empty, self._loss_reduction, limit)
+            self._found(method, report)
+
+    def _check_may_be_split(self, mode: Mode) -> None:
+        """Raises `NotChecked` for steps that cannot run twice or are not worth it."""
+        if self._option == "auto":
+            if getattr(self._trainer, "fast_dev_run", False):
+                raise NotChecked("fast_dev_run.")
+            check_is_cheap(mode.engine)
+
+    def _first_calls(self, mode: ForwardMode) -> FirstCalls:
+        def make_engine(split: Callable[[int], Sizes]) -> ForwardParallel:
+            engine = self._new_mode(split=split).engine
+            assert isinstance(engine, ForwardParallel)
+            return engine
+
+        return FirstCalls(
+            make_engine,
+            OPTION,
+            always=self._option is True,
+            report=lambda report: self._found(self._method, report),
+            around=self._around_check,
+            # The step's own code is on the output device, and the call's on the root.
+            program=_TrainerAround(mode.module, self._trainer, mode.engine.devices[0]),
+        )
+
+    @contextmanager
+    def _around_check(self) -> Iterator[None]:
+        """A step may stop the training; one of the check does not."""
+        stops = self._trainer.should_stop
+        try:
+            with self._as_only_process():
+                yield
+        finally:
+            self._trainer.should_stop = stops
+
+    def _found(self, method: str, report: Report) -> None:
+        before = self._reports.get(method)
+        if before is None or not before.differences:  # of several calls, the one that differs
+            self._reports[method] = report
+        announce(report, asked=self._option is True, info=rank_zero_info, stacklevel=4)
+
+
+class _StepCall(Call):
+    """One step of a LightningModule with a few samples, in step mode."""
+
+    def __init__(
+        self,
+        mode: Mode,
+        method: str,
+        batch: Any,
+        sizes: Sizes,
+        args: tuple[Any, ...],
+        transfer: Callable[[Any, torch.device], Any],
+        trainer: Trainer,
+    ) -> None:
+        precision = trainer.precision_plugin
+        self.module, self.name, self.engine, self.sizes = mode.module, method, mode.engine, sizes
+        self.devices = [*mode.engine.devices, mode.engine.output_device]
+        self.program = _TrainerAround(mode.module, trainer, mode.engine.devices[0])
+        self._mode, self._batch, self._args, self._transfer = mode, batch, args, transfer
+        self._precision, self._has_hooks = precision, bool(own_hooks(mode.module))
+        self._is_training = method == "training_step"
+        scaler = getattr(precision, "scaler", None)
+        if scaler is not None and scaler.is_enabled():
+            self.loss_scale = _LOSS_SCALE
+        self.dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
+        if "16" in str(precision.precision):
+            is_brain = "bf16" in str(precision.precision)
+            self.dtypes.add(torch.bfloat16 if is_brain else torch.float16)
+
+    @override
+    def alone(self, shard: int | None) -> Any:
+        batch = self._moved(shard)
+        with self._context():
+            return getattr(self.module, self.name)(batch, *self._args)
+
+    @override
+    def transferred(self, shard: int | None) -> Any:
+        return self._moved(shard) if self._has_hooks else None
+
+    def _moved(self, shard: int | None) -> Any:
+        batch = copied(self._batch)
+        if shard is not None:
+            batch = self.engine.cut(batch, self.sizes)[shard]
+        return self._transfer(batch, self.devices[0])
+
+    @override
+    def split(self, alone: Any) -> Any:
+        batch = self._mode.batch(copied(self._batch), 0)
+        with self._context():
+            return self._mode.step(self.name, batch, self._args)
+
+    @override
+    def parse(self, output: Any) -> tuple[Tensor | None, Any]:
+        if not self._is_training:
+            return None, output
+        if output is None:
+            return None, None
+        parsed = StepOutput.parse(output)
+        self.counts_items = parsed.num_items is not None
+        return parsed.loss, parsed.extras
+
+    @override
+    def around(self, *, split: bool) -> AbstractContextManager[None]:
+        return self._mode.during_backward() if split else super().around(split=split)
+
+    def _context(self) -> AbstractContextManager[None]:
+        name = f"{_STAGES[self.name]}_step_context"
+        context: AbstractContextManager[None] = getattr(self._precision, name)()
+        return context
+
+
+class _TrainerAround(Program):
+    """The Trainer around a module: its log, metrics, loggers, optimizers and schedulers."""
+
+    def __init__(self, module: LightningModule, trainer: Trainer, device: torch.device) -> None:
+        self._module, self._trainer, self._device = module, trainer, device
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self.containers = [*trainer.strategy.optimizers, *schedulers]
+
+    @override
+    def compares(self, module: nn.Module) -> bool:
+        return is_metric(module)
+
+    @override
+    @contextmanager
+    def recording(self) -> Iterator[dict[Key, Any]]:
+        """Records what a step logs, measures, and does with loggers; none of it reaches anything.
+
+        The module's snapshot puts metrics back.
+        """
+        values: dict[Key, Any] = {}
+        used: Counter[str] = Counter()
+        trainer: Any = self._trainer
+        loggers = trainer.loggers
+        trainer.loggers = [_SilentLogger(logger, used) for logger in loggers]
+        log = standing_in(self._module, "log", partial(_record, values))
+        try:
+            with log, replaced(self._module, **own_device(self._module, self._device)):
+                yield values
+            values.update({Key("logger", name): count for name, count in used.items()})
+            values.update(_states(self._module))
+            values.update(_options(trainer.optimizers))
+        finally:
+            trainer.loggers = loggers
+
+
+def _record(values: dict[Key, Any], name: str, value: Any, *args: Any, **options: Any) -> None:
+    """Stands for `self.log`: the k-th value under a name is compared with the k-th."""
+    key, count = Key("log", name), 1
+    while key in values:
+        count += 1
+        key = Key("log", f"{name} (call {count})")
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = float(value.detach())
+    # Of a metric the states are compared.
+    values[key] = None if isinstance(value, nn.Module) else on_host(value)
+
+
+def _options(optimizers: Sequence[Any]) -> Iterator[tuple[Key, Any]]:
+    """Numbers among the options of optimizers, which a step or a schedule in it may change."""
+    for i, optimizer in enumerate(optimizers):
+        for j, group in enumerate(optimizer.param_groups):
+            of = f"optimizer {i}" + (f", group {j}" if j else "")
+            for name, value in group.items():
+                if isinstance(value, float):
+                    yield Key("option", f"{name} of {of}"), value
+
+
+def _states(module: nn.Module) -> Iterator[tuple[Key, Any]]:
+    """The states of all metrics of a module; lists of tensors as one."""
+    for name, metric in module.named_modules():
+        if not isinstance(metric, Metric):  # a collection holds metrics
+            continue
+        for state in state_defaults(metric):
+            value = getattr(metric, state)
+            if isinstance(value, list) and value and all(isinstance(v, Tensor) for v in value):
+                value = torch.cat([torch.atleast_1d(v) for v in value])
+            yield Key("metric", f"{name}.{state}"), on_host(value)
+
+
+class _SilentLogger(Passes):
+    """A logger that counts how it is used, and keeps nothing."""
+
+    def __init__(self, logger: Any, used: Counter[str]) -> None:
+        super().__init__(logger)
+        self._used = used
+
+    def __getattr__(self, name: str) -> Any:
+        """The logger's attributes; methods that write are counted and write nothing."""
+        if name == "experiment":
+            self._used[name] += 1
+            return DummyLogger().experiment
+        value = super().__getattr__(name)
+        writes = name.startswith("log_") or name in ("save", "finalize", "after_save_checkpoint")
+        if not (writes and callable(value)):
+            return value
+        self._used[name] += 1
+        return lambda *args, **kwargs: None

@@ -1,0 +1,212 @@
+"""Forward mode: a step runs once, on the main thread; calls of the module in it are spread.
+
+Manual optimisation and steps that take `dataloader_iter` always run so: optimizers, closures,
+toggling and schedulers are then Lightning's own code, and the iterator is advanced once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_dp.lightning_private import own_device
+from lightning_dp.metrics import HostJournals, Journals, SpreadJournals, is_metric
+from lightning_dp.mode import Mode, Transfer
+from lightning_dp.parallel.contexts import Contexts, replaced
+from lightning_dp.parallel.forward import ForwardParallel
+from lightning_dp.parallel.reduce import LossReduction
+from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.scatter import Shards
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import World
+
+
+class ForwardMode(Mode):
+    """Runs each step once, with the whole batch; its engine is a `ForwardParallel`.
+
+    Args:
+        module: the user's module, on the root device.
+        devices: the replicas' devices, root first.
+        transfer: Lightning's transfer hooks.
+        output_device: where the batch and the step's own computations are.
+        move_batch: whether the batch is brought there, or stays where the DataLoader left it.
+        loss_reduction: what the loss is over its samples, for several processes.
+        world: the processes that train together, each with its part of the batch; None if this is
+            the only one.
+        options: of the engine, see `Engine`.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        devices: Sequence[torch.device],
+        *,
+        transfer: Transfer,
+        output_device: torch.device,
+        move_batch: bool = True,
+        loss_reduction: LossReduction = "mean",
+        world: World | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(module, transfer)
+        self.moves_batch = move_batch
+        for submodule in module.modules():
+            if is_metric(submodule):
+                submodule.to(output_device)
+        self._processes: _Processes | None = None
+        journals: Journals
+        kind: Callable[..., ForwardParallel] = ForwardParallel
+        if world is None:
+            journals = Journals(module, devices, output_device)
+        else:
+            host = HostJournals(module, output_device, world)
+            journals = SpreadJournals(module, devices, output_device, host)
+            kind = partial(_EngineOfProcess, host)
+        self.engine: ForwardParallel = kind(
+            module,
+            devices,
+            output_device=output_device,
+            world=world,
+            rules=journals,
+            scalars="merge",
+            context=partial(_around_call, journals, module, devices[0]),
+            **options,
+        )
+        if world is not None:
+            self._processes = _Processes(module, self.engine, host, world, loss_reduction)
+        # Steps whose first run with a result has not been looked at.
+        self._to_check = {"training_step", "validation_step", "test_step", "predict_step"}
+
+    def batch(self, batch: Any, dataloader_idx: int) -> Any:
+        """Moves the batch to the output device."""
+        if not self.moves_batch:
+            return batch
+        return self._transfer(batch, self.engine.output_device, dataloader_idx=dataloader_idx)
+
+    def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        """Calls the step, and warns if the first one spread nothing."""
+        call = partial(getattr(self.module, method), batch, *args)
+        num_calls, num_cut = self.engine.num_calls, self.engine.num_cut
+        with self.engine.spreading(), _at(self.module, self.engine.output_device):
+            own = self._processes
+            output = call() if own is None else own.step(method, call, batch)
+        # A step without a result may compute nothing; one of manual optimisation returns nothing.
+        by_hand = method == "training_step" and not self.module.automatic_optimization
+        if method in self._to_check and (by_hand or output is not None):
+            self._to_check.discard(method)
+            if self.engine.num_cut == num_cut:
+                self._to_check.clear()
+                self._warn_of_no_spread(method, called=self.engine.num_calls > num_calls)
+        return output
+
+    def _warn_of_no_spread(self, method: str, *, called: bool) -> None:
+        children = self.module.named_children()
+        names = [name for name, child in children if next(child.parameters(), None) is not None]
+        if called:
+            text = (
+                "the arguments of the calls had no tensor and no list that could be cut. Pass "
+                "tensors with one row per sample, or define split_batch(batch, sizes)."
+            )
+        else:
+            text = (
+                "it did not call self(...). Name the submodules that it calls, as in "
+                f"DataParallelStrategy(mode='forward', parallel_modules={names[:6]}), or compute "
+                "in forward and call self(...)."
+            )
+        warnings.warn(
+            f"{type(self.module).__qualname__}.{method}: expected calls that are spread over the "
+            f"devices, got none, so that all ran on {self.engine.devices[0]}: {text}",
+            stacklevel=3,
+        )
+
+    @contextmanager
+    def during_backward(self) -> Iterator[None]:
+        """Keeps calls spread: a checkpoint calls the module again in the backward."""
+        here = _at(self.module, self.engine.output_device)
+        logs = nullcontext() if self._processes is None else self._processes.during_backward()
+        with super().during_backward(), self.engine.spreading(), here, logs:
+            yield
+
+    def loss_of_closure(self, result: Any) -> Any:
+        """With several processes and manual optimisation: the loss of all."""
+        return result if self._processes is None else self._processes.loss_of_closure(result)
+
+
+class _Processes:
+    """The steps of one of several processes: each runs a step once, with its part of the batch."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        engine: ForwardParallel,
+        host: HostJournals,
+        world: World,
+        loss_reduction: LossReduction,
+    ) -> None:
+        from lightning_dp.parallel.forward_losses import ForwardLosses
+
+        self._module, self._engine, self._host = module, engine, host
+        self._losses = ForwardLosses(engine, world, loss_reduction)
+        self.during_backward = host.around_backward
+
+    def step(self, method: str, call: Callable[[], Any], batch: Any) -> Any:
+        """Calls a step; loss, logs and metrics become those of all processes."""
+        if isinstance(batch, Iterator):
+            raise ValueError(
+                f"{method}: expected a batch, as several processes weight what a step computes by "
+                "its samples, got a step that takes dataloader_iter. Take (batch, batch_idx), or "
+                "start one process."
+            )
+        size = self._engine.count_samples(batch)
+        if not size:
+            raise ValueError(
+                "Expected a batch whose samples can be counted, as several processes weight what a "
+                f"step computes by its samples, got {type(batch).__qualname__} without any. Define "
+                "batch_size(batch) on the module, which returns how many samples there are."
+            )
+        with self._host.around_step(size, self._engine.row_rules.dim):
+            if method != "training_step":
+                return call()
+            return self._losses.step(call, size, by_hand=not self._module.automatic_optimization)
+
+    def loss_of_closure(self, result: Any) -> Any:
+        """With automatic optimisation, the step's loss was joined already."""
+        return result if self._module.automatic_optimization else self._losses.number(result)
+
+
+class _EngineOfProcess(ForwardParallel):
+    """Takes the step's recorders off the module during a call: replicas would copy them."""
+
+    def __init__(self, host: HostJournals, *args: Any, **options: Any) -> None:
+        self._host = host
+        super().__init__(*args, **options)
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """As every such engine."""
+        with self._host.paused():
+            return super().call(path, args, kwargs)
+
+
+def _at(module: LightningModule, device: torch.device) -> AbstractContextManager[None]:
+    """Sets `self.device` of the module for a while."""
+    return replaced(module, **own_device(module, device))
+
+
+def _around_call(
+    journals: Journals,
+    module: LightningModule,
+    device: torch.device,
+    replicas: Replicas,
+    _: str,
+    shards: Shards,
+    is_rerun: bool,
+) -> AbstractContextManager[None]:
+    """Joins what replicas log and measure in a spread call, as step mode does for a step."""
+    return Contexts([journals.around(replicas, shards, is_rerun), _at(module, device)])

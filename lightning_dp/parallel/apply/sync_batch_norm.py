@@ -1,0 +1,187 @@
+"""Batch norm over all replicas: the mean and the variance of the whole batch.
+
+Every replica computes the moments of its shard; the replicas, and the processes, merge them into
+those of the batch (Chan et al., "Algorithms for computing the sample variance", 1983: no large
+numbers are subtracted). The merged moments are functions of all replicas' inputs, so the step's
+backward, which runs through all graphs, gives each replica the gradients of the others' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.apply.across import of_processes
+from lightning_dp.parallel.apply.collectives import link, meet, must_meet
+from lightning_dp.parallel.apply.rendezvous import Calls
+from lightning_dp.parallel.torch_private import BATCH_NORMS, check_batch_norm_input
+
+Moments: TypeAlias = tuple[int, Tensor, Tensor]
+"""Values per channel, their means [C] and their variances [C], divided by their number."""
+
+
+def forward(self: nn.BatchNorm1d, x: Tensor) -> Tensor:
+    """Replaces a batch norm layer's `forward`, with the statistics of the whole batch.
+
+    Where one replica has the whole batch, or the running statistics normalise, it calls the
+    layer's own.
+    """
+    if not _uses_batch(self) or not must_meet("batch norm"):
+        return type(self).forward(self, x)
+    check_batch_norm_input(self, x)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    mean, var = _moments(x, wide)
+    own: Moments = (x.numel() // x.size(1), mean, var)
+    n, mean, var = meet("batch norm", own, _merge)
+    if self.training and self.track_running_stats:
+        _track(self, n, mean.detach(), var.detach())
+    invstd = torch.rsqrt(var + self.eps)
+    return _normalized(x, mean, invstd, self.weight, self.bias)
+
+
+def _merge(calls: Calls, moments: list[Moments]) -> list[Moments]:
+    device = calls.participants[0].device
+    own = _merged([(n, link(calls, mean), link(calls, var)) for n, mean, var in moments], device)
+    n, mean, var = _merged(of_processes(calls, "batch norm", own), device)
+    if n == 1:
+        raise ValueError(
+            "Expected more than 1 value per channel when training with batch norm, got 1 in the "
+            "whole batch. Use larger batches, or drop_last=True in the DataLoader."
+        )
+    return [(n, mean.to(p.device), var.to(p.device)) for p in calls.participants]
+
+
+def _merged(moments: Sequence[Moments], device: torch.device) -> Moments:
+    """The moments of all values, where they were taken of parts."""
+    if len(moments) == 1:
+        n, mean, var = moments[0]
+        return n, mean.to(device), var.to(device)
+    total = sum(n for n, _, _ in moments)
+    means = torch.stack([mean.to(device) for _, mean, _ in moments])
+    variances = torch.stack([var.to(device) for _, _, var in moments])
+    shares = torch.tensor([[n / total] for n, _, _ in moments], dtype=means.dtype)
+    weights = shares.to(device, non_blocking=True)  # the host need not wait
+    mean = (weights * means).sum(0)
+    var = (weights * (variances + (means - mean).square())).sum(0)
+    return total, mean, var
+
+
+@torch.no_grad()
+def _track(layer: nn.BatchNorm1d, n: int, mean: Tensor, var: Tensor) -> None:
+    """Updates a replica's running statistics, without a change of version, as the layer does."""
+    factor = layer.momentum
+    if layer.num_batches_tracked is not None:
+        layer.num_batches_tracked.add_(1)
+        if factor is None:
+            factor = 1.0 / float(layer.num_batches_tracked)
+    unbiased = var * (n / (n - 1))
+    for running, value in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+        if running is not None:
+            running.data.mul_(1 - (factor or 0.0)).add_(
+                value.to(running.dtype), alpha=factor or 0.0
+            )
+
+
+def _uses_batch(layer: nn.Module) -> bool:
+    """Whether a batch norm layer normalises by the statistics of its input."""
+    return layer.training or (layer.running_mean is None)
+
+
+def is_synced(module: nn.Module) -> bool:
+    """Whether `forward` here replaces a module's own."""
+    own = module.__dict__.get("forward")
+    return isinstance(own, MethodType) and own.__func__ is forward
+
+
+def fewest_samples(module: nn.Module, path: str = "") -> int:
+    """How many samples a replica needs for a call of a submodule: 2 if batch norm trains there."""
+    layers = module.get_submodule(path).modules()
+    refuses_one = any(
+        isinstance(layer, BATCH_NORMS) and _uses_batch(layer) and not is_synced(layer)
+        for layer in layers
+    )
+    return 1 + refuses_one
+
+
+def can_be_synced(module: nn.Module) -> bool:
+    """Whether a module is a batch norm layer whose `forward` is torch's own."""
+    # In a copy that was made while it was synced, it is an attribute of the layer.
+    forward = getattr(module.__dict__.get("forward", module.forward), "__func__", None)
+    return isinstance(module, BATCH_NORMS) and forward is nn.BatchNorm1d.forward
+
+
+def _channels(vector: Tensor, x: Tensor) -> Tensor:
+    """A vector [C] in a shape that goes with x, [N, C, ...]."""
+    return vector.view([1, -1] + [1] * (x.dim() - 2))
+
+
+def _per_channel(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+class _Moments(torch.autograd.Function):
+    """Mean and variance of each channel, in at least single precision; saves the input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        var, mean = torch.var_mean(x.to(wide), _per_channel(x), correction=0)
+        ctx.save_for_backward(x, mean)
+        return mean, var
+
+    @staticmethod
+    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> tuple[Tensor, None]:
+        _refuse_second_derivatives()
+        x, mean = ctx.saved_tensors
+        n = x.numel() // x.size(1)
+        gradient = (x.to(mean.dtype) - _channels(mean, x)).mul_(_channels(of_var * (2 / n), x))
+        return gradient.add_(_channels(of_mean / n, x)).to(x.dtype), None
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) * invstd * weight + bias; saves no other tensor of the input's size than x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Any
+    ) -> Tensor:
+        ctx.save_for_backward(x, mean, invstd, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        y = (x.to(mean.dtype) - _channels(mean, x)).mul_(_channels(_scale(invstd, weight), x))
+        if bias is not None:
+            y.add_(_channels(bias, x))
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivatives()
+        x, mean, invstd, weight = ctx.saved_tensors
+        wide, dims = of_y.to(mean.dtype), _per_channel(x)
+        scale = _scale(invstd, weight)
+        total = wide.sum(dims)
+        product = (x.to(mean.dtype) - _channels(mean, x)).mul_(wide).sum(dims)
+        of_weight = None if weight is None else (product * invstd).to(weight.dtype)
+        of_bias = None if ctx.bias_dtype is None else total.to(ctx.bias_dtype)
+        of_invstd = product if weight is None else product * weight
+        of_x = (wide * _channels(scale, x)).to(x.dtype) if ctx.needs_input_grad[0] else None
+        return of_x, -total * scale, of_invstd, of_weight, of_bias
+
+
+_moments: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]] = _Moments.apply
+_normalized: Callable[..., Tensor] = _Normalize.apply
+
+
+def _scale(invstd: Tensor, weight: Tensor | None) -> Tensor:
+    return invstd if weight is None else invstd * weight
+
+
+def _refuse_second_derivatives() -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Expected no create_graph=True in a backward through batch norm with "
+            "sync_batchnorm=True: its gradients have no graph. Leave out sync_batchnorm, or use a "
+            "norm over each sample (GroupNorm, LayerNorm)."
+        )

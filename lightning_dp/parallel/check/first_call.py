@@ -1,0 +1,225 @@
+"""The check of a module whose calls are spread over the devices: its first call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dp.parallel.apply import fewest_samples
+from lightning_dp.parallel.check.causes import check
+from lightning_dp.parallel.check.report import Report
+from lightning_dp.parallel.check.snapshot import NotChecked, on_host
+from lightning_dp.parallel.check.trial import Call, Program, is_checking, trial_sizes
+from lightning_dp.parallel.engine import Engine
+from lightning_dp.parallel.errors import described
+from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
+from lightning_dp.parallel.scatter import to_device, tree
+from lightning_dp.parallel.split import Sizes, is_fixed
+from lightning_dp.parallel.torch_private import is_in_backward
+
+MOST_BYTES = 4 * 2**30
+"""Of tensors on a module, of which the check makes copies: above that `"auto"` leaves it out."""
+
+_GOLDEN_RATIO = 0.6180339887498949
+"""Its multiples modulo 1 are spread evenly, without drawing random numbers."""
+
+
+class FirstCalls:
+    """Checks the first call of each spread module, in training and otherwise.
+
+    Args:
+        make_engine: makes an engine for the check alone, given how it splits; its replicas run one
+            after another.
+        option: the option that asks for the check, for messages.
+        always: whether also modules are checked that `"auto"` leaves out.
+        report: receives each report.
+        around: surrounds each check.
+        program: the program around the module.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[Callable[[int], Sizes]], ForwardParallel],
+        option: str,
+        *,
+        always: bool,
+        report: Callable[[Report], object],
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        program: Program | None = None,
+    ) -> None:
+        self._make_engine, self._option, self._always = make_engine, option, always
+        self._report, self._around = report, around
+        self._program = program or Program()
+        self._seen: set[tuple[str, bool]] = set()
+
+    def before(
+        self, engine: ForwardParallel, path: str, num_args: int, arguments: dict[Any, Any]
+    ) -> None:
+        """Checks the call that is about to be made, if it is the first of its kind."""
+        kind = (path, engine.is_training and torch.is_grad_enabled())
+        if kind in self._seen or is_checking() or is_in_backward():
+            return
+        empty = Report(self._option, f"{path}.forward".lstrip("."))
+        try:
+            if not self._always:
+                check_is_cheap(engine)
+            sizes = small_sizes(engine, arguments, path)
+            part = first_samples(engine, arguments, sum(sizes))
+        except TooFewSamples:  # a later call may have more
+            return
+        except NotChecked as reason:
+            self._seen.add(kind)
+            self._report(empty.not_compared(str(reason)))
+            return
+        self._seen.add(kind)
+
+        def make_call() -> Call:
+            own = self._make_engine(lambda n: sizes)
+            return _ForwardCall(own, path, num_args, part, sizes, self._program)
+
+        with self._around():
+            limit = None if self._always else MOST_BYTES
+            report = check(make_call, replace(empty, sizes=sizes), most_bytes=limit)
+        self._report(report)
+
+
+class _ForwardCall(Call):
+    """The call of a module's `forward`, and in training the backward of a random sum of outputs."""
+
+    reports_loss = False
+
+    def __init__(
+        self,
+        engine: ForwardParallel,
+        path: str,
+        num_args: int,
+        arguments: Any,
+        sizes: Sizes,
+        program: Program,
+    ) -> None:
+        self.module, self.engine, self.sizes = engine.module, engine, sizes
+        self.program = program
+        self.name = f"{path}.forward".lstrip(".")
+        self.devices = [*engine.devices, engine.output_device]
+        self.dtypes = computed_in(engine.module)
+        self._forward, self._path, self._num_args = engine, path, num_args
+        self._arguments = arguments
+
+    def alone(self, shard: int | None) -> Any:
+        arguments = copied(self._arguments)
+        if shard is not None:
+            arguments = self.engine.cut(arguments, self.sizes)[shard]
+        call = SpreadCall(self._forward, self._path, self._num_args, training=False)
+        return call.on_replica(self.module, to_device(arguments, self.devices[0]))
+
+    def split(self, alone: Any) -> Any:
+        arguments = copied(self._arguments)
+        args = tuple(arguments.pop(i) for i in range(self._num_args))
+        output = self._forward.call(self._path, args, arguments)
+        return _unstacked(output, alone, [size for size in self.sizes if size])
+
+    def parse(self, output: Any) -> tuple[Tensor | None, Any]:
+        """A weighted sum of all outputs.
+
+        A plain sum would have zero gradients behind a softmax or layer norm.
+        """
+        if not torch.is_grad_enabled() or not any(m.training for m in self.module.modules()):
+            return None, on_host(output)
+        terms = []
+        for leaf in tree.leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
+                spread = torch.arange(1, leaf.numel() + 1, dtype=torch.float64) * _GOLDEN_RATIO
+                weights = (spread.frac() - 0.5).view(leaf.shape).to(leaf)
+                terms.append((leaf * weights).sum().to(self.devices[-1]).double().real)
+        return torch.stack(terms).sum() if terms else None, on_host(output)
+
+
+def _unstacked(output: Any, alone: Any, sizes: Sequence[int]) -> Any:
+    """Joins outputs of one number, which gathering stacks to one per replica.
+
+    As a sum or as a mean over samples, whichever is nearer to what one device returned.
+    """
+    expected = dict(tree.places(alone))
+    weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
+    joined = []
+    for path, leaf in tree.places(output):
+        one = expected.get(path)
+        is_stacked = isinstance(leaf, Tensor) and leaf.shape == (len(sizes),)
+        if is_stacked and isinstance(one, Tensor) and not one.shape:
+            total, mean = leaf.sum(), (leaf * weights.to(leaf)).sum()
+            leaf = min(total, mean, key=lambda value: abs(complex(value) - complex(one)))
+        joined.append(leaf)
+    leaves = iter(joined)
+    return tree.map_leaves(lambda _: next(leaves), output)
+
+
+class TooFewSamples(NotChecked):
+    """A batch has samples for one replica alone."""
+
+
+def small_sizes(engine: Engine, batch: Any, path: str = "") -> Sizes:
+    """How many of the first samples of a batch each device gets in a check.
+
+    Args:
+        engine: the engine that will run the batch.
+        batch: the batch, or the arguments of a call.
+        path: the submodule that is called.
+
+    Raises:
+        TooFewSamples: if fewer than two devices would get any.
+        NotChecked: if the batch cannot be split; the real call raises the same error.
+    """
+    policy = engine.planner.policy
+    try:
+        n = engine.count_samples(batch) or 0
+        active = map(bool, policy(n)) if is_fixed(policy) else [True] * len(engine.devices)
+        sizes = trial_sizes(n, list(active), fewest_samples(engine.module, path)) if n else ()
+    except Exception as error:
+        raise NotChecked(f"{type(error).__name__}: {described(error, str)}") from error
+    if sum(map(bool, sizes)) < 2:
+        raise TooFewSamples("the batch has samples for one replica alone.")
+    return sizes
+
+
+def first_samples(engine: Engine, batch: Any, count: int) -> Any:
+    """The first samples of a batch, copied.
+
+    Raises:
+        NotChecked: if something in the batch cannot be copied, such as a lock or an open file.
+    """
+    try:
+        n = engine.count_samples(batch)
+        return copied(batch if n in (None, count) else engine.cut(batch, (count, n - count))[0])
+    except Exception as error:
+        raise NotChecked(f"{type(error).__name__}: {described(error, str)}") from error
+
+
+def check_is_cheap(engine: Engine) -> None:
+    """Raises `NotChecked` for a module whose check would take long."""
+    if engine.replicas.may_compile:
+        raise NotChecked("it has compiled parts, which would compile anew for the small batch.")
+
+
+def copied(batch: Any) -> Any:
+    """A copy of a batch that shares no memory with it; leaves that require gradients still do."""
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return copy.deepcopy(leaf)
+
+    return tree.map_leaves(copy_of, batch)
+
+
+def computed_in(module: nn.Module) -> set[torch.dtype]:
+    """The dtypes in which a module computes."""
+    found = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    kinds = {"cpu", *(parameter.device.type for parameter in module.parameters())}
+    found |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    return found or {torch.get_default_dtype()}

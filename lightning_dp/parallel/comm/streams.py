@@ -1,0 +1,141 @@
+"""Streams: the order of work on a device, its copy streams, and how long its work takes.
+
+[Note: streams] Work on one stream is in order. Every thread has current streams of its own, at
+first the default ones, so code that continues a caller's work in another thread makes the caller's
+streams current there. The same code serves all accelerators, by `torch.accelerator`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal
+
+import torch
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """The calling thread's current stream on an accelerator."""
+    return torch.accelerator.current_stream(_index(device))
+
+
+@cache
+def _index(device: torch.device) -> int | None:
+    """An index is ten times as fast for torch as a device, whose kind it checks in every call."""
+    torch.accelerator.current_stream(device)  # raises for another kind of device
+    return device.index
+
+
+@cache
+def copy_stream(device: torch.device, end: Literal["arriving", "leaving"]) -> torch.Stream:
+    """The device's one stream for copies that arrive there, or for those that leave it.
+
+    There are two because a link carries both directions at once: on a single stream a device in the
+    middle of a chain would not receive while it sends.
+    """
+    return torch.Stream(device)
+
+
+def are_accelerators(*devices: torch.device) -> bool:
+    """Whether copies between these devices need not block the host."""
+    return all([device.type != "cpu" for device in devices])
+
+
+def side_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
+    """The calling thread's current streams on the devices, where they are not the default ones."""
+    own = [current_stream(device) for device in dict.fromkeys(devices) if device.type != "cpu"]
+    return [stream for stream in own if stream.stream_id != 0]
+
+
+@contextmanager
+def on_streams(streams: Sequence[torch.Stream]) -> Iterator[None]:
+    """Makes streams the calling thread's current ones on their devices; its device stays."""
+    if not streams:
+        yield
+        return
+    device = torch.accelerator.current_device_index()
+    before = [current_stream(stream.device) for stream in streams]
+    try:
+        for stream in streams:
+            torch.accelerator.set_stream(stream)  # also makes its device current
+        torch.accelerator.set_device_index(device)
+        yield
+    finally:
+        for stream in before:
+            torch.accelerator.set_stream(stream)
+        torch.accelerator.set_device_index(device)
+
+
+def host_waits_for(*devices: torch.device) -> None:
+    """The host waits, once, for this thread's current streams on all of the devices."""
+    streams = [current_stream(d) for d in dict.fromkeys(devices) if d.type != "cpu"]
+    for stream in streams[1:]:
+        streams[0].wait_stream(stream)
+    for stream in streams[:1]:
+        stream.synchronize()
+
+
+class Span:
+    """The time between two events on an accelerator's current stream; the first is recorded now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = current_stream(device)
+        self._first = self._event()
+        self._last: Any = None
+
+    def end(self) -> None:
+        """Records the second event."""
+        self._last = self._event()
+
+    def is_over(self) -> bool:
+        """Whether the device has come to the second event."""
+        return self._last is not None and self._last.query()
+
+    def wait(self) -> None:
+        """The host waits until the device has come to the second event."""
+        if self._last is not None:
+            self._last.synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it is over."""
+        return float(self._first.elapsed_time(self._last)) / 1e3
+
+    def _event(self) -> Any:
+        event: Any = torch.Event(self._stream.device, enable_timing=True)
+        event.record(self._stream)
+        return event
+
+
+class Stretch:
+    """The time from where it is made until all devices are through; for the CPU, until `end`."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        own = dict.fromkeys(devices)
+        self._spans = [Span(device) for device in own if device.type != "cpu"]
+        self._has_cpu = len(self._spans) < len(own)
+        self._began = time.perf_counter()
+        self._host = 0.0
+
+    def end(self) -> None:
+        """All of the work has been issued."""
+        if self._has_cpu:
+            self._host = time.perf_counter() - self._began
+        for span in self._spans:
+            span.end()
+
+    def is_over(self) -> bool:
+        """Whether all devices are through with it."""
+        return all([span.is_over() for span in self._spans])
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it is over."""
+        return max([self._host, *[span.seconds for span in self._spans]])
+
+    @property
+    def device_seconds(self) -> float:
+        """How long the accelerators took, once it is over; without any, the host."""
+        return max([span.seconds for span in self._spans], default=self._host)

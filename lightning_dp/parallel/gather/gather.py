@@ -1,0 +1,190 @@
+"""Gather: the replicas' outputs become what one device would have returned for the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.checks import check_choice, is_choice, told
+from lightning_dp.parallel.devices import DeviceLike, minus_one_is_cpu, resolve_devices
+from lightning_dp.parallel.gather.join import GatherError, Join, Scalars
+from lightning_dp.parallel.scatter import (
+    BatchSizeError,
+    Override,
+    RowRules,
+    Shards,
+    infer_batch_size,
+    to_device_together,
+    tree,
+)
+from lightning_dp.parallel.split import Order, Sizes
+
+_CPU = torch.device("cpu")
+
+
+def gather(
+    outputs: Sequence[Any],
+    output_device: DeviceLike,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    scalars: Scalars = "merge",
+    overrides: Mapping[str, Override] | None = None,
+    order: Order | None = None,
+    row_rules: RowRules | None = None,
+    where: tuple[Any, ...] = ("output",),
+    at: tree.Path = (),
+) -> Any:
+    """Joins the replicas' outputs, in shard order, on the output device.
+
+    | leaf on every replica                   | result                                         |
+    |-----------------------------------------|------------------------------------------------|
+    | tensor, NumPy array                     | concatenated along the dim that has the shards'|
+    |                                         | sizes; along `dim`, if that is one of them     |
+    | the same, of other lengths in `dim`     | concatenated, with a warning                   |
+    | the same, that follows no sizes         | that tensor, if equal; else as 0-dim tensors   |
+    |                                         | are, with a warning                            |
+    | the same, differing beside `dim`        | list with one per replica, with a warning      |
+    | 0-dim floating tensor, float            | mean, weighted by shard size                   |
+    | 0-dim integer tensor                    | sum                                            |
+    | 0-dim bool tensor                       | that bool, if equal; else an error             |
+    | int: not equal, or the shard's size > 1 | sum                                            |
+    | list with one item per sample, tuple    |                                                |
+    | with one string per sample; either, of  |                                                |
+    | different lengths                       | joined                                         |
+    | other containers, see `scatter.tree`    | child by child; keys that some replicas lack,  |
+    |                                         | from those that have them, into a dict         |
+    | other leaves of `scatter.leaves`        | joined in their own way                        |
+    | all else                                | that value, if equal; else a list              |
+    | None from some replicas                 | left out                                       |
+
+    Tensors cross in few copies per source device and dtype, and those with a graph one by one; on
+    return they can be read, also on the CPU. Differentiable.
+
+    Args:
+        outputs: one output per replica, whose tensors may lie on any device; None for a replica
+            without samples, which is left out together with its size.
+        output_device: any device, as `torch.device`, name or id; -1 is the CPU, as for
+            `torch.nn.parallel.gather`.
+        dim: the dimension along which tensors are joined.
+        sizes: samples of each of these outputs. None: the outputs' own batch sizes if all have
+            one, else equal shards.
+        scalars: `"merge"` for the table's means and sums of 0-dim tensors, `"stack"` for a tensor
+            with one per replica, as `torch.nn.DataParallel` gives.
+        overrides: how to join what has a certain key or field name, or lies at a dotted path such
+            as `"aux.count"` (`""` is the output itself, `"0"` the first of a tuple): `"mean"`
+            (weighted by shard size), `"sum"`, `"stack"` (along a new first dim), `"cat"`,
+            `"first"` (the first replica's) or `"list"`. It holds for all that is in a container.
+        order: for each of these outputs the positions of its samples in the batch, if these are not
+            consecutive; what has one row or item per sample is brought into the batch's order.
+        row_rules: the engine's `dim`, overrides and warnings; in the place of these arguments.
+        where: what the outputs are, for messages.
+        at: their path in it.
+
+    Raises:
+        GatherError: the outputs have different structures, bools differ, or an override is not
+            possible.
+        ValueError: an unknown option, no such device, or not one size per output.
+
+    Example:
+        >>> first = {"y": torch.tensor([1, 2]), "loss": 1.0, "count": torch.tensor(2)}
+        >>> second = {"y": torch.tensor([3]), "loss": 4.0, "count": torch.tensor(1)}
+        >>> gather([first, second], "cpu", sizes=[2, 1])
+        {'y': tensor([1, 2, 3]), 'loss': 2.0, 'count': tensor(3)}
+        >>> gather([first, second], "cpu", scalars="stack", overrides={"loss": "list"})
+        {'y': tensor([1, 2, 3]), 'loss': [1.0, 4.0], 'count': tensor([2, 1])}
+    """
+    check_choice("scalars", scalars, get_args(Scalars))
+    check_overrides(overrides)
+    output_device = minus_one_is_cpu(output_device)
+    device = output_device if output_device == _CPU else resolve_devices([output_device])[0]
+    sizes = own_sizes(outputs, dim) if sizes is None else tuple(sizes)
+    sizes = sizes or (1,) * len(outputs)
+    if len(sizes) != len(outputs):
+        raise ValueError(
+            f"sizes: expected {len(outputs)} numbers, one per output, got {len(sizes)}: {sizes}. "
+            "Give the size of every shard of which there is an output."
+        )
+    row_rules = row_rules or RowRules(dim, overrides or {})
+    join = Join(sizes, device, row_rules, scalars, where, order)
+    return join.node(to_device_together(outputs, device), at)
+
+
+def check_overrides(overrides: Mapping[str, str] | None, option: str = "overrides") -> None:
+    """Raises a ValueError, which names the option, unless it maps keys to `Override`."""
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ValueError(
+            f"{option}: expected a mapping such as {{'loss': 'mean'}}, got {told(overrides)}. "
+            "Map keys or dotted paths of the outputs to how they are joined."
+        )
+    for key, override in (overrides or {}).items():
+        if not isinstance(key, str) or not is_choice(override, get_args(Override)):
+            raise ValueError(
+                f"{option}[{told(key)}]: expected a key or dotted path, and one of "
+                f"{sorted(get_args(Override))}, got {told(override)}. Correct it, or leave it out "
+                "for gather's own rule."
+            )
+
+
+def own_sizes(outputs: Sequence[Any], dim: int) -> Sizes:
+    """The outputs' own batch sizes, 0 for None; () unless all others have one."""
+    sizes = tuple(0 if output is None else _own_size(output, dim) for output in outputs)
+    is_known = all(size or output is None for size, output in zip(sizes, outputs, strict=True))
+    return sizes if is_known else ()
+
+
+def _own_size(output: Any, dim: int) -> int:
+    try:
+        size, reading = infer_batch_size(output, dim)
+    except BatchSizeError:
+        return 0
+    return 0 if size is None or (reading == "samples" and isinstance(output, tuple)) else size
+
+
+def without_rows(node: Any, dim: int, n: int) -> Any:
+    """Outputs of n samples without the rows of their tensors: for samples that are not to count."""
+
+    def empty(leaf: Any) -> Any:
+        is_long_enough = isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim()
+        return leaf.narrow(dim, 0, 0) if is_long_enough and leaf.shape[dim] == n else leaf
+
+    return tree.map_leaves(empty, node)
+
+
+def give_back_added(batch: MutableMapping[Any, Any], shards: Shards, device: torch.device) -> None:
+    """Puts into a batch what a step has added to its shards, joined as outputs are, without graphs.
+
+    What a step writes over stays as it was. What has no joint value is left out, with a warning.
+
+    Example:
+        >>> batch, parts = {"x": 1}, [{"x": 1, "ids": ["a", "b"]}, {"x": 1, "ids": ["c"]}]
+        >>> give_back_added(batch, Shards((2, 1), parts), torch.device("cpu"))
+        >>> batch
+        {'x': 1, 'ids': ['a', 'b', 'c']}
+    """
+    parts = [shards.parts[k] for k in shards.active]
+    # An optimizer's closure may have run the step before, on the same shards.
+    shards.added.update(dict.fromkeys(key for part in parts for key in part if key not in batch))
+    for key in shards.added:
+        values = [tree.map_leaves(_detached, part.get(key)) for part in parts]
+        try:
+            batch[key] = gather(
+                values,
+                device,
+                sizes=shards.active_sizes,
+                order=shards.active_order,
+                row_rules=shards.row_rules,
+                where=("batch",),
+                at=(key,),
+            )
+        except GatherError as error:
+            shards.row_rules.warn_once(
+                ("batch", key), f"{error} It is left out of the batch after the step."
+            )
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,355 @@
+"""Joins the outputs of all replicas, node by node: the rules of `gather`.
+
+[Note: the rule for rows]
+A tensor whose size along a dimension is each shard's number of samples, or the same multiple of it,
+has rows of samples and is concatenated there; along `dim`, if that is one of several. What has the
+same value everywhere is kept. Anything else is named in a warning or an error, with
+`gather_overrides` as the way out. Batches are never cut in order to find out: the first-step check
+cuts unequally, and says where an output is not that of one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.scatter import (
+    TENSORS,
+    Override,
+    RowRules,
+    are_alike,
+    is_array,
+    leaf_type,
+    move,
+    pick,
+    size_of,
+    tree,
+    weighted_mean,
+)
+from lightning_dp.parallel.split import Order, Sizes, batch_order
+
+Scalars: TypeAlias = Literal["merge", "stack"]
+
+
+class GatherError(ValueError):
+    """The replicas' outputs do not fit together; the message names the leaf."""
+
+
+Fit: TypeAlias = Literal["rows", "uneven", "same", "ragged"]
+
+
+def fit_shapes(
+    shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: int = 0
+) -> tuple[Fit, int]:
+    """Applies the rule for rows, see the note above, to the shapes of one leaf on every replica.
+
+    Returns `"rows"` and their dimension; `"uneven"` if lengths along `dim` alone differ, and follow
+    no sizes; `"same"` if no shape differs; else `"ragged"`.
+
+    Example:
+        >>> fit_shapes([(3, 2), (1, 2)], (3, 1)), fit_shapes([(3, 3)] * 2, (3, 1))
+        (('rows', 0), ('same', 0))
+        >>> fit_shapes([(2, 12)] * 3, (12,) * 3), fit_shapes([(24, 2)] * 3, (12,) * 3)
+        (('rows', 1), ('rows', 0))
+    """
+    ndim = len(shapes[0])
+    if any(len(shape) != ndim for shape in shapes):
+        return "ragged", 0
+    own = dim % ndim if -ndim <= dim < ndim else -1
+    free = [d for d in range(ndim) if len({(*s[:d], *s[d + 1 :]) for s in shapes}) == 1]
+    multiples = {d: multiple_of([shape[d] for shape in shapes], sizes) for d in free}
+    exact = [d for d in free if multiples[d] == 1]
+    if own in exact or (multiples.get(own) and len(exact) != 1):
+        return "rows", own
+    if len(exact) == 1:
+        return "rows", exact[0]
+    if len(set(map(tuple, shapes))) == 1:
+        return "same", 0
+    return ("uneven", own) if own in free else ("ragged", 0)
+
+
+def multiple_of(lengths: Sequence[int], sizes: Sequence[int]) -> int | None:
+    """How many rows each sample has, if lengths follow the sizes."""
+    multiple = sum(lengths) // max(sum(sizes), 1)
+    follows = all(n == multiple * size for n, size in zip(lengths, sizes, strict=True))
+    return multiple if multiple and follows else None
+
+
+def add_up(numbers: Sequence[int], sizes: Sequence[int]) -> bool | None:
+    """Whether integers count what each shard has, and add up; False if each is of the whole batch.
+
+    None if that cannot be known, because both the numbers and the shards are equal.
+
+    Example:
+        >>> add_up([3, 2], [3, 2]), add_up([4, 4], [3, 2]), add_up([4, 4], [2, 2])
+        (True, False, None)
+    """
+    if len(numbers) == 1 or len(set(numbers)) > 1:
+        return True
+    return False if len(set(sizes) - {0}) > 1 else None
+
+
+@dataclass(frozen=True)
+class Join:
+    """Joins the trees of several replicas, whose tensors are all on `device`.
+
+    Attributes:
+        sizes, order: of the shards of these replicas.
+        where: what a path belongs to, the name first, for messages.
+        warns: whether a doubtful choice is named.
+    """
+
+    sizes: Sizes
+    device: torch.device
+    row_rules: RowRules
+    scalars: Scalars = "merge"
+    where: tuple[Any, ...] = ("output",)
+    order: Order | None = None
+    warns: bool = True
+
+    def node(self, nodes: list[Any], path: tree.Path, override: Override | None = None) -> Any:
+        """The nodes of all replicas at a path, joined; those that are None are left out."""
+        present = [i for i, node in enumerate(nodes) if node is not None]
+        if not present:
+            return None
+        if len(present) < len(nodes):
+            return self.of(present).node([nodes[i] for i in present], path, override)
+        override = override_at(path, self.row_rules.overrides) or override
+        if override in ("first", "list"):
+            return nodes[0] if override == "first" else nodes
+        if all(map(tree.is_list, nodes)) and (
+            override == "cat"
+            or (not self._has_overrides_below(path) and self.are_of_samples(nodes, path))
+        ):
+            items = type(nodes[0])([item for node in nodes for item in node])
+            return self.in_order(items, [len(node) for node in nodes], 0)
+        if tree.children(nodes[0]) is not None:
+            return self._containers(nodes, path, override)
+        if override is not None:
+            return self._join_as(override, nodes, self.name(path))
+        return self.leaves(nodes, path)
+
+    def of(self, present: Sequence[int]) -> Join:
+        """The same for some of the replicas."""
+        order = None if self.order is None else [self.order[i] for i in present]
+        return replace(self, sizes=tuple(self.sizes[i] for i in present), order=order)
+
+    def name(self, path: tree.Path) -> str:
+        """A path as Python code."""
+        return tree.name(path, str(self.where[0]))
+
+    def are_of_samples(self, nodes: list[Any], path: tree.Path) -> bool:
+        """Whether lists have one item per sample, or in any case no items that correspond.
+
+        Items that all have the shard's number of rows are columns. A tuple holds samples only if it
+        has one item or strings, as DataLoaders make it: steps return tuples of several values.
+        """
+        lengths, items = tuple(map(len, nodes)), [item for node in nodes for item in node]
+        if len(nodes) == 1 or not items:
+            return False
+        counts = add_up(lengths, self.sizes)
+        if counts is not None or lengths != self.sizes:
+            return bool(counts)
+        rows = [
+            (len(item) if tree.is_list(item) else size_of(item, self.row_rules.dim)) == size
+            for node, size in zip(nodes, self.sizes, strict=True)
+            for item in node
+        ]
+        is_tuple = all(isinstance(node, tuple) for node in nodes) and lengths[0] > 1
+        are_items = not is_tuple or all(isinstance(item, str | bytes) for item in items)
+        return are_items and not all(rows) and (are_alike(items) or not any(rows))
+
+    def _has_overrides_below(self, path: tree.Path) -> bool:
+        prefix = "".join(f"{getattr(key, 'name', key)}." for key in path)
+        return bool(prefix) and any(key.startswith(prefix) for key in self.row_rules.overrides)
+
+    def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
+        if len({(type(node).__module__, tree.kind_name(node)) for node in nodes}) > 1:
+            raise GatherError(
+                f"{self.name(path)}: expected the same type from every replica, got "
+                f"{sorted(set(map(tree.kind_name, nodes)))}. Return the same structure for every "
+                "shard."
+            )
+        columns = [dict(tree.children(node) or ()) for node in nodes]
+        keys = list(dict.fromkeys(key for column in columns for key in column))
+        values = [self.node([c.get(k) for c in columns], (*path, k), override) for k in keys]
+        if all(len(column) == len(keys) for column in columns):
+            return tree.rebuild(nodes[0], values)
+        items = zip(keys, values, strict=True)
+        return {key: value for key, value in items if not isinstance(key, tree.Attribute)}
+
+    def leaves(self, leaves: list[Any], path: tree.Path) -> Any:
+        """The leaves of all replicas at a path, joined."""
+        if len(leaves) == 1 and (self.scalars == "merge" or not _is_scalar(leaves[0])):
+            return leaves[0]
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            rows = as_rows(leaves, self.sizes)
+            return self._rows(rows, path) if any(map(_has_rows, rows)) else self._merge(rows, path)
+        kind = leaf_type(leaves[0])
+        if kind is None and all(
+            is_array(x) and not x.ndim and x.dtype.kind in "biufc" for x in leaves
+        ):
+            return self._merge([torch.as_tensor(x) for x in leaves], path).numpy()[()]
+        if kind is None or any(leaf_type(leaf) is not kind for leaf in leaves):
+            return self._plain(leaves, path)
+        if is_array(leaves[0]):
+            return self._rows(leaves, path)
+        # Joining makes new tensors, such as a batch of graphs has: they may be on the CPU.
+        joined = move(kind.join(leaves, self.row_rules.dim), self.device)
+        lengths = [kind.size(leaf, self.row_rules.dim) or 0 for leaf in leaves]
+        return self.in_order(joined, lengths, self.row_rules.dim)
+
+    def _rows(self, leaves: list[Any], path: tree.Path) -> Any:
+        """Tensors or arrays, by the rule for rows."""
+        if len(leaves) == 1 or any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+            return leaves[0] if len(leaves) == 1 else leaves
+        how, dim = fit_shapes([leaf.shape for leaf in leaves], self.sizes, self.row_rules.dim)
+        if how == "same":
+            return self._same(leaves, path)
+        if how == "ragged":
+            self._warn(path, "do not fit together, and come as a list", leaves)
+            return leaves
+        if how == "uneven":
+            text = (
+                f"do not follow these, and are concatenated along dim {dim}, in the order of the "
+                "shards: right if each row belongs to a sample, in that order"
+            )
+            self._warn(path, text, leaves)
+        joined = (leaf_type(leaves[0]) or TENSORS).join(leaves, dim)
+        return self.in_order(joined, [leaf.shape[dim] for leaf in leaves], dim)
+
+    def _same(self, leaves: list[Any], path: tree.Path) -> Any:
+        """Tensors or arrays of one shape that follows no sizes: merged as 0-dim tensors are."""
+        if all(map(partial(tree.equal, leaves[0]), leaves)):
+            return leaves[0]
+        merged = self._merge([torch.as_tensor(leaf) for leaf in leaves], path)
+        is_mean = merged.is_floating_point() or merged.is_complex()
+        how = "averaged, weighted by shard size" if is_mean else "added up"
+        how = "stacked" if self.scalars == "stack" else how
+        self._warn(path, f"do not follow these: no rows of samples, so they are {how}", leaves)
+        return merged if isinstance(leaves[0], Tensor) else merged.numpy()
+
+    def _merge(self, tensors: list[Tensor], path: tree.Path) -> Tensor:
+        """Tensors without samples: weighted means of floats and sums of integers."""
+        if self.scalars == "stack":
+            return torch.stack(tensors)
+        if tensors[0].is_floating_point() or tensors[0].is_complex():
+            return weighted_mean(tensors, self.sizes)
+        if tensors[0].dtype is not torch.bool:
+            return _sum(torch.stack(tensors))
+        if any(not tree.equal(tensors[0], tensor) for tensor in tensors):
+            raise GatherError(
+                f"{self.name(path)}: expected the same bool from every replica, got "
+                f"{[tensor.tolist() for tensor in tensors][:4]}: all or any of them may be meant. "
+                "Return a number, such as a mean, or say what it is in gather_overrides ('stack', "
+                "'first' or 'list')."
+            )
+        return tensors[0]
+
+    def _plain(self, values: list[Any], path: tree.Path) -> Any:
+        """Numbers, strings and whatever else is no tensor."""
+        first = values[0]
+        if all(type(value) is int for value in values):
+            is_size = tuple(values) == self.sizes and first > 1
+            return sum(values) if is_size or len(set(values)) > 1 else first
+        if all(type(value) is type(first) and tree.equal(value, first) for value in values):
+            return first
+        return _mean(values, self.sizes) if all(map(_is_number, values)) else values
+
+    def _join_as(self, override: Override, leaves: list[Any], name: str) -> Any:
+        """Leaves joined as the user says."""
+        dim = self.row_rules.dim
+
+        def cannot(expected: str) -> GatherError:
+            shapes = [f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else "" for x in leaves]
+            got = [type(x).__qualname__ + shape for x, shape in zip(leaves, shapes, strict=True)]
+            return GatherError(
+                f"{name}: expected {expected} for the override {override!r}, got {', '.join(got)}. "
+                "Choose another override, such as 'list', or return what it can join."
+            )
+
+        kind = leaf_type(leaves[0])
+        if override == "cat":
+            if kind is None or any(leaf_type(leaf) is not kind for leaf in leaves):
+                raise cannot("tensors, arrays or lists")
+            if kind is TENSORS:
+                leaves = [leaf if leaf.dim() else leaf.reshape(1) for leaf in leaves]
+                has_dim = all(-leaf.dim() <= dim < leaf.dim() for leaf in leaves)
+                if not has_dim or len({leaf.movedim(dim, 0).shape[1:] for leaf in leaves}) > 1:
+                    raise cannot(f"shapes that differ in dim {dim} only")
+            return move(kind.join(leaves, dim), self.device)
+        if all(map(_is_number, leaves)) and override != "stack":
+            return sum(leaves) if override == "sum" else _mean(leaves, self.sizes)
+        if not all(isinstance(x, Tensor) or is_array(x) or _is_number(x) for x in leaves):
+            raise cannot("tensors or numbers")
+        tensors = [torch.as_tensor(leaf, device=self.device) for leaf in leaves]
+        if len({tensor.shape for tensor in tensors}) > 1:
+            raise cannot("tensors of one shape")
+        if override == "mean":
+            return weighted_mean(tensors, self.sizes)
+        return torch.stack(tensors) if override == "stack" else _sum(torch.stack(tensors))
+
+    def in_order(self, joined: Any, lengths: Sequence[int], dim: int) -> Any:
+        """Brings joined shards of these lengths into the batch's order, if they are of samples."""
+        places = None if self.order is None else batch_order(self.order)
+        multiple = multiple_of(lengths, self.sizes)
+        if places is None or multiple is None:
+            return joined
+        places = [place * multiple + i for place in places for i in range(multiple)]
+        if tree.is_list(joined):
+            return type(joined)([joined[i] for i in places])
+        return pick(joined, places, dim)
+
+    def _warn(self, path: tree.Path, text: str, leaves: Sequence[Any]) -> None:
+        """Warns once about a path, and names the way out."""
+        if self.warns:
+            shapes = ", ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves))
+            key = getattr(path[-1], "name", path[-1]) if path else ""
+            self.row_rules.warn_once(
+                (*self.where, *path),
+                f"{self.name(path)}: {shapes} of shards of {', '.join(map(str, self.sizes))} "
+                f"samples {text}. Say what it is in gather_overrides, "
+                f"such as {{{str(key)!r}: 'sum'}} (or 'mean', 'stack', 'cat', 'first', 'list').",
+            )
+
+
+def override_at(path: tree.Path, overrides: Mapping[str, Override]) -> Override | None:
+    """The user's override for a path: by its last key, or by all keys with dots between them."""
+    keys = [str(getattr(key, "name", key)) for key in path] or [""]
+    return (overrides.get(".".join(keys)) or overrides.get(keys[-1])) if overrides else None
+
+
+def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
+    """Where some replicas have one number per sample, a `squeeze` took the dim of one sample."""
+    if len({t.dim() for t in tensors}) > 1 and all(
+        tuple(t.shape) == ((n,) if t.dim() else ()) and (t.dim() or n == 1)
+        for t, n in zip(tensors, sizes, strict=True)
+    ):
+        return [t.reshape(-1) for t in tensors]
+    return tensors
+
+
+def _has_rows(tensor: Tensor) -> bool:
+    return tensor.is_nested or tensor.dim() > 0
+
+
+def _is_scalar(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and not _has_rows(leaf)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _mean(values: list[Any], sizes: Sizes) -> float:
+    return float(sum(v * n for v, n in zip(values, sizes, strict=True)) / sum(sizes))
+
+
+def _sum(stacked: Tensor) -> Tensor:
+    """Of the entries of the first dim; of integers in their own dtype, of bools their number."""
+    return stacked.sum(0, dtype=None if stacked.dtype is torch.bool else stacked.dtype)

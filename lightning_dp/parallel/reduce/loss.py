@@ -1,0 +1,380 @@
+"""Loss: the replicas' losses become one loss, whose backward is theirs.
+
+The joint loss is sum(w_i * loss_i), so its gradient is the weighted sum of the replicas'.
+
+[Note: one backward per replica on the CPU] Autograd runs a joint backward of CPU graphs on the
+calling thread, so K replicas would queue. Each replica's backward therefore runs in its own worker.
+Accelerators have an autograd thread per device: there one joint backward runs them all at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.apply import Task
+from lightning_dp.parallel.comm import joining_device, on_streams, side_streams
+from lightning_dp.parallel.scatter import Shards
+from lightning_dp.parallel.torch_private import keeps_graph, will_run
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import RankGraph
+
+LossReduction: TypeAlias = Literal["mean", "sum"]
+LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
+
+Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
+"""A method that runs the replicas' backwards, given the joint loss's gradient and whether graphs
+are kept."""
+
+
+# What a step returns
+
+
+class NoLossError(TypeError):
+    """A step returned something else than a loss; `output` is that."""
+
+    def __init__(self, output: Any) -> None:
+        is_mapping = isinstance(output, Mapping)
+        got = f"a mapping with keys {list(output)}" if is_mapping else type(output).__qualname__
+        super().__init__(
+            "Expected training_step to return a loss tensor, a mapping with one under 'loss', "
+            f"or None, got {got}. Return the loss of the samples in the batch."
+        )
+        self.output = output
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What `training_step` returned on one replica."""
+
+    loss: Tensor
+    num_items: float | Tensor | None  # what the loss is a mean over, where that is not samples
+    extras: dict[str, Any] | None  # other entries of a returned mapping; None for a bare loss
+    tells_items: bool  # by an entry
+    value: Tensor | None = None  # the loss's value, where it was copied elsewhere
+
+    _KEYS: ClassVar[tuple[str, ...]] = ("loss", "num_items")
+
+    @classmethod
+    def parse(cls, output: Any) -> StepOutput:
+        """Takes a step's output apart, or raises an error that names what is wrong with it."""
+        if isinstance(output, StepOutput):
+            return output
+        is_mapping = isinstance(output, Mapping)
+        loss = output.get("loss") if is_mapping else output
+        if not isinstance(loss, Tensor):
+            raise NoLossError(output)
+        if loss.numel() != 1:
+            raise ValueError(
+                f"Expected a loss of one element, got shape {tuple(loss.shape)}. "
+                "Take its mean over the samples."
+            )
+        items = output.get("num_items") if is_mapping else None
+        items = items_of(loss) if items is None else count_of(items)
+        extras = {k: v for k, v in output.items() if k not in cls._KEYS} if is_mapping else None
+        return cls(loss, items, extras, is_mapping and "num_items" in output)
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The joint loss in what a training step returned."""
+    loss: Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+    return loss
+
+
+def items_of(loss: Tensor) -> float | Tensor | None:
+    """What a loss is a mean over, by its attribute `num_items`."""
+    items = getattr(loss, "num_items", None)
+    return None if items is None else count_of(items)
+
+
+def count_of(items: Any) -> float | Tensor:
+    """Checks a number of items: a number, or a tensor of one element."""
+    if not isinstance(items, int | float) and not (
+        isinstance(items, Tensor) and items.numel() == 1
+    ):
+        got = tuple(items.shape) if isinstance(items, Tensor) else type(items).__qualname__
+        raise TypeError(
+            f"Expected num_items to be a number or a tensor of one element, got {got}. Give the "
+            "number of items that the loss is a mean over."
+        )
+    return items
+
+
+def as_told(
+    count: float | None, told: float | Tensor | None, device: torch.device
+) -> float | Tensor | None:
+    """The count of all replicas, as a tensor if a step has given its count as one."""
+    if count is None or not isinstance(told, Tensor):
+        return count
+    return torch.full_like(told, count, device=device, requires_grad=False)
+
+
+# Weights
+
+
+def agreed_items(counts: Sequence[float | Tensor | None]) -> list[float] | None:
+    """The replicas' item counts, or None where the losses are means over samples."""
+    given = [count for count in counts if count is not None]
+    if not given:
+        return None
+    known = _numbers(given)
+    if len(known) < len(counts) or min(known) < 0:
+        numbers = iter(known)
+        got = [None if count is None else next(numbers) for count in counts]
+        raise ValueError(
+            f"Expected num_items of at least 0 from every replica, got {got}. Give it for every "
+            "shard: the number of items that the loss is a mean over."
+        )
+    return known
+
+
+def _numbers(counts: Sequence[float | Tensor]) -> list[float]:
+    """The values of counts on several devices, for which the host waits once."""
+    tensors = [count.detach().reshape(()) for count in counts if isinstance(count, Tensor)]
+    if not tensors:
+        return cast(list[float], list(counts))
+    device = joining_device(tensors, torch.device("cpu"))
+    values = iter(torch.stack([tensor.to(device) for tensor in tensors]).tolist())
+    return [next(values) if isinstance(count, Tensor) else count for count in counts]
+
+
+def loss_weights(
+    sizes: Sequence[int], reduction: LossReduction, num_items: Sequence[float] | None = None
+) -> list[float]:
+    """The weight of each replica's loss in the joint loss: 1 in a sum, n_i / sum(n) in a mean.
+
+    Item counts, if given, take the place of the sizes, unless all of them are 0.
+
+    Example:
+        >>> loss_weights([3, 1], "mean"), loss_weights([3, 1], "mean", num_items=[0, 7])
+        ([0.75, 0.25], [0.0, 1.0])
+    """
+    if reduction == "sum":
+        return [1.0] * len(sizes)
+    counts = num_items if num_items is not None and any(num_items) else sizes
+    total = sum(counts)
+    return [count / total for count in counts]
+
+
+# The joint loss
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One replica's loss, of one element, and its weight in the joint loss."""
+
+    replica: int
+    loss: Tensor
+    weight: float
+    value: Tensor | None = None  # of the loss, where it was copied elsewhere
+
+
+def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
+    """sum(w_i * loss_i) on the output device, attached to the graphs of all replicas.
+
+    A loss of weight 0 is left out: it contributes nothing, even if it is NaN.
+
+    Example:
+        >>> graphs = [Graph(0, torch.tensor(1.0), 1.0), Graph(1, torch.tensor(float("nan")), 0.0)]
+        >>> join_losses(graphs, torch.device("cpu"))
+        tensor(1.)
+    """
+    counting = [graph for graph in graphs if graph.weight != 0]
+    values = [graph.loss if graph.value is None else graph.value for graph in counting]
+    if {value.device for value in values} != {output_device}:
+        device = joining_device(values, output_device)
+        values = [value.to(device) for value in values]
+    joint = values[0] * counting[0].weight
+    for loss, graph in zip(values[1:], counting[1:], strict=True):
+        joint = joint.add(loss, alpha=graph.weight)
+    return joint.to(output_device)
+
+
+def sum_of_losses(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
+    """Several losses whose backward runs at once are their sum, weighted by their gradients."""
+    if any(items_of(tensor) is not None for tensor in tensors):
+        raise ValueError(
+            f"Expected one loss with num_items, got a backward of {len(tensors)} tensors, some "
+            "with num_items. Make a backward of each: shards weigh differently in each of them."
+        )
+    pairs = zip(tensors, gradients, strict=True)
+    return torch.stack([t.sum() if g is None else (t * g).sum() for t, g in pairs]).sum()
+
+
+class JointBackward:
+    """The backward of a joint loss. Only it holds the replicas' graphs, and frees them on OOM.
+
+    Graphs of weight 0 are left out: the gradient of a mean over nothing would be NaN.
+
+    Args:
+        name: of the step, for errors.
+        shards: the batch.
+        graphs: the replicas' losses.
+        crosses: whether one replica's graph continues in another's, so that they cannot run alone.
+        run: a method, held weakly: a graph that reaches its own holder is never freed.
+        devices: on whose streams, as they are current now, the backward runs.
+        rank_graph: the part of the graph that continues in other ranks.
+        is_last: whether no other backward goes through `rank_graph` after this one.
+    """
+
+    inputs: Sequence[Any] = ()  # of each replica, whose gradients alone are wanted
+    _end: Tensor | None = None  # of the part in other ranks
+
+    def __init__(
+        self,
+        name: str,
+        shards: Shards,
+        graphs: Sequence[Graph],
+        crosses: bool,
+        run: Run,
+        devices: Sequence[torch.device],
+        rank_graph: RankGraph | None = None,
+        *,
+        is_last: bool = True,
+    ) -> None:
+        self._rank_graph, self._is_last = rank_graph, is_last
+        self.name = name
+        self.shards = shards
+        self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
+        self.crosses = crosses
+        self._run = weakref.WeakMethod(run)
+        self._streams = side_streams(devices)
+
+    def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
+        """A loss of the same value whose backward is this one.
+
+        It is a function of the requested parameters, so that a backward for these alone, which is
+        refused, gets here.
+        """
+        inputs = (joint.detach().requires_grad_(), self, *requested_parameters)
+        return _joint_loss(*inputs)
+
+    def tasks(
+        self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
+    ) -> list[Task]:
+        """The replicas' backwards, see the note."""
+        return [
+            Task(
+                graph.replica,
+                devices[graph.replica],
+                partial(graph.loss.backward, gradient * graph.weight, retain_graph=keep_graph),
+                partial(self.shards.place, "backward", graph.replica),
+            )
+            for graph in self.graphs
+        ]
+
+    @property
+    def fills(self) -> Sequence[int]:
+        """The replicas whose parameters get gradients, in order."""
+        return self.shards.active if self.crosses else [graph.replica for graph in self.graphs]
+
+    def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
+        """Runs it."""
+        run = self._run()
+        if run is None:
+            raise RuntimeError(
+                "Expected the backward of a loss whose engine still exists, got that of one that "
+                "is gone. Keep the engine until then."
+            )
+        try:
+            with on_streams(self._streams):  # autograd's thread has others
+                if self._rank_graph is not None:
+                    keep_graph = self._cross(self._rank_graph, keep_graph)
+                run(self, gradient, keep_graph)
+        except torch.OutOfMemoryError:
+            self._rank_graph = None
+            self.graphs.clear()
+            self.shards.parts.clear()
+            raise
+
+    def _cross(self, rank_graph: RankGraph, keep_graph: bool) -> bool:
+        """Starts at the end of the rank graph as well; whether the graph is to be kept."""
+        self.graphs = [graph for graph in self.graphs if graph.loss is not self._end]
+        losses = [graph.loss for graph in self.graphs]
+        end, keep_graph = rank_graph.end_for(losses, keep_graph, is_last=self._is_last)
+        self._end = end
+        if end is not None:
+            self.graphs.append(Graph(next(iter(self.shards.active), 0), end, 1.0))
+        return keep_graph
+
+
+class _JointLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, joint: Tensor, backward: JointBackward, *requested: Tensor) -> Tensor:
+        ctx.joint_backward = backward
+        ctx.num_inputs = 2 + len(requested)
+        return joint.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        _check_can_run(ctx)
+        ctx.joint_backward(gradient, keeps_graph())
+        nothing: tuple[None, ...] = (None,) * ctx.num_inputs
+        return nothing
+
+
+_joint_loss: Callable[..., Tensor] = _JointLoss.apply
+
+
+def _check_can_run(node: Any) -> None:
+    """Refuses a backward that has a graph itself, or that is not for all leaves."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "Expected a backward without create_graph=True on the joint loss: the sums of the "
+            "replicas' gradients have no graph. Take second derivatives inside training_step, "
+            "where torch.autograd.grad(..., create_graph=True) works on every replica."
+        )
+    leaf, _ = node.next_functions[0]  # leaves come first in the graph
+    if not will_run(leaf):
+        raise RuntimeError(
+            "Expected loss.backward() for all parameters of the module, got inputs=... or "
+            "torch.autograd.grad on the joint loss, which has no graph of its own. Take such "
+            "gradients inside training_step, use manual optimisation, where "
+            "self.manual_backward(loss, inputs=...) works, or "
+            'DataParallelStrategy(mode="forward").'
+        )
+
+
+def backward_at_once(
+    graphs: Sequence[Graph],
+    gradient: Tensor,
+    keep_graph: bool,
+    inputs: Sequence[Tensor] | None = None,
+    during: AbstractContextManager[None] | None = None,
+) -> None:
+    """One joint backward of all graphs, inside a context that begins once gradients are there."""
+    # Autograd makes a new gradient for each backward: the host need not wait for its copies.
+    gradients = [(gradient * g.weight).to(g.loss, non_blocking=True) for g in graphs]
+    losses = [graph.loss for graph in graphs]
+    with during or nullcontext():
+        torch.autograd.backward(losses, gradients, retain_graph=keep_graph, inputs=inputs)
+
+
+def wait_for_autograd(devices: Sequence[torch.device]) -> None:
+    """Waits until autograd's threads are done with a backward that has failed.
+
+    Autograd raises the first error while the threads of other devices still work. A small backward
+    of all devices queues behind their work: in a new thread it has the lowest sequence numbers,
+    which come last. Never call it inside a backward, whose own thread would wait for itself.
+    """
+
+    def pass_through() -> None:
+        ends = [torch.zeros(0, device=device, requires_grad=True) for device in others]
+        clones = [end.clone() for end in ends]
+        torch.autograd.grad(clones, ends, [torch.zeros_like(end) for end in ends])
+
+    if others := [device for device in dict.fromkeys(devices) if device.type != "cpu"]:
+        # A daemon thread, not a pool's, which the interpreter's exit would wait for.
+        thread = threading.Thread(target=pass_through, name="dp-autograd", daemon=True)
+        thread.start()
+        while thread.is_alive():  # Ctrl-C ends short waits on Windows too
+            thread.join(0.5)

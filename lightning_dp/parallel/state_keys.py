@@ -1,0 +1,204 @@
+"""Keys of state dicts: `normalize_state_dict` takes away what wrappers put into them.
+
+A wrapper (`nn.DataParallel`, `torch.compile`, FSDP) adds a step to the path of every key inside it:
+`fc.weight` becomes `module.fc.weight`. `match_keys` compares keys and reference without such steps.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product, takewhile
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_dp.parallel.checks import told
+from lightning_dp.parallel.torch_private import format_versions, set_format_versions
+
+PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.")
+"""What nn.DataParallel and DDP, torch.compile, Lightning, and FSDP put before keys."""
+
+
+def normalize_state_dict(
+    state_dict: Mapping[str, Any],
+    reference: nn.Module | Mapping[str, Any] | Iterable[str] | None = None,
+    *,
+    prefixes: Sequence[str] = PREFIXES,
+    strict: bool = True,
+) -> OrderedDict[str, Any]:
+    """Renames keys that went through a wrapper, such as `module.fc.weight`.
+
+    With a reference the keys become the reference's: wrappers are taken away or added, at any
+    depth. A submodule that is really called `module` keeps its name. The weights of a bare module
+    also fit a module that holds it alone (`net.fc.weight`), and the other way round. Without a
+    reference only wrappers around all keys are taken away.
+
+    Args:
+        state_dict: the state; it is not modified, and no tensor is copied.
+        reference: what the keys should be: a module, a state dict of one, or the keys.
+        prefixes: what wrappers put before keys, one step with its dot each. To load the keys
+            `model.fc.weight` of a LightningModule into its `model`: `(*PREFIXES, "model.")`.
+        strict: whether a key that fits nothing in the reference is an error. False keeps it as it
+            is, for `load_state_dict(..., strict=False)` to report.
+
+    Returns:
+        The state under its new names, in the same order, with its `_metadata`.
+
+    Raises:
+        TypeError: `state_dict` or `reference` is of another type.
+        ValueError: two keys would become one, a key fits in two places or in none, or a prefix is
+            not one step with a dot.
+
+    Example:
+        >>> list(normalize_state_dict({"net.module.fc.weight": 0}, ["net.fc.weight"]))
+        ['net.fc.weight']
+        >>> list(normalize_state_dict({"module.module.w": 0, "module.b": 1}, ["module.w", "b"]))
+        ['module.w', 'b']
+    """
+    keys = keys_of(state_dict, "state_dict") if isinstance(state_dict, Mapping) else keys_of(None)
+    if isinstance(prefixes, str) or any(
+        p.find(".") < 1 or p.find(".") != len(p) - 1 for p in prefixes
+    ):
+        raise ValueError(
+            "prefixes: expected names of one step with a dot at their end, such as ('module.',), "
+            f"got {told(prefixes)}."
+        )
+    if reference is None:
+        return rename(state_dict, without_outer(keys, prefixes))
+    own = keys_of(reference, "reference")
+    names = match_keys(keys, own, prefixes)
+    if strict and not set(own).issuperset(names.values()):
+        raise ValueError(summarize_mismatch(names, own))
+    return rename(state_dict, names)
+
+
+def keys_of(state: Any, what: str = "state_dict") -> list[str]:
+    """The keys of a module, a state dict or a list of keys."""
+    keys = state.state_dict() if isinstance(state, nn.Module) else state
+    if not isinstance(keys, Iterable) or isinstance(keys, str | Tensor):
+        keys = [None]
+    found = list(keys)
+    if not all(isinstance(key, str) for key in found):
+        raise TypeError(
+            f"{what}: expected a module's state dict, got {told(state)}. Pass what "
+            "module.state_dict() returned; as a reference a module or a list of keys will do."
+        )
+    return found
+
+
+def match_keys(
+    keys: Collection[str], reference: Collection[str], prefixes: Sequence[str] = PREFIXES
+) -> dict[str, str]:
+    """Returns the new name of each key; a key that fits nothing in the reference keeps its name.
+
+    A key fits a key of the reference if both are the same without wrappers. Where a submodule is
+    really called `module`, several can be (`weight` and `module.weight`). Then all keys have to be
+    the reference's after one change of the outermost wrappers, or have to be the reference's
+    already. A ValueError names keys of which neither is true.
+    """
+    groups, places = _by_bare_name(keys, prefixes), _by_bare_name(reference, prefixes)
+    if not groups.keys() & places.keys():
+        groups, places = _without_holder(groups, places), _without_holder(places, groups)
+    fitting = {bare: group for bare, group in groups.items() if bare in places}
+    sources = [key for group in fitting.values() for key in group]
+    targets = {name for bare in fitting for name in places[bare]}
+    outer = product(outer_prefixes(sources, prefixes), outer_prefixes(targets, prefixes))
+    for old, new in sorted(outer, key=lambda pair: "".join(pair).count(".")):
+        changed = {key: new + key.removeprefix(old) for key in sources}
+        if targets.issuperset(changed.values()):
+            return {key: changed.get(key, key) for key in keys}
+    names = {key: key for key in keys}
+    for bare, group in fitting.items():
+        own = places[bare]
+        if set(group) <= set(own):
+            continue
+        if len(own) > 1:
+            raise ValueError(
+                f"normalize_state_dict: expected one place for {group[0]!r}, got two that fit: "
+                f"{own[0]!r} and {own[1]!r}. Rename it yourself before."
+            )
+        if len(group) > 1:
+            raise ValueError(
+                f"normalize_state_dict: expected each parameter once, got both {group[0]!r} and "
+                f"{group[1]!r} for {own[0]!r}. Remove one of them."
+            )
+        names[group[0]] = own[0]
+    return names
+
+
+def _by_bare_name(keys: Iterable[str], prefixes: Sequence[str]) -> dict[str, list[str]]:
+    """The keys, grouped by what they are without wrappers; the last step is a parameter's."""
+    steps = {prefix[:-1] for prefix in prefixes}
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        *path, leaf = key.split(".")
+        bare = ".".join([*(step for step in path if step not in steps), leaf])
+        groups.setdefault(bare, []).append(key)
+    return groups
+
+
+def _without_holder(
+    groups: dict[str, list[str]], others: dict[str, list[str]]
+) -> dict[str, list[str]]:
+    """Takes away the module that holds all of one side (`net.`), if the smaller side then fits."""
+    steps = zip(*(bare.split(".")[:-1] for bare in groups), strict=False)
+    holder = list(takewhile(lambda level: len(set(level)) == 1, steps))
+    for depth in range(1, len(holder) + 1 if others else 0):
+        inner = {".".join(bare.split(".")[depth:]): group for bare, group in groups.items()}
+        if inner.keys() <= others.keys() or others.keys() <= inner.keys():
+            return inner
+    return groups
+
+
+def outer_prefixes(keys: Collection[str], prefixes: Sequence[str] = PREFIXES) -> list[str]:
+    """What wrappers put before all keys, from none of them to all: `["", "module.", ...]`."""
+    found = [""]
+    while keys:
+        longer = [found[-1] + prefix for prefix in prefixes]
+        shared = next((p for p in longer if all(key.startswith(p) for key in keys)), None)
+        if shared is None:
+            break
+        found.append(shared)
+    return found
+
+
+def without_outer(keys: Collection[str], prefixes: Sequence[str] = PREFIXES) -> dict[str, str]:
+    """New names without the wrappers that are around all keys."""
+    prefix = outer_prefixes(keys, prefixes)[-1]
+    return {key: key.removeprefix(prefix) for key in keys}
+
+
+def summarize_mismatch(names: Mapping[str, str], reference: Collection[str]) -> str:
+    """The message for keys that fit nothing in the reference."""
+    own, found = set(reference), set(names.values())
+    extra = [key for key, name in names.items() if name not in own]
+    missing = [name for name in reference if name not in found]
+    return (
+        f"state_dict: expected the reference's keys, got {len(extra)} of {len(names)} that fit "
+        f"none of them: {extra[:4]}; the reference has {len(missing)} others: {missing[:4]}. Give "
+        "the module that was saved, prefixes=... if it was a part of another, or strict=False."
+    )
+
+
+def rename(state_dict: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDict[str, Any]:
+    """The same values under other names, and in `_metadata` the versions of modules with keys."""
+    found = OrderedDict((names[key], value) for key, value in state_dict.items())
+    versions = format_versions(state_dict)
+    if versions is not None:
+        paths = {k.rpartition(".")[0]: name.rpartition(".")[0] for k, name in names.items()}
+        kept = OrderedDict((new, versions[old]) for old, new in paths.items() if old in versions)
+        set_format_versions(found, kept)
+    return found
+
+
+def add_tied(state_dict: OrderedDict[str, Any], module: nn.Module) -> None:
+    """Adds, in place, names that a file left out because the module ties them to others.
+
+    safetensors holds a tied weight once.
+    """
+    own = {k: v for k, v in module.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+    given = {id(value): state_dict[name] for name, value in own.items() if name in state_dict}
+    for name, value in own.items():
+        if name not in state_dict and id(value) in given:
+            state_dict[name] = given[id(value)]

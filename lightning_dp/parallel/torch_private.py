@@ -1,0 +1,425 @@
+"""Every private name of torch that the package uses stands in this file, and in no other.
+
+A private name is looked up when the feature that needs it runs, never at import: a name that a
+release of torch renames breaks that feature, with torch's AttributeError, and nothing else.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache, partial
+from operator import attrgetter
+from types import CellType, FunctionType
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Functions: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+"""The two functions of `saved_tensors_hooks`: pack and unpack."""
+Table: TypeAlias = dict[str, Any]
+Tensors: TypeAlias = Sequence[Tensor]
+
+_torch: Any = torch  # without types, which private names lack
+
+# --- Modules and state dicts
+
+parameter_table: Callable[[nn.Module], Table] = attrgetter("_parameters")
+"""The module's parameters by name, None included; submodules have their own."""
+buffer_table: Callable[[nn.Module], Table] = attrgetter("_buffers")
+child_table: Callable[[nn.Module], Table] = attrgetter("_modules")
+
+HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+hook_tables: Callable[[nn.Module], Sequence[dict[int, Any]]] = attrgetter(*HOOK_TABLES)
+"""The module's tables of forward and backward hooks."""
+
+FIXED_NAMES = frozenset(vars(nn.Module())) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+"""Attributes of every module that stay the same object for the module's whole life."""
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def tables_as_attributes(parameters: Table, buffers: Table, children: Table) -> dict[str, Table]:
+    """The entries of a module's `__dict__` that give it these tables."""
+    return {"_parameters": parameters, "_buffers": buffers, "_modules": children}
+
+
+def check_batch_norm_input(layer: nn.Module, x: Tensor) -> None:
+    """Raises the layer's error if `x` does not have the number of dimensions that it takes."""
+    cast(Any, layer)._check_input_dim(x)
+
+
+def format_versions(state_dict: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The format versions in a state dict, by the modules' paths; None if there are none."""
+    return getattr(state_dict, "_metadata", None)
+
+
+def set_format_versions(state_dict: OrderedDict[str, Any], versions: Mapping[str, Any]) -> None:
+    """Writes format versions into a state dict."""
+    cast(Any, state_dict)._metadata = versions
+
+
+def is_extra_state(key: str) -> bool:
+    """Whether a state dict's key is that of a module's `get_extra_state`."""
+    return key.endswith("_extra_state")
+
+
+def flatten_node(node: Any) -> list[Any] | None:
+    """The children of an object whose class is a registered pytree node; None for others."""
+    if type(node) not in _torch.utils._pytree.SUPPORTED_NODES:
+        return None
+    values, _ = _torch.utils._pytree.tree_flatten(node, is_leaf=lambda child: child is not node)
+    return list(values)
+
+
+def unflatten_node(node: Any, values: list[Any]) -> Any:
+    """An object like a registered `node`, with other children."""
+    _, spec = _torch.utils._pytree.tree_flatten(node, is_leaf=lambda child: child is not node)
+    return _torch.utils._pytree.tree_unflatten(values, spec)
+
+
+# --- Tensors and their memory
+
+version: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was written to, but through `.data`. Inference tensors raise an error."""
+
+
+def add_to_each(sums: Tensors, terms: Tensors) -> None:
+    """Adds terms[i] to sums[i] in place, in few kernels; see `add_as_read`."""
+    _torch._foreach_add_(sums, terms)
+
+
+def copy_to_each(targets: Tensors, sources: Tensors) -> None:
+    """Copies sources[i] into targets[i], in few kernels."""
+    _torch._foreach_copy_(targets, sources)
+
+
+def add_as_read(sums: Tensors, terms: Tensors, error: RuntimeError) -> None:
+    """Adds terms[i] to sums[i] one by one, where `add_to_each` raised `error`.
+
+    The foreach kernel refuses, before it adds anything, tensors with a lazy conjugation or
+    negation; any other error is raised again.
+    """
+    if not any([own.is_conj() or own.is_neg() for own in (*sums, *terms)]):
+        raise error
+    for own, term in zip(sums, terms, strict=True):
+        own.add_(term)
+
+
+def is_alone_in_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor, such as a view, shares the tensor's memory."""
+    memory = cast(Any, tensor.untyped_storage())
+    return bool(_torch._C._storage_Use_Count(memory._cdata) == 2)  # the tensor's and `memory`
+
+
+# --- Hooks of parameters
+
+
+class ParameterHooks(NamedTuple):
+    """Tables of `register_hook` and `register_post_accumulate_grad_hook`; None before the first."""
+
+    on_gradient: Mapping[int, Callable[[Tensor], Tensor | None]] | None
+    on_parameter: Mapping[int, Callable[[Tensor], Any]] | None
+
+
+gradient_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
+"""Hooks that autograd calls with the gradient, or with None where there is none."""
+accumulation_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+"""Hooks that autograd calls after it has added to `.grad`."""
+hooks_of: Callable[[Tensor], Any] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooked(parameters: Tensors) -> list[int]:
+    """Positions of the parameters that have hooks of either kind."""
+    return [i for i, (a, b) in enumerate(map(hooks_of, parameters)) if a or b]
+
+
+def take_hooks_off(parameter: Tensor) -> ParameterHooks:
+    """Suspends a parameter's hooks until `put_hooks_back`."""
+    hooks = ParameterHooks(*hooks_of(parameter))
+    # An empty table, since after None autograd would keep to the table that it was given before.
+    put_hooks_back(parameter, ParameterHooks(OrderedDict(), OrderedDict()))
+    return hooks
+
+
+def put_hooks_back(parameter: Any, hooks: ParameterHooks) -> None:
+    """Sets a parameter's hooks."""
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
+
+
+# --- Autograd
+
+
+def is_profiling() -> bool:
+    """Whether a torch profiler records ranges."""
+    return bool(_torch._C._autograd._profiler_enabled())
+
+
+def keeps_graph() -> bool:
+    """In a node: whether this backward was called with `retain_graph=True`."""
+    return bool(_torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def will_run(node: Any) -> bool:
+    """In a node: whether this backward, which may have `inputs=`, also runs `node`."""
+    return bool(_torch._C._will_engine_execute_node(node))
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """In a node: calls `callback` once this backward has run all its nodes."""
+    _torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def renew_engine() -> None:
+    """Makes autograd's engine anew if the process was forked since it was made.
+
+    The first forward in the child does this too; two threads that did it at once would crash.
+    """
+    _torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+
+
+def saved_tensors_functions() -> Functions | None:
+    """The functions of the calling thread's innermost `saved_tensors_hooks`."""
+    hooks: Functions | None = _torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def backward_id() -> int:
+    """The number of the backward whose node the calling thread runs; -1 outside of backwards."""
+    return int(_torch._C._current_graph_task_id())
+
+
+def is_in_backward() -> bool:
+    """Whether the calling thread runs a node of a backward."""
+    return backward_id() != -1
+
+
+_lock = threading.Lock()
+_handlers = 0  # open `backwards_go_to` blocks of all threads
+_run_backward: Any = None  # torch's function, while ours stands in its place
+_handler: ContextVar[Callable[..., None] | None] = ContextVar("_handler", default=None)
+
+
+@contextmanager
+def backwards_go_to(handler: Callable[..., None] | None) -> Iterator[None]:
+    """Gives `handler` every backward that fills `.grad`, in this context and in copies of it.
+
+    `handler` gets a function that runs the backward, the tensors and their gradients (a sequence
+    each), `retain_graph`, `create_graph` and the inputs, empty for all leaves. With None backwards
+    run as they are.
+    """
+    global _handlers, _run_backward
+    with _lock:
+        if not _handlers:
+            _run_backward = _torch.autograd._engine_run_backward
+            _torch.autograd._engine_run_backward = _run_or_hand_over
+        _handlers += 1
+    token = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(token)
+        with _lock:
+            _handlers -= 1
+            if not _handlers:
+                _torch.autograd._engine_run_backward = _run_backward
+
+
+def _run_or_hand_over(*args: Any, **options: Any) -> Any:
+    run, handler = _run_backward, _handler.get()
+    if handler is None or not options.get(
+        "accumulate_grad"
+    ):  # `torch.autograd.grad` comes here too
+        return run(*args, **options)
+    return handler(lambda: run(*args, **options), *args)
+
+
+@cache
+def watch_checkpoints(begin_watch: Callable[[], Callable[[], None] | None]) -> None:
+    """Calls `begin_watch` where a `torch.utils.checkpoint` begins that keeps the random state.
+
+    What it returns is called where the checkpointed function has ended.
+    """
+    module: Any = torch.utils.checkpoint
+    begin = module._checkpoint_without_reentrant_generator
+    forward = module.CheckpointFunction.forward
+
+    def begin_noticed(function: Any, preserve: bool = True, *args: Any, **kwargs: Any) -> Any:
+        generator = begin(function, preserve, *args, **kwargs)
+        is_kept = preserve and torch.is_grad_enabled()  # else nothing is recomputed
+        end = begin_watch() if is_kept else None
+        return generator if end is None else until_ended(generator, end)
+
+    def until_ended(generator: Iterator[None], end: Callable[[], None]) -> Iterator[None]:
+        try:
+            yield from generator
+        finally:
+            end()
+
+    def forward_noticed(ctx: Any, function: Any, preserve: bool, *args: Any) -> Any:
+        end = begin_watch() if preserve else None
+        try:
+            return forward(ctx, function, preserve, *args)
+        finally:
+            if end is not None:
+                end()
+
+    module._checkpoint_without_reentrant_generator = begin_noticed
+    module.CheckpointFunction.forward = staticmethod(forward_noticed)
+
+
+cached_values: Callable[[], object] = partial(getattr, torch.nn.utils.parametrize, "_cache")
+"""The cache of `parametrize.cached()`, one for all threads; another object after each block."""
+
+
+# --- Modes: the default device, torch function modes, dispatch modes
+
+
+class Modes(NamedTuple):
+    """The modes of a thread, outermost first; the default device is kept apart."""
+
+    default_device: torch.device | None = None
+    function: tuple[Any, ...] = ()
+    dispatch: tuple[Any, ...] = ()
+
+
+NO_MODES = Modes()
+
+
+def has_modes() -> bool:
+    """Whether the calling thread has modes, a default device or saved tensor hooks."""
+    names = _torch._C
+    return bool(
+        names._len_torch_function_stack()
+        or names._len_torch_dispatch_stack()
+        or names._autograd._top_saved_tensors_default_hooks(False)
+    )
+
+
+def current_modes() -> Modes:
+    """The calling thread's modes."""
+    device_context = _torch.utils._device.DeviceContext
+    dispatch = _torch.utils._python_dispatch
+    default, others = None, []
+    for mode in _torch.overrides._get_current_function_mode_stack():
+        if isinstance(mode, device_context):
+            default = mode.device
+        else:
+            others.append(mode)
+    return Modes(default, tuple(others), tuple(dispatch._get_current_dispatch_mode_stack()))
+
+
+@contextmanager
+def in_modes(modes: Modes) -> Iterator[None]:
+    """Enters modes that other threads have entered too.
+
+    Entering the mode objects themselves would write to them.
+    """
+    dispatch = _torch.utils._python_dispatch
+    with nullcontext() if modes.default_device is None else modes.default_device:
+        for mode in modes.function:
+            _torch.overrides._push_mode(mode)
+        for mode in modes.dispatch:
+            dispatch._push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in modes.dispatch:
+                dispatch._pop_mode()
+            for _ in modes.function:
+                _torch.overrides._pop_mode()
+
+
+# --- The compiler
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute that a module's calls go to after `module.compile()`; None before."""
+
+
+def compiled_forward(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward; after `module.compile()`, compiled with the options given there."""
+    compiled = getattr(module, COMPILED_CALL)
+    if compiled_function(compiled) is None:
+        return module.forward
+    contexts = importlib.import_module("torch._dynamo.eval_frame")._TorchDynamoContext
+    contents = [cell.cell_contents for cell in compiled.__closure__]
+    options = next(content for content in contents if isinstance(content, contexts))
+    return cast(Callable[..., Any], options(module.forward))
+
+
+def compiled_inner(module: nn.Module) -> nn.Module | None:
+    """The module that `torch.compile(module)` wrapped; None for a module that is no wrapper."""
+    return child_table(module).get("_orig_mod")
+
+
+def compiled_function(value: Any) -> Callable[..., Any] | None:
+    """The function that `torch.compile(function)` wrapped; None for any other value."""
+    if type(value) is not FunctionType or "_torchdynamo_disable" in value.__dict__:
+        return None
+    return value.__dict__.get("_torchdynamo_orig_callable")
+
+
+def with_cells(
+    function: FunctionType, cells: Iterable[CellType], original: Any = None
+) -> FunctionType:
+    """A copy of a function with other closure cells; `original` is what a compiled one wraps."""
+    code, names, defaults = function.__code__, function.__globals__, function.__defaults__
+    other = FunctionType(code, names, function.__name__, defaults, tuple(cells))
+    other.__kwdefaults__ = function.__kwdefaults__
+    other.__dict__.update(function.__dict__)
+    if original is not None:  # dynamo inlines these where it compiles a caller
+        other.__dict__["_torchdynamo_orig_callable"] = original
+        other.__dict__["_torchdynamo_inline"] = original
+        other.__dict__["_torchdynamo_wrapper_id"] = id(other)
+    return other
+
+
+def not_compiled(function: Function) -> Function:
+    """The function, behind a graph break; with `fullgraph=True` the compiler raises an error."""
+    why = 'lightning_dp spreads this call: leave fullgraph out, which mode="step" alone allows'
+    return cast(Function, torch.compiler.disable(function, reason=why))
+
+
+def compilation_counts() -> Callable[[], Mapping[str, int]]:
+    """A function whose result has in "total" how many frames were compiled so far."""
+
+    def counts() -> Mapping[str, int]:
+        dynamo: Any = sys.modules.get("torch._dynamo.utils")
+        return {"total": 0} if dynamo is None else dynamo.counters["frames"]
+
+    return counts
+
+
+_is_raised: ContextVar[bool] = ContextVar("_is_raised", default=False)
+
+
+@contextmanager
+def more_recompilations(times: int) -> Iterator[None]:
+    """Multiplies dynamo's recompile limits, once where such blocks are nested."""
+    if _is_raised.get():
+        yield
+        return
+    config: Any = importlib.import_module("torch._dynamo.config")
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    token = _is_raised.set(True)
+    try:
+        with config.patch({name: getattr(config, name) * times for name in names}):
+            yield
+    finally:
+        _is_raised.reset(token)

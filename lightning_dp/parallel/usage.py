@@ -1,0 +1,236 @@
+"""What each device does in training: samples, seconds of work, memory."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import sub
+
+import torch
+
+from lightning_dp.parallel.apply import Task
+from lightning_dp.parallel.comm import Span
+from lightning_dp.parallel.devices import (
+    allocated_memory,
+    busy_clock,
+    peak_memory,
+    replica_names,
+    reset_peak_memory,
+)
+from lightning_dp.parallel.split import Sizes, StepUsage
+
+_UNREAD = 16
+"""Steps that may wait until a GPU has finished them; older ones are dropped."""
+
+_UNTAKEN = 1024
+"""Measured steps that are kept until `take`; older ones are dropped."""
+
+
+@dataclass
+class DeviceUsage:
+    """What one device has done in training so far.
+
+    Attributes:
+        device: the device.
+        name: the replica's name, which is the device's unless several share it.
+        samples: training samples it was given; in forward mode the rows of all spread calls.
+        busy_seconds: time spent in its forward and backward, as its worker saw it; in forward
+            mode in its forward. Accelerators compute asynchronously: there it is the time that
+            issuing the forward took.
+        peak_bytes: the most memory that was in use on the device since its statistics were reset
+            last, by whomever; 0 where devices do not count it, as the CPU.
+    """
+
+    device: torch.device
+    name: str
+    samples: int = 0
+    busy_seconds: float = 0.0
+    peak_bytes: int = 0
+
+
+class UsageMeter:
+    """Adds up what the devices do; once `watch` was called, measures every training step, too.
+
+    In a measured step, a device whose module counts `busy_seconds` is believed. On other
+    accelerators, events at both ends of a replica's forward and backward say when it has finished
+    them; in between it waits for the others. On the CPU a replica's seconds are those that its
+    worker spent in its calls. Each measured step resets the devices' peaks of memory.
+
+    Attributes:
+        names: the replicas' names.
+        usage: per replica, since the engine was made.
+        kind: name of the latest training call.
+    """
+
+    def __init__(self, devices: Sequence[torch.device], process: int | None = None) -> None:
+        self.names = replica_names(devices, process)
+        self.usage = list(map(DeviceUsage, devices, self.names))
+        self.kind = ""
+        self.is_watched = False
+        self._devices = list(devices)
+        self._peaks = [0] * len(self._devices)  # before the latest reset
+        # Replicas that share a device share its clock, which cannot tell them apart.
+        self._have_clocks = len(set(devices)) == len(self._devices)
+        self._counted: Sizes = ()  # of a step that may have to run again
+        self._running: _Step | None = None
+        self._stopped: deque[_Step] = deque(maxlen=_UNREAD)
+        self._latest: StepUsage | None = None
+        self._untaken: deque[StepUsage] = deque(maxlen=_UNTAKEN)
+
+    def watch(self) -> None:
+        """Measures every training step from now on."""
+        self.is_watched = True
+
+    # One step
+
+    def start(self, sizes: Sizes) -> None:
+        """Starts to measure a step with these samples, if steps are watched."""
+        if self.is_watched:
+            self._read_memory()
+            self._peaks = self._overall_peaks()
+            for device in set(self._devices):
+                reset_peak_memory(device)
+            self._running = _Step(self._devices, sizes, self._have_clocks)
+
+    def follow(self, tasks: Sequence[Task]) -> None:
+        """Counts what devices do in these calls as the step's work."""
+        if self._running is not None and self._running.spans:
+            for task in tasks:
+                task.spans = self._running.spans[task.replica]
+
+    @contextmanager
+    def working(self, replicas: Sequence[int]) -> Iterator[None]:
+        """Counts what these replicas' devices do meanwhile as the step's work."""
+        spans = [] if self._running is None else self._running.spans
+        running = [(spans[k], Span(self._devices[k])) for k in replicas] if spans else []
+        try:
+            yield
+        finally:
+            for of_device, span in running:
+                span.end()
+                of_device.append(span)
+
+    def add_forward(self, kind: str, sizes: Sizes, *, in_turns: bool) -> None:
+        """Counts the samples of a training call; `in_turns`: replicas ran one after another."""
+        self.kind, self._counted = kind, sizes
+        for total, size in zip(self.usage, sizes, strict=True):
+            total.samples += size
+        if self._running is not None:
+            self._running.in_turns = in_turns
+
+    def add_seconds(self, tasks: Sequence[Task]) -> None:
+        """Adds the seconds that workers spent in these calls."""
+        for task in tasks:
+            self.usage[task.replica].busy_seconds += task.seconds
+            if self._running is not None:
+                self._running.seconds[task.replica] += task.seconds
+
+    def add_alone(self, samples: int, seconds: float) -> None:
+        """Counts a training step that the root has done without the engine."""
+        self.usage[0].samples += samples
+        self.usage[0].busy_seconds += seconds
+        if self._running is not None:
+            self._running.seconds[0] += seconds
+
+    def stop(self) -> None:
+        """Ends a step: all its work has been issued."""
+        step, self._running = self._running, None
+        if step is not None:
+            step.stop()
+            self._stopped.append(step)
+
+    def commit(self) -> None:
+        """The step will not run again."""
+        self._counted = ()
+
+    def undo(self) -> None:
+        """Takes the latest samples back: the step will run again."""
+        for total, size in zip(self.usage, self._counted, strict=False):
+            total.samples -= size
+        self._counted = ()
+
+    # What was measured
+
+    def latest(self) -> StepUsage | None:
+        """The latest step that all devices have finished; None before the first one."""
+        self._read_memory()
+        while self._stopped and self._stopped[0].is_over():
+            self._latest = self._stopped.popleft().usage()
+            self._untaken.append(self._latest)
+        return self._latest
+
+    def take(self, *, wait: bool = False) -> list[StepUsage]:
+        """The steps that all devices have finished, in order, each once.
+
+        Args:
+            wait: waits for the steps that have not ended.
+        """
+        for step in self._stopped if wait else ():
+            step.wait()
+        self.latest()
+        taken = list(self._untaken)
+        self._untaken.clear()
+        return taken
+
+    def read_peaks(self) -> None:
+        """Updates the totals' peaks of memory."""
+        for total, peak in zip(self.usage, self._overall_peaks(), strict=True):
+            total.peak_bytes = peak
+
+    def is_by_counts(self) -> bool:
+        """Whether steps are measured by counters that devices keep themselves."""
+        return self.is_watched and self._have_clocks and any(map(busy_clock, self._devices))
+
+    def _overall_peaks(self) -> list[int]:
+        return list(map(max, self._peaks, map(peak_memory, self._devices)))
+
+    def _read_memory(self) -> None:
+        """Reads the peaks of the latest step; what is allocated later belongs to the next one."""
+        if self._stopped and not self._stopped[-1].peak_bytes:
+            self._stopped[-1].peak_bytes = list(map(peak_memory, self._devices))
+
+
+class _Step:
+    """One step that is being measured."""
+
+    def __init__(self, devices: list[torch.device], sizes: Sizes, have_clocks: bool) -> None:
+        self.seconds = [0.0] * len(devices)  # of the workers
+        self.peak_bytes: list[int] = []
+        self.in_turns = False
+        self._sizes = sizes
+        self._start_bytes = list(map(allocated_memory, devices))
+        self._devices = devices if have_clocks else []
+        self._clocks = list(map(busy_clock, self._devices))
+        self._counted: list[float] = []
+        self._on_cpu = all(device.type == "cpu" for device in devices)
+        has_spans = have_clocks and all(device.type != "cpu" for device in devices)
+        self.spans: list[list[Span]] = [[] for _ in devices] if has_spans else []
+        self._began = time.perf_counter()
+        self._wall = 0.0
+
+    def stop(self) -> None:
+        self._wall = time.perf_counter() - self._began
+        self._counted = list(map(sub, map(busy_clock, self._devices), self._clocks))
+
+    def is_over(self) -> bool:
+        return all(span.is_over() for of_device in self.spans for span in of_device)
+
+    def wait(self) -> None:
+        for of_device in self.spans:
+            for span in of_device:
+                span.wait()
+
+    def usage(self) -> StepUsage:
+        busy = self.seconds
+        if any(self._counted):
+            busy = self._counted
+        elif self.spans:
+            busy = [sum(span.seconds for span in of_device) for of_device in self.spans]
+        # Only on the CPU do workers see the whole step: elsewhere autograd runs the backward.
+        total = max(self._wall, *busy) if self._on_cpu else max(busy)
+        in_turns = self.in_turns and self._on_cpu and sum(map(bool, self._sizes)) > 1
+        peaks, before = tuple(self.peak_bytes), tuple(self._start_bytes)
+        return StepUsage(self._sizes, tuple(busy), total, peaks, before, in_turns)

@@ -1,0 +1,146 @@
+"""Step mode: a step runs in every replica on its shard; loss, outputs and logs are joined."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_dp.metrics import Journals, is_metric
+from lightning_dp.mode import Mode, Transfer
+from lightning_dp.parallel.gather import give_back_added
+from lightning_dp.parallel.reduce import LossReduction, NoLossError
+from lightning_dp.parallel.replicate import Replicas, layers_in
+from lightning_dp.parallel.scatter import Shards
+from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import World
+
+_LIGHTNING = ("lightning.", "pytorch_lightning.")
+
+
+class StepMode(Mode):
+    """Runs each step in every replica; its engine is a `StepParallel`.
+
+    Args:
+        module: the user's module, on the root device.
+        devices: the replicas' devices, root first.
+        transfer: Lightning's transfer hooks.
+        output_device: where loss, logs and outputs end up.
+        loss_reduction: what the loss is over its samples.
+        world: the processes that train together; None if this is the only one.
+        options: of the engine, see `Engine`.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        devices: Sequence[torch.device],
+        *,
+        transfer: Transfer,
+        output_device: torch.device,
+        loss_reduction: LossReduction = "mean",
+        world: World | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(module, transfer)
+        check_layers_are_registered(module)
+        journals = Journals(module, devices, output_device, world)
+        self.engine: StepParallel = StepParallel(
+            module,
+            devices,
+            output_device=output_device,
+            loss_reduction=loss_reduction,
+            world=world,
+            rules=journals,
+            context=partial(_recording, journals),
+            **options,
+        )
+        self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
+        self._batch: Any = None
+        self._call: EvaluationStep | None = None  # of `_batch`
+
+    def batch(self, batch: Any, dataloader_idx: int) -> Any:
+        """Returns the batch as it is: the step cuts it, and then moves each shard.
+
+        Hooks and callbacks before the step see the whole batch, and may still change it.
+        """
+        self._batch, self._call, self.dataloader_idx = batch, None, dataloader_idx
+        return batch
+
+    def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
+        """Runs it on all replicas; after out-of-memory again, with fewer samples there."""
+        training = method == "training_step"
+        if training and not self.module.automatic_optimization:
+            raise RuntimeError(
+                "Expected automatic_optimization to stay True during a fit that began with True, "
+                "got False. Set it in __init__, or use DataParallelStrategy(mode='forward')."
+            )
+        # An optimizer's closure may run the step again for the same batch, which is cut already.
+        shards = self._call.shards if self._call and batch is self._batch else None
+        transfer = partial(self._transfer, dataloader_idx=self.dataloader_idx)
+        call = (TrainingStep if training else EvaluationStep)(self.engine, method, args, transfer)
+        self._batch, self._call = batch, None
+        try:
+            output = self.engine.run(call, batch, shards)
+        except NoLossError as error:
+            _refuse(self.module, error.output)
+            raise
+        self._call = call
+        if isinstance(batch, dict | UserDict):
+            give_back_added(batch, call.shards, self.engine.output_device)
+        return output
+
+    def recover_backward(
+        self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Runs the step and its backward again, with fewer samples where memory ran out."""
+        call, self._call = self._call, None
+        if call is None:
+            raise error
+        self.engine.rerun(call, self._batch, context, error)
+
+
+def _recording(
+    journals: Journals, replicas: Replicas, _: str, shards: Shards, is_rerun: bool
+) -> AbstractContextManager[None]:
+    """Records what replicas log and measure, and replays it once after the step.
+
+    A function, not a method of the mode: the engine would refer to the mode, a cycle that keeps
+    replicas alive until the garbage collector finds it.
+    """
+    return journals.around(replicas, shards, is_rerun)
+
+
+def _refuse(module: LightningModule, output: Any) -> None:
+    """Raises Lightning's error about what a training step returned, if it has one."""
+    loop = module.trainer.fit_loop.epoch_loop.automatic_optimization
+    loop.output_result_cls.from_training_step_output(output)
+
+
+def check_layers_are_registered(root: LightningModule) -> None:
+    """Raises a ValueError for layers with weights or buffers in plain containers only.
+
+    Such layers are neither moved to a device nor trained nor saved. Lightning's hyperparameters,
+    which may be layers, are in a dict of a class of its own, which is not looked into.
+    """
+    modules = list(root.modules())
+    known = set(map(id, modules))
+    for module in modules:
+        for name, value in vars(module).items():
+            for path, hidden in layers_in(value, name):
+                has_tensors = next(chain(hidden.parameters(), hidden.buffers()), None) is not None
+                if has_tensors and id(hidden) not in known and not is_metric(hidden):
+                    raise ValueError(
+                        f"{type(module).__qualname__}.{path}: expected layers to be registered, "
+                        f"got {type(hidden).__qualname__} in a plain container: it is neither "
+                        "moved to a device nor trained nor saved. Put it into an nn.ModuleList or "
+                        "an nn.ModuleDict."
+                    )

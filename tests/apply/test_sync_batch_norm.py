@@ -1,0 +1,259 @@
+"""sync_batchnorm=True: batch norm by the whole batch, whatever the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from oracle import (
+    Classifier,
+    assert_equal_trees,
+    assert_same,
+    devices_of,
+    gradients,
+    loader,
+    run,
+    trainer,
+)
+from torch import Tensor, nn
+
+from lightning_dp.layer_sync import ReplicaBatchNorm
+from lightning_dp.parallel.step import StepParallel, TrainingStep
+
+CPU = torch.device("cpu")
+EXACT = {"atol": 1e-10, "rtol": 0.0}
+
+pytestmark = pytest.mark.usefixtures("on")
+
+
+class Normed(nn.Module):
+    """The loss of a network on inputs that need gradients themselves."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = make()
+        self.shift = nn.Parameter(torch.randn(3))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        y = self.net(x + self.shift.view(1, 3, *[1] * (x.dim() - 2)).to(x.dtype))
+        return (y.float() if y.dtype != torch.float64 else y).sin().mean()
+
+
+def batch_of(n: int, dims: int, mean: float = 0.5) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return mean + torch.randn(n, 3, *[2] * dims, generator=generator, dtype=torch.float64)
+
+
+def train(
+    module: Normed, batch: Tensor, sizes: tuple[int, ...] | None, steps: int, **options: Any
+) -> tuple[list[Tensor], nn.Module]:
+    """The losses; on one device where there are no sizes. Replicas are as the root in the end."""
+    losses: list[Tensor] = []
+    if sizes is None:
+        for _ in range(steps):
+            losses.append(module.training_step(batch))
+            losses[-1].backward()
+        return losses, module
+    ReplicaBatchNorm().apply(module)
+    devices = devices_of(len(sizes))
+    defaults = {"output_device": CPU, "executor": "threads", "split": lambda n: sizes}
+    engine = StepParallel(module.to(devices[0]), devices, **{**defaults, **options})
+    try:
+        for _ in range(steps):
+            losses.append(engine.train("training_step", engine.scatter(batch)))
+            losses[-1].backward()
+        engine.replicate(TrainingStep(engine, "training_step"), engine.scatter(batch))
+        assert_replicas_follow(engine, sizes)
+    finally:
+        engine.close()
+        ReplicaBatchNorm().revert(module)
+    return losses, module
+
+
+def assert_replicas_follow(engine: StepParallel, sizes: tuple[int, ...]) -> None:
+    """The buffers of the replicas that worked are the root's."""
+    root, *others = engine.replicas.modules
+    for k, other in enumerate(others, 1):
+        if sizes[k]:
+            for mine, own in zip(other.buffers(), root.buffers(), strict=True):
+                torch.testing.assert_close(mine.cpu(), own.cpu())
+
+
+def assert_as_one_device(
+    make: Callable[[], nn.Module], dims: int, sizes: tuple[int, ...], **options: Any
+) -> None:
+    batch = batch_of(sum(sizes), dims)
+    one, several = Normed(make).double(), Normed(make).double()
+    expected, _ = train(one, batch, None, 3)
+    actual, _ = train(several, batch, sizes, 3, **options)
+    assert_equal_trees(actual, expected, "losses", **EXACT)
+    assert_equal_trees(gradients(several), gradients(one), "gradients", **EXACT)
+    assert_equal_trees(dict(several.state_dict()), dict(one.state_dict()), "state", **EXACT)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 2, 1), (1, 1, 1), (2, 0, 3), (0, 1, 4), (5,)])
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+def test_statistics_and_gradients_are_those_of_the_batch(
+    sizes: tuple[int, ...], executor: str
+) -> None:
+    make = lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    assert_as_one_device(make, 2, sizes, executor=executor)
+
+
+@pytest.mark.parametrize(
+    ("make", "dims"),
+    [
+        (lambda: nn.BatchNorm1d(3), 0),
+        (lambda: nn.BatchNorm1d(3), 1),
+        (lambda: nn.BatchNorm3d(3), 3),
+        (lambda: nn.BatchNorm2d(3, momentum=None), 2),
+        (lambda: nn.BatchNorm2d(3, momentum=0.4, eps=1e-2), 2),
+        (lambda: nn.BatchNorm2d(3, affine=False), 2),
+        (lambda: nn.BatchNorm2d(3, track_running_stats=False), 2),
+        (lambda: nn.BatchNorm2d(3, track_running_stats=False).eval(), 2),
+        (lambda: nn.BatchNorm2d(3).eval(), 2),
+        (lambda: nn.Sequential(*[nn.BatchNorm2d(3)] * 2), 2),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(3, 2, 1), (0, 2, 1)])
+def test_all_kinds_of_layers(
+    make: Callable[[], nn.Module], dims: int, sizes: tuple[int, ...]
+) -> None:
+    assert_as_one_device(make, dims, sizes)
+
+
+def test_large_means_do_not_cost_digits() -> None:
+    """As good as torch's own in single precision, where the mean is 1,000 times the deviation."""
+    batch = batch_of(24, 2, mean=1000.0)
+    make = lambda: nn.BatchNorm2d(3)
+    exact = train(Normed(make).double(), batch, None, 1)[1]
+    own = train(Normed(make), batch.float(), None, 1)[1]
+    several = train(Normed(make), batch.float(), (9, 8, 7), 1)[1]
+
+    def error(module: nn.Module) -> float:
+        pairs = zip(module.state_dict().values(), exact.state_dict().values(), strict=True)
+        return max(float((a.cpu() / b - 1).abs().max()) for a, b in pairs if b.is_floating_point())
+
+    assert error(several) <= 2 * error(own) + 1e-6
+
+
+def test_autocast_keeps_the_dtype_of_the_input() -> None:
+    class Autocast(Normed):
+        def training_step(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().training_step(x)
+
+    seen: list[torch.dtype] = []
+
+    def make() -> nn.Module:
+        net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+        net[1].register_forward_hook(lambda module, args, y: seen.append(y.dtype))
+        return net
+
+    batch = batch_of(12, 2).float()
+    one = train(Autocast(make), batch, None, 1)[0]
+    several = train(Autocast(make), batch, (5, 4, 3), 1)[0]
+    if devices_of(1)[0] == CPU:  # on another device, autocast of the CPU does nothing
+        assert set(seen) == {torch.bfloat16}
+    torch.testing.assert_close(several[0], one[0], atol=1e-2, rtol=0)
+
+
+def test_one_value_per_channel_is_too_few_as_on_one_device() -> None:
+    for sizes in (None, (1, 0)):
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+            train(Normed(lambda: nn.BatchNorm1d(3)).double(), batch_of(1, 0), sizes, 1)
+    train(Normed(lambda: nn.BatchNorm1d(3)).double(), batch_of(2, 0), (1, 1), 1)
+
+
+def test_second_derivatives_are_refused() -> None:
+    class Penalty(Normed):
+        def training_step(self, x: Tensor) -> Tensor:
+            loss = super().training_step(x)
+            (gradient,) = torch.autograd.grad(loss, self.shift, create_graph=True)
+            return loss + gradient.norm()
+
+    with pytest.raises(
+        RuntimeError, match="Expected no create_graph=True in a backward through batch norm"
+    ):
+        train(Penalty(lambda: nn.BatchNorm1d(3)).double(), batch_of(4, 0), (2, 2), 1)
+
+
+# In the Trainer
+
+
+class NormedClassifier(Classifier):
+    momentum: float | None = 0.1
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.02)
+        self.net = nn.Sequential(
+            nn.Linear(10, 16, bias=False),
+            nn.BatchNorm1d(16, momentum=self.momentum),
+            nn.Tanh(),
+            nn.Linear(16, 3),
+        )
+
+
+class Cumulative(NormedClassifier):
+    momentum = None
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("make", [Cumulative, NormedClassifier])
+def test_training_equals_one_device(
+    make: Callable[[], LightningModule], devices: int, mode: str
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    kwargs: dict[str, Any] = {"sync_batchnorm": True, "accumulate_grad_batches": 2}
+    assert_same(run(make, devices, strategy={"mode": mode}, **kwargs), run(make, 1, **kwargs))
+
+
+@pytest.mark.parametrize("buffers", ["first", "mean"])
+def test_uneven_shards_and_idle_devices(buffers: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    strategy = {"buffers": buffers, "weights": [0, 3, 1]}
+    several = run(NormedClassifier, 3, strategy=strategy, sync_batchnorm=True)
+    assert_same(several, run(NormedClassifier, 1))
+
+
+def test_stochastic_weight_averaging_finds_the_statistics_of_the_batch() -> None:
+    torch.set_default_dtype(torch.float64)
+
+    def swa() -> dict[str, Any]:
+        return {
+            "callbacks": [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
+            "sync_batchnorm": True,
+        }
+
+    assert_same(run(NormedClassifier, 3, **swa()), run(NormedClassifier, 1, **swa()))
+
+
+def test_the_module_is_as_before_afterwards() -> None:
+    module = NormedClassifier()
+    layer, before, keys = module.net[1], dict(module.net[1].__dict__), list(module.state_dict())
+    seen: list[bool] = []
+    layer.register_forward_hook(lambda *_: seen.append("forward" in layer.__dict__))
+    job = trainer(2, sync_batchnorm=True, max_epochs=1)
+    job.fit(module, loader(), loader())
+    assert seen and all(seen)
+    assert module.net[1] is layer and set(layer.__dict__) == set(before)
+    assert list(module.state_dict()) == keys
+    job.test(module, loader(), verbose=False)
+    assert "forward" not in layer.__dict__
+
+
+def test_layers_with_a_forward_of_their_own_are_named() -> None:
+    class OwnNorm(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    module = NormedClassifier()
+    module.net[1] = OwnNorm(16)
+    with pytest.warns(UserWarning, match=r"got also \S*OwnNorm, which keep to the statistics"):
+        trainer(2, sync_batchnorm=True, fast_dev_run=True).fit(module, loader(), loader())

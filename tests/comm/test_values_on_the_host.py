@@ -1,0 +1,302 @@
+"""What devices compute and the host reads: it is there when it is read, and waits are few."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
+from places import on_accelerators
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from lightning_dp import DataParallel, DataParallelStrategy
+from lightning_dp.parallel.functional import gather
+
+EXECUTORS = ["threads", "inorder"]
+
+
+pytestmark = [on_accelerators, pytest.mark.usefixtures("on")]
+counts_waits = pytest.mark.sim_only("It counts how often the host waits.")
+
+
+class Seen(Callback):
+    """The losses as callbacks read them, at once."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.losses.append(float(loss))
+
+
+# --- a value that was copied to the host is there ------------------------------------------------
+
+
+def losses_of(make: type[Classifier], devices: int, **options: Any) -> list[float]:
+    torch.manual_seed(0)
+    seen, strategy = Seen(), DataParallelStrategy(**options)
+    job = trainer(devices, strategy, callbacks=[seen])
+    job.fit(make(), loader(), loader())
+    return seen.losses
+
+
+CASES = [(Classifier, "step"), (Classifier, "forward")]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("make, mode", CASES, ids=["step", "forward"])
+def test_the_loss_on_the_host_is_there(make: Any, mode: str, executor: str) -> None:
+    losses = losses_of(make, 3, mode=mode, executor=executor, output_device="cpu")
+    assert losses == pytest.approx(losses_of(make, 1), abs=1e-5)
+
+
+# --- the scale of a gradient scaler --------------------------------------------------------------
+
+
+def scaled(make: type[Classifier], devices: int, **options: Any) -> tuple[float, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    scaler = torch.amp.GradScaler(oracle.accelerator(), init_scale=2.0**12, growth_interval=2)
+    where, strategy = oracle.accelerator(), DataParallelStrategy(**options)
+    plugins = [MixedPrecision("16-mixed", where, scaler)]
+    module, job = make(), trainer(devices, strategy, accelerator=where, plugins=plugins)
+    job.fit(module, loader(), loader())
+    assert scaler._scale is not None and scaler._scale.device == devices_of(1)[0]
+    return scaler.get_scale(), dict(module.state_dict())
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("make, mode", CASES, ids=["step", "forward"])
+def test_a_scale_is_on_the_root_where_the_loss_is_on_the_host(
+    make: Any, mode: str, executor: str
+) -> None:
+    """A scaler on the host reads what devices have found, and does not wait for it."""
+    scale, state = scaled(make, 3, mode=mode, executor=executor, output_device="cpu")
+    expected, oracle_state = scaled(make, 1)
+    assert scale == expected != 2.0**12
+    assert_equal_trees(state, oracle_state, "state", atol=2e-3, rtol=0)
+
+
+# --- how often the host waits for a device -------------------------------------------------------
+
+
+class Several(Classifier):
+    """Logs more than one value."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log_dict({"train/loss": loss, "train/twice": 2 * loss, "train/max": loss})
+        return loss
+
+
+class Counted(Classifier):
+    """Its loss is a mean over tokens, of which the devices know how many there are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        return {"loss": loss, "num_items": (batch[1] >= 0).sum()}
+
+
+class Normed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(16)
+        self.net = nn.Sequential(nn.Linear(10, 16), norm, nn.Tanh(), nn.Linear(16, 3))
+
+
+class Frozen(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+
+class Waits(Callback):
+    """How often the host has waited when each training step was through."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(torch.sim.host_waits())
+
+
+def waits_per_step(make: type[Classifier], options: dict[str, Any], **fit: Any) -> set[int]:
+    waits, strategy = Waits(), DataParallelStrategy(**options)
+    job = trainer(3, strategy, callbacks=[waits], max_epochs=1, log_every_n_steps=50, **fit)
+    job.fit(make(), loader(96, 16), loader(3))
+    pairs = zip(waits.seen[1:], waits.seen[2:], strict=False)  # without what is set up at first
+    return {after - before for before, after in pairs}
+
+
+NO_WAITS: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any]]] = {
+    "plain": (Classifier, {}, {}),
+    "logs": (Several, {}, {}),
+    "forward": (Classifier, {"mode": "forward"}, {}),
+    "accumulating": (Classifier, {}, {"accumulate_grad_batches": 2}),
+    "clipped": (Classifier, {}, {"gradient_clip_val": 1.0}),
+    "batch norm": (Normed, {}, {}),
+    "synced batch norm": (Normed, {}, {"sync_batchnorm": True}),
+    "means of buffers": (Normed, {"buffers": "mean"}, {}),
+    "forward, with batch norm": (Normed, {"mode": "forward"}, {}),
+}
+
+
+@counts_waits
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("case", NO_WAITS)
+def test_a_step_does_not_wait_for_devices(case: str, executor: str) -> None:
+    make, options, fit = NO_WAITS[case]
+    assert waits_per_step(make, {"executor": executor, **options}, **fit) == {0}
+
+
+@counts_waits
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_counts_of_items_are_waited_for_once(executor: str) -> None:
+    """They decide which losses count at all."""
+    assert waits_per_step(Counted, {"executor": executor}) == {1}
+
+
+class WithOutputs(Classifier):
+    """Returns more than a loss, and logs something that is on no replica's device."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        self.log("train/there", torch.ones((), device="cpu"), batch_size=len(x))
+        self.log("train/loss", loss)
+        return {"loss": loss, "logits": logits.detach(), "count": (y >= 0).sum()}
+
+
+ONE_WAIT: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
+    "plain": (Classifier, {}),
+    "logs": (Several, {}),
+    "outputs": (WithOutputs, {}),
+    "items": (Counted, {}),
+    "batch norm": (Normed, {}),
+    "forward": (Classifier, {"mode": "forward"}),
+    "forward, with batch norm": (Normed, {"mode": "forward"}),
+}
+
+
+@counts_waits
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("case", ONE_WAIT)
+def test_all_that_goes_to_the_host_in_a_step_is_waited_for_once(case: str, executor: str) -> None:
+    make, options = ONE_WAIT[case]
+    assert waits_per_step(make, {"executor": executor, "output_device": "cpu", **options}) == {1}
+
+
+class Validated(Waits):
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.seen.append(torch.sim.host_waits())
+
+
+@counts_waits
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_an_evaluation_waits_once_for_what_goes_to_the_host(mode: str) -> None:
+    waits, strategy = Validated(), DataParallelStrategy(mode=mode, output_device="cpu")
+    trainer(3, strategy, callbacks=[waits]).validate(Classifier(), loader(96, 16), verbose=False)
+    steps = zip(waits.seen[1:], waits.seen[2:], strict=False)
+    assert {after - before for before, after in steps} == {1}
+
+
+class Mixed(WithOutputs):
+    """Logs values of every kind, some of them from a device that no replica is on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        loss = output["loss"]
+        elsewhere = "cpu" if loss.device.type == "cpu" else devices_of(8)[7]
+        self.log("elsewhere", loss.detach().to(elsewhere), on_epoch=True)
+        self.log("most", batch[0].max(), reduce_fx="max", on_epoch=True)
+        self.log("whole", len(batch[0]), reduce_fx="sum", on_epoch=True)
+        self.log("with a graph", loss, enable_graph=True)
+        return output
+
+
+class Read(Callback):
+    """What callbacks read of a step, at once."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, list[float]]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        outputs = outputs if isinstance(outputs, dict) else {"loss": outputs}
+        values = {**outputs, **trainer.logged_metrics}
+        read = {name: torch.as_tensor(value).flatten().tolist() for name, value in values.items()}
+        self.seen.append(read)
+
+
+def read(make: Any, devices: int, **options: Any) -> list[dict[str, list[float]]]:
+    torch.manual_seed(0)
+    callback = Read()
+    job = trainer(devices, DataParallelStrategy(**options), callbacks=[callback], max_epochs=1)
+    job.fit(make(), loader(16, 5), loader(3))  # at last a single sample: two devices have nothing
+    return callback.seen
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("make", [Mixed, Several, Counted])
+def test_all_values_on_the_host_are_there(make: Any, mode: str, executor: str) -> None:
+    several = read(make, 3, mode=mode, executor=executor, output_device="cpu")
+    assert_equal_trees(several, read(make, 1), "values", atol=1e-5, rtol=0)
+
+
+class OwnOutputs(Classifier):
+    """Its loss depends on gradients that a step in forward mode takes of outputs on the host."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        x = x.clone().requires_grad_()
+        logits = self(x)
+        (slope,) = torch.autograd.grad(logits.logsumexp(1).sum(), x, create_graph=True)
+        return nn.functional.cross_entropy(logits, y) + slope.square().sum(1).mean()
+
+
+def test_second_derivatives_go_through_outputs_on_the_host() -> None:
+    several = read(OwnOutputs, 3, mode="forward", output_device="cpu")
+    assert_equal_trees(several, read(OwnOutputs, 1), "values", atol=1e-5, rtol=0)
+
+
+def test_tangents_go_with_outputs_to_the_host() -> None:
+    device = devices_of(2)[1]
+    x, tangent = torch.ones(3, device=device, requires_grad=True), torch.arange(3.0, device=device)
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")  # torch's own
+        dual = forward_ad.make_dual(x, tangent)
+        there = forward_ad.unpack_dual(gather([dual, dual.detach()], "cpu"))
+    assert there.primal.tolist() == [1.0] * 6 and there.tangent.tolist()[:3] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.usefixtures("on_side_streams")
+def test_gradients_of_outputs_on_the_host_are_in_order_with_the_callers_streams() -> None:
+    """Also where the backward is called by a thread that has others."""
+
+    def backward() -> None:
+        for device in devices:
+            torch.accelerator.set_stream(torch.Stream(device))
+        loss.backward()
+
+    devices = devices_of(3)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+    x = torch.randn(6, 4, dtype=torch.float64)
+    net(x).square().sum().backward()
+    expected = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    wrapped = DataParallel(net.to(devices[0]), devices, output_device="cpu")
+    loss = wrapped(x).square().sum()
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    got = [p.grad.cpu() for p in net.parameters() if p.grad is not None]
+    assert_equal_trees(got, expected, "gradients", atol=1e-12, rtol=0)
+    wrapped.close()

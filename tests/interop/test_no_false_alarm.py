@@ -1,0 +1,151 @@
+"""The first-step check says nothing about architectures of transformers in common use."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from oracle import trainer
+from torch.utils.data import DataLoader
+
+from lightning_dp import DataParallelStrategy
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("one_thread")]
+
+WORDS, LENGTH, LABELS = 40, 12, 3
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": WORDS}
+ENCODER = {**SMALL, "intermediate_size": 32, "num_labels": LABELS}
+IMAGE = {"image_size": 16, "patch_size": 4, "num_channels": 3, "num_labels": LABELS}
+
+
+def classified(name: str, **options: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(**{**ENCODER, **options})
+    return getattr(transformers, f"{name}ForSequenceClassification")(config)
+
+
+def generating(name: str, **options: Any) -> Any:
+    own = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **SMALL}
+    config = getattr(transformers, f"{name}Config")(**{**own, **options})
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+ARCHITECTURES: dict[str, tuple[Any, str]] = {
+    "bert": (lambda: classified("Bert"), "classes"),
+    "roberta": (lambda: classified("Roberta"), "classes"),
+    "distilbert": (
+        lambda: classified("DistilBert", dim=16, n_layers=2, n_heads=2, hidden_dim=32),
+        "classes",
+    ),
+    "albert": (lambda: classified("Albert", embedding_size=8), "classes"),
+    "electra": (lambda: classified("Electra", embedding_size=8), "classes"),
+    "deberta": (lambda: classified("DebertaV2"), "classes"),
+    "gpt2": (lambda: generating("GPT2", n_embd=16, n_layer=2, n_head=2), "tokens"),
+    "llama": (lambda: generating("Llama", intermediate_size=32), "tokens"),
+    "mistral": (
+        lambda: generating("Mistral", intermediate_size=32, num_key_value_heads=1),
+        "tokens",
+    ),
+    "t5": (
+        lambda: transformers.T5ForConditionalGeneration(
+            transformers.T5Config(
+                vocab_size=WORDS,
+                d_model=16,
+                d_kv=8,
+                d_ff=32,
+                num_layers=2,
+                num_heads=2,
+                decoder_start_token_id=0,
+            )
+        ),
+        "pairs",
+    ),
+    "vit": (
+        lambda: transformers.ViTForImageClassification(
+            transformers.ViTConfig(
+                **IMAGE,
+                hidden_size=16,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=32,
+            )
+        ),
+        "images",
+    ),
+    "swin": (
+        lambda: transformers.SwinForImageClassification(
+            transformers.SwinConfig(
+                **IMAGE, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=2
+            )
+        ),
+        "images",
+    ),
+}
+
+
+def samples(kind: str, n: int = 24) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(n):
+        words = torch.randint(3, WORDS, (LENGTH,), generator=generator)
+        if kind == "images":
+            image = torch.randn(3, 16, 16, generator=generator)
+            rows.append({"pixel_values": image, "labels": i % LABELS})
+        elif kind == "classes":
+            mask = (torch.arange(LENGTH) < 6 + i % 6).long()
+            rows.append({"input_ids": words * mask, "attention_mask": mask, "labels": i % LABELS})
+        else:
+            rows.append({"input_ids": words, "labels": words})
+    return rows
+
+
+class Tuned(LightningModule):
+    """As in the tutorials."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.model(**batch).loss
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.model(**batch).loss)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).logits
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dropout", [True, False], ids=["dropout", "no dropout"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_nothing_is_said_of_architectures_of_transformers(
+    name: str, dropout: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, kind = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model = make().train()
+    if not dropout:
+        model.eval()
+    module, strategy = Tuned(model), DataParallelStrategy()
+    data = DataLoader(samples(kind), 12)
+    with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = trainer(3, strategy, max_epochs=1, limit_train_batches=1, limit_val_batches=1)
+        job.fit(module, data, data)
+        reports = dict(strategy.first_step)
+        job.predict(module, data)
+    assert not [str(w.message) for w in caught if "check_first_step" in str(w.message)]
+    for report in [*reports.values(), *strategy.first_step.values()]:
+        assert report.is_same, str(report)
+    assert sum("check_first_step" in message for message in caplog.messages) <= 1

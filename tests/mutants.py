@@ -1,0 +1,862 @@
+"""Promises that are broken on purpose, one at a time, and the tests that notice.
+
+    python tests/mutants.py                  # all
+    python tests/mutants.py --stage reduce   # those of one stage
+    python tests/mutants.py --only NAME      # one
+    python tests/mutants.py --list
+
+A mutant is a small change of the package by name: a text that stands once in a function is
+replaced. It is made in a copy, in which the tests named for it run until the first one fails. A
+mutant that no test notices is a promise that no test holds. A text that is not found any more is an
+error: after a rewrite the mutant is aimed anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 240
+"""After so long a run of tests hangs, which is noticed as well."""
+SHARE = 0.95
+"""Of all mutants at least so many are noticed."""
+
+CONFORMS = "tests/same_numbers/test_conformance.py"
+SAME = "tests/same_numbers/test_same_numbers.py"
+TRAINER = "tests/same_numbers/test_trainer_options.py"
+LOGS = "tests/metrics/test_logs_and_metrics.py"
+
+
+class Mutant(NamedTuple):
+    """One promise broken.
+
+    Attributes:
+        name: what is broken, for the command line.
+        stage: the stage of the flow, whose tests are run.
+        where: module and qualified name of a function or class, `a.b:C.f`.
+        old: a text that stands once in it.
+        new: what stands there instead.
+        promise: what users are promised.
+        tests: the tests that notice, as pytest takes them.
+    """
+
+    name: str
+    stage: str
+    where: str
+    old: str
+    new: str
+    promise: str
+    tests: tuple[str, ...]
+
+
+def _of(module: str) -> str:
+    return f"lightning_dp.parallel.{module}"
+
+
+MUTANTS = [
+    # --- split
+    Mutant(
+        "even-loses-rest",
+        "split",
+        _of("split.arithmetic:even"),
+        "(share + 1,) * rest + (share,) * (k - rest)",
+        "(share,) * k",
+        "no sample of an uneven batch is dropped",
+        ("tests/splitting/test_split.py",),
+    ),
+    Mutant(
+        "weighted-by-floor",
+        "split",
+        _of("split.arithmetic:weighted"),
+        "for i in by_remainder[: n - sum(sizes)]:",
+        "for i in by_remainder[: n - sum(sizes) - 1]:",
+        "fixed shares use every sample",
+        ("tests/splitting/test_split.py",),
+    ),
+    Mutant(
+        "minimax-ignores-fixed",
+        "split",
+        _of("split.arithmetic:minimax"),
+        "lines = list(zip(fixed, per_sample, limits, strict=True))",
+        "lines = list(zip([0.0] * len(fixed), per_sample, limits, strict=True))",
+        "a device with a fixed cost gets fewer samples",
+        ("tests/splitting",),
+    ),
+    Mutant(
+        "costs-ignored",
+        "split",
+        _of("split.arithmetic:by_cost"),
+        "heapreplace(heap, (load + costs[sample], count + 1, i))",
+        "heapreplace(heap, (load + 1, count + 1, i))",
+        "costly samples are shared out evenly",
+        ("tests/splitting/test_split_by_cost.py", "tests/splitting/test_split.py"),
+    ),
+    Mutant(
+        "order-not-inverted",
+        "split",
+        _of("split.arithmetic:batch_order"),
+        "return sorted(range(len(positions)), key=positions.__getitem__)",
+        "return positions",
+        "outputs of a split by cost are in the batch's order",
+        ("tests/splitting/test_split_by_cost.py", CONFORMS),
+    ),
+    Mutant(
+        "caps-not-recorded",
+        "split",
+        _of("split.planner:Planner.record_oom"),
+        "capacity.record_oom(self.latest.sizes, devices)",
+        "pass",
+        "a device that ran out of memory gets fewer samples",
+        ("tests/faults/test_out_of_memory.py", "tests/splitting/test_planner.py"),
+    ),
+    # --- scatter
+    Mutant(
+        "wrong-size-accepted",
+        "scatter",
+        _of("scatter.shards:cut"),
+        "if min(sizes) < 0 or n not in (None, sum(sizes)):",
+        "if False:",
+        "sizes that do not fit the batch are refused",
+        ("tests/batches",),
+    ),
+    Mutant(
+        "shards-overlap",
+        "scatter",
+        _of("scatter.leaves:_cut_tensor"),
+        "leaf.narrow(dim, start, stop - start)",
+        "leaf.narrow(dim, 0, stop - start)",
+        "each sample goes to one replica, in order",
+        (SAME, CONFORMS),
+    ),
+    Mutant(
+        "columns-of-other-lengths",
+        "scatter",
+        _of("scatter.shards:_size_of_columns"),
+        "if len(sizes) == 1 else None",
+        "if sizes else None",
+        "two lengths in one batch are refused",
+        ("tests/batches", "tests/drop_in/test_where_nn_data_parallel_goes_wrong.py"),
+    ),
+    Mutant(
+        "split-batch-ignored",
+        "scatter",
+        _of("scatter.shards:cut_for"),
+        'own = getattr(module, "split_batch", None)',
+        "own = None",
+        "a module cuts its batches itself if it can",
+        ("tests/batches/test_split_batch.py",),
+    ),
+    # --- replicate
+    Mutant(
+        "resync-left-out",
+        "replicate",
+        _of("engine:Engine.resync"),
+        "self._stale = set(range(len(self.devices)))",
+        "pass",
+        "weights that a callback writes through .data reach the replicas",
+        (
+            "tests/replicas/test_latest_weights.py",
+            "tests/same_numbers/test_callbacks.py",
+            "tests/replicas/test_changes_between_steps.py",
+        ),
+    ),
+    Mutant(
+        "versions-not-compared",
+        "replicate",
+        _of("replicate.parameters:ReplicaParameters.follow"),
+        "written = _differences(state.versions, seen.versions)",
+        "written = set()",
+        "weights that an optimizer writes reach the replicas",
+        ("tests/replicas/test_latest_weights.py", "tests/replicas/test_replicas.py", SAME),
+    ),
+    Mutant(
+        "thawed-not-sent",
+        "replicate",
+        _of("replicate.parameters:ReplicaParameters.follow"),
+        "stale = bound | written | toggled",
+        "stale = bound | written",
+        "weights that were frozen are sent when they are trained",
+        ("tests/replicas/test_latest_weights.py", "tests/same_numbers/test_callbacks.py"),
+    ),
+    Mutant(
+        "structure-not-followed",
+        "replicate",
+        _of("replicate.structure:ModuleStructure.__init__"),
+        "bound = [*parameters, *map(child_table, self.modules)]",
+        "bound = [*parameters]",
+        "a layer that is replaced is replaced on the replicas",
+        ("tests/replicas/test_changes_between_steps.py",),
+    ),
+    Mutant(
+        "attributes-not-followed",
+        "replicate",
+        _of("replicate.structure:AttributeVersions._compare"),
+        "self.versions[j] += len(pair[0]) != len(pair[1]) or any(map(is_not, *pair))",
+        "self.versions[j] += 0",
+        "attributes that hooks set reach the replicas",
+        ("tests/replicas/test_changes_between_steps.py", "tests/state"),
+    ),
+    Mutant(
+        "parameter-attributes-lost",
+        "replicate",
+        _of("replicate.structure:ModuleStructure.__init__"),
+        "[*self.modules, *(p for p in self.parameters if vars(p))]",
+        "[*self.modules]",
+        "attributes of a parameter are there on replicas",
+        ("tests/replicas", "tests/drop_in"),
+    ),
+    Mutant(
+        "frozen-on-replicas-trained",
+        "replicate",
+        _of("replicate.parameters:_leaf"),
+        "requires_grad=root.requires_grad",
+        "requires_grad=True",
+        "a frozen parameter has no gradient",
+        ("tests/replicas", "tests/same_numbers/test_callbacks.py", CONFORMS),
+    ),
+    Mutant(
+        "buffers-not-sent",
+        "replicate",
+        _of("engine:Engine.replicate"),
+        'buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"',
+        'buffers = "changed"',
+        "replicas read the root's buffers",
+        ("tests/replicas/test_latest_weights.py",),
+    ),
+    # --- apply
+    Mutant(
+        "autocast-dtype-lost",
+        "apply",
+        _of("apply.thread_state:ThreadState.entered"),
+        "torch.autocast(kind, dtype, cache_enabled=caches)",
+        "torch.autocast(kind, cache_enabled=caches)",
+        "replicas compute in the autocast dtype of the caller",
+        ("tests/drop_in/test_where_nn_data_parallel_goes_wrong.py", "tests/apply"),
+    ),
+    Mutant(
+        "inference-mode-lost",
+        "apply",
+        _of("apply.thread_state:ThreadState.entered"),
+        "stack.enter_context(torch.inference_mode(self.inference))",
+        "",
+        "inference mode is on in every replica",
+        ("tests/drop_in/test_where_nn_data_parallel_goes_wrong.py", "tests/apply"),
+    ),
+    Mutant(
+        "grad-mode-lost",
+        "apply",
+        _of("apply.rendezvous:Calls.work"),
+        "with torch.set_grad_enabled(state.grad):",
+        "with torch.set_grad_enabled(True):",
+        "no graph is made where gradients are off",
+        ("tests/apply", "tests/drop_in"),
+    ),
+    Mutant(
+        "default-device-is-roots",
+        "apply",
+        _of("apply.thread_state:ThreadState._default_device_on"),
+        "return device if self.modes.default_device == self.root else self.modes.default_device",
+        "return self.modes.default_device",
+        "torch.zeros(3) in a replica is on its device",
+        ("tests/apply",),
+    ),
+    Mutant(
+        "context-variables-lost",
+        "apply",
+        _of("apply.rendezvous:Calls.start"),
+        "partial(self._context.copy().run, self.work, task)",
+        "partial(self.work, task)",
+        "context variables of the caller are seen in replicas",
+        ("tests/apply",),
+    ),
+    Mutant(
+        "error-swallowed",
+        "apply",
+        _of("apply.rendezvous:Calls.close"),
+        "if own is None and task.error is not None and (error is None or error is task.error):",
+        "if False:",
+        "an exception of a replica reaches the caller",
+        ("tests/faults/test_faults.py",),
+    ),
+    Mutant(
+        "others-not-stopped",
+        "apply",
+        _of("apply.rendezvous:Calls.run_in_order"),
+        "if task.error is not None or self.broken is not None:",
+        "if False:",
+        "an exception stops the replicas behind it",
+        ("tests/faults/test_faults.py", "tests/apply"),
+    ),
+    Mutant(
+        "note-without-samples",
+        "apply",
+        _of("scatter.shards:Shards.place"),
+        'return f", {stage}, {self.samples(k)}"',
+        'return f", {stage}"',
+        "an error names replica, device, stage and samples",
+        ("tests/faults/test_faults.py",),
+    ),
+    Mutant(
+        "all-gather-in-wrong-order",
+        "apply",
+        _of("apply.collectives:_all_gather"),
+        "[link(calls, value) for value in values]",
+        "[link(calls, value) for value in values[::-1]]",
+        "all_gather gives the batch in order",
+        ("tests/apply", "tests/forward/test_contrastive.py"),
+    ),
+    Mutant(
+        "reduce-unweighted",
+        "apply",
+        _of("apply.collectives:_reduced"),
+        "return weighted_mean(exact, list(map(float, sizes)))",
+        "return weighted_mean(exact, [1.0] * len(exact))",
+        "a reduced mean is that of the batch",
+        ("tests/apply",),
+    ),
+    Mutant(
+        "sync-bn-unweighted",
+        "apply",
+        _of("apply.sync_batch_norm:_merged"),
+        "[[n / total] for n, _, _ in moments]",
+        "[[1 / len(moments)] for n, _, _ in moments]",
+        "synced statistics are those of the batch",
+        ("tests/apply/test_sync_batch_norm.py",),
+    ),
+    Mutant(
+        "sync-bn-between-lost",
+        "apply",
+        _of("apply.sync_batch_norm:_merged"),
+        "(variances + (means - mean).square())",
+        "variances",
+        "synced variances are those of the batch",
+        ("tests/apply/test_sync_batch_norm.py",),
+    ),
+    Mutant(
+        "sync-bn-biased",
+        "apply",
+        _of("apply.sync_batch_norm:_track"),
+        "unbiased = var * (n / (n - 1))",
+        "unbiased = var",
+        "running variances are unbiased, as batch norm's",
+        ("tests/apply/test_sync_batch_norm.py",),
+    ),
+    Mutant(
+        "sync-bn-no-gradient-of-mean",
+        "apply",
+        _of("apply.sync_batch_norm:_Moments.backward"),
+        "gradient.add_(_channels(of_mean / n, x))",
+        "gradient",
+        "gradients pass through the synced mean",
+        ("tests/apply/test_sync_batch_norm.py",),
+    ),
+    Mutant(
+        "one-sample-for-batch-norm",
+        "apply",
+        _of("apply.sync_batch_norm:fewest_samples"),
+        "return 1 + refuses_one",
+        "return 1",
+        "a replica with batch norm gets two samples",
+        ("tests/splitting/test_batch_norm.py",),
+    ),
+    # --- gather
+    Mutant(
+        "loss-of-equal-weights",
+        "gather",
+        _of("reduce.loss:loss_weights"),
+        "return [count / total for count in counts]",
+        "return [1 / len(counts)] * len(counts)",
+        "the loss of an uneven batch is weighted by samples",
+        (SAME, "tests/reduce/test_training_step.py"),
+    ),
+    Mutant(
+        "items-ignored",
+        "gather",
+        _of("reduce.loss:loss_weights"),
+        "counts = num_items if num_items is not None and any(num_items) else sizes",
+        "counts = sizes",
+        "a loss with num_items is weighted by them",
+        ("tests/reduce/test_training_step.py", CONFORMS),
+    ),
+    Mutant(
+        "sum-as-mean",
+        "gather",
+        _of("reduce.loss:loss_weights"),
+        'if reduction == "sum":',
+        "if False:",
+        "losses that are sums are added up",
+        ("tests/reduce/test_training_step.py", "tests/first_step/test_first_step.py"),
+    ),
+    Mutant(
+        "nan-of-nothing-counts",
+        "gather",
+        _of("reduce.loss:join_losses"),
+        "counting = [graph for graph in graphs if graph.weight != 0]",
+        "counting = list(graphs)",
+        "a replica without items contributes nothing, even if its loss is NaN",
+        ("tests/reduce/test_training_step.py",),
+    ),
+    Mutant(
+        "loss-without-last",
+        "gather",
+        _of("reduce.loss:join_losses"),
+        "zip(values[1:], counting[1:], strict=True)",
+        "zip(values[1:-1], counting[1:-1], strict=True)",
+        "every replica's loss is in the joint one",
+        (SAME,),
+    ),
+    Mutant(
+        "scalars-unweighted",
+        "gather",
+        _of("scatter.shards:weighted_mean"),
+        "total = float(sum(weights))",
+        "weights = [1.0] * len(weights)\n    total = float(len(weights))",
+        "numbers in outputs are averaged by samples",
+        (LOGS, "tests/batches/test_gather.py"),
+    ),
+    Mutant(
+        "integers-averaged",
+        "gather",
+        _of("gather.join:_sum"),
+        "return stacked.sum(0, dtype=None if stacked.dtype is torch.bool else stacked.dtype)",
+        "return stacked.float().mean(0).to(stacked.dtype)",
+        "whole numbers in outputs are added up",
+        ("tests/batches/test_gather.py",),
+    ),
+    Mutant(
+        "rows-reversed",
+        "gather",
+        _of("gather.join:Join._rows"),
+        ".join(leaves, dim)",
+        ".join(leaves[::-1], dim)",
+        "rows of outputs are in the batch's order",
+        ("tests/batches/test_gather.py", SAME),
+    ),
+    Mutant(
+        "order-not-restored",
+        "gather",
+        _of("gather.join:Join.in_order"),
+        "if places is None or multiple is None:",
+        "if True:",
+        "rows of a split by cost are in the batch's order",
+        ("tests/splitting/test_split_by_cost.py",),
+    ),
+    Mutant(
+        "overrides-ignored",
+        "gather",
+        _of("gather.join:override_at"),
+        "if overrides else None",
+        "if False else None",
+        "gather_overrides say how outputs are joined",
+        ("tests/batches/test_gather.py",),
+    ),
+    # --- reduce
+    Mutant(
+        "gradients-averaged",
+        "reduce",
+        _of("reduce.loss:JointBackward.tasks"),
+        "gradient * graph.weight",
+        "gradient / len(self.graphs)",
+        "gradients are those of the batch's loss",
+        (SAME,),
+    ),
+    Mutant(
+        "gradients-not-cleared",
+        "reduce",
+        _of("reduce.gradients:reduce_gradients"),
+        "clear_gradients(chain.from_iterable(others))",
+        "pass",
+        "gradients of a step are not added to the next one's",
+        (SAME, "tests/reduce"),
+    ),
+    Mutant(
+        "unused-gets-zero",
+        "reduce",
+        _of("reduce.gradients:reduce_gradients"),
+        "before, device = list(sums), devices[0]",
+        "before, device = list(sums), devices[0]; "
+        "sums = [torch.zeros_like(p) if s is None else s for p, s in zip(root, sums)]",
+        "a parameter that no replica used keeps the gradient None",
+        ("tests/reduce", "tests/same_numbers/test_unusual_steps.py", "tests/drop_in"),
+    ),
+    Mutant(
+        "only-in-others-lost",
+        "reduce",
+        _of("reduce.gradients:_add_rows"),
+        "if row[i] is not None:",
+        "if False:",
+        "a parameter that another replica alone used has its gradient",
+        ("tests/reduce", "tests/same_numbers/test_unusual_steps.py", CONFORMS),
+    ),
+    Mutant(
+        "strides-lost",
+        "reduce",
+        _of("reduce.gradients:as_accumulated"),
+        "return like.copy_(gradient)",
+        "return gradient.contiguous()",
+        "gradients have the strides of their parameters",
+        ("tests/reduce/test_strides_of_gradients.py",),
+    ),
+    Mutant(
+        "hooks-on-shards",
+        "reduce",
+        _of("reduce.backward:Backward.__init__"),
+        "with_hooks = hooked(root) if has_hooks else []",
+        "with_hooks = []",
+        "hooks of parameters see the sums, once",
+        ("tests/reduce", "tests/same_numbers/test_same_numbers.py", "tests/replicas"),
+    ),
+    Mutant(
+        "earlier-gradients-lost",
+        "reduce",
+        _of("reduce.gradients:GradientsAside.add"),
+        "parameter.grad = earlier",
+        "pass",
+        "gradients accumulate over backwards",
+        ("tests/reduce", "tests/faults/test_out_of_memory.py"),
+    ),
+    Mutant(
+        "not-put-aside",
+        "reduce",
+        _of("reduce.backward:Backward.__init__"),
+        "if can_be_undone:",
+        "if False:",
+        "a backward that is run again adds its gradients once",
+        ("tests/faults/test_out_of_memory.py", "tests/reduce"),
+    ),
+    Mutant(
+        "accumulation-left",
+        "reduce",
+        _of("reduce.reducer:Reducer.collect_waiting"),
+        "reduce_gradients(self._replicas.parameters, self._replicas.packing)",
+        "pass",
+        "accumulated gradients reach the root if the last step returns None",
+        ("tests/replicas/test_latest_weights.py",),
+    ),
+    Mutant(
+        "buffers-of-the-last",
+        "reduce",
+        _of("reduce.buffers:reduce_buffers"),
+        "value = values[0]",
+        "value = values[-1]",
+        "the first replica's buffers stay",
+        ("tests/replicas/test_latest_weights.py",),
+    ),
+    Mutant(
+        "buffers-mean-unweighted",
+        "reduce",
+        _of("reduce.buffers:reduce_buffers"),
+        "weights = [n / sum(sizes) for n in sizes]",
+        "weights = [1 / len(sizes) for n in sizes]",
+        'buffers="mean" is weighted by samples',
+        ("tests/state/test_instance_norm.py", SAME),
+    ),
+    Mutant(
+        "second-derivative-silent",
+        "reduce",
+        _of("reduce.loss:_check_can_run"),
+        "if torch.is_grad_enabled():",
+        "if False:",
+        "create_graph=True on the joint loss is refused",
+        (
+            "tests/reduce/test_training_step.py",
+            "tests/faults/test_mistakes.py",
+            "tests/reduce",
+        ),
+    ),
+    # --- comm
+    Mutant(
+        "host-does-not-wait",
+        "comm",
+        _of("comm.transfer:to_device_coalesced"),
+        "host_waits_for(*[source for source in sources if source not in later])",
+        "pass",
+        "values on the host are there when they are read",
+        ("tests/comm/test_waits.py", "tests/comm/test_values_on_the_host.py"),
+    ),
+    Mutant(
+        "memory-order-lost",
+        "comm",
+        _of("comm.buckets:Bucket.in_memory"),
+        "flat.data.as_strided(like.shape, like.stride(), start)",
+        "flat.data[start : start + like.numel()].view(like.shape)",
+        "channels_last stays on the way",
+        ("tests/comm", "tests/reduce/test_strides_of_gradients.py"),
+    ),
+    Mutant(
+        "arrival-not-awaited",
+        "comm",
+        _of("comm.chain:wait_for_copies"),
+        'current_stream(device).wait_stream(copy_stream(device, "arriving"))',
+        "pass",
+        "parameters are read when they have arrived",
+        ("tests/comm",),
+    ),
+    Mutant(
+        "outputs-not-awaited",
+        "comm",
+        _of("engine:Engine.apply"),
+        "host_waits_for(*self.devices)",
+        "pass",
+        "outputs on the CPU are there when they are read",
+        ("tests/comm/test_values_on_the_host.py", "tests/comm"),
+    ),
+    # --- step
+    Mutant(
+        "validation-without-resync",
+        "step",
+        "lightning_dp.strategy:DataParallelMixin.on_validation_end",
+        "self._resync()",
+        "pass",
+        "weights that callbacks swap around validation reach the replicas",
+        ("tests/replicas/test_latest_weights.py",),
+    ),
+    Mutant(
+        "scaled-loss-elsewhere",
+        "step",
+        "lightning_dp.mode:Mode.to_be_scaled",
+        'return loss.to(root, non_blocking=True) if loss.device.type == "cpu" else loss',
+        "return loss",
+        "a gradient scaler reads inf on the devices",
+        ("tests/comm/test_waits.py", "tests/same_numbers/test_trainer_options.py", "tests/comm"),
+    ),
+    Mutant(
+        "rerun-leaves-traces",
+        "step",
+        _of("out_of_memory:RecoveringEngine.rerunning"),
+        "return replaced(self, is_rerun=True)",
+        "return replaced(self, is_rerun=False)",
+        "a step that runs again logs once",
+        ("tests/faults/test_out_of_memory.py",),
+    ),
+    Mutant(
+        "undo-keeps-gradients",
+        "step",
+        _of("reduce.backward:Backward.abort"),
+        "root.put_back()",
+        "pass",
+        "a step that runs again adds its gradients once",
+        ("tests/faults/test_out_of_memory.py",),
+    ),
+    # --- logs
+    Mutant(
+        "logs-unweighted",
+        "logs",
+        "lightning_dp.metrics.logs:merged_log",
+        "value = _merged(numbers, weights,",
+        "value = _merged(numbers, [1] * len(numbers),",
+        "logged means are weighted by samples",
+        (LOGS,),
+    ),
+    Mutant(
+        "own-batch-size-ignored",
+        "logs",
+        "lightning_dp.metrics.logs:merged_log",
+        'if options.get("batch_size") is not None:',
+        "if False:",
+        "logged means are weighted by their own batch_size",
+        (LOGS,),
+    ),
+    Mutant(
+        "sum-logged-as-mean",
+        "logs",
+        "lightning_dp.metrics.logs:_merged",
+        '"sum": torch.sum, ',
+        "",
+        'reduce_fx="sum" adds up',
+        (LOGS,),
+    ),
+    Mutant(
+        "nan-of-nothing-logged",
+        "logs",
+        "lightning_dp.metrics.logs:_merged",
+        "if 0 in weights:",
+        "if False:",
+        "a logged mean over nothing counts for nothing",
+        (LOGS,),
+    ),
+    Mutant(
+        "missing-key-silent",
+        "logs",
+        "lightning_dp.metrics.logs:check_keys",
+        "if missing:",
+        "if False:",
+        "a key that some replicas lack is an error",
+        (LOGS, "tests/faults"),
+    ),
+    # --- metrics
+    Mutant(
+        "arguments-reversed",
+        "metrics",
+        "lightning_dp.metrics.arguments:_JoinArguments._tensors",
+        "torch.cat(tensors, dim), [t.shape[dim] for t in tensors], dim",
+        "torch.cat(tensors[::-1], dim), [t.shape[dim] for t in tensors], dim",
+        "metrics see the batch in order",
+        ("tests/metrics",),
+    ),
+    Mutant(
+        "mean-argument-unweighted",
+        "metrics",
+        "lightning_dp.metrics.arguments:_JoinArguments._tensors",
+        "[t.to(torch.get_default_dtype()) for t in tensors], self.sizes",
+        "[t.to(torch.get_default_dtype()) for t in tensors], [1] * len(tensors)",
+        "a mean that a metric takes is the batch's",
+        ("tests/metrics",),
+    ),
+    Mutant(
+        "metric-reset-lost",
+        "metrics",
+        "lightning_dp.metrics.torchmetrics_on_replicas:_replay",
+        "return metric.reset()",
+        "return None",
+        "a metric that a step resets is reset",
+        ("tests/metrics",),
+    ),
+    # --- state
+    Mutant(
+        "items-of-first-alone",
+        "state",
+        "lightning_dp.state.containers:Merge._into_list",
+        "items = [*map(of_root.__getitem__, stay), *new]",
+        "items = [*map(of_root.__getitem__, stay), *tails[0]]",
+        "items that all replicas append are joined",
+        ("tests/state", SAME),
+    ),
+    Mutant(
+        "different-values-silent",
+        "state",
+        "lightning_dp.state.module_state:ModuleState._settle",
+        "if differs:",
+        "if False:",
+        "an attribute that replicas bind to other values is named",
+        ("tests/state",),
+    ),
+    # --- forward
+    Mutant(
+        "spread-forever",
+        "forward",
+        _of("forward:ForwardParallel.stop_spreading"),
+        "self._have_called(self._own)",
+        "pass",
+        "after a step the module calls its own forward",
+        ("tests/forward", "tests/drop_in"),
+    ),
+    Mutant(
+        "trained-weights-kept",
+        "forward",
+        _of("forward:_settle"),
+        "living.replicas.expect_change()",
+        "pass",
+        "weights written through .data between calls are seen",
+        ("tests/drop_in", "tests/forward"),
+    ),
+]
+
+
+def source_of(where: str, root: Path = ROOT) -> tuple[Path, str, str]:
+    """The file, its text, and the text of the function or class in it that `where` names."""
+    module, _, names = where.partition(":")
+    file = root.joinpath(*module.split(".")).with_suffix(".py")
+    text = file.read_text()
+    node: ast.AST = ast.parse(text)
+    for name in names.split("."):
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        found = [n for n in ast.walk(node) if isinstance(n, kinds) and n.name == name]
+        if len(found) != 1:
+            raise LookupError(f"{where}: expected one {name}, got {len(found)}")
+        node = found[0]
+    source = ast.get_source_segment(text, node)
+    assert source is not None
+    return file, text, source
+
+
+def mutated(mutant: Mutant, root: Path = ROOT) -> tuple[Path, str]:
+    """The file that a mutant changes, and its text with the change."""
+    file, text, source = source_of(mutant.where, root)
+    if source.count(mutant.old) != 1 or text.count(source) != 1:
+        raise LookupError(
+            f"mutant {mutant.name}: expected {mutant.old!r} once in {mutant.where}, got it "
+            f"{source.count(mutant.old)} times. Aim it at what does this now."
+        )
+    return file, text.replace(source, source.replace(mutant.old, mutant.new))
+
+
+def run(mutant: Mutant) -> tuple[str, str, float]:
+    """What became of a mutant, by which test, and in how many seconds."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("lightning_dp", "tests", "conf", "examples"):
+            ignore = shutil.ignore_patterns("__pycache__", "*.so")
+            shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / name, copy / name)
+        file, text = mutated(mutant, copy)
+        file.write_text(text)
+        started = time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": folder}
+        process = subprocess.Popen(
+            [*command, "--no-header", "--tb=no", *mutant.tests],
+            cwd=copy,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            printed, _ = process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.communicate()
+            return "killed", "hangs", time.monotonic() - started
+        seconds = time.monotonic() - started
+    if process.returncode == 0:
+        return "SURVIVED", "", seconds
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.M)
+    if failed is None:
+        return "BROKEN", textwrap.shorten(printed[-300:], 200), seconds
+    return "killed", failed[1], seconds
+
+
+def chosen(stage: str | None, only: Iterable[str]) -> list[Mutant]:
+    names = set(only)
+    unknown = names - {mutant.name for mutant in MUTANTS}
+    if unknown:
+        raise SystemExit(f"--only: expected names from --list, got {sorted(unknown)}.")
+    return [m for m in MUTANTS if stage in (None, m.stage) and (not names or m.name in names)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--stage", choices=sorted({mutant.stage for mutant in MUTANTS}))
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
+    parser.add_argument("--list", action="store_true")
+    options = parser.parse_args()
+    found = chosen(options.stage, options.only)
+    if options.list:
+        print(*(f"{m.stage:10} {m.name:28} {m.promise}" for m in found), sep="\n")
+        return 0
+    killed = 0
+    for mutant in found:
+        result, test, seconds = run(mutant)
+        killed += result == "killed"
+        print(f"{mutant.stage:10} {mutant.name:28} {result:9} {seconds:5.0f} s  {test}", flush=True)
+    print(f"{killed} of {len(found)} killed ({killed / max(len(found), 1):.0%})")
+    return 0 if killed >= SHARE * len(found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,485 @@
+"""Gradients leave devices while the backward runs: the same bits as when they leave after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import cache
+from typing import Any, cast
+
+import pytest
+import torch
+from oracle import devices_of
+from places import not_on_sim, on_accelerators, on_separate
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_dp.parallel.comm import buckets, chain, on_streams
+from lightning_dp.parallel.reduce import wait_for_autograd
+from lightning_dp.parallel.step import StepParallel
+
+pytestmark = [on_accelerators, pytest.mark.usefixtures("on", "small_buckets")]
+
+WIDTH, STEPS = 8, 4
+sim_only = pytest.mark.sim_only("It goes by virtual time, and counts copies.")
+PLACES = [(0, 1, 2), (0, 1, 1, 2, 0), (0, 0, 1)]
+"""The devices of replicas, by their positions."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(2**9, id="many buckets"),
+        pytest.param(2**20, id="one bucket", marks=pytest.mark.slow),
+    ]
+)
+def small_buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are many, two are under way at once."""
+    for name in ("BUCKET_BYTES", "FIRST_BYTES"):
+        monkeypatch.setattr(buckets, name, request.param)
+    monkeypatch.setattr(chain, "SLICE_BYTES", request.param)
+    if request.param < 2**20:
+        monkeypatch.setattr(chain, "POOL_BYTES", 2**13)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The buckets that left early."""
+    found: list[int] = []
+    send = chain.ChainSum.send
+
+    def watched(self: chain.ChainSum, j: int, rows: Any, ready: Any = None) -> None:
+        if ready is not None:
+            found.append(j)
+        send(self, j, rows, ready)
+
+    monkeypatch.setattr(chain.ChainSum, "send", watched)
+    return found
+
+
+def dense(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.Tanh(), *more, nn.Linear(16, 16), nn.Linear(16, 4)
+    )
+
+
+class Net(nn.Module):
+    """By whose `training_step` it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        z: Tensor = self.net(x)
+        return z
+
+    def training_step(self, x: Tensor) -> Any:
+        return self(x).square().mean()
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table((x[:, 0].abs() * 10).long() % 5))
+
+
+class Reentrant(Net):
+    """The same layer in two nested backwards: its gradient comes in two parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.net
+        x = b(a(x))
+        for _ in range(2):
+            x = checkpoint(c, x, use_reentrant=True)
+        z: Tensor = d(x)
+        return z
+
+
+class Images(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 16, 3, padding=1).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x.view(-1, 2, 2, 2).to(memory_format=torch.channels_last)).mean((2, 3))
+        return super().forward(y[:, :WIDTH])
+
+
+class Mixed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.coarse = nn.Linear(WIDTH, WIDTH).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.coarse(x.bfloat16()).to(x.dtype))
+
+
+class Views(Net):
+    """Its bias gets memory that the backward of what is before it reads later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.randn(16, 1))
+        self.before = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.net
+        moved = self.before.sum(0).sin() + self.shift.view(16)
+        z: Tensor = d(c(b(a(x))) * moved.cos())
+        return z
+
+
+class Large(Net):
+    """A tensor that passes in pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Linear(WIDTH, 300)
+        self.back = nn.Linear(300, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.back(self.large(x)))
+
+
+class Changing(Net):
+    """Which of its layers it uses changes from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.net
+        z: Tensor = d(self.ways[self.step % 2](c(b(a(x)))) if self.step % 3 else c(b(a(x))))
+        return z
+
+
+MODELS: list[Callable[[], Net]] = [
+    Net, Images, Mixed, Views, Large, Changing
+]  # fmt: skip
+
+
+@cache
+def side_stream(device: torch.device) -> torch.Stream:
+    """One for all replicas on a device: some share parameters."""
+    return torch.Stream(device)
+
+
+class Beside(Net):
+    """One layer runs on a stream of the module's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.net
+        x = b(a(x))
+        if x.device.type == "cpu":
+            return cast(Tensor, d(c(x)))
+        now, beside = torch.accelerator.current_stream(x.device.index), side_stream(x.device)
+        beside.wait_stream(now)
+        x.record_stream(beside)
+        with on_streams([beside]):
+            y: Tensor = c(x)
+        now.wait_stream(beside)
+        y.record_stream(now)
+        z: Tensor = d(y)
+        return z
+
+
+SPLITS: dict[str, Callable[[int, int], tuple[int, ...]]] = {
+    "even": lambda n, k: tuple(n // k + (i < n % k) for i in range(k)),
+    "one without": lambda n, k: (n - (k - 2), *[1] * (k - 2), 0),
+    "root without": lambda n, k: (0, n - (k - 2), *[1] * (k - 2)),
+}
+
+
+def batches(steps: int = STEPS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(14, WIDTH, generator=generator) for _ in range(steps)]
+
+
+def train(
+    make: Callable[[], Net],
+    places: Sequence[int],
+    split: Callable[[int, int], tuple[int, ...]] = SPLITS["even"],
+    around: Callable[[StepParallel, Net, int], Any] = lambda *_: None,
+    engine: type[StepParallel] = StepParallel,
+    **options: Any,
+) -> list[dict[str, Tensor]]:
+    """Parameters and gradients after each step of a training."""
+    torch.manual_seed(0)
+    devices = [devices_of(max(places) + 1)[k] for k in places]
+    net = make().to(devices[0])
+    own = {"output_device": devices[0], "split": lambda n: split(n, len(places))}
+    found: list[dict[str, Tensor]] = []
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.05)
+    with closing(engine(net, devices, **{"executor": "inorder", **own, **options})) as spread:
+        for step, batch in enumerate(batches()):
+            net.step = step
+            around(spread, net, step)
+            spread.train("training_step", batch).backward()
+            if not spread.reducer.accumulating:
+                gradients = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+                found.append({f"{n}.grad": g.to_dense().cpu() for n, g in gradients.items()})
+                optimizer.step()
+                optimizer.zero_grad()
+                found[-1] |= {n: p.detach().cpu() for n, p in net.named_parameters()}
+    return found
+
+
+def assert_same_bits(a: Sequence[dict[str, Tensor]], b: Sequence[dict[str, Tensor]]) -> None:
+    for step, (own, other) in enumerate(zip(a, b, strict=True)):
+        assert own.keys() == other.keys(), step
+        for name, value in own.items():
+            assert value.stride() == other[name].stride(), (step, name)
+            assert torch.equal(value, other[name]), (step, name)
+
+
+def alone(make: Callable[[], Net], around: Callable[..., Any] = lambda *_: None) -> Any:
+    return train(make, [0], lambda n, k: (n,), around)
+
+
+def assert_close(a: Sequence[dict[str, Tensor]], b: Sequence[dict[str, Tensor]]) -> None:
+    for own, other in zip(a, b, strict=True):
+        for name, value in own.items():
+            tolerance = 2e-2 if other[name].dtype is torch.bfloat16 else 1e-5
+            torch.testing.assert_close(value, other[name], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("executor", ["inorder", pytest.param("threads", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("make", MODELS)
+def test_overlap_leaves_the_same_bits(
+    make: Callable[[], Net], places: Sequence[int], executor: Any
+) -> None:
+    on = train(make, places, executor=executor)
+    assert_same_bits(on, train(make, places, overlap=False, executor=executor))
+    assert_close(on, alone(make))
+
+
+@not_on_sim
+def test_gradients_that_are_sparse_go_as_before() -> None:
+    assert_same_bits(train(Sparse, [0, 1]), train(Sparse, [0, 1], overlap=False))
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_module_with_streams_of_its_own(places: Sequence[int]) -> None:
+    assert_same_bits(train(Beside, places), train(Beside, places, overlap=False))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("places", PLACES)
+def test_shards_that_are_unequal_or_missing(split: str, places: Sequence[int]) -> None:
+    on = train(Net, places, SPLITS[split])
+    assert_same_bits(on, train(Net, places, SPLITS[split], overlap=False))
+    assert_close(on, alone(Net))
+
+
+@on_separate
+@pytest.mark.parametrize("make", [Net, Views, Large, Images, Mixed])
+def test_every_bucket_leaves_early(make: Callable[[], Net], sent: list[int]) -> None:
+    found: list[list[int]] = []
+
+    def around(engine: StepParallel, net: Net, step: int) -> None:
+        found.append([len(engine.replicas.packing.buckets), len(sent)])
+        sent.clear()
+
+    train(make, [0, 1, 2], around=around)
+    buckets = found[0][0]
+    assert [count for _, count in found] == [0, buckets, buckets, buckets]
+    assert sorted(sent) == list(range(buckets))
+
+
+class Later(Net):
+    """From the second step on, one layer's gradient comes in two parts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.net
+        x = b(a(x))
+        for _ in range(2 if self.step else 1):
+            x = checkpoint(c, x, use_reentrant=True)
+        z: Tensor = d(x)
+        return z
+
+    step = 0
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_gradient_that_comes_late_is_added(places: Sequence[int]) -> None:
+    def follow(engine: StepParallel, net: Net, step: int) -> None:
+        for replica in engine.replicas.modules:
+            replica.step = step
+
+    assert_close(train(Later, places, around=follow), alone(Later, follow))
+    assert_close(train(Reentrant, places), alone(Reentrant))
+
+
+def accumulating(engine: StepParallel, net: Net, step: int) -> None:
+    engine.reducer.accumulating = step % 2 == 0
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_gradients_that_accumulate(places: Sequence[int]) -> None:
+    on = train(Net, places, around=accumulating)
+    assert_same_bits(on, train(Net, places, around=accumulating, overlap=False))
+    assert_close(on, alone(Net, accumulating))
+
+
+@on_separate
+def test_while_gradients_accumulate_nothing_leaves(sent: list[int]) -> None:
+    counts: list[int] = []
+
+    def around(engine: StepParallel, net: Net, step: int) -> None:
+        counts.append(len(sent))
+        sent.clear()
+        engine.reducer.accumulating = step != 1
+
+    train(Net, [0, 1, 2], around=around)
+    assert counts[0] == counts[1] == counts[3] == 0 < counts[2] and not sent
+
+
+def hooked(engine: StepParallel, net: Net, step: int) -> None:
+    """A hook that sees the sums, and changes them."""
+    if step == 1:
+        seen: list[Tensor] = []
+        net.net[0].weight.register_hook(lambda g: g * 2)
+        net.net[3].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+        net.seen = seen
+    if step == 3:
+        assert len(net.seen) == 2
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_hooks_of_parameters_are_called_once_with_the_sums(places: Sequence[int]) -> None:
+    on = train(Net, places, around=hooked)
+    assert_same_bits(on, train(Net, places, around=hooked, overlap=False))
+    assert_close(on, alone(Net, hooked))
+
+
+def keeping(engine: StepParallel, net: Net, step: int) -> None:
+    """Some have gradients already."""
+    net.net[2].weight.grad = torch.ones_like(net.net[2].weight)
+
+
+def thawing(engine: StepParallel, net: Net, step: int) -> None:
+    net.net[2].weight.requires_grad_(step % 2 == 0)
+
+
+def replacing(engine: StepParallel, net: Net, step: int) -> None:
+    if step == 2:
+        with torch.no_grad():
+            net.net[2].weight = nn.Parameter(net.net[2].weight * 0.5)
+
+
+def twice(engine: StepParallel, net: Net, step: int) -> None:
+    """A backward before that of the step, and one that goes through its graph again."""
+    loss = engine.train("training_step", batches()[0] + 1)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+@pytest.mark.parametrize("around", [keeping, thawing, replacing, twice])
+@pytest.mark.parametrize("places", PLACES)
+def test_what_changes_between_backwards(places: Sequence[int], around: Any) -> None:
+    on = train(Net, places, around=around)
+    assert_same_bits(on, train(Net, places, around=around, overlap=False))
+    assert_close(on, alone(Net, around))
+
+
+def test_nobody_sees_hooks_outside_of_a_backward() -> None:
+    def around(engine: StepParallel, net: Net, step: int) -> None:
+        for row in engine.replicas.parameters:
+            assert not any([p._post_accumulate_grad_hooks for p in row])
+
+    train(Net, [0, 1, 2], around=around)
+
+
+class Failing(torch.autograd.Function):
+    error: BaseException | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if Failing.error is not None and gradient.device.index in (None, 1):
+            raise Failing.error
+        return gradient
+
+
+class Fragile(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d = self.net
+        z: Tensor = d(c(Failing.apply(b(a(x)))))
+        return z
+
+
+@on_separate
+@pytest.mark.parametrize("places", PLACES)
+def test_after_an_error_in_the_middle_the_next_step_is_as_ever(
+    places: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier gradients are what they were; that of the half-done backward is nowhere."""
+
+    def around(engine: StepParallel, net: Net, step: int) -> None:
+        loss = engine.train("training_step", batches()[0] + 1)
+        monkeypatch.setattr(Failing, "error", ValueError("in the middle"))
+        with pytest.raises(ValueError, match="in the middle"):
+            loss.backward()
+        monkeypatch.setattr(Failing, "error", None)
+
+    assert_same_bits(train(Fragile, places, around=around), train(Fragile, places))
+
+
+@on_separate
+def test_an_error_while_a_bucket_is_sent_is_that_of_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("on the way")
+
+    def around(engine: StepParallel, net: Net, step: int) -> None:
+        if step != 2:
+            return
+        loss = engine.train("training_step", batches()[0] + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                chain, "_pass_on", lambda *_: (_ for _ in ()).throw(ValueError("on the way"))
+            )
+            with pytest.raises(ValueError, match="on the way"):
+                loss.backward()
+
+    assert_same_bits(train(Net, [0, 1, 2], around=around), train(Net, [0, 1, 2]))
+
+
+@sim_only
+@pytest.mark.parametrize("places", PLACES)
+def test_a_step_that_runs_out_of_memory_in_the_middle_is_done_again(
+    places: Sequence[int], monkeypatch: pytest.MonkeyPatch, sent: list[int]
+) -> None:
+    """With gradients of an earlier backward, which nothing half-done is added to."""
+
+    def around(engine: StepParallel, net: Net, step: int) -> None:
+        engine.train("training_step", batches()[0] + 1).backward()
+        sent.clear()
+        loss = engine.train("training_step", batches()[0] + 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(Failing, "error", torch.OutOfMemoryError("no room"))
+            with pytest.raises(torch.OutOfMemoryError):
+                loss.backward()
+        wait_for_autograd(engine.devices)
+        engine.undo()
+        engine.train("training_step", batches()[0] + 2).backward()
+
+    def undisturbed(engine: StepParallel, net: Net, step: int) -> None:
+        engine.train("training_step", batches()[0] + 1).backward()
+        engine.train("training_step", batches()[0] + 2).backward()
+
+    assert_same_bits(
+        train(Fragile, places, around=around), train(Fragile, places, around=undisturbed)
+    )

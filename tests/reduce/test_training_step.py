@@ -1,0 +1,317 @@
+"""The engine's training step: the loss and the gradients of the whole batch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import devices_of, gradients
+from torch import Tensor, nn
+
+from lightning_dp.parallel.split.arithmetic import weighted
+from lightning_dp.parallel.step import StepParallel
+
+pytestmark = pytest.mark.usefixtures("on")
+
+CPU = torch.device("cpu")
+
+
+class Regression(nn.Module):
+    """Calls `step` on the network and the batch."""
+
+    def __init__(self, step: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.unused = nn.Linear(1, 1).double()
+        self.step = step
+
+    def training_step(self, batch: Any, *args: Any) -> Any:
+        return self.step(self.net, batch)
+
+
+def mean_loss(net: nn.Module, batch: Tensor) -> Tensor:
+    return net(batch).square().mean()
+
+
+@contextmanager
+def engine_of(module: nn.Module, sizes: tuple[int, ...], **options: Any) -> Iterator[StepParallel]:
+    devices = devices_of(len(sizes))
+    engine = StepParallel(
+        module.to(devices[0]),
+        devices,
+        output_device=CPU,
+        split=lambda n: sizes if sum(sizes) == n else weighted(n, sizes),
+        **{"executor": "threads", **options},
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def train(module: nn.Module, batch: Any, sizes: tuple[int, ...], **options: Any) -> Any:
+    with engine_of(module, sizes, **options) as engine:
+        output = engine.train("training_step", engine.scatter(batch))
+        (output["loss"] if isinstance(output, dict) else output).backward()
+        return output
+
+
+def assert_same_gradients(module: nn.Module, oracle: nn.Module) -> None:
+    expected = gradients(oracle)
+    for name, gradient in gradients(module).items():
+        other = expected[name]
+        assert (gradient is None) == (other is None), name
+        if gradient is not None and other is not None:
+            torch.testing.assert_close(gradient, other, atol=1e-12, rtol=0)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
+def test_any_split_gives_the_gradients_of_the_whole_batch(sizes: list[int]) -> None:
+    batch = torch.randn(sum(sizes), 4, dtype=torch.float64)
+    module, oracle = Regression(mean_loss), Regression(mean_loss)
+    loss = train(module, batch, tuple(sizes))
+    expected = oracle.training_step(batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-12, rtol=0)
+    assert_same_gradients(module, oracle)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_one_backward_through_all_graphs_gives_the_same(
+    joint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of accelerators, where one backward runs on a thread per device."""
+    batch = torch.randn(7, 4, dtype=torch.float64)
+    module, oracle = Regression(mean_loss), Regression(mean_loss)
+    with engine_of(module, (3, 3, 1)) as engine:
+        monkeypatch.setattr(engine, "on_cpu", not joint)
+        (engine.train("training_step", engine.scatter(batch)) / 2).backward()
+    (oracle.training_step(batch) / 2).backward()
+    assert_same_gradients(module, oracle)
+    assert all(p.grad is None for replica in engine.replicas.parameters[1:] for p in replica)
+
+
+def test_losses_that_are_sums_are_added() -> None:
+    sum_loss = lambda net, batch: net(batch).square().sum()
+    batch = torch.randn(7, 4, dtype=torch.float64)
+    module, oracle = Regression(sum_loss), Regression(sum_loss)
+    loss = train(module, batch, (4, 2, 1), loss_reduction="sum")
+    expected = oracle.training_step(batch)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    assert_same_gradients(module, oracle)
+
+
+def masked_loss(net: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+    errors = net(batch["x"]).squeeze(1).square()
+    kept = errors[batch["mask"]]
+    return {"loss": kept.mean(), "num_items": len(kept), "errors": errors.detach()}
+
+
+@pytest.mark.parametrize("told", ["number", "tensor", "attribute"])
+def test_a_mean_over_valid_items_is_weighted_by_their_number(told: str) -> None:
+    def step(net: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+        output = masked_loss(net, batch)
+        if told == "tensor":
+            output["num_items"] = torch.tensor(output["num_items"])
+        elif told == "attribute":
+            output["loss"].num_items = output.pop("num_items")
+        return output
+
+    # The second shard has no valid item: its own mean is NaN.
+    mask = torch.tensor([1, 0, 1, 1, 0, 0, 0, 1], dtype=torch.bool)
+    batch = {"x": torch.randn(8, 4, dtype=torch.float64), "mask": mask}
+    module, oracle = Regression(step), Regression(masked_loss)
+    output = train(module, batch, (4, 3, 1))
+    expected = oracle.training_step(batch)
+    expected["loss"].backward()
+    torch.testing.assert_close(output["loss"], expected["loss"])
+    assert output.get("num_items") == (None if told == "attribute" else 4)
+    torch.testing.assert_close(output["errors"], expected["errors"])
+    assert_same_gradients(module, oracle)
+
+
+def test_without_any_valid_item_the_loss_is_nan_as_on_one_device() -> None:
+    batch = {"x": torch.randn(4, 4).double(), "mask": torch.zeros(4, dtype=torch.bool)}
+    assert train(Regression(masked_loss), batch, (2, 2))["loss"].isnan()
+
+
+def test_replicas_that_return_none_are_left_out() -> None:
+    def step(net: nn.Module, batch: Tensor) -> Tensor | None:
+        return None if batch[0, 0] < 0 else mean_loss(net, batch)
+
+    batch = torch.ones(5, 4, dtype=torch.float64)
+    batch[3:] = -1
+    module, oracle = Regression(step), Regression(step)
+    with pytest.warns(UserWarning, match="got None from 1 of 3. Their samples are left out"):
+        train(module, batch, (2, 1, 2))
+    oracle.training_step(batch[:3]).backward()
+    assert_same_gradients(module, oracle)
+    with engine_of(module, (2, 3)) as engine:
+        assert engine.train("training_step", engine.scatter(-batch.abs())) is None
+
+
+def test_a_parameter_that_no_replica_used_keeps_none() -> None:
+    module = Regression(mean_loss)
+    train(module, torch.randn(4, 4).double(), (2, 2))
+    assert module.unused.weight.grad is None
+
+
+def test_a_parameter_that_one_replica_used_gets_its_gradient() -> None:
+    def step(net: nn.Module, batch: Tensor) -> Tensor:
+        first = net[0](batch)
+        return (net[2](first) if batch[0, 0] > 0 else first).sum() / len(batch)
+
+    batch = torch.ones(4, 4, dtype=torch.float64)
+    batch[:1] = -1
+    module = Regression(step)
+    train(module, batch, (1, 3))
+    expected = Regression(step)
+    (expected.training_step(batch[:1]) / 4 + expected.training_step(batch[1:]) * 0.75).backward()
+    assert_same_gradients(module, expected)
+
+
+def test_gradients_accumulate_on_the_replicas_until_they_are_reduced() -> None:
+    batches = torch.randn(3, 6, 4, dtype=torch.float64)
+    module, oracle = Regression(mean_loss), Regression(mean_loss)
+    with engine_of(module, (2, 2, 2)) as engine:
+        for i, batch in enumerate(batches):
+            engine.reducer.accumulating = i < 2
+            engine.train("training_step", engine.scatter(batch)).backward()
+            waiting = [p.grad is not None for p in engine.replicas.parameters[1]]
+            assert any(waiting) is engine.reducer.accumulating
+    for batch in batches:
+        oracle.training_step(batch).backward()
+    assert_same_gradients(module, oracle)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_gradient_hooks_of_parameters_see_the_sum_once(
+    on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_hooks() -> tuple[Regression, list[Tensor]]:
+        module, seen = Regression(mean_loss), []
+        mask = torch.tensor([[0.0], [1], [1], [1], [1]], dtype=torch.float64)
+        module.net[0].weight.register_hook(
+            lambda gradient: (gradient * mask.to(gradient)).clamp(-0.01, 0.01)
+        )
+        module.net[2].weight.register_post_accumulate_grad_hook(
+            lambda parameter: seen.append(parameter.grad.cpu().clone())
+        )
+        return module, seen
+
+    batches = torch.randn(3, 5, 4, dtype=torch.float64)
+    (module, seen), (oracle, expected) = with_hooks(), with_hooks()
+    with engine_of(module, (2, 2, 1)) as engine:
+        monkeypatch.setattr(engine, "on_cpu", on_cpu)
+        for i, batch in enumerate(batches):
+            engine.reducer.accumulating = i == 1
+            engine.train("training_step", engine.scatter(batch)).backward()
+    for batch in batches:
+        oracle.training_step(batch).backward()
+    assert_same_gradients(module, oracle)
+    torch.testing.assert_close(seen, expected, atol=1e-12, rtol=0)
+    assert module.net[0].weight._backward_hooks
+
+
+def test_gradient_hooks_are_back_after_a_backward_that_failed() -> None:
+    def step(net: nn.Module, batch: Tensor) -> Tensor:
+        loss = mean_loss(net, batch)
+        loss.register_hook(lambda gradient: 1 / 0)
+        return loss
+
+    module = Regression(step)
+    module.net[0].weight.register_hook(lambda gradient: gradient)
+    with engine_of(module, (2, 2)) as engine:
+        loss = engine.train("training_step", engine.scatter(torch.randn(4, 4).double()))
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+    assert module.net[0].weight._backward_hooks
+
+
+def test_gradients_that_accumulate_outlive_new_replicas() -> None:
+    """A hook, buffer or layer that comes between two micro-batches makes new replicas."""
+    batches = torch.randn(2, 6, 4, dtype=torch.float64)
+    module, oracle = Regression(mean_loss), Regression(mean_loss)
+    with engine_of(module, (2, 2, 2)) as engine:
+        engine.reducer.accumulating = True
+        engine.train("training_step", engine.scatter(batches[0])).backward()
+        module.net[0].register_forward_hook(lambda *_: None)
+        engine.reducer.accumulating = False
+        engine.train("training_step", engine.scatter(batches[1])).backward()
+    for batch in batches:
+        oracle.training_step(batch).backward()
+    assert_same_gradients(module, oracle)
+
+
+def test_backward_can_be_repeated_if_the_graph_is_kept() -> None:
+    batch = torch.randn(4, 4, dtype=torch.float64)
+    module, oracle = Regression(mean_loss), Regression(mean_loss)
+    with engine_of(module, (2, 2)) as engine:
+        loss = engine.train("training_step", engine.scatter(batch))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+    (2 * oracle.training_step(batch)).backward()
+    assert_same_gradients(module, oracle)
+
+
+def test_a_graph_of_the_backward_is_refused_with_the_way_out() -> None:
+    with engine_of(Regression(mean_loss), (2, 2)) as engine:
+        loss = engine.train("training_step", engine.scatter(torch.randn(4, 4).double()))
+        with pytest.raises(RuntimeError, match=r"inside training_step"):
+            loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "message"),
+    [
+        (3.0, TypeError, "Expected training_step to return a loss tensor.*got float"),
+        ({"acc": 1}, TypeError, r"got a mapping with keys \['acc'\]"),
+        (torch.ones(3), ValueError, r"Expected a loss of one element, got shape \(3,\)"),
+    ],
+)
+def test_outputs_that_are_no_loss_are_refused(
+    output: Any, error: type[Exception], message: str
+) -> None:
+    module = Regression(lambda net, batch: output)
+    with engine_of(module, (2, 2)) as engine, pytest.raises(error, match=message):
+        engine.train("training_step", engine.scatter(torch.randn(4, 4)))
+
+
+# Elsewhere one backward runs through all graphs, and PyTorch does not say in whose it failed.
+@pytest.mark.parametrize("on", ["cpu"], indirect=True)
+def test_an_error_in_backward_names_replica_and_samples() -> None:
+    def step(net: nn.Module, batch: Tensor) -> Tensor:
+        loss = mean_loss(net, batch)
+        if batch[0, 0] > 0:
+            loss.register_hook(lambda gradient: 1 / 0)
+        return loss
+
+    batch = -torch.ones(5, 4, dtype=torch.float64)
+    batch[2:] = 1
+    with engine_of(Regression(step), (2, 3)) as engine:
+        loss = engine.train("training_step", engine.scatter(batch))
+        note = r"in replica 1 on cpu:1, backward, samples 2 to 4 of 5"
+        with pytest.raises(ZeroDivisionError, match=note):
+            loss.backward()
+
+
+def test_a_batch_with_nothing_to_cut_runs_on_the_root_alone() -> None:
+    module = Regression(
+        lambda net, batch: net(batch["scale"] * torch.ones_like(net[0].weight)).mean()
+    )
+    with (
+        engine_of(module, (1, 1)) as engine,
+        pytest.warns(UserWarning, match="runs on the root device alone"),
+    ):
+        shards = engine.scatter({"scale": 2.0})
+    assert shards.sizes == (1, 0)
+    engine.train("training_step", shards).backward()
+    assert module.net[0].weight.grad is not None

@@ -1,0 +1,30 @@
+"""The compiled extension, once devices are enabled, and what devices are called by."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+DeviceLike: TypeAlias = "int | str | torch.device | None"
+
+extension: Any = None  # set by `device_module.attach`
+
+
+def index_of(device: DeviceLike) -> int:
+    """The index of a simulated device; of the thread's current one for None."""
+    if device is not None and not isinstance(device, int):
+        given = torch.device(device)
+        if given.type != "sim":
+            raise ValueError(
+                f"device: expected a simulated device such as 'sim:0', got {str(given)!r}."
+            )
+        device = given.index
+    index = int(extension.current_device()) if device is None else device
+    count = 0 if extension is None else extension.device_count()
+    if not 0 <= index < count:
+        raise ValueError(
+            f"device: expected one of sim:0 to sim:{count - 1}, got {index}. "
+            "More devices: sim_devices.enable(device_count=...) at the start of the process."
+        )
+    return index

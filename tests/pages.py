@@ -20,6 +20,8 @@ GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _NOT_RUN = re.compile(r"<!-- not run: .+ -->\n\Z")
 _NOISE = re.compile(r"Warning|deprecat|litlogger|Tip:|many workers")
+# Lightning makes a class that torch 2.13 deprecates: plain Lightning prints it at each fit, too.
+_LIGHTNINGS = re.compile(r"^.*_pytree\.py:\d+: `isinstance\(treespec, LeafSpec\)` is .*\n", re.M)
 
 
 class Block(NamedTuple):
@@ -66,6 +68,7 @@ def without_noise(printed: str, where: str, code: str = "") -> str:
 
     `debug=` among the code's options asks for the full log: there they stay.
     """
+    printed = _LIGHTNINGS.sub("", printed)
     noise = [line for line in printed.splitlines() if _NOISE.search(line)]
     if "debug=" in code:
         return printed

@@ -176,7 +176,7 @@ def test_checkpoint_is_evaluated_and_resumed(
     tested = run_in_process(evaluate, cfg)
     assert tested.per_device == {"test_samples_per_device": [90, 90]}
     printed = capsys.readouterr().out
-    assert "test samples" in printed and "50.6%" in printed and "49.4%" in printed
+    assert "test samples" in printed and printed.count("50.0%") == 2
     assert tested.metrics["test/acc"] == trained.metrics["test/acc"]
     assert read_json(tmp_path / "eval" / "metrics.json")["test/acc"] == tested.metrics["test/acc"]
 

@@ -31,9 +31,7 @@ def test_default_training_learns_the_digits(tmp_path: Path) -> None:
     printed = command_line("trainer.accelerator=cpu", cwd=tmp_path)
     (folder,) = (tmp_path / "logs" / "train" / "runs").iterdir()
     assert read_json(folder / "metrics.json")["test/acc"] >= 0.99
-    times = rf"{cpu_replicas()} devices: [\d.]+ ms per step; 1 device: [\d.]+ ms"
-    end = rf"^run folder: .*\n{times}(: one device would be faster here: .*)?$"
-    assert re.search(end, printed, re.MULTILINE), printed
+    assert re.search(r"^run folder: .*$", printed, re.MULTILINE), printed
     assert "Tip" not in printed
     assert "Warning" not in printed
 

@@ -9,17 +9,19 @@ other. `import lightning_dp.pytorch_lightning` makes the second one know the str
     pl.Trainer(strategy="dp_custom", devices=4)
     pl.Trainer(strategy=lightning_dp.pytorch_lightning.DataParallelStrategy(mode="forward"))
 
-So is `ModulePrefixCheckpointIO` for `pl.Trainer(plugins=[...])`.
+So are `ModulePrefixCheckpointIO` for `pl.Trainer(plugins=[...])`, and `DataParallelMonitor`.
 """
 
 from lightning_fabric.plugins import CheckpointIO
+from pytorch_lightning import Callback
 from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
 
 from lightning_dp.checkpointing import ModulePrefixMixin
+from lightning_dp.monitor import DataParallelMonitor as _Monitor
 from lightning_dp.options import OptionsMixin
 from lightning_dp.strategy import DataParallelMixin
 
-__all__ = ["DataParallelStrategy", "ModulePrefixCheckpointIO"]
+__all__ = ["DataParallelMonitor", "DataParallelStrategy", "ModulePrefixCheckpointIO"]
 
 
 # To type checkers the mixin's base is lightning's ParallelStrategy; at run time it has none.
@@ -33,6 +35,10 @@ class DataParallelStrategy(  # type: ignore[misc]  # two ParallelStrategy  # noq
 
 class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):  # noqa: D101  # `__doc__`
     __doc__ = ModulePrefixMixin.__doc__
+
+
+class DataParallelMonitor(_Monitor, Callback):  # type: ignore[misc]  # two bases  # noqa: D101  # `__doc__`
+    __doc__ = _Monitor.__doc__
 
 
 DataParallelStrategy.register_strategies(StrategyRegistry)

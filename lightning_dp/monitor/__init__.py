@@ -1,8 +1,4 @@
-"""Monitor: what the devices did, for people.
-
-Decided here: what is kept of the steps (`history`), how it is drawn (`picture`), put into
-tables (`table`) and logged (`callback`).
-"""
+"""Monitor: what the devices did, in numbers (`history`), a table and a picture (`display`)."""
 
 from lightning_dp.monitor.callback import DataParallelMonitor as DataParallelMonitor
 from lightning_dp.monitor.history import Period as Period

@@ -7,18 +7,14 @@ import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_dp.lightning_private import is_accumulating, is_time_to_log, logged_step
-from lightning_dp.monitor.history import DeviceSummary, Fit, History, Period, Turns
-from lightning_dp.monitor.picture import as_png, check_suffix, figure_of, headline, save
-from lightning_dp.monitor.table import as_html, as_text
-from lightning_dp.parallel.devices import memory_capacity
-
-MIB = 2**20
+from lightning_dp.monitor.display import as_png, figure_of, headline, table_of
+from lightning_dp.monitor.history import DeviceSummary, History, Period
 
 
 class DataParallelMonitor(Callback):
@@ -26,7 +22,7 @@ class DataParallelMonitor(Callback):
 
     Every training step of `DataParallelStrategy` with several devices is measured. Where there is
     one device or another strategy, the callback does nothing. Of several processes each watches its
-    own devices; loggers hear of those of the first one.
+    own devices; loggers get those of the first one.
 
     Into every logger of the Trainer go, in the rows of `Trainer(log_every_n_steps=...)`:
 
@@ -37,21 +33,22 @@ class DataParallelMonitor(Callback):
     - `dp/<device>/peak_MiB`: the most memory in use on it, where devices count it
 
     The first three are means over the steps since the row before, the last is the largest in them,
-    so that nothing between two rows is lost. `<device>` is the replica's name: that of its device
-    (`cuda:1`), with a number where several replicas share it (`cpu:2`), and after the process where
-    there are several (`process1/cuda:4`). Errors, tables and pictures name replicas so, too.
+    so that nothing between two rows is lost. `<device>` is the replica's name with `_` for `:`,
+    which some loggers refuse: `cuda_1`, `cpu_2`. Replicas are named by their device (`cuda:1`),
+    with a number where several share it (`cpu:2`), and after the process where there are several
+    (`process1/cuda:4`), here as in errors, tables and pictures.
 
     In a notebook it shows itself, as picture and table; `print(monitor)` prints the table.
 
     A step is a call of `training_step`: each micro-batch of gradient accumulation, each evaluation
     of a closure. In forward mode it is a spread call of the module, and its time the forward's.
-    When a device is busy is told
+    A device's busy time comes
 
-    - by its own clock, on an accelerator whose module counts `busy_seconds`;
-    - by events on GPUs, from the step's start until the device is through with it, gaps included;
+    - from its own clock, on an accelerator whose module counts `busy_seconds`;
+    - from events on GPUs, from the step's start until the device is through with it, gaps included;
       nothing waits for a GPU until training ends, so that a row may be without the latest steps;
-    - elsewhere by the calls of its worker: on the CPU forward and backward, so that the rest of the
-      step (logs, the joint loss, other replicas' turns) counts as waiting; else the forward.
+    - elsewhere from the calls of its worker: on the CPU forward and backward, so that the rest of
+      the step (logs, the joint loss, other replicas' turns) counts as waiting; else the forward.
 
     Args:
         max_points: how many points over time are kept for the picture, at least 2. In longer
@@ -84,24 +81,48 @@ class DataParallelMonitor(Callback):
         self._max_points = max_points
         self._begin()
 
+    def _begin(self, devices: Sequence[torch.device] = (), names: Sequence[str] = ()) -> None:
+        self.devices, self.replicas = tuple(map(str, devices)), tuple(names)
+        self.total = Period()
+        self._history = History(self._max_points)
+        self._unlogged = Period()
+        self._steps_in_turns, self._why_in_turns = 0, ""
+
     @property
     def periods(self) -> list[Period]:
         """The latest fit over time, oldest first: `total` in at most `max_points` parts."""
         return list(self._history.periods)
 
+    @property
+    def note(self) -> str | None:
+        """That replicas took turns on the CPU, and why, if they did so in at least half the steps.
+
+        The numbers alone do not say it: each replica then waits for the others.
+        """
+        count, steps = self._steps_in_turns, self.total.steps
+        if not count or 2 * count < steps:
+            return None
+        which = "all" if count == steps else f"{count:,} of {steps:,}"
+        return (
+            f"The replicas took turns in {which} steps ({self._why_in_turns}): while one works, "
+            "the others wait."
+        )
+
     def summary(self) -> list[DeviceSummary]:
         """What each replica did in the latest fit: a row for each, root first.
 
         The rows are named tuples, see `DeviceSummary`; `pandas.DataFrame(monitor.summary())` makes
-        columns of their names. There is none if nothing was measured.
+        columns of their names. Empty if nothing was measured.
         """
-        return self._fit().rows() if self.total.steps else []
+        total = self.total
+        columns = total.samples, total.shares, total.busy_seconds, total.waiting_seconds
+        rows = zip(self.replicas, *columns, total.busy_shares, total.peak_bytes, strict=False)
+        return [DeviceSummary(*row) for row in rows]
 
     def figure(self) -> Any:
         """The latest fit as a `matplotlib.figure.Figure`: shares, times, and memory.
 
-        Needs matplotlib. Notebooks show it; pyplot knows nothing of it. Can be called during the
-        fit, too, for what there is by then.
+        May be called during the fit, too.
 
         Raises:
             ValueError: no training on several devices has been measured.
@@ -113,46 +134,36 @@ class DataParallelMonitor(Callback):
                 "(strategy='dp_custom'), got none. Give this callback to such a Trainer, and plot "
                 "after trainer.fit(...)."
             )
-        return figure_of(self._fit())
-
-    @overload
-    def plot(self, path: None = None) -> Any: ...
-
-    @overload
-    def plot(self, path: str | os.PathLike[str]) -> Path: ...
+        return figure_of(self)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
         """Draws the latest fit into a file, or without a path for a notebook to show.
 
         Args:
-            path: a file that ends in .png, .svg or .pdf; its folder is made where it is missing.
+            path: a file whose ending is a format of matplotlib, such as .png, .svg or .pdf; its
+                folder is made where it is missing.
 
         Returns:
-            The path; without one the figure, see `figure`.
+            The path as a `Path`; without one the figure, see `figure`.
 
         Raises:
-            ValueError: the file ends in something else, or no training on several devices has been
+            ValueError: matplotlib writes no such file, or no training on several devices has been
                 measured.
             ModuleNotFoundError: matplotlib is not installed.
         """
+        figure = self.figure()
         if path is None:
-            return self.figure()
+            return figure
         file = Path(path)
-        suffix, figure = check_suffix(file), self.figure()
         file.parent.mkdir(parents=True, exist_ok=True)
-        save(figure, file, suffix)
+        figure.savefig(file, format=file.suffix[1:] or "png")
         return file
-
-    @property
-    def note(self) -> str | None:
-        """What the numbers alone do not say: that replicas took turns on the CPU, and why."""
-        return self._turns.note(of=self.total.steps)
 
     def __str__(self) -> str:
         """The table of the latest fit."""
         if not self.total.steps:
             return f"{type(self).__qualname__}: no training step on several devices was measured"
-        return as_text(self._fit())
+        return table_of(self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         """What notebooks show: picture and table."""
@@ -160,14 +171,10 @@ class DataParallelMonitor(Callback):
             return {"text/plain": str(self)}
         try:
             content = base64.b64encode(as_png(self.figure())).decode()
-            picture = f'<img alt="{headline(self._fit())}" src="data:image/png;base64,{content}"/>'
+            picture = f'<img alt="{headline(self)}" src="data:image/png;base64,{content}"/>'
         except ModuleNotFoundError as error:
             picture = f"<p>{escape(str(error))}</p>"
-        return {"text/plain": str(self), "text/html": as_html(self._fit(), picture)}
-
-    def _fit(self) -> Fit:
-        own = self.replicas, self.devices, self.total, self.periods, self._capacities
-        return Fit(*own, self.note)
+        return {"text/plain": str(self), "text/html": f"{picture}<pre>{escape(str(self))}</pre>"}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forgets the fit before."""
@@ -176,79 +183,52 @@ class DataParallelMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to measure, where there are several devices to compare."""
         strategy: Any = trainer.strategy
-        # It is ours, in either of Lightning's packages.
-        devices = (strategy.parallel_devices or []) if hasattr(strategy, "measured_steps") else []
-        self._begin(*((devices, strategy.replica_names) if len(devices) > 1 else ()))
-        if self.devices:
+        if hasattr(strategy, "measured_steps") and len(strategy.parallel_devices or ()) > 1:
+            self._begin(strategy.parallel_devices, strategy.replica_names)
             strategy.watch()
-            strategy.measured_steps()  # what came before (to find a learning rate) is no training
+            strategy.measured_steps()  # drops steps before training (to find a learning rate)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Notes what the devices are through with, and logs if it is time to."""
-        self._note(trainer)
+        """Adds the steps that the devices have finished, and logs if it is time to."""
+        self._add_steps(trainer)
         if self._unlogged.steps and _is_time_to_log(trainer):
             self._log(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits for what the devices are still at."""
-        self._note(trainer, wait=True)
+        """Waits for the steps that are still running on devices."""
+        self._add_steps(trainer, wait=True)
 
-    def _begin(self, devices: Sequence[torch.device] = (), names: Sequence[str] = ()) -> None:
-        self.devices, self.replicas = tuple(map(str, devices)), tuple(names)
-        self.total = Period()
-        self._history = History(self._max_points)
-        self._unlogged = Period()
-        self._turns = Turns()
-        self._capacities: tuple[int, ...] = ()
-
-    def _note(self, trainer: Trainer, *, wait: bool = False) -> None:
+    def _add_steps(self, trainer: Trainer, *, wait: bool = False) -> None:
         strategy: Any = trainer.strategy
-        steps = strategy.measured_steps(wait=wait) if self.devices else []
-        for step in steps:
+        for step in strategy.measured_steps(wait=wait) if self.devices else []:
             period = Period.of(step)
-            if not self.total.steps:
-                self._capacities = tuple(
-                    memory_capacity(torch.device(device)) if peak else 0
-                    for device, peak in zip(self.devices, period.peak_bytes, strict=True)
-                )
             self.total += period
             self._unlogged += period
             self._history.add(period)
-            self._turns.add(step)
-        if steps and self._turns.steps:
-            self._turns.why = strategy.why_in_turns()
+            if step.in_turns:
+                self._steps_in_turns += 1
+                self._why_in_turns = strategy.why_in_turns()
 
     def _log(self, trainer: Trainer) -> None:
-        # As Lightning's own rows count steps, so that a logger sees them in order.
-        step = logged_step(trainer)
-        values = _values(self.replicas, self._unlogged)
+        period, self._unlogged = self._unlogged, Period()
+        values: dict[tuple[str, ...], float] = {}
+        for k, name in enumerate(self.replicas):
+            path = "dp", *name.replace(":", "_").split("/")  # MLflow refuses ":" on Windows
+            values[(*path, "samples")] = period.samples[k] / period.steps
+            values[(*path, "busy_seconds")] = period.busy_seconds[k] / period.steps
+            values[(*path, "waiting_seconds")] = period.waiting_seconds[k] / period.steps
+            if period.peak_bytes[k]:
+                values[(*path, "peak_MiB")] = period.peak_bytes[k] / 2**20
         for logger in trainer.loggers:
-            separator = logger.group_separator
-            row = {separator.join(names): value for names, value in values.items()}
-            logger.log_metrics(row, step=step)
-        self._unlogged = Period()
+            row = {logger.group_separator.join(path): value for path, value in values.items()}
+            # Lightning's own rows count steps so: a logger gets them in order.
+            logger.log_metrics(row, step=logged_step(trainer))
 
 
 def _is_time_to_log(trainer: Trainer) -> bool:
     """Whether Lightning logs the values of this step, too."""
-    module = trainer.lightning_module
-    if module.automatic_optimization and is_accumulating(trainer):
+    if trainer.lightning_module.automatic_optimization and is_accumulating(trainer):
         return False
     return is_time_to_log(trainer) or bool(getattr(trainer, "fast_dev_run", False))
-
-
-def _values(names: Sequence[str], period: Period) -> dict[tuple[str, ...], float]:
-    """What is logged of a period, each under the parts of its name."""
-    values: dict[tuple[str, ...], float] = {}
-    for k, name in enumerate(names):
-        measured = {
-            "samples": period.samples[k] / period.steps,
-            "busy_seconds": period.busy_seconds[k] / period.steps,
-            "waiting_seconds": period.waiting_seconds[k] / period.steps,
-        }
-        if period.peak_bytes[k]:
-            measured["peak_MiB"] = period.peak_bytes[k] / MIB
-        values |= {("dp", *name.split("/"), what): value for what, value in measured.items()}
-    return values

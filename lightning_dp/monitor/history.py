@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import statistics
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,8 +28,8 @@ class Period:
     steps: int = 0
     samples: tuple[int, ...] = ()
     busy_seconds: tuple[float, ...] = ()
-    waiting_seconds: tuple[float, ...] = ()  # in which its device had nothing to do, as others did
-    peak_bytes: tuple[int, ...] = ()  # the most in use in any of the steps; 0 where none counts
+    waiting_seconds: tuple[float, ...] = ()  # its device had nothing to do while others worked
+    peak_bytes: tuple[int, ...] = ()  # the most in use in any of the steps; 0 where not counted
 
     @classmethod
     def of(cls, step: StepUsage) -> Period:
@@ -54,14 +52,20 @@ class Period:
     @property
     def shares(self) -> tuple[float, ...]:
         """Each replica's part of the samples, from 0 to 1."""
-        total = sum(self.samples)
-        return tuple(n / total if total else 0.0 for n in self.samples)
+        total = sum(self.samples) or 1
+        return tuple(n / total for n in self.samples)
+
+    @property
+    def busy_shares(self) -> tuple[float, ...]:
+        """The part of the time, from 0 to 1, in which each replica's device worked."""
+        pairs = zip(self.busy_seconds, self.waiting_seconds, strict=True)
+        return tuple(busy / (busy + waiting or 1) for busy, waiting in pairs)
 
     @property
     def waiting_share(self) -> float:
-        """The part of all devices' time, from 0 to 1, that went by waiting."""
+        """The part of all devices' time, from 0 to 1, spent waiting."""
         waiting, busy = sum(self.waiting_seconds), sum(self.busy_seconds)
-        return waiting / (waiting + busy) if waiting + busy else 0.0
+        return waiting / (waiting + busy or 1)
 
     @staticmethod
     def imbalance(values: Sequence[float]) -> float:
@@ -88,70 +92,8 @@ class DeviceSummary(NamedTuple):
     """The most bytes in use on the device in any step; 0 where devices do not count them."""
 
 
-@dataclass(frozen=True)
-class Fit:
-    """A fit as it is shown: its replicas, root first, in total and over time."""
-
-    names: Sequence[str]  # of the replicas
-    devices: Sequence[str]  # theirs
-    total: Period
-    periods: Sequence[Period]
-    capacities: Sequence[int]  # bytes that the devices have; 0 where nobody knows
-    note: str | None = None  # what else is to be said
-
-    def rows(self) -> list[DeviceSummary]:
-        """What each replica did."""
-        total = self.total
-        both = list(map(operator.add, total.busy_seconds, total.waiting_seconds))
-        shares = [x / y if y else 0.0 for x, y in zip(total.busy_seconds, both, strict=True)]
-        columns = total.samples, total.shares, total.busy_seconds, total.waiting_seconds
-        return list(map(DeviceSummary, self.names, *columns, shares, total.peak_bytes))
-
-
-class Turns:
-    """The steps in which replicas on the CPU ran one after another, and why they did.
-
-    Example:
-        >>> turns = Turns()
-        >>> turns.why = 'executor="inorder"'
-        >>> turns.add(StepUsage((2, 2), (0.01, 0.01), 0.022, in_turns=True))
-        >>> print(turns.note(of=1).partition(": ")[2])
-        while one works, the others wait. Such a step took 22.0 ms; one device needs at most about \
-20.0 ms.
-    """
-
-    KEPT = 256
-    """Latest steps whose times are kept: the first ones take longer."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.why = ""
-        self._alone = deque[float](maxlen=self.KEPT)
-        self._together = deque[float](maxlen=self.KEPT)
-
-    def add(self, step: StepUsage) -> None:
-        """Takes in the next step, if it is one of these."""
-        if step.in_turns:
-            self.steps += 1
-            # They do together what one device does: what is fixed in a step even several times.
-            self._alone.append(sum(step.busy_seconds))
-            self._together.append(step.step_seconds)
-
-    def note(self, of: int) -> str | None:
-        """What to say, if it is at least half `of` all steps."""
-        if not self.steps or 2 * self.steps < of:
-            return None
-        which = "all" if self.steps == of else f"{self.steps:,} of {of:,}"
-        together, alone = map(statistics.median, (self._together, self._alone))
-        return (
-            f"The replicas took turns in {which} steps ({self.why}): while one works, the others "
-            f"wait. Such a step took {together * 1e3:.1f} ms; one device needs at most about "
-            f"{alone * 1e3:.1f} ms."
-        )
-
-
 class History:
-    """At most so many periods, oldest first: few enough to draw, however long the training is.
+    """At most `limit` periods, oldest first: few enough to draw, however long the training is.
 
     All but the latest span equally many steps. When there are too many, every two become one.
 
@@ -169,15 +111,13 @@ class History:
         self._span = 1
 
     def add(self, step: Period) -> None:
-        """Takes in the next step."""
-        if len(self.periods) == self._limit and self.periods[-1].steps == self._span:
-            self._halve()
-        if self.periods and self.periods[-1].steps < self._span:
-            self.periods[-1] += step
+        """Adds the next step."""
+        periods = self.periods
+        if len(periods) == self._limit and periods[-1].steps == self._span:
+            pairs = [periods[i : i + 2] for i in range(0, len(periods), 2)]
+            periods[:] = [sum(pair, Period()) for pair in pairs]
+            self._span *= 2
+        if periods and periods[-1].steps < self._span:
+            periods[-1] += step
         else:
-            self.periods.append(step)
-
-    def _halve(self) -> None:
-        pairs = [self.periods[i : i + 2] for i in range(0, len(self.periods), 2)]
-        self.periods = [sum(pair, Period()) for pair in pairs]
-        self._span *= 2
+            periods.append(step)

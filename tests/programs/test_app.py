@@ -84,7 +84,7 @@ def test_run_folder_holds_config_checkpoints_and_metrics(
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["epoch"] for row in rows if row["val/acc"]] == ["0", "1"]
-    samples = [row["dp/cpu:1/samples"] for row in rows]
+    samples = [row["dp/cpu_1/samples"] for row in rows]
     cells = [cell for cell in samples if cell]
     assert cells == ["48.0"] * 3, "every tenth step of 30"
 
@@ -138,7 +138,6 @@ def test_the_table_says_that_replicas_took_turns(
     (line,) = [line for line in printed.splitlines() if "took turns" in line]
     assert line == result.note
     assert 'in all steps (executor="inorder")' in line
-    assert "one device needs at most about" in line
 
 
 @pytest.mark.slow

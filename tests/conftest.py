@@ -1,12 +1,10 @@
 """Every test leaves no thread behind, and the environment and torch's globals as found.
 
-Whole folders of tests run in a process for each core, and of a test with three parameters or more
-as many combinations as it takes for every two values to meet; `--whole-products` runs all. Files
-and tests that are named, or chosen with -k, run whole and in this process, where a debugger and
-prints work; `-n 4` and `-n 0` say otherwise.
+Tests run in a process for each core; with `-n 0` in this one, where a debugger and prints work. Of
+a test with three parameters or more as many combinations run as it takes for every two values to
+meet; `--whole-products` runs all.
 """
 
-import argparse
 import functools
 import gc
 import logging
@@ -18,10 +16,8 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from pathlib import Path
 from typing import Any
 
-import gpus
 import oracle
 import places
 import pytest
@@ -45,45 +41,36 @@ WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if WORKER is not None:
     cache = os.path.join(tempfile.gettempdir(), f"lightning_dp_inductor_{WORKER}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    # Else each process has a thread per core for every operation, and most of them wait.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-MOST_PROCESSES = 8  # each takes about 1 GB
 CONFORMS = "::test_as_one_device["
 
+ABOUT_DEVICES = {
+    *("apply", "batches", "comm", "drop_in", "forward", "reduce", "replicas", "same_numbers", "sim")
+}
+"""Folders whose tests run on simulated devices, too; elsewhere a case of each test, if slow."""
 SIM_IS_SLOW = {
     "test_callbacks",
     "test_changes_between_steps",
     "test_classes_made_at_run_time",
-    "test_containers_on_self",
-    "test_copied_trainers",
-    "test_dataloader_iter",
-    "test_denoise",
     "test_drop_in_stages",
-    "test_faults",
-    "test_first_step",
     "test_forward_calls",
     "test_forward_mode",
-    "test_batch_norm",
     "test_let_go",
     "test_lightning_demos",
-    "test_logs_and_metrics",
-    "test_manual_optimisation",
-    "test_metrics_as_losses",
-    "test_mistakes",
     "test_modules_that_broke_dp",
     "test_peers_models",
     "test_pytorch_lightning",
     "test_silent_writes",
-    "test_state_in_buffers",
-    "test_stdlib_lm",
-    "test_step_state",
     "test_steps_set_to_none",
     "test_strides_of_gradients",
-    "test_stuck_replicas",
     "test_sync_batch_norm",
     "test_trainer_options",
     "test_unusual_steps",
 }
-"""Long files, whose runs on simulated devices are for `-m slow`; others cover these devices."""
+"""Long files in these folders, whose runs on simulated devices are for `-m slow`."""
 
 
 # A busy machine is no failure.
@@ -99,8 +86,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["sim", "cuda"],
         help="the accelerators that are tested beside the CPU: simulated ones (default) or GPUs",
     )
-    # For those who write tests of GPUs and have none: `--on cuda --played 1`, or `--played 8`.
-    parser.addoption("--played", type=int, default=0, help=argparse.SUPPRESS)
     parser.addoption(
         "--whole-products",
         action="store_true",
@@ -113,28 +98,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before the processes are counted
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    option = config.option
-    are_few = bool(option.keyword or getattr(option, "lf", False))  # as a rule
-    are_few |= not all(Path(name).is_dir() for name in config.args)
-    option.whole_products |= are_few
-    is_told = getattr(option, "numprocesses", 0) is not None or hasattr(config, "workerinput")
-    in_here = option.usepdb or option.collectonly or option.capture == "no"
-    if is_told or in_here or are_few:
-        return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    option.numprocesses = min(cores or 1, MOST_PROCESSES) if (cores or 1) > 1 else 0
-    option.dist = "worksteal"
-    # Else each process has a thread per core for every operation, and most of them wait.
-    threads = (cores or 1) // max(1, option.numprocesses)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    places.choose(config.option.on, config.option.markexpr, config.option.played)
+    places.choose(config.option.on, config.option.markexpr)
     if "cuda" in places.kinds:
-        gpus.begin()
+        # Convolutions would have 10 bits of a float32.
+        torch.backends.cudnn.allow_tf32 = False
 
 
 def pytest_report_header() -> str:
@@ -176,14 +144,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _elsewhere(items: list[pytest.Item]) -> Iterator[pytest.Item]:
     """Those for kinds of devices that this process has not; marks some of the others as slow."""
+    seen = set[str]()
     for item in items:
         callspec = getattr(item, "callspec", None)
         kind = callspec.params.get("on") if callspec is not None else None
         mark = item.get_closest_marker("on")
         chosen = (mark and "cpu" not in mark.args) or item.get_closest_marker("sim_only")
-        on_all = kind == "sim" and not (chosen or _chooses_itself(item))
-        if on_all and item.path.stem in SIM_IS_SLOW:
-            item.add_marker(pytest.mark.slow)
+        if kind == "sim" and not (chosen or _chooses_itself(item)):
+            test, folder = item.nodeid.partition("[")[0], item.path.parent.name
+            if folder not in ABOUT_DEVICES and test in seen:
+                yield item
+                continue
+            seen.add(test)
+            if folder not in ABOUT_DEVICES or item.path.stem in SIM_IS_SLOW:
+                item.add_marker(pytest.mark.slow)
         of_sim = item.get_closest_marker("sim_only") or item.path.parent.name == "sim"
         if kind == ELSEWHERE or (of_sim and "sim" not in places.kinds):
             yield item

@@ -68,16 +68,6 @@ def site_packages() -> list[str]:
     return [path for path in sys.path if path.endswith("site-packages")]
 
 
-def test_only_the_app_imports_hydra() -> None:
-    pattern = re.compile(r"^\s*(?:import|from)\s+(?:hydra|omegaconf)\b", re.MULTILINE)
-    importers = {
-        file.relative_to(ROOT / "lightning_dp").parts[0]
-        for file in (ROOT / "lightning_dp").rglob("*.py")
-        if pattern.search(file.read_text())
-    }
-    assert importers == {"app"}
-
-
 def test_the_version_is_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]

@@ -37,7 +37,7 @@ def outcomes(names: Sequence[str], devices: int | None, options: Sequence[str]) 
     """Runs tests in this process."""
     oracle.TOGETHER, oracle.DEVICES = True, devices
     seen, said = Outcomes(), io.StringIO()
-    fixed = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not interop"]
+    fixed = ["-q", "-s", "-p", "no:cacheprovider", "-n", "0", "-m", "not interop"]
     # One that hangs ends the run.
     fixed += ["-o", "faulthandler_timeout=100", "-o", "faulthandler_exit_on_timeout=true"]
     # Of hooks, about what is every process's own: those of these tests log what is the same in all.

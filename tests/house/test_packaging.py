@@ -125,7 +125,7 @@ def test_the_source_distribution_is_the_repository_and_its_tests_run(tmp_path: P
     chosen = ("house/test_packaging", "house/test_house", "faults/test_option_values")
     tests = [f"tests/{name}.py" for name in (*chosen, "batches/test_scatter")]
     done = subprocess.run(
-        [sys.executable, "-c", code, "-q", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-c", code, "-q", "-n", "0", "-p", "no:cacheprovider", *tests],
         cwd=unpacked,
         env={**os.environ, "PYTHONPATH": str(unpacked)},
         capture_output=True,

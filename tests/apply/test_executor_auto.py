@@ -16,8 +16,7 @@ def times(trial: Trial, calls: int, seconds: dict[bool, float], change: Any = No
     """The times of calls; `change` has those of the first call of a way after the other one."""
     first, taken, before = change or seconds, [], None
     for _ in range(calls):
-        trial.begin()
-        way = trial.threads
+        way = trial.begin()
         taken.append((seconds if way is before else first)[way])
         before = way
         if trial.is_measured:
@@ -69,9 +68,9 @@ def test_a_busy_moment_changes_nothing() -> None:
 def test_times_of_devices_that_are_behind_are_read_later() -> None:
     trial, late, is_over = Trial(), [], [False]
     for _ in range(40):
-        trial.begin()
+        threads = trial.begin()
         if trial.is_measured:
-            seconds = 2.0 if trial.threads else 1.0
+            seconds = 2.0 if threads else 1.0
             stretch: Any = SimpleNamespace(seconds=seconds, is_over=lambda: is_over[0])
             late.append(seconds)
             trial.add(stretch)

@@ -1,14 +1,14 @@
 """Apply: makes one call per replica.
 
 Decided here: threads or in order, by measurement (`executor`); the threads (`worker`) and what of
-the caller's state they have (`thread_state`); where replicas wait for each other (`rendezvous`),
-with those of other processes (`across`), and what they exchange there (`collectives`,
-`sync_batch_norm`); and that memory which they free on the CPU is kept (`memory`).
+the caller's state they have (`thread_state`); where replicas wait for each other (`rendezvous`) and
+what they exchange there (`collectives`, `sync_batch_norm`); and that memory which they free on the
+CPU is kept (`memory`).
 """
 
 from lightning_dp.parallel.apply import collectives as collectives
 from lightning_dp.parallel.apply import sync_batch_norm as sync_batch_norm
-from lightning_dp.parallel.apply.across import as_one_replica as as_one_replica
+from lightning_dp.parallel.apply.collectives import as_one_replica as as_one_replica
 from lightning_dp.parallel.apply.executor import EXECUTORS as EXECUTORS
 from lightning_dp.parallel.apply.executor import Executor as Executor
 from lightning_dp.parallel.apply.executor import ExecutorName as ExecutorName

@@ -4,6 +4,9 @@ In a replica each waits for all replicas that have samples, in all processes. Ou
 they return their argument, as on one device; with several processes `host` stands for this one.
 Gradients flow through: the graph of one replica continues in the others, and the step's backward
 runs through all of them at once.
+
+Of several processes the replicas of each meet first, then the processes do. An idle process brings
+nothing, and gets what the others get.
 """
 
 from __future__ import annotations
@@ -11,28 +14,33 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, chain, pairwise
 from numbers import Number
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.apply.across import everybody, in_backward, of_processes
-from lightning_dp.parallel.apply.rendezvous import Act, Calls, current_participant, refuse_backward
+from lightning_dp.parallel.apply.rendezvous import (
+    Act,
+    Calls,
+    Task,
+    current_participant,
+    refuse_backward,
+)
+from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.scatter import to_device, tree, weighted_mean
+from lightning_dp.parallel.split import Order
 from lightning_dp.parallel.torch_private import is_in_backward
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import World
 
 T = TypeVar("T")
 
 _OPS = {name: name for name in ("mean", "sum", "min", "max", "product")}
 _OPS |= {"avg": "mean", "prod": "product"}
-_REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
-    "sum": lambda stacked: stacked.sum(0),
-    "product": lambda stacked: stacked.prod(0),
-    "min": lambda stacked: stacked.amin(0),
-    "max": lambda stacked: stacked.amax(0),
-}
 
 
 def all_gather(x: T, host: Calls | None = None) -> T:
@@ -65,7 +73,13 @@ def reduce(x: T, op: Any = "mean", host: Calls | None = None) -> T:
         RendezvousError: a replica ended its call, or is at another collective.
         ValueError: an unknown `op`, or the shapes differ.
     """
-    name = op if current_participant() is None and host is None else _name_of(op)
+    if current_participant() is None and host is None:
+        return x
+    name = _OPS.get((op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]).lower())
+    if name is None:
+        raise ValueError(
+            f"reduce: expected op 'mean', 'sum', 'min', 'max' or 'product', got {op!r}."
+        )
     what = f"reduce with op={name!r}"
     return meet(what, x, partial(_reduce, name, what), host)
 
@@ -114,7 +128,7 @@ def must_meet(what: str) -> bool:
     participant = current_participant()
     if participant is None:
         if is_in_backward():
-            raise in_backward(what)
+            raise _in_backward(what)
         return False
     participant.calls.check()
     return len(participant.calls.participants) > 1 or participant.calls.world is not None
@@ -137,29 +151,106 @@ def _in_modes_of_replica(act: Act, calls: Calls, brought: list[Any]) -> Sequence
         return act(calls, [value for value, _ in brought])
 
 
+# What replicas and processes bring
+
+
+class Brought(NamedTuple):
+    """What all replicas brought to a collective, those of the first process first."""
+
+    values: list[Any]
+    sizes: list[int] | None  # their samples; None if they are not known
+    order: Order | None  # the positions of these in the batch; None for the batch's own order
+
+
+def of_processes(calls: Calls, what: str, value: T) -> list[T]:
+    """What each process brings, but for idle ones; the value alone if there is one process."""
+    return [value] if calls.world is None else [own for _, own in _met(calls, what, None, value)]
+
+
+def _of_replicas(calls: Calls, what: str, values: list[Any]) -> Brought:
+    """The values of all replicas of all processes, linked; those of this one are given."""
+    values = [link(calls, value) for value in values]
+    if calls.world is None:
+        return Brought(values, calls.sizes, calls.order)
+    met = _met(calls, what, (calls.sizes, calls.order), values)
+    sizes = [own for (own, _), _ in met]
+    whole = None if None in sizes else list(chain.from_iterable(sizes))
+    order = None
+    if any(own is not None for (_, own), _ in met):
+        order = []  # the samples of the processes follow each other in the batch
+        for (of_rank, own), _ in met:
+            start, ends = sum(map(len, order)), [0, *accumulate(of_rank)]
+            own = own or [range(a, b) for a, b in pairwise(ends)]
+            order += [[start + i for i in of_replica] for of_replica in own]
+    return Brought([value for _, own in met for value in own], whole, order)
+
+
+def _met(calls: Calls, what: str, about: Any, value: Any) -> list[Any]:
+    """What processes are about and what they bring, but for idle ones."""
+    from lightning_dp.parallel.processes import RankGraph
+
+    if is_in_backward():
+        raise _in_backward(what)
+    world = cast("World", calls.world)
+    if calls.rank_graph is None:
+        calls.rank_graph = world.graph or RankGraph(world)
+    check = partial(refuse_backward, weakref.ref(calls), f"a collective ({what})")
+    ranks = calls.rank_graph.gather(what, about, value, is_idle=calls.is_idle, check=check)
+    calls.crossed |= calls.rank_graph.is_used
+    return [brought for brought in ranks if brought is not None]
+
+
+def _in_backward(what: str) -> RuntimeError:
+    """The error for a collective that an activation checkpoint comes to again."""
+    return RuntimeError(
+        f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
+        "recomputes the part of the step that calls it, where the replicas do not meet. Leave "
+        "this part out of the checkpoint."
+    )
+
+
+def as_one_replica(world: World, device: torch.device, *, is_idle: bool) -> Calls:
+    """Calls for acts of a process's own code, outside of replicas: as if it were one replica.
+
+    In a step its shard is the process's part of the batch. Elsewhere sizes are not known.
+
+    Args:
+        world: the processes.
+        device: where its values are.
+        is_idle: whether the others get nothing from here.
+    """
+    samples = None if world.graph is None else world.graph.samples
+    calls = Calls(None if samples is None else [samples], world=world)
+    calls.is_open, calls.is_idle, calls.names = False, is_idle, replica_names([device], world.rank)
+    calls.participants = [Task(0, device, lambda: None)]
+    calls.participants[0].calls = calls
+    return calls
+
+
+# What the host does
+
+
 def _all_gather(calls: Calls, values: list[Any]) -> list[Any]:
-    there = everybody(calls, "all_gather", [link(calls, value) for value in values])
-    options: dict[str, Any] = {"dim": calls.dim, "sizes": there.sizes, "order": there.order}
-    with there.naming():
-        joined = [gather(there.values, p.device, **options) for p in calls.participants]
-    return [_own(node, there.values) for node in joined]
+    brought = _of_replicas(calls, "all_gather", values)
+    options: dict[str, Any] = {"dim": calls.dim, "sizes": brought.sizes, "order": brought.order}
+    joined = [gather(brought.values, p.device, **options) for p in calls.participants]
+    return [_own(node, brought.values) for node in joined]
 
 
 def _reduce(op: str, what: str, calls: Calls, values: list[Any]) -> list[Any]:
-    there = everybody(calls, what, [link(calls, value) for value in values])
-    if not all(isinstance(value, Tensor | Number) for value in there.values):
+    brought = _of_replicas(calls, what, values)
+    if not all(isinstance(value, Tensor | Number) for value in brought.values):
         return values
     device = calls.participants[0].device
-    tensors = [torch.as_tensor(to_device(value, device)) for value in there.values]
+    tensors = [torch.as_tensor(to_device(value, device)) for value in brought.values]
     shapes = [tuple(tensor.shape) for tensor in tensors]
-    with there.naming():
-        if len(set(shapes)) > 1:
-            raise ValueError(
-                f"Expected tensors of one shape to reduce, got {shapes}. Use all_gather for those "
-                "that have a row for each sample."
-            )
-    total = _reduced(op, tensors, there.sizes or [1] * len(tensors)).to(tensors[0].dtype)
-    if not isinstance(there.values[0], Tensor):
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"Expected tensors of one shape to reduce, got {shapes}. Use all_gather for those "
+            "that have a row for each sample."
+        )
+    total = _reduced(op, tensors, brought.sizes or [1] * len(tensors)).to(tensors[0].dtype)
+    if not isinstance(brought.values[0], Tensor):
         return [total.item()] * len(values)
     return [total.to(p.device, copy=True) for p in calls.participants]
 
@@ -168,7 +259,8 @@ def _reduced(op: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
     if op == "mean":
         exact = [t if t.is_floating_point() or t.is_complex() else t.double() for t in tensors]
         return weighted_mean(exact, list(map(float, sizes)))
-    return _REDUCED[op](torch.stack(tensors))
+    torchs: Any = {"sum": torch.sum, "product": torch.prod, "min": torch.amin, "max": torch.amax}
+    return cast(Tensor, torchs[op](torch.stack(tensors), 0))
 
 
 def _broadcast(src: int, calls: Calls, values: list[Any]) -> list[Any]:
@@ -229,12 +321,3 @@ def _own(node: Any, others: Any) -> Any:
         return leaf.clone() if isinstance(leaf, Tensor) and id(leaf) in shared else leaf
 
     return tree.map_leaves(own, node)
-
-
-def _name_of(op: Any) -> str:
-    text = op if isinstance(op, str) else str(op).rsplit(".", 1)[-1]
-    if text.lower() not in _OPS:
-        raise ValueError(
-            f"reduce: expected op 'mean', 'sum', 'min', 'max' or 'product', got {op!r}."
-        )
-    return _OPS[text.lower()]

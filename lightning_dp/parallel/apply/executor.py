@@ -8,8 +8,8 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_dp.parallel.apply import worker
 from lightning_dp.parallel.apply.rendezvous import Calls, Task, current_participant
 from lightning_dp.parallel.apply.thread_state import ThreadState, is_checkpointing
-from lightning_dp.parallel.apply.worker import Worker, have_ended, leave_behind, start_workers
+from lightning_dp.parallel.apply.worker import Worker, have_ended, start_workers
 from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.comm import Stretch
 from lightning_dp.parallel.devices import replica_names, seed_apart
@@ -54,6 +54,11 @@ REASONS = {
 }
 """Why calls are made in order, unless that is faster."""
 
+# [Note: no garbage collection while replicas run in threads]
+# Before Python 3.12 any new object may start a collection, also where torch makes one while it
+# holds the lock of a random generator (`get_rng_state`, in activation checkpoints). If that frees
+# a tensor, other threads run; one that waits for the same lock keeps the interpreter's, for ever.
+
 
 class Executor:
     """Makes the calls of all replicas, and returns their results in order.
@@ -87,12 +92,10 @@ class Executor:
         self._is_on_one_device = len(set(devices)) == 1
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
         self._always_in_order = ""  # the reason, see REASONS
-        self._seen: set[str] = set()  # kinds of calls
-        self._workers: list[Worker] = []
+        self._reasons: dict[str, str] = {}  # of the latest call of each kind: "threads", or why not
         self._trials: defaultdict[tuple[str, int], Trial] = defaultdict(Trial)
         self._latest: dict[str, Trial] = {}
-        self._in_threads: dict[str, bool] = {}
-        self._reasons: dict[str, str] = {}
+        self._workers: list[Worker] = []
         worker.executors.add(self)
         watch_checkpoints(_watch_checkpoint)
 
@@ -107,16 +110,14 @@ class Executor:
             reason = "compiles"
         elif reason != "inorder" and has_modes() and is_checkpointing(saved_tensors_functions()):
             reason = "checkpoint"  # its saved tensors are known by their order
-        elif reason == "auto" and self._is_shared and kind not in self._seen:
-            self._seen.add(kind)
+        elif reason == "auto" and self._is_shared and kind not in self._reasons:
             reason = "first"
         elif reason == "auto" and torch.are_deterministic_algorithms_enabled():
             reason = "deterministic"
         elif reason == "auto":
             trial = self._latest[kind] = self._trials[kind, count]
-            trial.begin()
-            reason = "threads" if trial.threads else "auto"
-        self._in_threads[kind], self._reasons[kind] = reason == "threads", reason
+            reason = "threads" if trial.begin() else "auto"
+        self._reasons[kind] = reason
         return reason == "threads"
 
     def run(
@@ -148,22 +149,23 @@ class Executor:
             self.choose(kind, len(tasks))
         if not self._is_on_one_device:
             _seed_devices(self._devices)
-        in_threads = len(tasks) > 1 and self._in_threads[kind]
-        trial, values = self._latest.get(kind), cached_values()
+        in_threads = len(tasks) > 1 and self._reasons[kind] == "threads"
+        trial, cached = self._latest.get(kind), cached_values()
         measured = None if trial is None or not trial.is_measured else Stretch(self._devices)
+        state = ThreadState.of_caller(self._devices, is_on_cpu=self._is_on_cpu)
+        collects = in_threads and sys.version_info < (3, 12) and gc.isenabled()  # see the note
+        if collects:
+            gc.disable()
         try:
-            calls.begin(tasks, self._thread_state(), self._workers, self._start_workers)
-            if in_threads:
-                with no_garbage_collection():
-                    calls.run_in_threads()
-            else:
-                calls.run_in_order()
+            calls.run(tasks, state, self._inboxes, in_threads=in_threads)
         except BaseException as interrupt:
             calls.end(interrupt)
             raise
         finally:
-            if calls.unended:
-                self._leave_behind(calls.unended)
+            if collects:
+                gc.enable()
+            if calls.broken is not None and (unended := calls.unended()):
+                self._leave_behind(unended)
             results, failed, error = calls.close()
             if trial is not None and measured is not None:
                 measured.end()
@@ -172,7 +174,7 @@ class Executor:
             self._always_in_order = "checkpoint"
             if in_threads:
                 raise RuntimeError(CHECKPOINT.format(device=calls.drawn_in_checkpoint)) from error
-        if cached_values() is not values and len(tasks) > 1:
+        if cached_values() is not cached and len(tasks) > 1:
             self._always_in_order = "cached"
             if in_threads or calls.have_met:
                 raise RuntimeError(CACHED) from error
@@ -182,27 +184,21 @@ class Executor:
             raise error
         return results
 
-    def _thread_state(self) -> ThreadState:
-        is_plain = self._is_on_cpu and not (
-            torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or has_modes()
-        )
-        if is_plain:
-            return ThreadState(self._devices[0], torch.is_grad_enabled())
-        return ThreadState.capture(self._devices)
-
-    def _start_workers(self) -> None:
-        self._workers[:] = start_workers(self._devices)
+    def _inboxes(self) -> list[SimpleQueue[Callable[[], None] | None]]:
+        if not self._workers:
+            self._workers = start_workers(self._devices)
+        return [own.inbox for own in self._workers]
 
     def _leave_behind(self, tasks: Sequence[Task]) -> None:
         """Gives up workers that did not end: later calls get new ones."""
         self._on_left_behind()
         workers = self.dismiss()
         for task in tasks:
-            leave_behind(task.name + task.context(), workers[task.replica].thread)
+            workers[task.replica].leave_behind(task.name + task.context())
 
     def parallel_for(self, kind: str) -> Callable[[Sequence[Callable[[], None]]], object] | None:
         """A function that makes one call per worker; None if this kind's latest ran in order."""
-        return partial(self._parallel_for, kind) if self._in_threads[kind] else None
+        return partial(self._parallel_for, kind) if self._reasons[kind] == "threads" else None
 
     def _parallel_for(self, kind: str, calls: Sequence[Callable[[], None]]) -> None:
         tasks = [Task(k, self._devices[k], call) for k, call in enumerate(calls)]
@@ -210,7 +206,7 @@ class Executor:
 
     def is_in_threads(self, kind: str) -> bool:
         """Whether the latest calls of a kind ran in threads."""
-        return self._in_threads.get(kind, True)
+        return self._reasons.get(kind, "threads") == "threads"
 
     def is_settled(self, kind: str | None = None) -> bool:
         """Whether calls of a kind, or of all, run as they will from now on."""
@@ -243,11 +239,10 @@ class Executor:
 
     def close(self) -> None:
         """Ends the workers; a later `run` starts new ones."""
-        threads = [own.thread for own in self.dismiss()]
-        others = [thread for thread in threads if thread is not threading.current_thread()]
-        if not have_ended(others, worker.GRACE_SECONDS):
-            for thread in others:
-                leave_behind(thread.name, thread)
+        workers = self.dismiss()
+        if not have_ended(workers, worker.GRACE_SECONDS):
+            for own in workers:
+                own.leave_behind()
 
 
 class Trial:
@@ -264,7 +259,6 @@ class Trial:
     KEPT = 6  # times per way
 
     def __init__(self) -> None:
-        self.threads = True  # how the present call runs
         self.is_measured = False
         self.has_ended = False  # both ways are known: from here on the slower one is only probed
         self.medians: dict[bool, float] = {}  # seconds of a call in threads (True) and in order
@@ -272,13 +266,14 @@ class Trial:
         self._seconds = {way: deque[float](maxlen=self.KEPT) for way in (True, False)}
         self._pending: deque[tuple[bool, list[Stretch]]] = deque(maxlen=2 * self.KEPT)
 
-    def begin(self) -> None:
-        """Chooses for the next call."""
+    def begin(self) -> bool:
+        """Chooses for the next call; returns whether it runs in threads."""
         if self._pending:
             self._read()
-        self.threads, self.is_measured = next(self._choices)
+        threads, self.is_measured = next(self._choices)
         if self.is_measured:
-            self._pending.append((self.threads, []))
+            self._pending.append((threads, []))
+        return threads
 
     def add(self, stretch: Stretch) -> None:
         """Adds to the time of the present call, if it is measured."""
@@ -290,19 +285,18 @@ class Trial:
         while row < self.ROWS or len(self.medians) < 2:
             yield from [(row % 2 == 0, k > 0) for k in range(self.ROW)]
             row += 1
-        self.has_ended, intervals = True, iter(self.INTERVALS)
-        faster, interval = self._faster, next(intervals)
+        self.has_ended, intervals, faster = True, iter(self.INTERVALS), self._faster()
+        interval = next(intervals)
         while True:
             for k in range(interval):
-                yield self._faster, k >= interval - self.KEPT
-            probed = not self._faster
+                yield self._faster(), k >= interval - self.KEPT
+            probed = not self._faster()
             self._seconds[probed].clear()
             yield from [(probed, k > 0) for k in range(self.PROBE)]
-            if self._faster != faster:
-                faster, intervals = self._faster, iter(self.INTERVALS)
+            if self._faster() != faster:
+                faster, intervals = self._faster(), iter(self.INTERVALS)
             interval = next(intervals, interval)
 
-    @property
     def _faster(self) -> bool:
         return self.medians[True] <= self.medians[False]
 
@@ -313,36 +307,6 @@ class Trial:
             if stretches:  # else the call was not made
                 self._seconds[way].append(sum([stretch.seconds for stretch in stretches]))
                 self.medians[way] = statistics.median(self._seconds[way])
-
-
-# [Note: no garbage collection while replicas run in threads]
-# Before Python 3.12 any new object may start a collection, also where torch makes one while it
-# holds the lock of a random generator (`get_rng_state`, in activation checkpoints). If that frees
-# a tensor, other threads run; one that waits for the same lock keeps the interpreter's, for ever.
-_hold = threading.Lock()
-_holders = 0
-_was_enabled = False
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """See the note above; several threads may be in this block at once."""
-    global _holders, _was_enabled
-    if sys.version_info >= (3, 12):
-        yield
-        return
-    with _hold:
-        if _holders == 0:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _holders += 1
-    try:
-        yield
-    finally:
-        with _hold:
-            _holders -= 1
-            if _holders == 0 and _was_enabled:
-                gc.enable()
 
 
 def _watch_checkpoint() -> Callable[[], None] | None:

@@ -7,7 +7,7 @@ ended its call or waits in a rendezvous. If all of them wait in the same one, th
 have ended or wait elsewhere, all get an error: so no replica waits for one that never comes.
 
 In threads every replica has a worker. In order the host makes the calls itself, one after another;
-if the first one comes to a rendezvous, the others begin in their workers, and the replicas take
+if one of them comes to a rendezvous, those behind it begin in their workers, and the replicas take
 turns from one rendezvous to the next, never two at a time.
 """
 
@@ -21,16 +21,15 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.apply.thread_state import ThreadState
-from lightning_dp.parallel.comm import Span, current_stream, on_streams
+from lightning_dp.parallel.comm import Span, current_stream
 from lightning_dp.parallel.devices import replica_text
 from lightning_dp.parallel.errors import described, is_a
 from lightning_dp.parallel.scatter import tree
@@ -41,6 +40,10 @@ if TYPE_CHECKING:
 
 Act: TypeAlias = Callable[["Calls", list[Any]], Sequence[Any]]
 """What the host does in a rendezvous: from the replicas' values to what each of them gets."""
+Inboxes: TypeAlias = Callable[[], Sequence["SimpleQueue[Callable[[], None] | None]"]]
+
+NOT_BEGUN, RUNNING, ENDED = "has not begun", "is still running", "has ended"
+"""The states of a replica that does not wait in a rendezvous, as errors say them."""
 
 
 class RendezvousError(RuntimeError):
@@ -49,17 +52,6 @@ class RendezvousError(RuntimeError):
 
 class ReplicaStopped(RuntimeError):
     """Raised in a replica that waits, because another one has failed."""
-
-
-class Phase(Enum):
-    """The state of a replica that does not wait in a rendezvous; the values stand in errors."""
-
-    NOT_BEGUN = "has not begun"
-    RUNNING = "is still running"
-    ENDED = "has ended"
-
-
-NOT_BEGUN, RUNNING, ENDED = Phase
 
 
 @dataclass(frozen=True)
@@ -82,16 +74,13 @@ class Reply:
 
 
 PARTICIPANT: ContextVar[Task | None] = ContextVar("participant", default=None)
-
-
-def current_participant() -> Task | None:
-    """The replica whose call runs here; None outside of replicas."""
-    return PARTICIPANT.get()
+current_participant: Callable[[], Task | None] = PARTICIPANT.get
+"""The replica whose call runs here; None outside of replicas."""
 
 
 @dataclass(eq=False)
 class Task:
-    """A call for one replica, and the replica's part in the apply that makes the call."""
+    """A call for one replica, and where the replica stands in the apply that makes the call."""
 
     replica: int
     device: torch.device
@@ -102,34 +91,40 @@ class Task:
     seconds: float = field(default=0.0, init=False)  # of work, without waiting in rendezvous
 
     calls: Calls = field(init=False)
-    state: Phase | Arrival = field(default=NOT_BEGUN, init=False)
+    state: str | Arrival = field(default=NOT_BEGUN, init=False)
     result: Any = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
     is_hosted: bool = field(default=False, init=False)  # the call runs on the host's thread
     is_awake: bool = field(default=False, init=False)  # its worker has begun
-    resume: Callable[[], None] | None = field(default=None, init=False)  # from where it waits
+    thread: int = field(default=0, init=False)  # that runs the call
+    reply: Reply | None = field(default=None, init=False)  # that it gets at its next turn
     inbox: SimpleQueue[Reply] = field(default_factory=SimpleQueue, init=False)
-    meeting: Any = field(default_factory=threading.Lock, init=False)  # held while it waits
 
     @property
     def name(self) -> str:
         """Its number and device, for errors."""
         return replica_text(self.replica, self.calls.names)
 
-    def said(self) -> str:
+    def describe(self) -> str:
         """What the replica does, for errors."""
         state = self.state
-        return f"{self.name} {f'is at {state.what}' if isinstance(state, Arrival) else state.value}"
+        return f"{self.name} {state if isinstance(state, str) else f'is at {state.what}'}"
 
-    def begin_span(self) -> None:
-        """The device begins to work for the replica."""
-        if self.spans is not None:
-            self.spans.append(Span(self.device))
-
-    def end_span(self) -> None:
-        """What the device gets from here on is no work of the replica."""
-        if self.spans:
-            self.spans[-1].end()
+    def run(self) -> None:
+        """Makes the call on this thread; an error is raised again when all replicas have ended."""
+        token, self.thread = PARTICIPANT.set(self), threading.get_ident()
+        start = time.perf_counter()
+        try:
+            if self.spans is not None:
+                self.spans.append(Span(self.device))
+            self.result = self.call()
+        except BaseException as error:
+            self.error = error
+        finally:
+            if self.spans:
+                self.spans[-1].end()
+            self.seconds += time.perf_counter() - start
+            PARTICIPANT.reset(token)
 
     def meet(self, what: str, value: Any, act: Act) -> Any:
         """Waits until all replicas have come to the rendezvous `what`; returns this one's result.
@@ -137,31 +132,30 @@ class Task:
         `act(calls, values)` is called once, on the host, with the values of all replicas in their
         order, and returns one result for each. An error of `act` is raised in all of them.
         """
-        if not self.meeting.acquire(blocking=False):
+        calls, start = self.calls, time.perf_counter()
+        calls.check()
+        if threading.get_ident() != self.thread:
             raise RendezvousError(
-                f"Expected one collective of a replica at a time, got {what} while another thread "
-                f"of its code waits, too: {self.said()}. Let one thread make these calls, in the "
-                "same order on every replica."
+                f"Expected {what} in the thread that runs {self.name}, got it in another thread "
+                "that its code has started. Call collectives in the step itself."
             )
-        start = time.perf_counter()
-        self.end_span()
+        if self.spans:
+            self.spans[-1].end()
+        stream = None if self.device.type == "cpu" else current_stream(self.device)
         try:
-            stream = None if self.device.type == "cpu" else current_stream(self.device)
-            return self.calls.meet(self, Arrival(what, value, act, stream, start))
+            self.state = Arrival(what, value, act, stream, start)
+            reply = calls.exchange(self)
         finally:
-            self.begin_span()
+            if self.spans is not None:
+                self.spans.append(Span(self.device))
             self.seconds -= time.perf_counter() - start
-            self.meeting.release()
-
-
-class HasInbox(Protocol):
-    """A worker, see `worker`."""
-
-    inbox: SimpleQueue[Callable[[], None] | None]
+        if reply.error is not None:
+            raise reply.error
+        return reply.value
 
 
 class Calls:
-    """The replicas' calls in one apply, from `begin` to `close`.
+    """The replicas' calls in one apply, see the note above; `run` once, then `close`.
 
     Args:
         sizes: samples of these replicas; None if they are not known.
@@ -178,7 +172,6 @@ class Calls:
     broken: BaseException | None = None  # the error that ends them all
     have_met = False
     drawn_in_checkpoint: torch.device | None = None  # whose generator other replicas draw from, too
-    is_conducting = False  # the host acts, in a rendezvous
     crossed = False  # the graph of one replica continues in that of another
     rank_graph: RankGraph | None = None  # where graphs continue in other ranks
 
@@ -193,108 +186,70 @@ class Calls:
         self.order, self.dim, self.world = order, dim, world
         self.is_idle = world is not None and world.is_idle  # the other processes get nothing
         self.participants: list[Task] = []
-        # Wakes the host. What has happened, the tasks' states say: an interrupt may lose an event.
+        # Wakes the host, which waits half a second at most: on Windows Ctrl-C ends no longer wait.
+        # What has happened, the tasks' states say: an interrupt may lose an event.
         self._events: SimpleQueue[None] = SimpleQueue()
 
     # In the replicas' threads
-
-    def meet(self, task: Task, arrival: Arrival) -> Any:
-        """See `Task.meet`."""
-        self.check()
-        self.have_met, task.state = True, arrival
-        if task.is_hosted:  # this thread is the host
-            for other in self.participants:
-                if other.state is NOT_BEGUN:
-                    other.resume = partial(self.start, other)
-            self._advance()
-            self._act()
-            task.state = RUNNING
-        else:
-            self._events.put(None)
-        reply = task.inbox.get()
-        if reply.error is not None:
-            raise reply.error
-        return reply.value
 
     def check(self) -> None:
         """Raises an error if the calls have ended or are to end."""
         if not self.is_open or self.broken is not None:
             raise self._stopped()
 
-    def work(self, task: Task) -> None:
-        """Makes a replica's call in its worker; once, though `end` may start it again."""
+    def exchange(self, task: Task) -> Reply:
+        """Waits, for a replica that has arrived, until the host has acted."""
+        self.have_met = True
+        if not task.is_hosted:
+            self._events.put(None)
+        elif self._settle():  # this thread is the host
+            self._act()
+        if task.is_hosted:
+            self.check()
+        return task.inbox.get()
+
+    def _work(self, task: Task) -> None:
+        """Makes a replica's call in its worker; once, though `end` may submit it again."""
         if task.is_awake:
             return
         task.is_awake = True
-        state = self.thread_state
+        state = self._thread_state
         try:
-            if not self.is_open or self.broken is not None:
-                raise self._stopped()
+            self.check()
             if state.is_plain:
                 with torch.set_grad_enabled(state.grad):
-                    self._call(task)
+                    task.run()
             else:
                 with state.entered(task.device):
-                    self._call(task)
-        except BaseException as error:
-            task.error = error
+                    task.run()
+        except BaseException as error:  # the thread's state could not be entered
+            task.error = task.error or error
         task.state = ENDED
         self._events.put(None)
 
-    def _call(self, task: Task) -> None:
-        token, start = PARTICIPANT.set(task), time.perf_counter()
-        try:
-            if task.spans is not None:
-                task.begin_span()
-            task.result = task.call()
-        except BaseException as error:  # raised again when all have ended
-            task.error = error
-        finally:
-            if task.spans is not None:
-                task.end_span()
-            task.seconds += time.perf_counter() - start
-            PARTICIPANT.reset(token)
-
     # In the host's thread
 
-    def begin(
-        self,
-        tasks: Sequence[Task],
-        state: ThreadState,
-        workers: Sequence[HasInbox],
-        start_workers: Callable[[], None],
+    def run(
+        self, tasks: Sequence[Task], state: ThreadState, inboxes: Inboxes, *, in_threads: bool
     ) -> None:
-        """Takes the tasks, and the workers of all replicas, none before they are started."""
-        self.thread_state, self.participants = state, list(tasks)
-        self._workers, self._start_workers = workers, start_workers
+        """Makes all calls at once in the workers, or one after another here until one fails.
+
+        `inboxes()` returns those of the workers of all replicas, which it starts if need be.
+        """
+        self._thread_state, self._inboxes, self.participants = state, inboxes, list(tasks)
         self._context = contextvars.copy_context()
         for task in tasks:
             task.calls = self
-
-    def start(self, task: Task) -> None:
-        """Has a replica's call made in its worker."""
-        if not self._workers:
-            self._start_workers()
-        work = partial(self._context.copy().run, self.work, task)
-        self._workers[task.replica].inbox.put(work)
-
-    def run_in_threads(self) -> None:
-        """Makes all calls at once, in the workers."""
-        for task in self.participants:  # all of them, before one can meet
-            task.state = RUNNING
-        for task in self.participants:
-            self.start(task)
-        self._serve()
-
-    def run_in_order(self) -> None:
-        """Makes the calls on this thread, one after another, until one fails."""
+        if in_threads:
+            self._serve()
+            return
         self.one_by_one = True
-        for task in self.participants:
+        for task in tasks:
             if task.state is NOT_BEGUN:  # else a rendezvous has begun it in its worker
-                task.is_hosted, task.state, task.resume = True, RUNNING, None
+                task.is_hosted, task.state = True, RUNNING
                 on_cpu = task.device.type == "cpu"
-                with nullcontext() if on_cpu else self.thread_state.moved_to(task.device):
-                    self._call(task)
+                with nullcontext() if on_cpu else state.moved_to(task.device):
+                    task.run()
                 task.state = ENDED
             if task.error is not None or self.broken is not None:
                 break
@@ -303,70 +258,71 @@ class Calls:
 
     def _serve(self) -> None:
         """Acts in one rendezvous after another until all calls have ended."""
-        while True:
-            if not any([t.error is not None for t in self.participants]):
-                self._advance()
-            if self.broken is None and any([t.error is not None for t in self.participants]):
-                self.end(self._first_error())
-            if self.broken is not None:
-                return
-            if all([t.state is ENDED for t in self.participants]):
-                return
+        while self._first_error() is None and self._settle():
             self._act()
+        if (error := self._first_error()) is not None:
+            self.end(error)
 
-    def _advance(self) -> None:
-        """Lets every replica run until it waits or ends; in order, one at a time."""
+    def _start(self, task: Task) -> None:
+        """Has a replica's call made in its worker."""
+        work = partial(self._context.copy().run, self._work, task)
+        self._inboxes()[task.replica].put(work)
+
+    def _settle(self) -> bool:
+        """Lets every replica run until it waits or ends; returns whether one waits."""
         for task in self.participants:
-            resume, task.resume = task.resume, None
-            if resume is not None and self.broken is None:
+            if task.state is NOT_BEGUN:
                 task.state = RUNNING
-                resume()
-                if self.one_by_one:
-                    self._wait_for(task)
-        for task in self.participants:
-            self._wait_for(task)
+                self._start(task)
+            elif task.reply is not None:
+                reply, task.reply = task.reply, None
+                task.state = RUNNING
+                task.inbox.put(reply)
+            if self.one_by_one:
+                self._wait_for([task])
+        self._wait_for(self.participants)
+        return self.broken is None and any([t.state is not ENDED for t in self.participants])
 
-    def _wait_for(self, task: Task) -> None:
-        while task.state is RUNNING and self.broken is None:
-            if not self._hear(self.timeout):
-                since = [t.state.since for t in self.participants if isinstance(t.state, Arrival)]
-                if since and time.perf_counter() - min(since) > self.timeout:
-                    self.end(self._mismatch(f" within {self.timeout:g} seconds"), self.grace)
+    def _wait_for(self, tasks: Sequence[Task]) -> None:
+        """Waits until none of the tasks runs; an arrival that waits too long ends all calls."""
+        for task in tasks:
+            while task.state is RUNNING and self.broken is None:
+                try:
+                    self._events.get(timeout=min(self.timeout, 0.5))
+                except Empty:
+                    since = [t.state.since for t in self.participants if type(t.state) is Arrival]
+                    if since and time.perf_counter() - min(since) > self.timeout:
+                        self.end(self._mismatch(f" within {self.timeout:g} seconds"), self.grace)
 
     def _act(self) -> None:
         """All replicas stand still: acts for them and hands out the results."""
         arrivals = [t.state for t in self.participants if isinstance(t.state, Arrival)]
-        if (
-            len(arrivals) < len(self.participants)
-            or len({arrival.what for arrival in arrivals}) > 1
-        ):
-            self.end(self._first_error())
-            replies = [Reply(error=self._stopped())] * len(self.participants)
-        else:
-            replies = self._replies(arrivals)
-        for task, reply in zip(self.participants, replies, strict=True):
-            if task.is_hosted:
-                task.inbox.put(reply)
+        is_one = len({arrival.what for arrival in arrivals}) == 1
+        if len(arrivals) < len(self.participants) or not is_one:
+            self.end(self._first_error() or self._mismatch())
+            return
+        for task, reply in zip(self.participants, self._replies(arrivals), strict=True):
+            if self.one_by_one and not task.is_hosted:
+                task.reply = reply
             else:
-                task.resume = partial(task.inbox.put, reply)
+                task.state = RUNNING
+                task.inbox.put(reply)
 
     def _replies(self, arrivals: list[Arrival]) -> list[Reply]:
-        token, self.is_conducting = PARTICIPANT.set(None), True
+        token = PARTICIPANT.set(None)
         try:
-            with on_streams(self.thread_state.streams):  # a thread of the replica's code may act
-                # A replica may compute on another stream than is current here on its device.
-                pairs = [(a.stream, current_stream(a.stream.device)) for a in arrivals if a.stream]
-                crossing = [(theirs, ours) for theirs, ours in pairs if theirs != ours]
-                for theirs, ours in crossing:
-                    ours.wait_stream(theirs)
-                results = arrivals[0].act(self, [arrival.value for arrival in arrivals])
-                for theirs, ours in crossing:
-                    theirs.wait_stream(ours)
+            # A replica may compute on another stream than is current here on its device.
+            pairs = [(a.stream, current_stream(a.stream.device)) for a in arrivals if a.stream]
+            crossing = [(theirs, ours) for theirs, ours in pairs if theirs != ours]
+            for theirs, ours in crossing:
+                ours.wait_stream(theirs)
+            results = arrivals[0].act(self, [arrival.value for arrival in arrivals])
+            for theirs, ours in crossing:
+                theirs.wait_stream(ours)
         except BaseException as error:
             return [Reply(error=error)] * len(arrivals)
         finally:
             PARTICIPANT.reset(token)
-            self.is_conducting = False
         for arrival, result in zip(arrivals, results, strict=True) if crossing else ():
             for leaf in tree.leaves(result):
                 if isinstance(leaf, Tensor) and arrival.stream and leaf.device.type != "cpu":
@@ -382,37 +338,32 @@ class Calls:
         if seconds is None:
             seconds = math.inf if is_a(error, Exception) else self.grace
         deadline = time.perf_counter() + seconds
-        for task in self.unended:
-            task.resume = None
+        for task in self.unended():
+            task.reply = None
             task.inbox.put(Reply(error=self._stopped()))
             if task.state is RUNNING and not task.is_awake:
-                self.start(task)  # an interrupt may have kept the worker from getting it
-        while self.unended and (left := deadline - time.perf_counter()) > 0:
-            self._hear(left)
+                self._start(task)  # an interrupt may have kept the worker from getting it
+        while self.unended() and (left := deadline - time.perf_counter()) > 0:
+            try:
+                self._events.get(timeout=min(left, 0.5))
+            except Empty:
+                continue
 
-    @property
     def unended(self) -> list[Task]:
         """The tasks that run or wait in workers."""
-        found = []
-        for task in self.participants:  # one Python frame in every step
-            if not (task.is_hosted or task.state is NOT_BEGUN or task.state is ENDED):
-                found.append(task)
-        return found
+        states = (NOT_BEGUN, ENDED)
+        return [t for t in self.participants if not (t.is_hosted or t.state in states)]
 
     def close(self) -> tuple[list[Any], Task | None, BaseException | None]:
         """Ends the apply; returns the replicas' results, and the task and the error that failed."""
-        tasks, error, own = self.participants, self.broken, None
-        results = []
+        tasks, error, own, results = self.participants, self.broken, None, []
         for task in tasks:
             results.append(task.result)
             if own is None and task.error is not None and (error is None or error is task.error):
                 error, own = task.error, task
-        if self.have_met:
-            for task in tasks:  # a thread that the replica has started may still wait
-                task.inbox.put(Reply(error=self._stopped()))
         self.is_open, self.participants, self.broken = False, [], None
         for task in tasks:  # results and errors refer to batches and graphs, in reference cycles
-            task.result = task.error = task.resume = None
+            task.result = task.error = task.reply = None
         return results, None if is_a(error, RendezvousError) else own, error
 
     def _stopped(self) -> BaseException:
@@ -426,32 +377,26 @@ class Calls:
         by = "the run was interrupted" if failed is None else f"{failed.name} failed"
         return ReplicaStopped(f"Expected all replicas to meet, but {by}: {described(error)}")
 
-    def _first_error(self) -> BaseException:
-        """The first replica's own error, or that they did not all come to the same rendezvous."""
-        errors = [task.error for task in self.participants if task.error is not None]
-        return self.broken or (errors[0] if errors else self._mismatch())
+    def _first_error(self) -> BaseException | None:
+        """The error that ends all calls, or the first replica's own."""
+        for task in self.participants if self.broken is None else ():
+            if task.error is not None:
+                return task.error
+        return self.broken
 
     def _mismatch(self, within: str = "") -> RendezvousError:
         names = [task.state.what for task in self.participants if isinstance(task.state, Arrival)]
         return RendezvousError(
             f"Expected all replicas at {names[0]}{within}, got: "
-            f"{', '.join(task.said() for task in self.participants)}. Make the same calls in the "
-            "same order on every replica: they must not depend on what is in its shard."
+            f"{', '.join(task.describe() for task in self.participants)}. Make the same calls in "
+            "the same order on every replica: they must not depend on what is in its shard."
         )
-
-    def _hear(self, seconds: float) -> bool:
-        """Waits for the next event, at most half a second; whether there was one."""
-        try:
-            self._events.get(timeout=min(seconds, 0.5))  # on Windows Ctrl-C ends no longer wait
-        except Empty:
-            return False
-        return True
 
 
 def refuse_backward(running: Callable[[], Calls | None], through: str) -> None:
     """Refuses a replica's own backward through a graph that it shares with other replicas."""
     calls = running()
-    if calls is not None and calls.is_open and not calls.is_conducting:
+    if calls is not None and calls.is_open:
         raise RuntimeError(
             f"Expected no backward and no torch.autograd.grad through {through} inside of "
             "training_step: other replicas are part of this graph, and their losses are not there "

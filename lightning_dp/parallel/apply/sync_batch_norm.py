@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from lightning_dp.parallel.apply.across import of_processes
-from lightning_dp.parallel.apply.collectives import link, meet, must_meet
+from lightning_dp.parallel.apply.collectives import link, meet, must_meet, of_processes
 from lightning_dp.parallel.apply.rendezvous import Calls
 from lightning_dp.parallel.torch_private import BATCH_NORMS, check_batch_norm_input
 
@@ -88,7 +88,7 @@ def _track(layer: nn.BatchNorm1d, n: int, mean: Tensor, var: Tensor) -> None:
 
 def _uses_batch(layer: nn.Module) -> bool:
     """Whether a batch norm layer normalises by the statistics of its input."""
-    return layer.training or (layer.running_mean is None)
+    return layer.training or layer.running_mean is None
 
 
 def is_synced(module: nn.Module) -> bool:
@@ -133,8 +133,8 @@ class _Moments(torch.autograd.Function):
         return mean, var
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> tuple[Tensor, None]:
-        _refuse_second_derivatives()
         x, mean = ctx.saved_tensors
         n = x.numel() // x.size(1)
         gradient = (x.to(mean.dtype) - _channels(mean, x)).mul_(_channels(of_var * (2 / n), x))
@@ -156,8 +156,8 @@ class _Normalize(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivatives()
         x, mean, invstd, weight = ctx.saved_tensors
         wide, dims = of_y.to(mean.dtype), _per_channel(x)
         scale = _scale(invstd, weight)
@@ -176,12 +176,3 @@ _normalized: Callable[..., Tensor] = _Normalize.apply
 
 def _scale(invstd: Tensor, weight: Tensor | None) -> Tensor:
     return invstd if weight is None else invstd * weight
-
-
-def _refuse_second_derivatives() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "Expected no create_graph=True in a backward through batch norm with "
-            "sync_batchnorm=True: its gradients have no graph. Leave out sync_batchnorm, or use a "
-            "norm over each sample (GroupNorm, LayerNorm)."
-        )

@@ -24,6 +24,7 @@ from lightning_dp.parallel.torch_private import (
     Functions,
     Modes,
     current_modes,
+    has_modes,
     in_modes,
     saved_tensors_functions,
 )
@@ -49,8 +50,11 @@ class ThreadState:
     is_plain: bool = True  # nothing but the grad mode differs from a new thread's state
 
     @classmethod
-    def capture(cls, devices: Sequence[torch.device]) -> ThreadState:
+    def of_caller(cls, devices: Sequence[torch.device], *, is_on_cpu: bool) -> ThreadState:
         """The calling thread's state; devices[0] is the root device."""
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if is_on_cpu and not (inference or torch.is_autocast_enabled("cpu") or has_modes()):
+            return cls(devices[0], grad)
         kinds = {"cpu", *[device.type for device in devices]}
         autocasts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
@@ -61,21 +65,17 @@ class ThreadState:
         if kinds != {"cpu"}:  # the user's code may compute on devices that have no replica
             (kind,) = kinds - {"cpu"}
             places = [torch.device(kind, k) for k in range(torch.accelerator.device_count())]
-        saving, modes, inference = (
-            saved_tensors_functions(),
-            current_modes(),
-            torch.is_inference_mode_enabled(),
-        )
+        saving = saved_tensors_functions()
         return cls(
             devices[0],
-            torch.is_grad_enabled(),
+            grad,
             inference,
             autocasts,
-            modes,
+            current_modes(),
             saving and one_at_a_time(saving),
-            side_streams(places) if kinds != {"cpu"} else (),
-            None if devices[0].type == "cpu" else hand_over(devices[0]),
-            is_plain=not (inference or autocasts or any(modes) or saving) and kinds == {"cpu"},
+            side_streams(places),
+            None if is_on_cpu else hand_over(devices[0]),
+            is_plain=False,
         )
 
     @contextmanager

@@ -31,10 +31,12 @@ from lightning_dp.parallel.torch_private import renew_engine
 log = logging.getLogger("lightning_dp")
 
 NAME = "dp-replica-"
-PACKAGE = str(Path(__file__).parents[2])
+LIBRARIES = (
+    *[sysconfig.get_path(n) for n in ("stdlib", "purelib")],
+    str(Path(__file__).parents[2]),
+)
 GRACE_SECONDS = 5.0
 """How long replicas may run on after an interrupt, a timeout or `close`."""
-AT_EXIT_SECONDS = 2.0
 
 
 class Worker:
@@ -45,10 +47,33 @@ class Worker:
         self.ready = threading.Event()
         weakref.finalize(self, self.inbox.put, None)  # so the thread must not refer to the worker
         args = (self.inbox, self.ready, device, num_threads)
-        self.thread = threading.Thread(
-            target=_live, args=args, name=f"{NAME}{replica}", daemon=True
-        )
+        name = f"{NAME}{replica}"
+        self.thread = threading.Thread(target=_live, args=args, name=name, daemon=True)
         self.thread.start()
+
+    def leave_behind(self, who: str = "") -> None:
+        """Names a replica whose thread does not end; interrupts it at its next line of Python."""
+        if self.thread.is_alive():
+            log.warning(
+                "Expected %s to end within %g seconds, got it still at %s. Its thread is left "
+                "behind, and ends when this line does. Give what waits there a timeout.",
+                *(who or self.thread.name, GRACE_SECONDS, self._line()),
+            )
+            self.interrupt(KeyboardInterrupt)
+
+    def interrupt(self, error: type[BaseException]) -> None:
+        """Raises an error in the thread as soon as it runs a line of Python."""
+        if self.thread.is_alive():
+            ident = ctypes.c_ulong(self.thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
+
+    def _line(self) -> str:
+        """The innermost line of the user's code that the thread runs; else of a library's."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        stack = traceback.extract_stack(frame) if frame else []
+        users = [entry for entry in stack if not entry.filename.startswith(LIBRARIES)]
+        last = [f"{own.filename}:{own.lineno} in {own.name}: {own.line}" for own in users or stack]
+        return last[-1] if last else "its end"
 
 
 def _live(inbox: Any, ready: threading.Event, device: torch.device, num_threads: int) -> None:
@@ -69,7 +94,7 @@ def _live(inbox: Any, ready: threading.Event, device: torch.device, num_threads:
 def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     """One worker per replica; those on the CPU share the caller's number of torch threads."""
     num_threads, on_cpu = torch.get_num_threads(), sum(d.type == "cpu" for d in devices)
-    _refuse_forward_mode()
+    forward_ad.enter_dual_level = _enter_dual_level
     renew_engine()
     gpus = [device for device in devices if device.type == "cuda"]
     if len(gpus) > 1:
@@ -85,70 +110,33 @@ def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     return workers
 
 
-_enter_dual_level: Callable[[], Any] = forward_ad.enter_dual_level
+_torchs_enter_dual_level: Callable[[], Any] = forward_ad.enter_dual_level
 
 
-def _refuse_forward_mode() -> None:
-    """Makes forward-mode derivatives in workers an error.
+def _enter_dual_level() -> Any:
+    """Refuses forward-mode derivatives in workers.
 
     Their level is that of the whole process: replicas would end each other's level, and compute
     wrong derivatives without an error.
     """
-
-    def enter_dual_level() -> Any:
-        if threading.current_thread().name.startswith(NAME):
-            raise RuntimeError(
-                "Expected no forward-mode derivative (torch.func.jvp, jacfwd, hessian, "
-                "torch.autograd.forward_ad) in replicas that run in threads, got one: torch has "
-                'one level of them per process. Use DataParallelStrategy(executor="inorder"), or '
-                "reverse mode (torch.func.vjp, jacrev)."
-            )
-        return _enter_dual_level()
-
-    forward_ad.enter_dual_level = enter_dual_level
-
-
-# Threads that do not end
-
-
-def leave_behind(who: str, thread: threading.Thread) -> None:
-    """Names a replica whose thread does not end, and interrupts it at its next line of Python."""
-    if thread.is_alive():
-        log.warning(
-            "Expected %s to end within %g seconds, got it still at %s. Its thread is left behind, "
-            "and ends when this line does. Give what waits there a timeout.",
-            *(who, GRACE_SECONDS, _users_line(thread)),
+    if threading.current_thread().name.startswith(NAME):
+        raise RuntimeError(
+            "Expected no forward-mode derivative (torch.func.jvp, jacfwd, hessian, "
+            "forward_ad.dual_level) where replicas run in threads, got one: torch has one level of "
+            'them per process. Use DataParallelStrategy(executor="inorder"), or reverse mode '
+            "(torch.func.vjp, jacrev)."
         )
-        interrupt(thread, KeyboardInterrupt)
+    return _torchs_enter_dual_level()
 
 
-def _users_line(thread: threading.Thread) -> str:
-    """The innermost line of the user's code that a thread runs; else of a library's."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    stack = traceback.extract_stack(frame) if frame else []
-    libraries = (*[sysconfig.get_path(name) for name in ("stdlib", "purelib")], PACKAGE)
-    users = [entry for entry in stack if not entry.filename.startswith(libraries)]
-    last = [f"{own.filename}:{own.lineno} in {own.name}: {own.line}" for own in users or stack]
-    return last[-1] if last else "its end"
-
-
-def interrupt(thread: threading.Thread, error: type[BaseException]) -> None:
-    """Raises an error in a thread as soon as it runs a line of Python."""
-    if thread.ident is not None and thread.is_alive():
-        ident = ctypes.c_ulong(thread.ident)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
-
-
-def have_ended(threads: Iterable[threading.Thread], seconds: float) -> bool:
-    """Whether all threads end within some seconds."""
+def have_ended(workers: Iterable[Worker], seconds: float) -> bool:
+    """Whether all threads but the calling one end within some seconds."""
     deadline = time.monotonic() + seconds
+    threads = [w.thread for w in workers if w.thread is not threading.current_thread()]
     for thread in threads:
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
             thread.join(min(left, 0.5))  # short, since Ctrl-C ends no `join` on Windows
     return not any([thread.is_alive() for thread in threads])
-
-
-# The process forks or ends
 
 
 class HasWorkers(Protocol):
@@ -170,11 +158,11 @@ def _in_child() -> None:
 @atexit.register
 def _at_exit() -> None:
     """A thread that returned from torch to a Python that has ended would abort the process."""
-    threads = [worker.thread for executor in list(executors) for worker in executor.dismiss()]
-    if not have_ended(threads, AT_EXIT_SECONDS / 2):
-        for thread in threads:
-            interrupt(thread, SystemExit)
-        have_ended(threads, AT_EXIT_SECONDS / 2)
+    workers = [worker for executor in list(executors) for worker in executor.dismiss()]
+    if not have_ended(workers, 1.0):
+        for worker in workers:
+            worker.interrupt(SystemExit)
+        have_ended(workers, 1.0)
 
 
 if hasattr(os, "register_at_fork"):

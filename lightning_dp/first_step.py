@@ -9,7 +9,7 @@ comes from is decided in `parallel.check`; here is how a LightningModule's steps
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,6 @@ from lightning_dp.lightning_private import own_device, state_defaults
 from lightning_dp.metrics import is_metric
 from lightning_dp.mode import Mode, Transfer, own_hooks
 from lightning_dp.parallel.check import (
-    MOST_BYTES,
     Call,
     FirstCalls,
     Key,
@@ -58,13 +57,13 @@ OPTION = "check_first_step"
 _LOSS_SCALE = 256.0
 """Of float16, whose small gradients would become 0."""
 
-_STAGES = {
-    "training_step": "train",
-    "validation_step": "val",
-    "test_step": "test",
-    "predict_step": "predict",
+_CONTEXTS = {
+    "training_step": "train_step_context",
+    "validation_step": "val_step_context",
+    "test_step": "test_step_context",
+    "predict_step": "predict_step_context",
 }
-"""Of each step, how the contexts of precision plugins are called."""
+"""The context of precision plugins for each step."""
 
 
 class FirstSteps:
@@ -98,7 +97,7 @@ class FirstSteps:
         self._new_mode = partial(make_mode, executor="inorder", world=None)
         self._transfer, self._loss_reduction = transfer, loss_reduction
         self._as_only_process = as_only_process
-        self.due = set(_STAGES)
+        self.due = set(_CONTEXTS)
         self._method = ""  # whose calls `FirstCalls` checks now
 
     def check(
@@ -117,12 +116,15 @@ class FirstSteps:
         """
         self.due.discard(method)
         self._method = method
-        empty, part, why = Report(OPTION, method), None, ""
+        report, part, why = Report(OPTION, method), None, ""
         try:
-            self._check_may_be_split(mode)
+            if self._option == "auto" and getattr(self._trainer, "fast_dev_run", False):
+                raise NotChecked("fast_dev_run.")
+            if self._option == "auto":
+                check_is_cheap(mode.engine)
             if not isinstance(mode, ForwardMode):
-                empty = replace(empty, sizes=small_sizes(mode.engine, batch))
-                part = first_samples(mode.engine, batch, sum(empty.sizes))
+                report = replace(report, sizes=small_sizes(mode.engine, batch))
+                part = first_samples(mode.engine, batch, sum(report.sizes))
         except NotChecked as reason:
             why = str(reason)
         if world is not None:
@@ -130,7 +132,7 @@ class FirstSteps:
             if any(cannot) and not why:
                 why = f"{sum(cannot)} of {len(cannot)} processes cannot check theirs."
         if why:
-            self._found(method, empty.not_compared(why))
+            self._found(replace(report, skipped=why))
         elif isinstance(mode, ForwardMode):
             if mode.engine.first_calls is None:
                 mode.engine.first_calls = self._first_calls(mode)
@@ -138,20 +140,12 @@ class FirstSteps:
             transfer = partial(self._transfer, dataloader_idx=mode.dataloader_idx)
 
             def make_call() -> Call:
-                own = self._new_mode(split=lambda n: empty.sizes)
-                return _StepCall(own, method, part, empty.sizes, args, transfer, self._trainer)
+                own = self._new_mode(split=lambda n: report.sizes)
+                return _StepCall(own, method, part, report.sizes, args, transfer, self._trainer)
 
             with self._around_check():
-                limit = MOST_BYTES if self._option == "auto" else None
-                report = check(make_call, empty, self._loss_reduction, limit)
-            self._found(method, report)
-
-    def _check_may_be_split(self, mode: Mode) -> None:
-        """Raises `NotChecked` for steps that cannot run twice or are not worth it."""
-        if self._option == "auto":
-            if getattr(self._trainer, "fast_dev_run", False):
-                raise NotChecked("fast_dev_run.")
-            check_is_cheap(mode.engine)
+                found = check(make_call, report, self._loss_reduction)
+            self._found(found)
 
     def _first_calls(self, mode: ForwardMode) -> FirstCalls:
         def make_engine(split: Callable[[int], Sizes]) -> ForwardParallel:
@@ -163,7 +157,7 @@ class FirstSteps:
             make_engine,
             OPTION,
             always=self._option is True,
-            report=lambda report: self._found(self._method, report),
+            report=self._found,
             around=self._around_check,
             # The step's own code is on the output device, and the call's on the root.
             program=_TrainerAround(mode.module, self._trainer, mode.engine.devices[0]),
@@ -179,10 +173,10 @@ class FirstSteps:
         finally:
             self._trainer.should_stop = stops
 
-    def _found(self, method: str, report: Report) -> None:
-        before = self._reports.get(method)
+    def _found(self, report: Report) -> None:
+        before = self._reports.get(self._method)
         if before is None or not before.differences:  # of several calls, the one that differs
-            self._reports[method] = report
+            self._reports[self._method] = report
         announce(report, asked=self._option is True, info=rank_zero_info, stacklevel=4)
 
 
@@ -199,13 +193,13 @@ class _StepCall(Call):
         transfer: Callable[[Any, torch.device], Any],
         trainer: Trainer,
     ) -> None:
-        precision = trainer.precision_plugin
-        self.module, self.name, self.engine, self.sizes = mode.module, method, mode.engine, sizes
-        self.devices = [*mode.engine.devices, mode.engine.output_device]
+        self.module, self.engine, self.sizes = mode.module, mode.engine, sizes
         self.program = _TrainerAround(mode.module, trainer, mode.engine.devices[0])
-        self._mode, self._batch, self._args, self._transfer = mode, batch, args, transfer
-        self._precision, self._has_hooks = precision, bool(own_hooks(mode.module))
-        self._is_training = method == "training_step"
+        self._mode, self._method, self._transfer = mode, method, transfer
+        self._batch, self._args = batch, args
+        precision = trainer.precision_plugin
+        self._context: Callable[[], AbstractContextManager[None]]
+        self._context = getattr(precision, _CONTEXTS[method])
         scaler = getattr(precision, "scaler", None)
         if scaler is not None and scaler.is_enabled():
             self.loss_scale = _LOSS_SCALE
@@ -218,42 +212,35 @@ class _StepCall(Call):
     def alone(self, shard: int | None) -> Any:
         batch = self._moved(shard)
         with self._context():
-            return getattr(self.module, self.name)(batch, *self._args)
+            return getattr(self.module, self._method)(batch, *self._args)
 
     @override
     def transferred(self, shard: int | None) -> Any:
-        return self._moved(shard) if self._has_hooks else None
+        return self._moved(shard) if own_hooks(self._mode.module) else None
 
     def _moved(self, shard: int | None) -> Any:
         batch = copied(self._batch)
         if shard is not None:
             batch = self.engine.cut(batch, self.sizes)[shard]
-        return self._transfer(batch, self.devices[0])
+        return self._transfer(batch, self.engine.devices[0])
 
     @override
-    def split(self, alone: Any) -> Any:
+    def split(self) -> Any:
         batch = self._mode.batch(copied(self._batch), 0)
         with self._context():
-            return self._mode.step(self.name, batch, self._args)
+            return self._mode.step(self._method, batch, self._args)
 
     @override
     def parse(self, output: Any) -> tuple[Tensor | None, Any]:
-        if not self._is_training:
+        if output is None or self._method != "training_step":
             return None, output
-        if output is None:
-            return None, None
         parsed = StepOutput.parse(output)
         self.counts_items = parsed.num_items is not None
         return parsed.loss, parsed.extras
 
     @override
-    def around(self, *, split: bool) -> AbstractContextManager[None]:
-        return self._mode.during_backward() if split else super().around(split=split)
-
-    def _context(self) -> AbstractContextManager[None]:
-        name = f"{_STAGES[self.name]}_step_context"
-        context: AbstractContextManager[None] = getattr(self._precision, name)()
-        return context
+    def during_backward(self) -> AbstractContextManager[None]:
+        return self._mode.during_backward()
 
 
 class _TrainerAround(Program):
@@ -285,8 +272,12 @@ class _TrainerAround(Program):
             with log, replaced(self._module, **own_device(self._module, self._device)):
                 yield values
             values.update({Key("logger", name): count for name, count in used.items()})
-            values.update(_states(self._module))
-            values.update(_options(trainer.optimizers))
+            values.update(_metric_states(self._module))
+            for i, optimizer in enumerate(trainer.optimizers):
+                for j, group in enumerate(optimizer.param_groups):
+                    of = f"optimizer {i}" + (f", group {j}" if j else "")
+                    numbers = [(n, v) for n, v in group.items() if isinstance(v, float)]
+                    values.update({Key("option", f"{name} of {of}"): v for name, v in numbers})
         finally:
             trainer.loggers = loggers
 
@@ -303,22 +294,10 @@ def _record(values: dict[Key, Any], name: str, value: Any, *args: Any, **options
     values[key] = None if isinstance(value, nn.Module) else on_host(value)
 
 
-def _options(optimizers: Sequence[Any]) -> Iterator[tuple[Key, Any]]:
-    """Numbers among the options of optimizers, which a step or a schedule in it may change."""
-    for i, optimizer in enumerate(optimizers):
-        for j, group in enumerate(optimizer.param_groups):
-            of = f"optimizer {i}" + (f", group {j}" if j else "")
-            for name, value in group.items():
-                if isinstance(value, float):
-                    yield Key("option", f"{name} of {of}"), value
-
-
-def _states(module: nn.Module) -> Iterator[tuple[Key, Any]]:
+def _metric_states(module: nn.Module) -> Iterator[tuple[Key, Any]]:
     """The states of all metrics of a module; lists of tensors as one."""
     for name, metric in module.named_modules():
-        if not isinstance(metric, Metric):  # a collection holds metrics
-            continue
-        for state in state_defaults(metric):
+        for state in state_defaults(metric) if isinstance(metric, Metric) else ():
             value = getattr(metric, state)
             if isinstance(value, list) and value and all(isinstance(v, Tensor) for v in value):
                 value = torch.cat([torch.atleast_1d(v) for v in value])

@@ -44,10 +44,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dp import DataParallel, DataParallelStrategy, first_step
-from lightning_dp.parallel.check import Report
+from lightning_dp import DataParallel, DataParallelStrategy
+from lightning_dp.parallel.check import Report, first_call
 from lightning_dp.parallel.check.draws import OneNumberPerDraw
-from lightning_dp.parallel.check.outcome import EXACT, Tolerance, distance
+from lightning_dp.parallel.check.compare import distance, rounding
 from lightning_dp.parallel.devices import reset_peak_memory
 
 pytestmark = [
@@ -429,7 +429,7 @@ def test_where_nothing_is_compared_a_line_says_why(
 def test_a_large_module_is_left_out_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(first_step, "MOST_BYTES", 100)
+    monkeypatch.setattr(first_call, "MOST_BYTES", 100)
     assert "GiB" in checked(Classifier, check="auto")["training_step"].skipped
     assert checked(Classifier)["training_step"].is_same
 
@@ -487,7 +487,7 @@ def exact_products() -> Iterator[list[Any]]:
 
 def test_differences_that_count_are_larger_than_roundings(exact_products: list[Any]) -> None:
     def of(kind: torch.dtype, device: str = "cuda") -> float:
-        return Tolerance.of([kind, torch.float64], device).relative
+        return rounding([kind, torch.float64], device) ** 0.5
 
     exact = torch.finfo(torch.float32).eps ** 0.5
     assert of(torch.float32) == of(torch.float32, "cpu") == exact
@@ -529,7 +529,7 @@ def test_a_permutation_reverses_and_a_multinomial_is_drawn_as_it_is() -> None:
     with OneNumberPerDraw() as draws:
         assert torch.randperm(5).tolist() == [4, 3, 2, 1, 0]
         torch.multinomial(torch.ones(5), 2)
-    assert list(draws.uncontrolled) == ["multinomial"]
+    assert list(draws.names) == ["randperm", "multinomial"] and draws.uncontrolled
 
 
 @pytest.mark.parametrize(
@@ -546,7 +546,7 @@ def test_a_permutation_reverses_and_a_multinomial_is_drawn_as_it_is() -> None:
     ],
 )
 def test_values_of_every_kind_are_compared(a: Any, b: Any, is_same: bool) -> None:
-    assert (distance(a, b, EXACT) == 0) is is_same
+    assert (distance(a, b) == 0) is is_same
 
 
 # --- no trace -------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Check: does a split call give the numbers of one device, and if not, why?
 
 Decided here: what a call may change and how that is put back (`snapshot`), what is compared and
-how closely (`outcome`), how both calls run (`trial`, with random numbers that do not depend on the
+how closely (`compare`), how both calls run (`trial`, with random numbers that do not depend on the
 number of samples: `draws`), why they differ (`causes`), in which words (`report`), and how a module
 is checked whose calls are spread over the devices (`first_call`).
 
@@ -10,14 +10,12 @@ the whole small batch or with one shard of it; *split* is the same call on the r
 """
 
 from lightning_dp.parallel.check.causes import check as check
-from lightning_dp.parallel.check.first_call import MOST_BYTES as MOST_BYTES
+from lightning_dp.parallel.check.compare import Key as Key
 from lightning_dp.parallel.check.first_call import FirstCalls as FirstCalls
 from lightning_dp.parallel.check.first_call import check_is_cheap as check_is_cheap
 from lightning_dp.parallel.check.first_call import copied as copied
 from lightning_dp.parallel.check.first_call import first_samples as first_samples
 from lightning_dp.parallel.check.first_call import small_sizes as small_sizes
-from lightning_dp.parallel.check.outcome import Key as Key
-from lightning_dp.parallel.check.report import Difference as Difference
 from lightning_dp.parallel.check.report import Report as Report
 from lightning_dp.parallel.check.report import announce as announce
 from lightning_dp.parallel.check.snapshot import NotChecked as NotChecked

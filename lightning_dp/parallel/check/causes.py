@@ -14,9 +14,7 @@ from typing import Literal
 
 import torch
 
-from lightning_dp.parallel.check.draws import OneNumberPerDraw
-from lightning_dp.parallel.check.outcome import (
-    EXACT,
+from lightning_dp.parallel.check.compare import (
     UNCHANGED,
     Key,
     Outcome,
@@ -25,7 +23,7 @@ from lightning_dp.parallel.check.outcome import (
     fitted_weights,
     weighted_sum,
 )
-from lightning_dp.parallel.check.report import Difference, Report
+from lightning_dp.parallel.check.report import NAMES, Difference, Report
 from lightning_dp.parallel.check.snapshot import NotChecked
 from lightning_dp.parallel.check.trial import Call, Conditions, Trial, muted
 from lightning_dp.parallel.errors import described
@@ -40,10 +38,7 @@ _CHANCE_FACTOR = 3.0
 
 
 def check(
-    make_call: Callable[[], Call],
-    report: Report,
-    loss_reduction: LossReduction = "mean",
-    most_bytes: int | None = None,
+    make_call: Callable[[], Call], report: Report, loss_reduction: LossReduction = "mean"
 ) -> Report:
     """Runs a call alone and split, compares, looks for the cause, and puts everything back.
 
@@ -53,247 +48,217 @@ def check(
         make_call: makes the call and its engine.
         report: the report of a call without differences.
         loss_reduction: the strategy's.
-        most_bytes: how much host memory copies of the module's tensors may take; None for any.
     """
     with muted():
         try:
             call = make_call()
             try:
-                return _compared(Trial(call, most_bytes), report, loss_reduction)
+                trial = Trial(call)
+                try:
+                    return _Comparison(trial, loss_reduction).report(report)
+                finally:
+                    trial.end()
             finally:
                 call.engine.close()
         except NotChecked as reason:
-            return report.not_compared(str(reason))
+            return replace(report, skipped=str(reason))
         except Exception as error:
-            text = f"{type(error).__name__}: {described(error, str)}"
-            return report.not_compared(f"the check raised {text}", raised=True)
-
-
-def _compared(trial: Trial, report: Report, loss_reduction: LossReduction) -> Report:
-    try:
-        return _Comparison(trial, report, loss_reduction).report()
-    finally:
-        trial.end()
+            text = f"the check raised {type(error).__name__}: {described(error, str)}"
+            return replace(report, skipped=text, raised=True)
 
 
 class _Comparison:
-    """One comparison, and the experiments that a difference asks for."""
+    """One comparison, and the experiments that a difference asks for.
 
-    def __init__(self, trial: Trial, report: Report, loss_reduction: LossReduction) -> None:
-        self._trial, self._empty = trial, report
-        self._loss_reduction = loss_reduction
-        self._sizes = [size for size in trial.call.sizes if size]
-        self._conditions = Conditions()
+    `_alone`, `_split` and `_found` are of the latest experiment, under `_conditions`: both outcomes
+    and the distances of the values that differ. `_causes` are those found so far.
+    """
 
-    def report(self) -> Report:
-        """Runs the call alone and split; where they differ, looks for the causes."""
-        trial = self._trial
-        alone = trial.alone()
-        if not alone.is_finite:
+    def __init__(self, trial: Trial, loss_reduction: LossReduction) -> None:
+        self._trial, self._call = trial, trial.call
+        self._is_sum = loss_reduction == "sum"
+        self._causes: dict[str, str] = {}
+        self._run_both(Conditions())
+
+    def _run_both(self, conditions: Conditions) -> None:
+        self._conditions = conditions
+        self._alone = self._trial.alone(conditions)
+        if conditions == Conditions() and not self._alone.is_finite:
             raise NotChecked("its loss or gradient is not finite on the root alone.")
-        split = trial.split(like=alone)
-        found = differing(alone, split, trial.tolerance)
-        if not found:
-            return self._empty
-        draws = OneNumberPerDraw()
-        first = trial.alone(Conditions(one_number_per_draw=True), draws=draws)
-        if trial.lower_tolerance(draws.dtypes):  # autocast inside of the call, say
-            found = differing(alone, split, trial.tolerance)
-        unstable = differing(alone, trial.alone(), trial.tolerance)
-        found = {key: off for key, off in found.items() if key not in unstable or _is_result(key)}
-        causes: dict[str, str] = {}
-        if any(_is_result(key) and key in found for key in unstable):
-            causes["not repeatable"] = _NOT_REPEATABLE
-        elif found:
-            if trial.norms.names:
-                alone, split, found = self._without_norms(found, causes)
-            if found and (draws.names or self._python_draws(first) - unstable.keys()):
-                alone, split, found = self._without_chance(alone, split, found, draws, causes)
-            found = self._beyond_rounding(alone, found)
-            causes |= self._causes(alone, split, found)
+        self._split = self._trial.split(conditions)
+        self._found = differing(self._alone, self._split, self._trial.eps)
+
+    def report(self, empty: Report) -> Report:
+        """Where both calls differ, looks for the causes."""
+        if self._found:
+            self._look_for_causes()
         differences = [
-            Difference(k, alone.values.get(k, UNCHANGED), split.values.get(k, UNCHANGED))
-            for k in sorted(found, key=lambda key: _ORDER.index(key.kind))
+            Difference(
+                k, self._alone.values.get(k, UNCHANGED), self._split.values.get(k, UNCHANGED)
+            )
+            for k in sorted(self._found, key=lambda key: list(NAMES).index(key.kind))
         ]
-        return replace(self._empty, differences=differences, causes=causes)
+        return replace(empty, differences=differences, causes=self._causes)
 
-    def _without_norms(self, found: dict[Key, float], causes: dict[str, str]) -> _Both:
-        """Both calls with batch norm switched off; notes whether it made them differ."""
-        norms = self._trial.norms.names
-        self._conditions = Conditions(norms_off=True)
-        alone, split, now = self._both(self._conditions)
-        if now.keys() != found.keys() or any(now[key] < found[key] / 2 for key in now):
-            causes["batch norm"] = _BATCH_NORM.format(_listed(norms))
-        return alone, split, now
+    def _look_for_causes(self) -> None:
+        trial = self._trial
+        first = trial.alone(Conditions(one_number_per_draw=True))
+        draws = trial.draws
+        if trial.computes_in(draws.dtypes):  # autocast inside of the call, say
+            self._found = differing(self._alone, self._split, trial.eps)
+        unstable = differing(self._alone, trial.alone(), trial.eps)
+        if any(_is_result(key) and key in self._found for key in unstable):
+            self._causes["not repeatable"] = _WHY["not repeatable"]
+            return
+        self._found = {k: off for k, off in self._found.items() if k not in unstable}
+        if self._found and trial.norms:
+            before = self._found
+            self._run_both(Conditions(norms_off=True))
+            found = self._found
+            if found.keys() != before.keys() or any(found[k] < before[k] / 2 for k in found):
+                self._name("batch norm", _listed(list(trial.norms)))
+        if self._found:
+            other = trial.alone(Conditions(one_number_per_draw=True, python_seed=1))
+            if draws.names or differing(first, other, trial.eps).keys() - unstable.keys():
+                self._without_chance(list(draws.names), is_controlled=not draws.uncontrolled)
+        if self._found:  # up to 30 times what a change of parameters by one rounding error makes
+            perturbed = (replace(self._conditions, perturbed=i) for i in (1, 2, 3))
+            self._keep_beyond(perturbed, _ROUNDING_FACTOR)
+        if self._found:
+            self._name_causes()
 
-    def _without_chance(
-        self,
-        alone: Outcome,
-        split: Outcome,
-        found: dict[Key, float],
-        draws: OneNumberPerDraw,
-        causes: dict[str, str],
-    ) -> _Both:
+    def _without_chance(self, drawn: list[str], *, is_controlled: bool) -> None:
         """Both calls with random numbers that do not depend on how many samples there are."""
-        plain, seeds = self._conditions, range(3)
+        plain, runs = self._conditions, []
         # One number may hide a difference (a path that is dropped) or divide by a deviation of 0.
-        made = [replace(plain, one_number_per_draw=True, seed=seed) for seed in seeds]
-        pairs = [(conditions, self._both(conditions)) for conditions in made]
-        usable = [pair for pair in pairs if pair[1][0].is_finite]
+        for seed in range(3):
+            self._run_both(replace(plain, one_number_per_draw=True, seed=seed))
+            runs.append((self._conditions, self._alone, self._split, self._found))
+        usable = [run for run in runs if run[1].is_finite]
         if usable:
-            self._conditions, (alone, split, found) = max(usable, key=lambda pair: len(pair[1][2]))
-        is_controlled = bool(usable) and not draws.uncontrolled
-        if found and (not is_controlled or self._draws_more_for_more_samples()):
-            seeded = (replace(self._conditions, seed=seed) for seed in range(4, 12))
-            others = (self._trial.alone(conditions) for conditions in seeded)
-            found = self._beyond(alone, found, others, _CHANCE_FACTOR)
-        if not (found and list(draws.names) == ["randperm"]):  # pairs that differ are no chance
-            causes["random"] = _RANDOM.format(", ".join(draws.names) or "numpy's or Python's")
-        return alone, split, found
+            best = max(usable, key=lambda run: len(run[3]))
+            self._conditions, self._alone, self._split, self._found = best
+        if self._found and not (usable and is_controlled and not self._draws_for_each_sample()):
+            others = (replace(self._conditions, seed=seed) for seed in range(4, 12))
+            self._keep_beyond(others, _CHANCE_FACTOR)
+        if not (self._found and drawn == ["randperm"]):  # pairs that differ are no chance
+            self._name("random", ", ".join(drawn) or "numpy's or Python's")
 
-    def _both(self, conditions: Conditions) -> _Both:
-        alone = self._trial.alone(conditions)
-        split = self._trial.split(conditions, like=alone)
-        return alone, split, differing(alone, split, self._trial.tolerance)
-
-    def _python_draws(self, alone: Outcome) -> set[Key]:
-        """The values that depend on random numbers of Python or NumPy."""
-        other = self._trial.alone(Conditions(one_number_per_draw=True), python_seed=1)
-        return set(differing(alone, other, self._trial.tolerance))
-
-    def _draws_more_for_more_samples(self) -> bool:
+    def _draws_for_each_sample(self) -> bool:
         """Whether the call draws random numbers of Python or NumPy for each sample.
 
         If not, each replica draws the same ones as the root alone: its generators start alike.
         """
-        self._trial.alone(self._conditions)
-        whole = self._trial.python_state
-        self._trial.alone(self._conditions, self._trial.active[0])
-        return whole != self._trial.python_state
+        states = []
+        for shard in (None, self._trial.active[0]):
+            self._trial.alone(replace(self._conditions, shard=shard))
+            states.append(self._trial.python_state)
+        return states[0] != states[1]
 
-    def _beyond_rounding(self, alone: Outcome, found: dict[Key, float]) -> dict[Key, float]:
-        """Drops differences that rounding explains.
-
-        Up to 30 times what a change of the parameters by one rounding error makes.
-        """
-        if not found:
-            return found
-        perturbed = (self._trial.alone(self._conditions, perturbed=i) for i in (1, 2, 3))
-        return self._beyond(alone, found, perturbed, _ROUNDING_FACTOR)
-
-    def _beyond(
-        self, alone: Outcome, found: dict[Key, float], others: Iterable[Outcome], factor: float
-    ) -> dict[Key, float]:
-        """Keeps differences above `factor` times the largest from `alone` to any of `others`."""
-        largest = dict.fromkeys(found, 0.0)
-        for other in others:  # one at a time: each has all gradients
-            for key in found:
-                off = distance(alone.values.get(key), other.values.get(key), EXACT)
+    def _keep_beyond(self, others: Iterable[Conditions], factor: float) -> None:
+        """Keeps differences above `factor` times the largest from `alone` under `others`."""
+        largest = dict.fromkeys(self._found, 0.0)
+        for conditions in others:
+            other = self._trial.alone(conditions)
+            for key in largest:
+                off = distance(self._alone.values.get(key), other.values.get(key))
                 largest[key] = max(largest[key], off)
-        return {key: off for key, off in found.items() if off > factor * largest[key]}
+        self._found = {k: off for k, off in self._found.items() if off > factor * largest[k]}
+
+    # What is the call's own
+
+    def _name(self, cause: str, *names: str, sentence: str = "") -> None:
+        self._causes[cause] = _WHY[sentence or cause].format(*names)
+
+    def _name_causes(self) -> None:
+        """Why values of each kind differ."""
+        before = len(self._causes)
+        keys: dict[str, list[Key]] = {}
+        for key in self._found:
+            keys.setdefault(key.kind, []).append(key)
+        if "loss" in keys or "gradient" in keys:
+            self._name_cause_of_loss(keys)
+        if "whole batch" in self._causes:  # which mends the loss where it is logged, too
+            alone, eps = self._alone, self._trial.eps
+            logs = [
+                k for k in keys.pop("log", []) if distance(alone.loss, alone.values.get(k), eps)
+            ]
+            keys |= {"log": logs} if logs else {}
+        for kind, names in keys.items():
+            if kind in ("loss", "gradient"):
+                continue
+            cause = "logged value" if kind == "log" else kind
+            listed = _listed([f"output{k.name}" if kind == "output" else k.name for k in names])
+            if kind == "output" and self._is_padded(names):
+                self._name("shapes", listed)
+            elif kind == "output" and not self._call.reports_loss:
+                self._name(cause, listed, sentence="forward")
+            else:
+                self._name(cause, listed)
+        if len(self._causes) == before:
+            self._name("state", sentence="apart")
+        may_mix = self._causes.keys() & {"whole batch", "output", "logged value"}
+        if may_mix and self._trial.mixes_in_transfer():
+            self._causes.pop("whole batch", None)
+            self._causes = {"transfer hook": _WHY["transfer hook"], **self._causes}
+
+    def _name_cause_of_loss(self, keys: dict[str, list[Key]]) -> None:
+        """Which weights make the shards' losses and gradients those of the batch."""
+        made = [k.name for k in keys.get("gradient", ()) if k.name not in self._trial.parameters]
+        if made:
+            self._name("made in step", _listed(made))
+            return
+        if not self._call.reports_loss:
+            if "output" not in keys:
+                self._name("whole batch", "The backward of forward", sentence="forward")
+            return
+        sizes = [size for size in self._call.sizes if size]
+        sums, means = [loss_weights(sizes, how) for how in ("sum", "mean")]
+        fitted = self._fitted()
+        if self._is_made_of(sums):
+            if not self._is_sum:
+                self._name("sum")
+        elif self._is_made_of(means):
+            if self._is_sum:
+                self._name("mean")
+            elif self._call.counts_items:
+                self._name("mean", sentence="no items")
+        elif self._is_made_of(fitted):
+            self._name("items", _shares(fitted), _shares(means))
+        else:
+            self._name("whole batch")
 
     @cached_property
     def _parts(self) -> list[Outcome]:
         """Each shard's outcome on the root."""
-        return [self._trial.alone(self._conditions, k) for k in self._trial.active]
+        return [self._trial.alone(replace(self._conditions, shard=k)) for k in self._trial.active]
 
-    def _causes(self, alone: Outcome, split: Outcome, found: dict[Key, float]) -> dict[str, str]:
-        """Why values of each kind differ."""
-        causes: dict[str, str] = {}
-        kinds = {key.kind for key in found}
-        if kinds & {"loss", "gradient"}:
-            causes |= self._parameters_made(found) or self._of_gradients(alone, found)
-        logs = [key for key in found if key.kind == "log"]
-        if "whole batch" in causes:  # which mends the loss where it is logged, too
-            logs = [key for key in logs if self._differs_from_loss(alone, key)]
-        if logs:
-            causes["logged value"] = _LOGGED.format(self._of_logs(alone, logs))
-        for kind in ("output", "list"):
-            keys = [key for key in found if key.kind == kind]
-            names = _listed([f"output{key.name}" if kind == "output" else key.name for key in keys])
-            if kind == "output" and self._is_padded(alone, keys):
-                causes["shapes"] = _SHAPES.format(names)
-            elif keys:
-                is_call = kind == "output" and not self._trial.call.reports_loss
-                causes[kind] = (_FORWARD if is_call else _OF_KIND[kind]).format(names)
-        for kind in ("metric", "buffer", "parameter", "state", "logger", "option"):
-            if keys := [key for key in found if key.kind == kind]:
-                causes[kind] = _OF_KIND[kind].format(_listed([key.name for key in keys]))
-        if found and not causes:
-            causes["state"] = _APART
-        may_mix = causes.keys() & {"whole batch", "output", "logged value"}
-        if may_mix and self._trial.mixes_in_transfer():
-            causes.pop("whole batch", None)
-            causes = {"transfer hook": _TRANSFER, **causes}
-        return causes
-
-    def _differs_from_loss(self, alone: Outcome, key: Key) -> bool:
-        return bool(distance(alone.loss, alone.values.get(key), self._trial.tolerance))
-
-    def _parameters_made(self, found: dict[Key, float]) -> dict[str, str]:
-        made = [
-            key.name
-            for key in found
-            if key.kind == "gradient" and key.name not in self._trial.parameters
-        ]
-        return {"made in step": _MADE.format(_listed(made))} if made else {}
-
-    def _of_gradients(self, alone: Outcome, found: dict[Key, float]) -> dict[str, str]:
-        """Which weights make the shards' losses and gradients those of the batch."""
-        if not self._trial.call.reports_loss:
-            has_outputs = any(key.kind == "output" for key in found)
-            return (
-                {} if has_outputs else {"whole batch": _FORWARD.format("The backward of forward")}
-            )
-        sums, means = [loss_weights(self._sizes, how) for how in ("sum", "mean")]
-        is_sum = self._loss_reduction == "sum"
-        if self._is_made_of(sums, alone):
-            return {} if is_sum else {"sum": _SUM}
-        if self._is_made_of(means, alone):
-            if is_sum:
-                return {"mean": _MEAN}
-            return {"mean": _NO_ITEMS} if self._trial.call.counts_items else {}
-        # A mean over nothing is NaN, and weighs nothing.
-        finite = [part for part in self._parts if part.is_finite]
-        fitted = dict(zip(map(id, finite), fitted_weights(alone, finite), strict=True))
-        # A mean over anything weighs by shares: at least 0, and 1 in sum.
+    def _fitted(self) -> list[float]:
+        """The shares of the shards in a mean over anything: at least 0, and 1 in sum."""
+        finite = [part for part in self._parts if part.is_finite]  # a mean over nothing is NaN
+        fitted = dict(zip(map(id, finite), fitted_weights(self._alone, finite), strict=True))
         counts = [max(fitted.get(id(part), 0.0), 0.0) for part in self._parts]
-        weights = [count / (sum(counts) or 1.0) for count in counts]
-        if self._is_made_of(weights, alone):
-            return {"items": _ITEMS.format(_shares(weights), _shares(means))}
-        return {"whole batch": _WHOLE_BATCH}
+        return [count / (sum(counts) or 1.0) for count in counts]
 
-    def _is_made_of(self, weights: Sequence[float], alone: Outcome) -> bool:
+    def _is_made_of(self, weights: Sequence[float]) -> bool:
         joint = weighted_sum(self._parts, weights)
-        kinds = ("loss", "gradient")
-        own = Outcome({key: value for key, value in alone.values.items() if key.kind in kinds})
-        own.gradient_norm = alone.gradient_norm
-        return not differing(own, joint, self._trial.tolerance)
+        own = {k: v for k, v in self._alone.values.items() if k.kind in ("loss", "gradient")}
+        return not differing(Outcome(own), joint, self._trial.eps)
 
-    def _of_logs(self, alone: Outcome, keys: Sequence[Key]) -> str:
-        """Names of logged values, with what they are where that shows."""
-        names = []
-        for key in keys:
-            parts = [part.values.get(key) for part in self._parts]
-            numbers = [float(p) for p in parts if isinstance(p, torch.Tensor | float | int)]
-            whole = alone.values.get(key)
-            is_sum = (
-                len(numbers) == len(parts)
-                and isinstance(whole, torch.Tensor | float | int)
-                and not distance(whole, sum(numbers), self._trial.tolerance)
-            )
-            names.append(repr(key.name) + (", a sum" if is_sum else ""))
-        return "; ".join(names[:5]) + "; ..." * (len(names) > 5)
-
-    def _is_padded(self, alone: Outcome, keys: Sequence[Key]) -> bool:
+    def _is_padded(self, keys: Sequence[Key]) -> bool:
         """Whether shards differ in a shape beside the dimension of samples."""
-        dim = self._trial.call.engine.row_rules.dim
+        dim = self._call.engine.row_rules.dim
         for key in keys:
-            values = [outcome.values.get(key) for outcome in (alone, *self._parts)]
+            values = [outcome.values.get(key) for outcome in (self._alone, *self._parts)]
             shapes = [tuple(v.shape) for v in values if isinstance(v, torch.Tensor)]
             if len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1:
                 return True
         return False
+
+
+def _is_result(key: Key) -> bool:
+    """Whether it has to be the same in every run; a logged time, say, is not."""
+    return key.kind in ("loss", "gradient", "output")
 
 
 def _shares(weights: Sequence[float]) -> str:
@@ -304,50 +269,41 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
-_Both = tuple[Outcome, Outcome, dict[Key, float]]
-"""Outcomes alone and split, and the distances of the values that differ."""
-
-
-def _is_result(key: Key) -> bool:
-    """Whether it has to be the same in every run; a logged time, say, is not."""
-    return key.kind in ("loss", "gradient", "output")
-
-
-_ORDER = (
-    *("loss", "gradient", "log", "metric", "output", "list", "state", "buffer", "parameter"),
-    "logger",
-    "option",
-)
-_SUM = 'The loss is a sum over samples, not a mean: use loss_reduction="sum".'
-_MEAN = 'The loss is a mean over samples, not a sum: use loss_reduction="mean".'
-_NO_ITEMS = (
-    "The loss is a mean over samples, and not over the num_items that the step returns: leave them "
-    "out."
-)
-_ITEMS = (
-    "The loss is a mean over something else than samples, such as valid tokens: the shards have "
-    "the weights {} in it; by number of samples they would have {}. Return "
-    '{{"loss": loss, "num_items": n}} from training_step, with the number n of what it is a mean '
-    "over."
-)
-_WHOLE_BATCH = (
-    "The loss is not a mean over samples. It looks at the whole batch at once (as Dice, "
-    "contrastive and triplet losses and mixup do) or depends on how many samples there are: use "
-    'mode="forward".'
-)
-_FORWARD = (
-    "{} looks at more than one sample at a time, or is not one row per sample. Compute it outside "
-    "of forward, from what forward returns for the whole batch; or say how it is joined by "
-    'gather_overrides={{"name": "sum"}}.'
-)
-_LOGGED = (
-    "Logged values that are not means over samples: {}. Log a torchmetrics metric, or pass what "
-    'the value is: self.log(..., reduce_fx="sum") for a sum, batch_size=n for a mean over n items.'
-)
-_OF_KIND = {
+_WHY = {
+    "sum": 'The loss is a sum over samples, not a mean: use loss_reduction="sum".',
+    "mean": 'The loss is a mean over samples, not a sum: use loss_reduction="mean".',
+    "no items": (
+        "The loss is a mean over samples, and not over the num_items that the step returns: leave "
+        "them out."
+    ),
+    "items": (
+        "The loss is a mean over something else than samples, such as valid tokens: the shards "
+        "have the weights {} in it; by number of samples they would have {}. Return "
+        '{{"loss": loss, "num_items": n}} from training_step, with the number n of what it is a '
+        "mean over."
+    ),
+    "whole batch": (
+        "The loss is not a mean over samples. It looks at the whole batch at once (as Dice, "
+        "contrastive and triplet losses and mixup do) or depends on how many samples there are: "
+        'use mode="forward".'
+    ),
+    "forward": (
+        "{} looks at more than one sample at a time, or is not one row per sample. Compute it "
+        "outside of forward, from what forward returns for the whole batch; or say how it is "
+        'joined by gather_overrides={{"name": "sum"}}.'
+    ),
+    "logged value": (
+        "Logged values that are not means over samples: {}. Log a torchmetrics metric, or pass "
+        'what the value is: self.log(..., reduce_fx="sum") for a sum, batch_size=n for a mean over '
+        "n items."
+    ),
     "output": (
         "{} is not one row per sample, or looks at other samples of the batch. Return rows, say "
         'how they are joined by gather_overrides={{"name": "cat"}}, or use mode="forward".'
+    ),
+    "shapes": (
+        "{} has a shape that depends on the other samples of a shard (padded to the longest, say). "
+        "Pad to a fixed length, or return one item per sample in a list."
     ),
     "list": (
         "The items that the step leaves in {} are not rows or means over samples. Append rows, or "
@@ -369,6 +325,11 @@ _OF_KIND = {
         "All replicas share the object that the step writes to ({}), and each of them writes. "
         "Write to it in on_train_batch_end, or append to a list on self."
     ),
+    "apart": (
+        "Run one by one from the same state, the shards add up to the batch; run as replicas they "
+        "do not. The step writes to something that the replicas share, or keeps something from "
+        "call to call."
+    ),
     "logger": (
         "The step calls self.logger itself ({}), once on every replica. Return what it shows and "
         "log it in the batch_end hook, or use self.log."
@@ -378,34 +339,27 @@ _OF_KIND = {
         "every replica. Change them in on_train_batch_start, let configure_optimizers return the "
         'scheduler, or use mode="forward".'
     ),
+    "transfer hook": (
+        "on_after_batch_transfer or transfer_batch_to_device looks at more than one sample at a "
+        "time, and sees each shard alone. Do that in on_before_batch_transfer, which has the whole "
+        "batch."
+    ),
+    "made in step": (
+        "The step makes parameters ({}): every replica makes its own. Make them in __init__ or "
+        "configure_model."
+    ),
+    "batch norm": (
+        "batch norm in training normalizes each shard by its own statistics, as in DDP ({}); "
+        "Trainer(sync_batchnorm=True) takes those of the whole batch."
+    ),
+    "random": (
+        "random numbers ({}) are drawn by each replica for its own samples, so that numbers differ "
+        "by chance, as from seed to seed."
+    ),
+    "not repeatable": (
+        "The step differs from run to run on one device, with the same seeds: it keeps state or "
+        "draws random numbers where they cannot be reached from the module. Use "
+        "Trainer(deterministic=True), and seed what it draws from."
+    ),
 }
-_APART = (
-    "Run one by one from the same state, the shards add up to the batch; run as replicas they do "
-    "not. The step writes to something that the replicas share, or keeps something from call to "
-    "call."
-)
-_SHAPES = (
-    "{} has a shape that depends on the other samples of a shard (padded to the longest, say). "
-    "Pad to a fixed length, or return one item per sample in a list."
-)
-_TRANSFER = (
-    "on_after_batch_transfer or transfer_batch_to_device looks at more than one sample at a time, "
-    "and sees each shard alone. Do that in on_before_batch_transfer, which has the whole batch."
-)
-_MADE = (
-    "The step makes parameters ({}): every replica makes its own. Make them in __init__ or "
-    "configure_model."
-)
-_BATCH_NORM = (
-    "batch norm in training normalizes each shard by its own statistics, as in DDP ({}); "
-    "Trainer(sync_batchnorm=True) takes those of the whole batch."
-)
-_RANDOM = (
-    "random numbers ({}) are drawn by each replica for its own samples, so that numbers differ by "
-    "chance, as from seed to seed."
-)
-_NOT_REPEATABLE = (
-    "The step differs from run to run on one device, with the same seeds: it keeps state or draws "
-    "random numbers where they cannot be reached from the module. Use Trainer(deterministic=True), "
-    "and seed what it draws from."
-)
+"""Each cause, with what to write instead."""

@@ -27,7 +27,6 @@ _IN_PLACE = {
 }
 _LIKE = {_aten.rand_like, _aten.randn_like, _aten.randint_like}
 _SIZED = {_aten.rand, _aten.randn, _aten.randint}
-_BERNOULLI = {_aten.bernoulli, _aten.bernoulli_}
 
 
 class OneNumberPerDraw(TorchDispatchMode):
@@ -36,78 +35,59 @@ class OneNumberPerDraw(TorchDispatchMode):
     Attributes:
         names: of the random operations that ran.
         dtypes: in which floating point numbers were computed.
-        uncontrolled: names of random operations that ran as they are (samples of a multinomial,
-            dropout inside a fused kernel, numbers of the module's own generator).
+        uncontrolled: whether a random operation ran as it is (samples of a multinomial, dropout
+            inside a fused kernel, numbers of the module's own generator).
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.names: dict[str, None] = {}
         self.dtypes: set[torch.dtype] = set()
-        self.uncontrolled: dict[str, None] = {}
+        self.uncontrolled = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Runs one operation."""
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            result = func(*args, **kwargs)
-            if isinstance(result, Tensor) and result.is_floating_point():
-                self.dtypes.add(result.dtype)
-            return result
-        name = str(func.overloadpacket).removeprefix("aten.")
-        self.names[name] = None
-        drawn = _draw(func, args, kwargs)
-        if drawn is None:
-            self.uncontrolled[name] = None
-            return func(*args, **kwargs)
-        return drawn
+        drawn = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.names[str(func.overloadpacket).removeprefix("aten.")] = None
+            # A replica's own generator draws other numbers than the root's.
+            if "out" not in kwargs and kwargs.get("generator") is None:
+                drawn = _draw(func, args, kwargs)
+            self.uncontrolled |= drawn is None
+        result = func(*args, **kwargs) if drawn is None else drawn
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.dtypes.add(result.dtype)
+        return result
 
 
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a random operation with one number for all elements; None if not known how."""
     kind = func.overloadpacket
-    if "out" in kwargs or kwargs.get("generator") is not None:
-        return None  # a replica's generator draws other numbers than the root's
     if kind in _IN_PLACE:
-        target: Tensor = args[0]
-        return target.copy_(func(target.new_empty(()), *args[1:], **kwargs))
+        return args[0].copy_(func(args[0].new_empty(()), *args[1:], **kwargs))
     if kind in _LIKE:
         one = func(args[0].new_empty(()), *args[1:], **kwargs)
         return torch.empty_like(args[0], dtype=one.dtype, device=one.device).copy_(one)
     if kind in _SIZED:
-        position = next((i for i, a in enumerate(args) if isinstance(a, list | tuple)), None)
-        if position is None:
-            return None
-        number: Tensor = func(*args[:position], [], *args[position + 1 :], **kwargs)
+        position = next(i for i, a in enumerate(args) if isinstance(a, list | tuple))
+        number = func(*args[:position], [], *args[position + 1 :], **kwargs)
         return number.expand(args[position]).clone()
     if kind is _aten.randperm:
-        order: Tensor = func(*args, **kwargs)
-        return order.sort(descending=True).values
+        return func(*args, **kwargs).sort(descending=True).values
     if kind is _aten.native_dropout and len(args) == 3 and args[1] < 1:
         x, p, trains = args  # accelerators have one kernel for F.dropout
         kept = torch.ones_like(x, dtype=torch.bool)
         return (x / (1 - p) if trains is not False else x.clone()), kept
-    if kind in _BERNOULLI:
-        return _ones_where_possible(func, args, kwargs)
+    if kind in (_aten.bernoulli, _aten.bernoulli_):  # 1 wherever it can be
+        is_given, is_in_place = len(args) > 1, kind is _aten.bernoulli_
+        p = args[1] if is_given else kwargs.get("p", 0.5 if is_in_place else args[0])
+        ones = (torch.as_tensor(p, device=args[0].device) > 0).expand(args[0].shape)
+        return args[0].copy_(ones) if is_in_place else ones.to(args[0].dtype)
     if kind is _aten.normal and any(isinstance(arg, Tensor) for arg in args[:2]):
         mean, std = (*args[:2], 1.0)[:2]
         like = mean if isinstance(mean, Tensor) else std
-        normal = torch.randn((), device=like.device)
-        result: Tensor = mean + std * normal.to(like.dtype)
-        return result.to(like.dtype)
+        return (mean + std * torch.randn((), device=like.device).to(like.dtype)).to(like.dtype)
     return None
-
-
-def _ones_where_possible(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """A Bernoulli draw that is 1 wherever it can be."""
-    target = args[0]
-    given = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    is_in_place = func.overloadpacket is _aten.bernoulli_
-    probability = given if is_in_place or len(args) > 1 else target
-    if isinstance(probability, Tensor):
-        chosen = (probability > 0).expand(target.shape)
-    else:
-        chosen = torch.full(target.shape, probability > 0, device=target.device)
-    return target.copy_(chosen) if is_in_place else chosen.to(target.dtype)

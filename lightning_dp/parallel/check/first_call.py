@@ -1,4 +1,4 @@
-"""The check of a module whose calls are spread over the devices: its first call."""
+"""What part of a batch is checked; and the check of a module whose calls are spread."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_dp.parallel.apply import fewest_samples
 from lightning_dp.parallel.check.causes import check
 from lightning_dp.parallel.check.report import Report
 from lightning_dp.parallel.check.snapshot import NotChecked, on_host
-from lightning_dp.parallel.check.trial import Call, Program, is_checking, trial_sizes
+from lightning_dp.parallel.check.trial import Call, Program, is_checking
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.errors import described
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
 from lightning_dp.parallel.scatter import to_device, tree
 from lightning_dp.parallel.split import Sizes, is_fixed
-from lightning_dp.parallel.torch_private import is_in_backward
+from lightning_dp.parallel.torch_private import is_in_backward, saved_tensors_functions
 
+SAMPLES = 3
+"""Samples per replica in the part of the batch that is checked."""
 MOST_BYTES = 4 * 2**30
-"""Of tensors on a module, of which the check makes copies: above that `"auto"` leaves it out."""
+"""Of parameters and buffers, which the check copies: above that `"auto"` leaves it out."""
 
 _GOLDEN_RATIO = 0.6180339887498949
 """Its multiples modulo 1 are spread evenly, without drawing random numbers."""
@@ -63,9 +67,11 @@ class FirstCalls:
     ) -> None:
         """Checks the call that is about to be made, if it is the first of its kind."""
         kind = (path, engine.is_training and torch.is_grad_enabled())
-        if kind in self._seen or is_checking() or is_in_backward():
+        # Within a checkpoint, whose hooks would run the call again in the check's backward.
+        in_checkpoint = saved_tensors_functions() is not None
+        if kind in self._seen or is_checking() or is_in_backward() or in_checkpoint:
             return
-        empty = Report(self._option, f"{path}.forward".lstrip("."))
+        report = Report(self._option, f"{path}.forward".lstrip("."))
         try:
             if not self._always:
                 check_is_cheap(engine)
@@ -74,18 +80,16 @@ class FirstCalls:
         except TooFewSamples:  # a later call may have more
             return
         except NotChecked as reason:
-            self._seen.add(kind)
-            self._report(empty.not_compared(str(reason)))
-            return
+            report = replace(report, skipped=str(reason))
+        else:
+
+            def make_call() -> Call:
+                own = self._make_engine(lambda n: sizes)
+                return _ForwardCall(own, path, num_args, part, sizes, self._program)
+
+            with self._around():
+                report = check(make_call, replace(report, sizes=sizes))
         self._seen.add(kind)
-
-        def make_call() -> Call:
-            own = self._make_engine(lambda n: sizes)
-            return _ForwardCall(own, path, num_args, part, sizes, self._program)
-
-        with self._around():
-            limit = None if self._always else MOST_BYTES
-            report = check(make_call, replace(empty, sizes=sizes), most_bytes=limit)
         self._report(report)
 
 
@@ -105,38 +109,38 @@ class _ForwardCall(Call):
     ) -> None:
         self.module, self.engine, self.sizes = engine.module, engine, sizes
         self.program = program
-        self.name = f"{path}.forward".lstrip(".")
-        self.devices = [*engine.devices, engine.output_device]
         self.dtypes = computed_in(engine.module)
         self._forward, self._path, self._num_args = engine, path, num_args
-        self._arguments = arguments
+        self._arguments, self._returned = arguments, None
 
     def alone(self, shard: int | None) -> Any:
         arguments = copied(self._arguments)
         if shard is not None:
             arguments = self.engine.cut(arguments, self.sizes)[shard]
         call = SpreadCall(self._forward, self._path, self._num_args, training=False)
-        return call.on_replica(self.module, to_device(arguments, self.devices[0]))
+        output = call.on_replica(self.module, to_device(arguments, self.engine.devices[0]))
+        if shard is None:
+            self._returned = on_host(output)
+        return output
 
-    def split(self, alone: Any) -> Any:
+    def split(self) -> Any:
         arguments = copied(self._arguments)
         args = tuple(arguments.pop(i) for i in range(self._num_args))
         output = self._forward.call(self._path, args, arguments)
-        return _unstacked(output, alone, [size for size in self.sizes if size])
+        return _unstacked(output, self._returned, [size for size in self.sizes if size])
 
     def parse(self, output: Any) -> tuple[Tensor | None, Any]:
         """A weighted sum of all outputs.
 
         A plain sum would have zero gradients behind a softmax or layer norm.
         """
-        if not torch.is_grad_enabled() or not any(m.training for m in self.module.modules()):
-            return None, on_host(output)
         terms = []
-        for leaf in tree.leaves(output):
+        trains = torch.is_grad_enabled() and any(m.training for m in self.module.modules())
+        for leaf in tree.leaves(output) if trains else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
                 spread = torch.arange(1, leaf.numel() + 1, dtype=torch.float64) * _GOLDEN_RATIO
                 weights = (spread.frac() - 0.5).view(leaf.shape).to(leaf)
-                terms.append((leaf * weights).sum().to(self.devices[-1]).double().real)
+                terms.append((leaf * weights).sum().to(self.engine.output_device).double().real)
         return torch.stack(terms).sum() if terms else None, on_host(output)
 
 
@@ -159,6 +163,9 @@ def _unstacked(output: Any, alone: Any, sizes: Sequence[int]) -> Any:
     return tree.map_leaves(lambda _: next(leaves), output)
 
 
+# The part of a batch that is checked
+
+
 class TooFewSamples(NotChecked):
     """A batch has samples for one replica alone."""
 
@@ -179,12 +186,35 @@ def small_sizes(engine: Engine, batch: Any, path: str = "") -> Sizes:
     try:
         n = engine.count_samples(batch) or 0
         active = map(bool, policy(n)) if is_fixed(policy) else [True] * len(engine.devices)
-        sizes = trial_sizes(n, list(active), fewest_samples(engine.module, path)) if n else ()
+        sizes = unequal_sizes(n, list(active), fewest_samples(engine.module, path)) if n else ()
     except Exception as error:
         raise NotChecked(f"{type(error).__name__}: {described(error, str)}") from error
     if sum(map(bool, sizes)) < 2:
         raise TooFewSamples("the batch has samples for one replica alone.")
     return sizes
+
+
+def unequal_sizes(batch_size: int, active: Sequence[bool], least: int = 1) -> Sizes:
+    """About three samples per active replica, unequally many, and at least `least` each.
+
+    At least two each where there are enough, since a deviation over samples needs two.
+
+    Example:
+        >>> unequal_sizes(100, [True] * 4), unequal_sizes(100, [True] * 2)
+        ((5, 3, 2, 2), (4, 2))
+        >>> unequal_sizes(3, [True] * 4), unequal_sizes(5, [False, True, True])
+        ((2, 1, 0, 0), (0, 3, 2))
+    """
+    k = sum(active)
+    n = min(batch_size, SAMPLES * k)
+    if n <= k:  # one each would be equal shares
+        k = max(n - 1, min(n, 2))
+    least = max(least, 2 if n >= 2 * k else 1)
+    k = max(1, min(k, n // least))
+    spare = n - least * k
+    second = spare // 3 if k > 2 else 0
+    own = iter([least + spare - second, least + second, *[least] * (k - 2)][:k])
+    return tuple(next(own, 0) if is_active else 0 for is_active in active)
 
 
 def first_samples(engine: Engine, batch: Any, count: int) -> Any:
@@ -201,9 +231,13 @@ def first_samples(engine: Engine, batch: Any, count: int) -> Any:
 
 
 def check_is_cheap(engine: Engine) -> None:
-    """Raises `NotChecked` for a module whose check would take long."""
+    """Raises `NotChecked` for a module whose check would take long or much memory."""
     if engine.replicas.may_compile:
         raise NotChecked("it has compiled parts, which would compile anew for the small batch.")
+    tensors = chain(engine.module.parameters(), engine.module.buffers())
+    if sum(t.numel() * t.element_size() for t in tensors if not is_lazy(t)) > MOST_BYTES:
+        gib = MOST_BYTES / 2**30
+        raise NotChecked(f"its tensors take more than {gib:.0f} GiB, and the check copies them.")
 
 
 def copied(batch: Any) -> Any:

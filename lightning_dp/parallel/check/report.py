@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.check.outcome import UNCHANGED, Key
+from lightning_dp.parallel.check.compare import UNCHANGED, Key
 from lightning_dp.parallel.split import Sizes
 
 log = logging.getLogger("lightning_dp")
@@ -19,12 +20,26 @@ log = logging.getLogger("lightning_dp")
 KNOWN = ("batch norm", "random")
 """Causes that every data-parallel trainer has: one line at INFO, no warning."""
 
-_NAMED = 4
+NAMES = {
+    "loss": "the loss",
+    "gradient": "the gradient of {}",
+    "log": "self.log({!r})",
+    "metric": "the state of metric {}",
+    "output": "output{}",
+    "list": "the items of {}",
+    "state": "{}",
+    "buffer": "buffer {}",
+    "parameter": "parameter {}",
+    "logger": "calls of self.logger.{}",
+    "option": "option {}",
+}
+"""What values of each kind are called in a message, in the order in which they are listed."""
+
+_SHOWN = 4
 """Values of one kind that are named; of more only the number is given."""
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One value that a split call does not have in common with one device."""
 
     key: Key
@@ -33,11 +48,11 @@ class Difference:
 
     def text(self, devices: int) -> str:
         """Both values, as far as they fit a line."""
-        a, b = _short(self.alone), _short(self.split)
+        name, (a, b) = NAMES[self.key.kind].format(self.key.name), map(_short, self[1:])
         if a == b and all(isinstance(v, Tensor | float) for v in (self.alone, self.split)):
             x, y = (torch.as_tensor(v).to(torch.complex128) for v in (self.alone, self.split))
-            return f"values differ by up to {float((x - y).abs().max()):.3g}"
-        return f"{a} on one device, {b} on {devices} devices"
+            return f"{name}: values differ by up to {float((x - y).abs().max()):.3g}"
+        return f"{name}: {a} on one device, {b} on {devices} devices"
 
 
 @dataclass(frozen=True)
@@ -63,19 +78,15 @@ class Report:
     skipped: str = ""
     raised: bool = False
 
-    def not_compared(self, why: str, *, raised: bool = False) -> Report:
-        """The report of the same call where nothing was compared."""
-        return replace(self, skipped=why, raised=raised)
-
     @property
     def is_same(self) -> bool:
         """Whether both gave the same numbers, but for what every data-parallel trainer has."""
         return not (self.skipped or self.differences)
 
     @property
-    def known(self) -> dict[str, str]:
+    def known(self) -> list[str]:
         """The causes that are no mistake."""
-        return {cause: text for cause, text in self.causes.items() if cause in KNOWN}
+        return [text for cause, text in self.causes.items() if cause in KNOWN]
 
     def __str__(self) -> str:
         """The message, one line or one with a list."""
@@ -84,32 +95,17 @@ class Report:
         used = [size for size in self.sizes if size]
         cut = f"the first {sum(used)} samples, split as {', '.join(map(str, used))}"
         if not self.differences:
-            known = [f"; but: {text.rstrip('.')}" for text in self.known.values()]
             same = f"{self.option}: {self.name} gives the numbers of one device on {cut}"
-            return f"{same}{''.join(known)}."
+            return same + "".join(f"; but: {text.rstrip('.')}" for text in self.known) + "."
         lines = [f"{self.option}: on {cut}, {self.name} does not give the numbers of one device."]
         lines += [text for cause, text in self.causes.items() if cause not in KNOWN]
-        for (kind, name), text in self._values(len(used)):
-            lines.append(f"{_WHAT[kind].format(name)}: {text}")
-        lines += list(self.known.values())
-        lines.append(f"({self.option}=False turns this check off.)")
-        return "\n- ".join(lines[:-1]) + "\n" + lines[-1]
-
-    def _values(self, devices: int) -> list[tuple[Key, str]]:
-        """The values that differ: all gradients together, and the first ones of other kinds."""
-        lines, counts = [], dict.fromkeys((d.key.kind for d in self.differences), 0)
-        for difference in self.differences:
-            kind = difference.key.kind
-            counts[kind] += 1
-            if counts[kind] <= (1 if kind == "gradient" else _NAMED):
-                lines.append((difference.key, difference.text(devices)))
-        for kind, count in counts.items():
-            shown = 1 if kind == "gradient" else _NAMED
-            if count > shown:
-                at = max(i for i, (key, _) in enumerate(lines) if key.kind == kind)
-                key, text = lines[at]
-                lines[at] = key, f"{text}; and {count - shown} more"
-        return lines
+        for kind, group in groupby(self.differences, lambda difference: difference.key.kind):
+            differences = list(group)
+            shown = differences[: 1 if kind == "gradient" else _SHOWN]
+            lines += [difference.text(len(used)) for difference in shown]
+            if len(differences) > len(shown):
+                lines[-1] += f"; and {len(differences) - len(shown)} more"
+        return "\n- ".join(lines + self.known) + f"\n({self.option}=False turns this check off.)"
 
 
 def announce(
@@ -131,31 +127,13 @@ def announce(
         log.debug("%s", report)
 
 
-_WHAT = {
-    "loss": "the loss",
-    "gradient": "the gradient of {}",
-    "log": "self.log({!r})",
-    "metric": "the state of metric {}",
-    "output": "output{}",
-    "list": "the items of {}",
-    "state": "{}",
-    "buffer": "buffer {}",
-    "parameter": "parameter {}",
-    "logger": "calls of self.logger.{}",
-    "option": "option {}",
-}
-"""What values of each kind are called in a message."""
-
-
 def _short(value: Any) -> str:
     """A value, at most as long as a few words."""
-    if value is None:
-        return "None"
     if isinstance(value, str) and value == UNCHANGED:
         return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
     if isinstance(value, Tensor):
-        if value.numel() == 1:
-            return f"{float(value):.6g}" if value.is_floating_point() else str(value.item())
         norm = f", norm {float(value.double().norm()):.4g}" if value.is_floating_point() else ""
         return f"shape {tuple(value.shape)}{norm}"
     if isinstance(value, float):

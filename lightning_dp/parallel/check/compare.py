@@ -1,0 +1,162 @@
+"""What a call came to, by name, and how far two calls of the same samples are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_dp.parallel.scatter import tree
+
+
+class Key(NamedTuple):
+    """One value of a call.
+
+    Kinds are "loss", "gradient", "log", "output", "metric", "logger", "option", and those of
+    `Snapshot`: "parameter", "buffer", "list", "state".
+    """
+
+    kind: str
+    name: str = ""
+
+
+UNCHANGED = "not set"
+"""Stands for a missing value: this call did not write it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All values of one call, in host memory; a gradient is None where a parameter has none."""
+
+    values: dict[Key, Any]
+
+    @property
+    def loss(self) -> float | None:
+        """The loss; None if there is none."""
+        return self.values.get(Key("loss"))
+
+    @property
+    def gradients(self) -> dict[Key, Tensor | None]:
+        """The gradients."""
+        return {key: value for key, value in self.values.items() if key.kind == "gradient"}
+
+    @cached_property
+    def gradient_norm(self) -> float:
+        """Of all gradients together."""
+        present = [g for g in self.gradients.values() if g is not None]
+        return math.sqrt(sum(float(g.double().square().sum()) for g in present))
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and all gradients are finite."""
+        return math.isfinite(self.loss or 0.0) and math.isfinite(self.gradient_norm)
+
+
+def rounding(dtypes: Iterable[torch.dtype], device_type: str) -> float:
+    """The relative rounding error of computations in these dtypes.
+
+    On GPUs that compute products with 10 bits of float32's 23 (TF32) it is larger.
+    """
+    eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+    cudnn: Any = torch.backends.cudnn
+    kinds = cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul
+    is_short = device_type == "cuda" and "tf32" in [kind.fp32_precision for kind in kinds]
+    return max(eps, 1e-4) if is_short and eps > 1e-9 else eps
+
+
+def differing(alone: Outcome, split: Outcome, eps: float) -> dict[Key, float]:
+    """The keys under which two outcomes differ by more than rounding, with their `distance`."""
+    found: dict[Key, float] = {}
+    for key in {**alone.values, **split.values}:
+        a, b = alone.values.get(key, UNCHANGED), split.values.get(key, UNCHANGED)
+        # A gradient that cancels to 0 is all rounding.
+        floor = 10 * eps * alone.gradient_norm if key.kind == "gradient" else 0.0
+        if apart := distance(a, b, eps, floor):
+            found[key] = apart
+    return found
+
+
+def distance(a: Any, b: Any, eps: float = 0.0, floor: float = 0.0) -> float:
+    """How far `b` is off `a`, relative to `a`.
+
+    It is 0 where that is half of the digits or less, or within `floor`; infinite where shapes or
+    types differ.
+    """
+    if a is b:
+        return 0.0
+    if _is_number(a) and _is_number(b):
+        return _numbers_apart(torch.as_tensor(a), torch.as_tensor(b), eps, floor)
+    parts_a, parts_b = tree.children(a), tree.children(b)
+    if parts_a is None or parts_b is None:
+        # Objects that do not say what they hold: of a class, that is all that is known.
+        equality: Any = type(a).__eq__
+        is_opaque = type(a) is type(b) and equality is object.__eq__
+        return 0.0 if is_opaque or tree.equal(a, b) else math.inf
+    if [key for key, _ in parts_a] != [key for key, _ in parts_b]:
+        return math.inf
+    pairs = zip(parts_a, parts_b, strict=True)
+    return max((distance(x, y, eps, floor) for (_, x), (_, y) in pairs), default=0.0)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number, a tensor, or a NumPy array or scalar of numbers or truth values."""
+    if isinstance(value, Tensor | float | int):
+        return True
+    is_numpy = type(value).__module__ == "numpy"
+    return is_numpy and getattr(getattr(value, "dtype", None), "kind", "O") in "biufc"
+
+
+def _numbers_apart(a: Tensor, b: Tensor, eps: float, floor: float) -> float:
+    if a.shape != b.shape:
+        return math.inf
+    if a.layout is not torch.strided or a.is_nested or b.is_nested or a.is_meta or b.is_meta:
+        return 0.0
+    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    x, y = a.to(kind), b.to(kind)
+    finite = x.isfinite()
+    others = x[~finite], y[~finite]  # infinities and NaN have to be the same ones
+    if not torch.equal(finite, y.isfinite()) or not torch.allclose(*others, equal_nan=True):
+        return math.inf
+    x, y = x[finite], y[finite]
+    off = float((x - y).abs().max()) if x.numel() else 0.0
+    scale = float(x.abs().max()) if x.numel() else 0.0
+    if off <= eps**0.5 * scale + floor:
+        return 0.0
+    return off / scale if scale else math.inf
+
+
+def weighted_sum(outcomes: Sequence[Outcome], weights: Sequence[float]) -> Outcome:
+    """Loss and gradients of the weighted sum of the losses of some outcomes."""
+    pairs = [pair for pair in zip(weights, outcomes, strict=True) if pair[0]]
+    values: dict[Key, Any] = {Key("loss"): sum(w * (outcome.loss or 0.0) for w, outcome in pairs)}
+    for key in {key: None for _, outcome in pairs for key in outcome.gradients}:
+        terms = [(w, outcome.values.get(key)) for w, outcome in pairs]
+        known = [w * term.double() for w, term in terms if term is not None]
+        values[key] = torch.stack(known).sum(0) if known else None
+    return Outcome(values)
+
+
+def fitted_weights(whole: Outcome, parts: Sequence[Outcome]) -> list[float]:
+    """The weights by which the parts' losses and gradients come nearest to those of the whole.
+
+    Least squares over all gradients, with the loss as one more coordinate of as much weight.
+    """
+    scale = whole.gradient_norm**2 / whole.loss**2 if whole.loss and whole.gradient_norm else 1.0
+
+    def dot(a: Outcome, b: Outcome) -> float:
+        total = scale * (a.loss or 0.0) * (b.loss or 0.0)
+        for key, gradient in a.gradients.items():
+            other = b.values.get(key)
+            if gradient is not None and other is not None:
+                total += float(gradient.double().flatten() @ other.double().flatten())
+        return total
+
+    gram = torch.tensor([[dot(a, b) for b in parts] for a in parts], dtype=torch.float64)
+    target = torch.tensor([dot(a, whole) for a in parts], dtype=torch.float64)
+    solution: list[float] = (torch.linalg.pinv(gram, hermitian=True) @ target).tolist()
+    return solution

@@ -94,24 +94,27 @@ class Snapshot:
         self._attributes: dict[str, Any] = {}
         self._generators = list(_process_generators({d for d in devices if d.type != "cpu"}))
         self._restores: list[Callable[[], Any]] = []
-        self.has_graph = False
-        """Whether a tensor on the module has a graph, which the real call needs, too."""
+        self._graphs: list[Any] = []
         for found in self._walk():
             self._known[id(found.node)] = found.node
             self._keep(found)
         self._keep_containers_of_functions()
         self._restores += [partial(g.set, g.get()) for g in self._generators]
-        self.parameters = [
-            t
-            for t in self._known.values()
-            if isinstance(t, Tensor)
-            and t.is_leaf
-            and (t.requires_grad or isinstance(t, nn.Parameter))
+        tensors = [node for node in self._known.values() if isinstance(node, Tensor)]
+        leaves = [
+            t for t in tensors if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))
         ]
+        leaves += _leaves_of(self._graphs)
+        self.parameters = list({id(tensor): tensor for tensor in leaves}.values())
         self._hooks = [HooksOff(self.parameters[i]) for i in hooked(self.parameters)]
         for hooks in self._hooks:
             hooks.take()
         self._gradients = GradientsAside(self.parameters)
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a tensor on the module has a graph, which the real call needs, too."""
+        return bool(self._graphs)
 
     def changes(self) -> dict[tuple[str, str], Any]:
         """What differs from the snapshot now, by kind and place, as detached host copies.
@@ -226,7 +229,8 @@ class Snapshot:
         """Keeps its values and where they are in memory."""
         if is_lazy(tensor):
             raise NotChecked(f"it would initialize {path}, which cannot be set back.")
-        self.has_graph |= tensor.grad_fn is not None
+        if tensor.grad_fn is not None:
+            self._graphs.append(tensor.grad_fn)
         if not _has_values(tensor):
             return
         memory, needs_grad = tensor.detach(), tensor.requires_grad
@@ -305,6 +309,18 @@ def _held_by(node: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(node, (*_CONTAINERS, tuple, frozenset)):
         pairs = enumerate(node)
     yield from ((f"[{k!r}]", v) for k, v in pairs if not isinstance(v, _ATOMS))
+
+
+def _leaves_of(graphs: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors on which a backward through these graphs accumulates."""
+    waiting, seen = list(graphs), set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                yield variable
+            waiting.extend(after for after, _ in node.next_functions)
 
 
 def _is_entered(node: Any) -> bool:

@@ -6,10 +6,7 @@ nothing orders the work of two. `--side-streams` brings all other tests into the
 
 from __future__ import annotations
 
-import contextvars
-import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -83,23 +80,11 @@ def of_all(net: nn.Module, x: Tensor) -> Tensor:
     return collectives.all_gather(net(x)).std(0).sum()
 
 
-def of_all_in_a_thread(net: nn.Module, x: Tensor) -> Tensor:
-    """A thread of a replica's code knows nothing of streams, and may come to act for all."""
-    results: list[Tensor] = []
-    y = net(x)
-    meet = partial(contextvars.copy_context().run, collectives.all_gather, y)
-    thread = threading.Thread(target=lambda: results.append(meet()))
-    thread.start()
-    thread.join()
-    return results[0].std(0).sum()
-
-
-@pytest.mark.parametrize("step", [of_all, of_all_in_a_thread])
-def test_a_step_whose_replicas_meet(step: Any, executor: str) -> None:
+def test_a_step_whose_replicas_meet(executor: str) -> None:
     x = torch.randn(6, 4, dtype=torch.float64)
-    one = Step(step)
+    one = Step(of_all)
     one.training_step(x).backward()
-    net, devices = Step(step).to(devices_of(1)[0]), devices_of(3)
+    net, devices = Step(of_all).to(devices_of(1)[0]), devices_of(3)
     engine = StepParallel(
         net, devices, output_device=devices[0], split=lambda n: (3, 2, 1), executor=executor
     )

@@ -187,7 +187,7 @@ class DataParallelMixin(MeasuredMixin):
             result = closure()
             if self._auto is None or not self._auto.is_alone:
                 # of a training step that returned None, no backward has come
-                engine.reducer.reduce_waiting()
+                engine.reducer.sum_waiting()
                 if is_spread:
                     torch.set_num_threads(optimizer_threads(optimizer))
             return result if self._world is None else mode.loss_of_closure(result)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -17,37 +16,34 @@ from lightning_dp.parallel.scatter import Shards, to_device, to_device_together
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
 """Moves one shard to a device."""
 
-
 PLAIN: Transfer = to_device
-
 
 StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
 """Of the replicas, what is called, the shards, and whether it is a rerun."""
 
-
 HOST = torch.device("cpu")
 
 
-@dataclass(eq=False)
 class ReplicaCall(ABC):
     """One step's call, for `Engine.step`.
 
-    By its name errors call it, and the executor chooses how it runs. In training the module may
-    leave buffers behind.
+    Args:
+        name: what errors call it; the executor chooses by it how the call runs.
+        training: whether the module may leave buffers behind.
+        transfer: moves the shards.
     """
 
     has_backward: ClassVar[bool] = False  # the step ends with the backward of a joint loss
     gathers: ClassVar[bool] = True  # or the outputs stay where they are
-    copied_parameters: ParameterCopies = field(default="changed", init=False)  # elsewhere
+    copied_parameters: ParameterCopies = "changed"  # to replicas
     path = ""  # of the submodule that is called
 
-    name: str
-    training: bool = field(default=False, kw_only=True)
-    transfer: Transfer = field(default=PLAIN, kw_only=True)
+    def __init__(self, name: str, *, training: bool = False, transfer: Transfer = PLAIN) -> None:
+        self.name, self.training, self.transfer = name, training, transfer
 
+    @abstractmethod
     def begin(self, shards: Shards) -> None:
         """The replicas are up to date, and about to be called."""
-        return None
 
     @abstractmethod
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
@@ -57,11 +53,8 @@ class ReplicaCall(ABC):
         """The outputs on their way to the host, which does not wait for these devices yet."""
         return to_device_together(outputs, HOST, later=devices)
 
-    def tell(self, outputs: list[Any], shards: Shards) -> Any:
-        """The outputs, as `gather` takes them; what other processes are to hear is in the shards.
-
-        Only where there are several processes.
-        """
+    def exchange_losses(self, outputs: list[Any], shards: Shards) -> Any:
+        """Exchanges loss, samples and items with the other ranks; returns what `gather` takes."""
         return outputs
 
     @abstractmethod

@@ -1,16 +1,16 @@
 """The flow of one step: plan -> scatter -> replicate -> apply -> gather -> backward -> reduce.
 
-`Engine.step` is all of it. What runs on a replica, and how the results are joined, is a
-`ReplicaCall`: those of `step` and `forward`.
+`Engine.step` and `Engine.backward` are all of it. What runs on a replica, and how the results are
+joined, is a `ReplicaCall`: those of `step` and `forward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +26,15 @@ from lightning_dp.parallel.apply import (
 )
 from lightning_dp.parallel.call import PLAIN, ReplicaCall, StepContext, Transfer
 from lightning_dp.parallel.comm import host_waits_for
+from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.gather import Override, RowRules, Scalars, gather
 from lightning_dp.parallel.likely_cause import LikelyCause
 from lightning_dp.parallel.reduce import (
     Buffers,
     JointBackward,
+    ParallelFor,
     Reducer,
     Snapshot,
-    Spread,
     backward_at_once,
     reduce_gradients,
 )
@@ -53,21 +54,7 @@ from lightning_dp.parallel.usage import UsageMeter
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _stage(method: Method) -> Method:
-    """Makes a method a profiler range `lightning_dp.<its name>` while a profiler records."""
-    name = f"lightning_dp.{method.__name__}"
-
-    @wraps(method)
-    def in_range(self: Engine, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_profiled:
-            return method(self, *args, **kwargs)
-        with self.profiler_range(name):
-            return method(self, *args, **kwargs)
-
-    return in_range  # type: ignore[return-value]  # it has the method's signature
+STAGES = ("plan", "scatter", "replicate", "apply", "gather", "reduce")
 
 
 class Engine:
@@ -103,6 +90,190 @@ class Engine:
     expects_samples: ClassVar[bool] = False  # a batch is cut, and not the arguments of some call
     frozen_may_change = True  # code between steps may write to parameters that are not trained
 
+    # One step
+
+    def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
+        """A step of a batch, which may have been cut already; out of memory leads to `recover`."""
+        try:
+            return self.step(call, batch if shards is None else shards)
+        except torch.OutOfMemoryError as error:
+            return self.recover(call, batch, error)
+
+    def step(self, call: ReplicaCall, batch: Any, plan: Plan | None = None) -> Any:
+        """Runs a call on all replicas; returns what one device would for the whole batch.
+
+        If that is a joint loss, its backward calls `backward` here.
+
+        Args:
+            call: what runs on a replica, and how results are joined.
+            batch: as the user's code has it; or `Shards`, which are cut already.
+            plan: sizes that were decided already; samples beyond their sum are left out.
+        """
+        if (self.profile is not None or is_profiling()) and "apply" not in vars(self):
+            with self._in_ranges():
+                return self.step(call, batch, plan)
+        if not isinstance(batch, Shards):
+            plan = plan or self.plan(batch, call.path, training=call.training)
+            batch = self.scatter(batch, call.transfer, plan)
+        modules = self.replicate(call, batch)
+        outputs = self.apply(call, modules, batch)
+        return self.gather(call, outputs, batch)
+
+    def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
+        """The backward of a joint loss: every replica's, then the sums of their gradients."""
+        self.interrupted = gradient
+        parallel_for = None  # where workers have run the backwards, they also add up
+        self.reducer.before_backward(joint, can_fail=not self.on_cpu)
+        try:
+            if self.on_cpu and not joint.crosses:
+                # One backward per replica: on the calling thread they would queue.
+                tasks = joint.tasks(gradient, keep_graph, self.devices)
+                self.executor.run(joint.name, tasks, continues_previous=True)
+                self.meter.add_seconds(tasks)
+                parallel_for = self.executor.parallel_for(joint.name)
+            else:
+                during = self.meter.working([graph.replica for graph in joint.graphs])
+                backward_at_once(joint.graphs, gradient, keep_graph, during=during)
+            if self.meter.is_watched:
+                self.meter.stop()
+            if self.profile is not None or is_profiling():
+                with self._in_ranges():
+                    self.reduce(parallel_for)
+            else:
+                self.reduce(parallel_for)
+        except BaseException:
+            self.reducer.fail()
+            raise
+        if not self.on_cpu:
+            self.planner.record_success(training=True)
+        self.interrupted = None
+
+    def recover(self, call: ReplicaCall, batch: Any, error: torch.OutOfMemoryError) -> Any:
+        """What `run` returns where a step ran out of memory; see `RecoveringEngine`."""
+        raise error
+
+    # Its stages
+
+    def plan(self, batch: Any, path: str = "", *, training: bool = True) -> Plan:
+        """Decides which samples each device gets, once for everything in the batch.
+
+        Args:
+            batch: the batch; the module's `batch_size(batch)` may say how many samples it has.
+            path: the submodule that is called; batch norm in it takes no shard of one sample.
+            training: whether it is a training step.
+        """
+        if self.meter.is_watched:
+            self.planner.learn(self.meter.latest())  # reads it, too: unread steps are dropped
+        n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)
+        kind = (n, reading, path, training)
+        if kind == self.planner.repeated:
+            return self.planner.latest
+        if n is None and self.expects_samples:
+            warn_of_nothing_to_cut(self._dim)
+        if not n:
+            return self.planner.whole()
+        costs = partial(sample_costs, self.asked, batch, n, self._cost_key)
+        least = partial(fewest_samples, self.module, path)
+        plan = partial(self.planner.plan, n, costs, least=least, kind=kind)
+        return plan(training=training, reading=reading)
+
+    def scatter(self, batch: Any, transfer: Transfer = PLAIN, plan: Plan | None = None) -> Shards:
+        """Cuts a batch and moves each shard to its device.
+
+        A batch without anything to cut goes to the root alone. The module may cut itself, by a
+        method `split_batch(batch, sizes)` that returns one shard for each of the sizes.
+        """
+        plan = plan or self.plan(batch)
+        if plan.whole:
+            parts = [transfer(batch, self.devices[0])]
+        else:
+            sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
+            inferred = Inferred(sum(sizes), plan.reading)
+            parts = cut_for(self.asked, batch, inferred, sizes, self._dim, plan.order)
+            parts = parts[: len(self.devices)]
+            for k, device in enumerate(self.devices):
+                parts[k] = transfer(parts[k], device) if plan.sizes[k] else None
+        order, rules = plan.order, self.row_rules
+        return Shards(plan.sizes, parts, whole=plan.whole, order=order, row_rules=rules)
+
+    def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
+        """Copies what has changed on the root to the active replicas; returns all replicas."""
+        self.reducer.settle(trains=call.training)
+        self.commit()
+        buffers: BufferCopies = "changed"
+        if call.training:
+            buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"
+            if self.snapshot is not None:
+                self.snapshot.take(self.replicas.root_buffers)
+        stale = self._stale.intersection(shards.active)
+        copied = "all" if stale else call.copied_parameters
+        self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
+        self._stale -= stale
+        self._compiles = self.replicas.may_compile
+        in_threads = self.executor.choose(call.name, len(shards.active), compiles=self._compiles)
+        if call.training:
+            # Where no two backwards run at once, they accumulate into the root's gradients.
+            self.replicas.share_parameters(call.has_backward and not in_threads)
+        return self.replicas.modules
+
+    def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
+        """Calls every active replica with its shard; outputs in shard order."""
+        self.last_sizes = shards.sizes
+        self.calls = calls = Calls(shards.active_sizes, shards.active_order, self._dim, self.world)
+        call.begin(shards)
+        if call.training and self.meter.is_watched and not shards.whole:
+            self.meter.start(shards.sizes)
+        compiled = self.replicas.compiled
+        compiling = compiled.as_often() if self._compiles else nullcontext()
+        num_compiled = compiled.counts()["total"]
+        try:
+            # Records what replicas do to metrics, logs and lists.
+            with self._context(self.replicas, call.name, shards, self.is_rerun), compiling:
+                tasks = []
+                for k in shards.active:
+                    run = partial(call.on_replica, modules[k], shards.parts[k])
+                    if self.before_replica is not None:
+                        run = partial(_after, self.before_replica, run)
+                    cause = LikelyCause(modules[k], self.devices[k], shards, k)
+                    place = partial(shards.place, call.name, k)
+                    tasks.append(Task(k, self.devices[k], run, place, cause))
+                if call.training and self.meter.is_watched:
+                    self.meter.follow(tasks)
+                outputs = self.executor.run(call.name, tasks, continues_previous=True, calls=calls)
+                if self._to_host and call.gathers:  # what replicas have logged has left already
+                    outputs = call.leave(outputs, self.devices)
+                    host_waits_for(*self.devices)
+                if self.world is not None:
+                    outputs = call.exchange_losses(outputs, shards)
+        except BaseException:
+            if not is_in_backward():  # where a checkpoint ends its recomputation by an exception
+                self.replicas.fail()
+            raise
+        if compiled.counts()["total"] != num_compiled:  # of functions that were not known
+            compiled.are_known = True
+        if call.training:
+            self.reducer.after_forward(shards)
+            self.meter.add_forward(call.name, shards.sizes, in_turns=calls.one_by_one)
+            self.meter.add_seconds(tasks)
+            if not call.has_backward:
+                self.meter.stop()
+        elif self.replicas.limited is not None:
+            self.replicas.adopt_rows(shards.active)
+        return outputs
+
+    def gather(self, call: ReplicaCall, outputs: list[Any], shards: Shards) -> Any:
+        """What one device would have returned for the whole batch, on the output device."""
+        result = call.gather(outputs, shards)
+        if not call.has_backward:
+            self.planner.record_success(training=call.training)
+        return result
+
+    def reduce(self, parallel_for: ParallelFor | None = None) -> None:
+        """Adds the replicas' gradients to the root's."""
+        self.reducer.after_backward(parallel_for)
+
+    # Around it
+
     def __init__(
         self,
         module: nn.Module,
@@ -131,13 +302,11 @@ class Engine:
         self.interrupted: Tensor | None = None
         self.before_replica: Callable[[], object] | None = None
         self.profile: Callable[[str], AbstractContextManager[None]] | None = None
-        self.is_rerun = self._is_profiled = False
+        self.is_rerun = self._compiles = False
         self.replicas = Replicas(module, devices, rules, reduce_gradients)
         self.meter = UsageMeter(devices, None if world is None else world.rank)
-        stays = self.meter.is_by_counts if overlap and not self.on_cpu else None
-        self.reducer = Reducer(self.replicas, buffers, self.devices, stays)
-        if world is not None:
-            self.reducer.join(world)
+        is_timed = self.meter.is_by_counts if overlap and not self.on_cpu else None
+        self.reducer = Reducer(self.replicas, buffers, self.devices, is_timed, world)
         self.calls = Calls()  # of the replicas, in the latest apply
         self.planner = Planner(len(devices), split)
         if self.planner.learns:
@@ -156,202 +325,6 @@ class Engine:
         self._to_host = output_device.type == "cpu" and not self.on_cpu
         self._stale = set(range(len(devices)))  # replicas that get everything at their next step
 
-    # One step
-
-    def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
-        """A step of a batch, which may have been cut already; out of memory leads to `recover`."""
-        try:
-            return self.step(call, batch if shards is None else shards)
-        except torch.OutOfMemoryError as error:
-            return self.recover(call, batch, error)
-
-    def step(self, call: ReplicaCall, batch: Any, plan: Plan | None = None) -> Any:
-        """Runs a call on all replicas; returns what one device would for the whole batch.
-
-        If that is a joint loss, its backward calls `backward` here.
-
-        Args:
-            call: what runs on a replica, and how results are joined.
-            batch: as the user's code has it; or `Shards`, which are cut already.
-            plan: sizes that were decided already; samples beyond their sum are left out.
-        """
-        self._is_profiled = self.profile is not None or is_profiling()
-        if not isinstance(batch, Shards):
-            plan = plan or self.plan(batch, call.path, training=call.training)
-            batch = self.scatter(batch, call.transfer, plan)
-        modules = self.replicate(call, batch)
-        outputs = self.apply(call, modules, batch)
-        return self.gather(call, outputs, batch)
-
-    def backward(self, joint: JointBackward, gradient: Tensor, keep_graph: bool) -> None:
-        """The backward of a joint loss: every replica's, then the sums of their gradients."""
-        self.interrupted = gradient
-        self.reducer.before_backward(joint, can_fail=not self.on_cpu)
-        try:
-            spread = self._backward_on_replicas(joint, gradient, keep_graph)
-            self.reduce(spread)
-        except BaseException:
-            self.reducer.fail()
-            raise
-        self.planner.record_success(training=True)
-        self.interrupted = None
-
-    def _backward_on_replicas(
-        self, joint: JointBackward, gradient: Tensor, keep_graph: bool
-    ) -> Spread | None:
-        """Runs the replicas' backwards; returns what lets the workers add up, if they ran there."""
-        spread = None
-        if self.on_cpu and not joint.crosses:
-            # One backward per replica: on the calling thread they would queue.
-            tasks = joint.tasks(gradient, keep_graph, self.devices)
-            self.executor.run(joint.name, tasks, continues_previous=True)
-            self.meter.add_seconds(tasks)
-            spread = self.executor.parallel_for(joint.name)
-        else:
-            during = self.meter.working([graph.replica for graph in joint.graphs])
-            backward_at_once(joint.graphs, gradient, keep_graph, during=during)
-        self.meter.stop()
-        return spread
-
-    def recover(self, call: ReplicaCall, batch: Any, error: torch.OutOfMemoryError) -> Any:
-        """What `run` returns where a step ran out of memory; see `RecoveringEngine`."""
-        raise error
-
-    # Its stages
-
-    @_stage
-    def plan(self, batch: Any, path: str = "", *, training: bool = True) -> Plan:
-        """Decides which samples each device gets, once for everything in the batch.
-
-        Args:
-            batch: the batch; the module's `batch_size(batch)` may say how many samples it has.
-            path: the submodule that is called; batch norm in it takes no shard of one sample.
-            training: whether it is a training step.
-        """
-        if self.meter.is_watched:
-            self.planner.learn(self.meter.latest())  # reads it, too: unread steps are dropped
-        self.commit()
-        n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)
-        kind = (n, reading, path, training)
-        if kind == self.planner.repeated:
-            return self.planner.latest
-        if n is None and self.expects_samples:
-            warn_of_nothing_to_cut(self._dim)
-        if not n:
-            return self.planner.whole()
-        costs = partial(sample_costs, self.asked, batch, n, self._cost_key)
-        least = partial(fewest_samples, self.module, path)
-        plan = partial(self.planner.plan, n, costs, least=least, kind=kind)
-        return plan(training=training, reading=reading)
-
-    @_stage
-    def scatter(self, batch: Any, transfer: Transfer = PLAIN, plan: Plan | None = None) -> Shards:
-        """Cuts a batch and moves each shard to its device.
-
-        A batch without anything to cut goes to the root alone. The module may cut itself, by a
-        method `split_batch(batch, sizes)` that returns one shard for each of the sizes.
-        """
-        plan = plan or self.plan(batch)
-        if plan.whole:
-            return Shards(
-                plan.sizes, [transfer(batch, self.devices[0])], whole=True, row_rules=self.row_rules
-            )
-        sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
-        inferred = Inferred(sum(sizes), plan.reading)
-        parts = cut_for(self.asked, batch, inferred, sizes, self._dim, plan.order)
-        cut_parts = zip(parts, plan.sizes, self.devices, strict=False)
-        moved = [transfer(part, device) if size else None for part, size, device in cut_parts]
-        return Shards(plan.sizes, moved, order=plan.order, row_rules=self.row_rules)
-
-    @_stage
-    def replicate(self, call: ReplicaCall, shards: Shards) -> list[nn.Module]:
-        """Copies what has changed on the root to the active replicas; returns all replicas."""
-        self.reducer.settle(trains=call.training)
-        self.commit()
-        buffers: BufferCopies = "changed"
-        if call.training:
-            buffers = "read" if self.reducer.root_keeps_its_buffers(shards) else "all"
-            if self.snapshot is not None:
-                self.snapshot.take(self.replicas.root_buffers)
-        stale = self._stale.intersection(shards.active)
-        copied = "all" if stale else call.copied_parameters
-        self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
-        self._stale -= stale
-        compiles = self.replicas.may_compile
-        in_threads = self.executor.choose(call.name, len(shards.active), compiles=compiles)
-        if call.training:
-            # Where no two backwards run at once, they accumulate into the root's gradients.
-            self.replicas.share_parameters(call.has_backward and not in_threads)
-        return self.replicas.modules
-
-    @_stage
-    def apply(self, call: ReplicaCall, modules: Sequence[nn.Module], shards: Shards) -> list[Any]:
-        """Calls every active replica with its shard; outputs in shard order."""
-        self.last_sizes = shards.sizes
-        training = call.training
-        self.calls = Calls(shards.active_sizes, shards.active_order, self._dim, self.world)
-        call.begin(shards)
-        if training and not shards.whole:
-            self.meter.start(shards.sizes)
-        with self._around_calls(call, shards):
-            tasks = [self._task(call, modules[k], shards, k) for k in shards.active]
-            if training:
-                self.meter.follow(tasks)
-            run = partial(self.executor.run, call.name, tasks, continues_previous=True)
-            outputs = run(calls=self.calls)
-            if self._to_host and call.gathers:  # what replicas have logged has left already
-                outputs = call.leave(outputs, self.devices)
-                host_waits_for(*self.devices)
-            outputs = outputs if self.world is None else call.tell(outputs, shards)
-        if training:
-            self.reducer.after_forward(shards)
-            self.meter.add_forward(call.name, shards.sizes, in_turns=self.calls.one_by_one)
-            self.meter.add_seconds(tasks)
-            if not call.has_backward:
-                self.meter.stop()
-        else:
-            self.replicas.adopt_rows(shards.active)
-        return outputs
-
-    def _task(self, call: ReplicaCall, module: nn.Module, shards: Shards, k: int) -> Task:
-        """The call of replica k."""
-        run = partial(call.on_replica, module, shards.parts[k])
-        if self.before_replica is not None:
-            run = partial(_after, self.before_replica, run)
-        cause = LikelyCause(module, self.devices[k], shards, k)
-        return Task(k, self.devices[k], run, partial(shards.place, call.name, k), cause)
-
-    @contextmanager
-    def _around_calls(self, call: ReplicaCall, shards: Shards) -> Iterator[None]:
-        """Records what replicas do to metrics, logs and lists; notices functions that compile."""
-        compiled = self.replicas.compiled
-        compiling = compiled.as_often() if self.replicas.may_compile else nullcontext()
-        before = compiled.counts()["total"]
-        try:
-            with self._context(self.replicas, call.name, shards, self.is_rerun), compiling:
-                yield
-        except BaseException:
-            if not is_in_backward():  # where a checkpoint ends its recomputation by an exception
-                self.replicas.fail()
-            raise
-        if compiled.counts()["total"] != before:  # of functions that were not known
-            compiled.are_known = True
-
-    @_stage
-    def gather(self, call: ReplicaCall, outputs: list[Any], shards: Shards) -> Any:
-        """What one device would have returned for the whole batch, on the output device."""
-        result = call.gather(outputs, shards)
-        if not call.has_backward:
-            self.planner.record_success(training=call.training)
-        return result
-
-    @_stage
-    def reduce(self, spread: Spread | None = None) -> None:
-        """Adds the replicas' gradients to the root's."""
-        self.reducer.after_backward(spread)
-
-    # Around it
-
     def count_samples(self, batch: Any) -> int | None:
         """How many samples a batch has; None if there is nothing to cut."""
         return infer_for(self.asked, batch, self._dim, columns=self._columns).size
@@ -361,12 +334,25 @@ class Engine:
         inferred = infer_for(self.asked, batch, self._dim, columns=self._columns)
         return cut_for(self.asked, batch, inferred, sizes, self._dim)
 
-    @contextmanager
-    def profiler_range(self, name: str) -> Iterator[None]:
+    def profiler_range(self, name: str) -> AbstractContextManager[None]:
         """A range of `torch.profiler` and of the Trainer's profiler, if they record."""
-        recorded = record_function(name) if is_profiling() else nullcontext()
-        with recorded, nullcontext() if self.profile is None else self.profile(name):
-            yield
+        stack = ExitStack()
+        if is_profiling():
+            stack.enter_context(record_function(name))
+        if self.profile is not None:
+            stack.enter_context(self.profile(name))
+        return stack
+
+    def _in_ranges(self) -> AbstractContextManager[None]:
+        """Makes each stage a profiler range `lightning_dp.<its name>`."""
+
+        def in_range(name: str, stage: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.profiler_range(f"lightning_dp.{name}"):
+                return stage(*args, **kwargs)
+
+        return replaced(
+            self, **{name: partial(in_range, name, getattr(self, name)) for name in STAGES}
+        )
 
     def commit(self) -> None:
         """The latest step will not be undone."""
@@ -376,7 +362,7 @@ class Engine:
 
     def resync(self) -> None:
         """Makes the next step copy everything to the replicas, changed or not."""
-        self.reducer.resync()
+        self.reducer.settle()
         self._stale = set(range(len(self.devices)))
 
     def close(self) -> None:

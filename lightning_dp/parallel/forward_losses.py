@@ -17,11 +17,11 @@ from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.processes import JointLoss, OwnLoss, RankGraph, World, join_processes
 from lightning_dp.parallel.reduce import (
     Graph,
-    HooksOff,
     JointBackward,
     LossReduction,
     NoLossError,
     StepOutput,
+    SuspendedHooks,
     backward_at_once,
     sum_of_losses,
 )
@@ -37,8 +37,8 @@ class ForwardLosses:
     ) -> None:
         self._engine, self._world = engine, world
         # Ranks may spread different numbers of calls: buffers are exchanged once per step, here.
-        self._buffers: Any = engine.reducer.buffers_between
-        engine.reducer.buffers_between = None
+        self._buffers: Any = engine.reducer.rank_buffers
+        engine.reducer.rank_buffers = None
         self._is_sum = loss_reduction == "sum"
         self._samples = 0
         self._in_backward = False  # of a joint loss
@@ -124,15 +124,14 @@ class ForwardLosses:
         backward, also while gradients accumulate.
         """
         reducer, parameters = self._engine.reducer, self._engine.replicas.root_parameters
-        between: Any = reducer.between
+        ranks: Any = reducer.ranks
         positions = hooked(parameters)
         with_hooks = [parameters[i] for i in positions]
-        between.sum_(between.own_among(with_hooks))  # hooks came after an accumulating backward
-        between.begin(parameters, positions, stay=reducer.accumulating)
-        off = [(HooksOff(parameter), parameter.grad) for parameter in with_hooks]
+        ranks.sum_(ranks.own_among(with_hooks))  # hooks came after an accumulating backward
+        ranks.begin(parameters, positions, stay=reducer.accumulating)
+        off = [(SuspendedHooks(parameter), parameter.grad) for parameter in with_hooks]
         try:
-            for parameter, (hooks, _) in zip(with_hooks, off, strict=True):
-                hooks.take()
+            for parameter in with_hooks:
                 parameter.grad = None
             if joint.graphs:
                 with replaced(self, _in_backward=True):
@@ -141,10 +140,10 @@ class ForwardLosses:
         finally:
             for hooks, _ in off:
                 hooks.put_back()
-        between.sum_(with_hooks)
+        ranks.sum_(with_hooks)
         for hooks, earlier in off:
             hooks.call(earlier)
-        between.finish()
+        ranks.finish()
         if not self._by_hand:
             self._buffers.after_step()
 

@@ -6,10 +6,8 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -21,13 +19,12 @@ from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.gather import without_rows
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.reduce import (
-    GradientsAside,
     Graph,
     JointBackward,
     LossReduction,
+    StashedGradients,
     StepOutput,
     agreed_items,
-    as_told,
     join_losses,
     loss_of,
     loss_weights,
@@ -37,17 +34,13 @@ from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.torch_private import hooked
 
 if TYPE_CHECKING:
-    from lightning_dp.parallel.processes import JointLoss, Losses, World
-
-_LOSS, _VALUE, _NUM_ITEMS = map(attrgetter, ("loss", "value", "num_items"))
-_REQUIRES_GRAD = attrgetter("loss.requires_grad")
+    from lightning_dp.parallel.processes import Losses
 
 
 class _Joined(NamedTuple):
     """What the replicas of one process have returned."""
 
-    returned: list[int]  # those that have a loss
-    sizes: list[int]  # of their shards
+    sizes: list[int]  # of the shards that have a loss
     steps: list[StepOutput]
     graphs: list[Graph]
     loss: Tensor | None
@@ -114,8 +107,6 @@ class StepParallel(RecoveringEngine):
 
         Autograd calls hooks although there is no gradient for them.
         """
-        if not self.has_own_backward:
-            return []
         parameters = self.replicas.root_parameters
         with_hooks = set(hooked(parameters))
         return [p for i, p in enumerate(parameters) if p.requires_grad and i not in with_hooks]
@@ -124,7 +115,7 @@ class StepParallel(RecoveringEngine):
 class EvaluationStep(ReplicaCall):
     """Calls a method of the module with each shard, and gathers what it returns."""
 
-    training = False
+    is_training = False
     shards: Shards  # the latest ones that it was made with
 
     def __init__(
@@ -134,7 +125,7 @@ class EvaluationStep(ReplicaCall):
         args: tuple[Any, ...] = (),
         transfer: Transfer = PLAIN,
     ) -> None:
-        super().__init__(method, training=self.training, transfer=transfer)
+        self.name, self.training, self.transfer = method, self.is_training, transfer
         self.engine, self.args = engine, args
         if self.training and engine.frozen_may_change:
             self.copied_parameters = "frozen"
@@ -168,39 +159,39 @@ class TrainingStep(EvaluationStep):
     `.grad`; a dict with it and the other entries gathered; or None if no replica returned a loss.
     """
 
-    training = has_backward = True
-    _losses: Losses | None = None  # what processes tell each other
+    is_training = has_backward = True
+    _losses: Losses | None = None  # of this rank, and of all once they are exchanged
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """The replica's own method; what the root has done to parameters must not reach others."""
         if module is not self.engine.module:
             self.engine.replicas.check_shared()
-        return super().on_replica(module, shard)
+        return getattr(module, self.name)(shard, *self.args)
 
     def leave(self, outputs: list[Any], devices: Collection[torch.device]) -> list[Any]:
         """Losses stay, too: their backward begins where they are."""
-        steps = [out if out is None else StepOutput.parse(out) for out in outputs]
+        steps = [None if out is None else StepOutput.parse(out) for out in outputs]
         parts = [s and (s.loss.detach(), s.num_items, s.extras) for s in steps]
-        names, left = ("value", "num_items", "extras"), super().leave(parts, devices)
+        left = super().leave(parts, devices)
         return [
-            step and replace(step, **dict(zip(names, sent, strict=True)))
+            step and step._replace(value=sent[0], num_items=sent[1], extras=sent[2])
             for step, sent in zip(steps, left, strict=True)
         ]
 
-    def tell(self, outputs: list[Any], shards: Shards) -> _Joined:
-        """Other processes hear of the loss once, also if this process does the step again.
+    def exchange_losses(self, outputs: list[Any], shards: Shards) -> _Joined:
+        """Sends the loss to the other ranks once; a rerun after out-of-memory does not repeat it.
 
-        Out of memory is its own affair: others have gone on.
+        The others have gone on by then.
         """
         from lightning_dp.parallel.processes import Losses, OwnLoss
 
-        joined = self._joined_here(outputs, shards)
+        joined = self._join(outputs, shards)
         if self._losses is None or self._losses.of_all is None:
             world, loss = self.engine.world, joined.loss
             value, dtype = (None, None) if loss is None else (float(loss), loss.dtype)
             is_idle = world is not None and world.is_idle
             samples = 0 if is_idle else sum(joined.sizes) or sum(shards.sizes)
-            buffers = self.engine.reducer.buffers_between
+            buffers = self.engine.reducer.rank_buffers
             writes = buffers is not None and (
                 buffers.has_written() or not self.engine.reducer.root_keeps_its_buffers(shards)
             )
@@ -211,62 +202,64 @@ class TrainingStep(EvaluationStep):
 
     def gather(self, outputs: list[Any] | _Joined, shards: Shards) -> Any:
         """The joint loss, with its backward."""
-        own = outputs if isinstance(outputs, _Joined) else self._joined_here(outputs, shards)
-        returned, sizes, steps, graphs, joint, items, has_graph = own
-        world = self.engine.world
+        own = outputs if isinstance(outputs, _Joined) else self._join(outputs, shards)
+        sizes, steps, graphs, joint, items, has_graph = own
+        engine, world = self.engine, self.engine.world
         if world is not None:
-            joined = self._of_all_processes(world)
-            joint = self._value_of(joined)
-            graphs = [replace(graph, weight=graph.weight * joined.share) for graph in graphs]
-            items, has_graph = joined.items, joined.has_graph
+            of_all = cast("Losses", self._losses).join(world, is_sum=engine.loss_reduction == "sum")
+            if engine.reducer.rank_buffers is not None:
+                engine.reducer.rank_buffers.exchanged(of_all)
+            value, dtype, device = of_all.value, of_all.dtype, engine.output_device
+            joint = None if value is None else torch.tensor(value, dtype=dtype, device=device)
+            graphs = [graph._replace(weight=graph.weight * of_all.share) for graph in graphs]
+            items, has_graph = of_all.items, of_all.has_graph
         if joint is not None and has_graph:
-            joint = self._with_backward(joint, graphs, shards)
+            how = (engine.calls.crossed, engine.backward, engine.accelerators)
+            backward = JointBackward(self.name, shards, graphs, *how, engine.calls.rank_graph)
+            requested = engine.requested_parameters() if engine.has_own_backward else ()
+            joint = backward.attach(joint, requested)
         if not steps or steps[0].extras is None:
             return joint
-        order = None if shards.order is None else [shards.order[k] for k in returned]
-        extras = [step.extras for step in steps]
-        joined_extras = self.engine.join(
-            extras, sizes=sizes, order=order, row_rules=shards.row_rules
+        order = None if shards.order is None else [shards.order[g.replica] for g in graphs]
+        extras = engine.join(
+            [step.extras for step in steps], sizes=sizes, order=order, row_rules=shards.row_rules
         )
         if world is not None and world.is_idle:
-            joined_extras = without_rows(joined_extras, shards.row_rules.dim, sum(shards.sizes))
-        whole = {"loss": joint, **joined_extras}
-        if steps[0].tells_items:
-            whole["num_items"] = as_told(items, steps[0].num_items, self.engine.output_device)
+            extras = without_rows(extras, shards.row_rules.dim, sum(shards.sizes))
+        whole = {"loss": joint, **extras}
+        if steps[0].has_items_entry:
+            given = steps[0].num_items  # the count of all replicas is a tensor if that is one
+            if items is not None and isinstance(given, Tensor):
+                items = torch.full_like(given, items, device=engine.output_device)
+            whole["num_items"] = items
         return whole
 
-    def _joined_here(self, outputs: list[Any], shards: Shards) -> _Joined:
-        found = [(k, out) for k, out in zip(shards.active, outputs, strict=True) if out is not None]
-        returned, steps = [k for k, _ in found], [StepOutput.parse(out) for _, out in found]
-        sizes = [*map(shards.sizes.__getitem__, returned)]
-        if 0 < len(found) < len(outputs):
-            self.engine.warn_of_none(self.name, len(outputs) - len(found), len(outputs))
-        counts = agreed_items(list(map(_NUM_ITEMS, steps)))
-        weights = loss_weights(sizes, self.engine.loss_reduction, counts)
-        graphs = list(map(Graph, returned, map(_LOSS, steps), weights, map(_VALUE, steps)))
-        joint, items = None, None if counts is None else sum(counts)
-        if graphs:
-            with torch.no_grad():  # the joint loss has a backward of its own
-                joint = join_losses(graphs, self.engine.output_device)
-        has_graph = any(map(_REQUIRES_GRAD, steps))
-        return _Joined(returned, sizes, steps, graphs, joint, items, has_graph)
-
-    def _with_backward(self, joint: Tensor, graphs: list[Graph], shards: Shards) -> Tensor:
-        engine, calls = self.engine, self.engine.calls
-        own = (calls.crossed, engine.backward, engine.accelerators, calls.rank_graph)
-        backward = JointBackward(self.name, shards, graphs, *own)
-        return backward.attach(joint, engine.requested_parameters())
-
-    def _of_all_processes(self, world: World) -> JointLoss:
-        losses, buffers = cast("Losses", self._losses), self.engine.reducer.buffers_between
-        joined = losses.join(world, is_sum=self.engine.loss_reduction == "sum")
-        if buffers is not None:
-            buffers.exchanged(joined)
-        return joined
-
-    def _value_of(self, joined: JointLoss) -> Tensor | None:
-        value, on = joined.value, self.engine.output_device
-        return None if value is None else torch.tensor(value, dtype=joined.dtype, device=on)
+    def _join(self, outputs: list[Any], shards: Shards) -> _Joined:
+        """Joins the losses of this process's replicas."""
+        returned, sizes, steps, counts = [], [], [], []
+        for k, out in zip(shards.active, outputs, strict=True):
+            if out is None:
+                continue
+            if type(out) is Tensor and out.numel() == 1 and not out.__dict__:
+                step = StepOutput(out)  # as `parse` would; most steps return such a loss
+            else:
+                step = out if type(out) is StepOutput else StepOutput.parse(out)
+            returned.append(k)
+            sizes.append(shards.sizes[k])
+            steps.append(step)
+            counts.append(step.num_items)
+        if 0 < len(steps) < len(outputs):
+            self.engine.warn_of_none(self.name, len(outputs) - len(steps), len(outputs))
+        items = None if {*map(type, counts)} <= {type(None)} else agreed_items(counts)
+        if not steps:
+            return _Joined([], [], [], None, None, False)
+        weights = loss_weights(sizes, self.engine.loss_reduction, items)
+        graphs, has_graph = [], False
+        for k, step, weight in zip(returned, steps, weights, strict=True):
+            graphs.append(Graph(k, step.loss, weight, step.value))
+            has_graph = has_graph or step.loss.requires_grad
+        loss = join_losses(graphs, self.engine.output_device)
+        return _Joined(sizes, steps, graphs, loss, items and sum(items), has_graph)
 
     def finish(self, result: Any, gradient: Tensor | None = None) -> None:
         """The joint loss's backward."""
@@ -283,9 +276,9 @@ class TrainingStep(EvaluationStep):
     def without_trace(self) -> Iterator[None]:
         """Gradients are afterwards as they were, and other processes do not hear of it."""
         engine = self.engine
-        aside = GradientsAside(chain.from_iterable(engine.replicas.parameters))
+        aside = StashedGradients(chain.from_iterable(engine.replicas.parameters))
         try:
-            with replaced(engine, world=None), replaced(engine.reducer, between=None):
+            with replaced(engine, world=None), replaced(engine.reducer, ranks=None):
                 yield
         finally:
             aside.put_back()

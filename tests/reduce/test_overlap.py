@@ -329,19 +329,6 @@ def test_gradients_that_accumulate(places: Sequence[int]) -> None:
     assert_close(on, alone(Net, accumulating))
 
 
-@on_separate
-def test_while_gradients_accumulate_nothing_leaves(sent: list[int]) -> None:
-    counts: list[int] = []
-
-    def around(engine: StepParallel, net: Net, step: int) -> None:
-        counts.append(len(sent))
-        sent.clear()
-        engine.reducer.accumulating = step != 1
-
-    train(Net, [0, 1, 2], around=around)
-    assert counts[0] == counts[1] == counts[3] == 0 < counts[2] and not sent
-
-
 def hooked(engine: StepParallel, net: Net, step: int) -> None:
     """A hook that sees the sums, and changes them."""
     if step == 1:

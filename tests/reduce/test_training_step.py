@@ -176,15 +176,13 @@ def test_a_parameter_that_one_replica_used_gets_its_gradient() -> None:
     assert_same_gradients(module, expected)
 
 
-def test_gradients_accumulate_on_the_replicas_until_they_are_reduced() -> None:
+def test_gradients_accumulate_over_backwards() -> None:
     batches = torch.randn(3, 6, 4, dtype=torch.float64)
     module, oracle = Regression(mean_loss), Regression(mean_loss)
     with engine_of(module, (2, 2, 2)) as engine:
         for i, batch in enumerate(batches):
             engine.reducer.accumulating = i < 2
             engine.train("training_step", engine.scatter(batch)).backward()
-            waiting = [p.grad is not None for p in engine.replicas.parameters[1]]
-            assert any(waiting) is engine.reducer.accumulating
     for batch in batches:
         oracle.training_step(batch).backward()
     assert_same_gradients(module, oracle)

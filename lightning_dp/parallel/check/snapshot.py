@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_dp.parallel.reduce import GradientsAside, HooksOff, clear_gradients
+from lightning_dp.parallel.reduce import StashedGradients, SuspendedHooks, clear_gradients
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.torch_private import (
     FIXED_NAMES,
@@ -106,10 +106,8 @@ class Snapshot:
         ]
         leaves += _leaves_of(self._graphs)
         self.parameters = list({id(tensor): tensor for tensor in leaves}.values())
-        self._hooks = [HooksOff(self.parameters[i]) for i in hooked(self.parameters)]
-        for hooks in self._hooks:
-            hooks.take()
-        self._gradients = GradientsAside(self.parameters)
+        self._hooks = [SuspendedHooks(self.parameters[i]) for i in hooked(self.parameters)]
+        self._gradients = StashedGradients(self.parameters)
 
     @property
     def has_graph(self) -> bool:

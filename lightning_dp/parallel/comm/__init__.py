@@ -19,5 +19,5 @@ from lightning_dp.parallel.comm.streams import host_waits_for as host_waits_for
 from lightning_dp.parallel.comm.streams import on_streams as on_streams
 from lightning_dp.parallel.comm.streams import side_streams as side_streams
 from lightning_dp.parallel.comm.transfer import gradients_on as gradients_on
-from lightning_dp.parallel.comm.transfer import joining_device as joining_device
+from lightning_dp.parallel.comm.transfer import scalar_device as scalar_device
 from lightning_dp.parallel.comm.transfer import to_device_coalesced as to_device_coalesced

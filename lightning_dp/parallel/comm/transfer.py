@@ -48,7 +48,7 @@ def to_device_coalesced(
     return moved
 
 
-def joining_device(values: Sequence[object], output_device: torch.device) -> torch.device:
+def scalar_device(values: Sequence[object], output_device: torch.device) -> torch.device:
     """Where a few small values become one: not on the host, which would wait for each device."""
     if output_device.type == "cpu":
         for value in values:

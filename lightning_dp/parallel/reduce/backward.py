@@ -1,35 +1,49 @@
-"""One backward of all replicas, from its first gradient to the sums on the root."""
+"""One backward of all replicas, from its first gradient to the sums on the root.
+
+`Backward` is one object per backward, with `commit` and `abort`; `Overlap` sends buckets of
+gradients while it runs; `reduce_gradients` adds up what is left at its end.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING
+from itertools import chain, product
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dp.parallel.comm import Packing, current_stream, wait_for_copies
-from lightning_dp.parallel.reduce.gradients import (
-    GradientsAside,
-    HooksOff,
-    Spread,
-    clear_gradients,
-    reduce_gradients,
+from lightning_dp.parallel.comm import (
+    Packing,
+    add_each,
+    can_be_packed,
+    current_stream,
+    gradients_on,
+    wait_for_copies,
 )
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.torch_private import (
-    accumulation_hooks,
-    gradient_hooks,
     hooked,
     is_alone_in_memory,
+    put_hooks_back,
+    take_hooks_off,
 )
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import RankReducer
+
+ParallelFor: TypeAlias = Callable[[Sequence[Callable[[], None]]], object]
+"""Makes calls at the same time, one in each worker, and returns when all have ended."""
+Gradients: TypeAlias = list[Tensor | None]
+
+_GRAD: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+
+PARALLEL_ELEMENTS = 2**20
+"""Fewer elements are added on the calling thread sooner than workers are woken."""
 
 
 class Backward:
@@ -41,7 +55,7 @@ class Backward:
     Args:
         replicas: the root and its replicas.
         fills: the replicas that get gradients, if buckets may leave while it runs; else None.
-        accumulates: whether gradients stay on the replicas, for a later backward to sum.
+        accumulates: whether a later backward sums over the ranks.
         can_be_undone: whether it may run out of memory and be run again. Then the gradients of
             earlier backwards are aside until it has succeeded.
         ranks: the other processes; their gradients are added after the local sums.
@@ -56,63 +70,45 @@ class Backward:
         can_be_undone: bool,
         ranks: RankReducer | None,
     ) -> None:
-        self.accumulates = accumulates
-        self._ranks, self._rows, self._packing = ranks, replicas.parameters, replicas.packing
-        root = replicas.root_parameters
-        has_hooks = any(map(gradient_hooks, root)) or any(map(accumulation_hooks, root))
-        with_hooks = hooked(root) if has_hooks else []
+        self._rows, self._packing = replicas.parameters, replicas.packing
+        self._ranks, self._accumulates = ranks, accumulates
+        root = self._rows[0]
+        with_hooks = hooked(root)
         if ranks is not None:
-            if waiting := ranks.own_among([root[i] for i in with_hooks]):
-                # They got hooks after a backward that accumulated.
-                reduce_gradients(self._rows, self._packing)
-                ranks.sum_(waiting)
+            # Hooks may have come after a backward that accumulated.
+            ranks.sum_(ranks.own_among([root[i] for i in with_hooks]))
             ranks.begin(root, with_hooks, stay=accumulates)
-        self._hooks = [
-            ([row[i] for row in self._rows], HooksOff(root[i]), root[i].grad) for i in with_hooks
-        ]
-        for own, hooks, _ in self._hooks:
-            hooks.take()
-            own[0].grad = None
-        self._aside: list[GradientsAside] = []  # the root's, and those of the others
-        if can_be_undone:
-            others = chain.from_iterable(self._rows[1:])
-            self._aside = [GradientsAside(root), GradientsAside(others)]
+        self._hooks = [(SuspendedHooks(root[i]), root[i].grad) for i in with_hooks]
+        for hooks, _ in self._hooks:
+            hooks.parameter.grad = None
+        self._earlier = StashedGradients(root) if can_be_undone else None
         self._overlap: Overlap | None = None
-        if fills is not None and 0 in fills and not accumulates:  # else no sums grow on the root
+        if fills is not None and 0 in fills:  # else no sums grow on the root
             rows = [*{id(row): row for row in map(replicas.parameters_of, fills)}.values()]
             devices = list(dict.fromkeys(row[0].device for row in rows))
             if len(devices) > 1 and self._packing.sums.prepare(devices):
                 self._overlap = Overlap(rows, devices, self._packing, with_hooks)
-        self._is_aborted = False
 
-    def commit(self, spread: Spread | None = None) -> None:
+    def commit(self, parallel_for: ParallelFor | None = None) -> None:
         """Brings the sums to the root: of the replicas, then of all ranks."""
         if self._overlap is not None:
             self._overlap.end()
-        self._call_hooks()
-        if not self.accumulates:
-            reduce_gradients(self._rows, self._packing, spread)
+        if len(self._rows) > 1:
+            reduce_gradients(self._rows, self._packing, parallel_for)
         if self._overlap is not None:
             self._overlap.take_sums()
-        aside, self._aside = self._aside, []  # until here it could still be undone
-        for earlier in aside:
-            earlier.add()
-        if not self.accumulates and aside and aside[1].has_any:
-            reduce_gradients(self._rows, self._packing, spread)
-        if self._ranks is not None and not self.accumulates:
-            self._ranks.finish()
-
-    def _call_hooks(self) -> None:
-        if not self._hooks:
-            return
-        reduce_gradients([*zip(*(own for own, _, _ in self._hooks), strict=True)])
-        if self._ranks is not None:
-            self._ranks.sum_([own[0] for own, _, _ in self._hooks])
         called, self._hooks = self._hooks, []
-        for _, hooks, _ in called:
+        if self._ranks is not None:
+            self._ranks.sum_([hooks.parameter for hooks, _ in called])
+        for hooks, _ in called:
             hooks.put_back()
-        for _, hooks, earlier in called:
+        for hooks, earlier in called:
             hooks.call(earlier)
+        if self._earlier is not None:  # until here it could still be undone
+            self._earlier.add()
+            self._earlier = None
+        if self._ranks is not None and not self._accumulates:
+            self._ranks.finish()
 
     def abort(self) -> None:
         """Gives the root its earlier gradients and its hooks back, once.
@@ -120,13 +116,12 @@ class Backward:
         From here on the caller may change them. It waits for nothing: this may be one of autograd's
         threads.
         """
-        if self._is_aborted:
-            return
-        self._is_aborted = True
-        for root in self._aside[:1]:
-            root.put_back()
-        for own, hooks, earlier in self._hooks:
-            own[0].grad = earlier
+        if self._earlier is not None:
+            self._earlier.put_back()
+            self._earlier = None
+        called, self._hooks = self._hooks, []
+        for hooks, earlier in called:
+            hooks.parameter.grad = earlier
             hooks.put_back()
 
     def discard(self) -> None:
@@ -136,8 +131,7 @@ class Backward:
             self._overlap.cancel()
         if self._ranks is not None:
             self._ranks.cancel()
-        for others in self._aside[1:]:
-            others.put_back()
+        clear_gradients(chain.from_iterable(self._rows[1:]))
 
 
 class Overlap:
@@ -168,7 +162,6 @@ class Overlap:
         self._missing: dict[tuple[int, int], set[int]] = {}
         self._streams: dict[tuple[int, int], set[torch.Stream]] = {}
         self._taken: dict[int, dict[int, tuple[list[Tensor], torch.Event]]] = {}
-        self._sent: list[int] = []
         self._handles: list[RemovableHandle] = []
         for j, bucket in enumerate(packing.buckets):
             leaves = [p.is_leaf and p.requires_grad for row in rows for p in bucket.of(row)]
@@ -205,22 +198,23 @@ class Overlap:
             there = self._taken.setdefault(j, {})
             there[r] = own, ready
             if len(there) == len(self._rows):
-                self._sent.append(j)
                 taken = [there[k] for k in range(len(there))]
                 self._packing.sums.send(j, [row for row, _ in taken], [e for _, e in taken])
 
     def end(self) -> None:
         """The backward has ended: gradients that have not left are their parameters' again."""
         self._unhook()
-        for j in self._taken.keys() - {*self._sent}:
-            for r, (gradients, _) in self._taken[j].items():
-                self._put_back(j, r, gradients)
+        for j, there in list(self._taken.items()):
+            if len(there) < len(self._rows):
+                for r in there:
+                    self._put_back(j, r)
+                del self._taken[j]
 
     def take_sums(self) -> None:
         """Gives the root the sums; its current stream waits for them."""
         wait_for_copies(self._devices)
-        for j in self._sent:
-            self._put_back(j, 0, self._taken[j][0][0])
+        for j in self._taken:
+            self._put_back(j, 0)
         self._taken.clear()
 
     def cancel(self) -> None:
@@ -234,11 +228,171 @@ class Overlap:
             handle.remove()
         self._missing.clear()
 
-    def _put_back(self, j: int, r: int, gradients: list[Tensor]) -> None:
+    def _put_back(self, j: int, r: int) -> None:
         """With what the parameters have got later."""
-        for parameter, own in zip(
-            self._packing.buckets[j].of(self._rows[r]), gradients, strict=True
-        ):
+        gradients, _ = self._taken[j][r]
+        parameters = self._packing.buckets[j].of(self._rows[r])
+        for parameter, own in zip(parameters, gradients, strict=True):
             if parameter.grad is not None:
                 own.add_(parameter.grad)
             parameter.grad = own
+
+
+# Sums of gradients
+
+
+def reduce_gradients(
+    parameters: Sequence[Sequence[Tensor]],
+    packing: Packing | None = None,
+    parallel_for: ParallelFor | None = None,
+) -> None:
+    """Adds the replicas' gradients to the root's, in place, and clears theirs.
+
+    A parameter without a gradient on any replica keeps None. Between accelerators, buckets that are
+    complete go by the chain; all else is copied to the root and added there.
+
+    Args:
+        parameters: of each replica, the root's first.
+        packing: the buckets of the parameters.
+        parallel_for: runs calls in the workers, which then share the sums on the CPU. On the
+            calling thread torch would use a team of OpenMP threads, whose idle members spin beside
+            the workers.
+    """
+    root, others = parameters[0], parameters[1:]
+    if not root or not others:
+        return
+    sums, rows = list(map(_GRAD, root)), [list(map(_GRAD, replica)) for replica in others]
+    before, devices = list(sums), [replica[0].device for replica in parameters]
+    if len({*devices}) == 1:
+        _add_rows(sums, rows, parallel_for)
+    else:
+        if packing is not None:
+            _add_by_chain(sums, rows, packing, list(dict.fromkeys(devices)))
+        for row in rows:
+            _add_rows(sums, [gradients_on(devices[0], row)], None)
+    for parameter, total, old in zip(root, sums, before, strict=True):
+        if total is not old and total is not None:
+            parameter.grad = as_accumulated(total, parameter)
+    clear_gradients(chain.from_iterable(others))
+
+
+def _add_by_chain(
+    sums: Gradients, rows: list[Gradients], packing: Packing, devices: list[torch.device]
+) -> None:
+    """Adds the buckets of which each replica has all or nothing; in the rows they are None then."""
+    if not packing.sums.prepare(devices):
+        return
+    try:
+        for j, bucket in enumerate(packing.buckets):
+            total, own = bucket.of(sums), [bucket.of(row) for row in rows]
+            there = [row for row in own if any(g is not None for g in row)]
+            if there and all(packing.sums.is_whole(row, j) for row in (total, *there)):
+                packing.sums.send(j, [total, *there])
+                for row, i in product(rows, bucket.order):
+                    row[i] = None
+    finally:
+        wait_for_copies(devices)
+
+
+def _add_rows(sums: Gradients, rows: Sequence[Gradients], parallel_for: ParallelFor | None) -> None:
+    """Adds rows to the sums, in their order; where there is no sum yet, a gradient becomes it."""
+    for i, total in enumerate(sums):
+        for row in rows if total is None else ():
+            if row[i] is not None:
+                sums[i], row[i] = row[i], None
+                break
+    sizes = [0 if total is None else total.numel() for total in sums]
+    if parallel_for is None or sum(sizes) < PARALLEL_ELEMENTS:
+        _add_here(sums, rows)
+        return
+    parts = shares(sizes, 1 + len(rows))
+    parallel_for([partial(_add_here, sums[part], [row[part] for row in rows]) for part in parts])
+
+
+def _add_here(sums: Gradients, rows: Sequence[Gradients]) -> None:
+    for row in rows:
+        pairs = [(s, g) for s, g in zip(sums, row, strict=True) if s is not None and g is not None]
+        if pairs:
+            add_each([total for total, _ in pairs], [gradient for _, gradient in pairs])
+
+
+def shares(sizes: Sequence[int], n: int) -> list[slice]:
+    """Cuts positions into n slices, some perhaps empty, whose sizes sum to about the same.
+
+    Example:
+        >>> shares([4, 1, 1, 2], 2)
+        [slice(0, 1, None), slice(1, 4, None)]
+    """
+    ends, total, done = [], sum(sizes), 0
+    for i, size in enumerate(sizes):
+        done += size
+        while done * n >= total * (len(ends) + 1) and len(ends) < n - 1:
+            ends.append(i + 1)
+    return [slice(a, b) for a, b in zip([0, *ends], [*ends, len(sizes)], strict=True)]
+
+
+def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient with the strides that autograd gives it; fused optimizers rely on them.
+
+    They are the parameter's, where its memory is dense; else those of contiguous rows.
+    """
+    if gradient.layout is not torch.strided or gradient.stride() == parameter.stride():
+        return gradient
+    if not (can_be_packed(parameter) and can_be_packed(gradient)):
+        return gradient
+    like = torch.empty_like(parameter, dtype=gradient.dtype)
+    if like.stride() != parameter.stride():
+        return gradient.contiguous()
+    return like.copy_(gradient)
+
+
+def clear_gradients(parameters: Iterable[Tensor]) -> None:
+    """Sets gradients to None."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+class StashedGradients:
+    """The gradients of earlier backwards, set aside while another backward fills `.grad`."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._earlier = list(map(_GRAD, self._parameters))
+        clear_gradients(self._parameters)
+
+    def put_back(self) -> None:
+        """Only the earlier gradients remain."""
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            parameter.grad = earlier
+
+    def add(self) -> None:
+        """Adds the new gradients to the earlier ones, in place, as accumulation does."""
+        new = list(map(_GRAD, self._parameters))
+        for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier
+        _add_here(self._earlier, [new])
+
+
+class SuspendedHooks:
+    """Takes a parameter's hooks off it until `put_back`: autograd calls none of them."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter, self._hooks = parameter, take_hooks_off(parameter)
+
+    def put_back(self) -> None:
+        """Autograd calls them again."""
+        put_hooks_back(self.parameter, self._hooks)
+
+    def call(self, earlier: Tensor | None) -> None:
+        """Calls them with the gradient that has come in the meantime, and adds the earlier one."""
+        parameter, gradient = self.parameter, self.parameter.grad
+        parameter.grad = earlier
+        if gradient is None:
+            return
+        for hook in (self._hooks.on_gradient or {}).values():
+            answer = hook(gradient)
+            gradient = gradient if answer is None else answer
+        parameter.grad = gradient if earlier is None else earlier + gradient
+        for hook in (self._hooks.on_parameter or {}).values():
+            hook(parameter)

@@ -13,15 +13,14 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_dp.parallel.apply import Task
-from lightning_dp.parallel.comm import joining_device, on_streams, side_streams
+from lightning_dp.parallel.comm import on_streams, scalar_device, side_streams
 from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.torch_private import keeps_graph, will_run
 
@@ -34,9 +33,6 @@ LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
 Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
 """A method that runs the replicas' backwards, given the joint loss's gradient and whether graphs
 are kept."""
-
-
-# What a step returns
 
 
 class NoLossError(TypeError):
@@ -52,23 +48,18 @@ class NoLossError(TypeError):
         self.output = output
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What `training_step` returned on one replica."""
 
     loss: Tensor
-    num_items: float | Tensor | None  # what the loss is a mean over, where that is not samples
-    extras: dict[str, Any] | None  # other entries of a returned mapping; None for a bare loss
-    tells_items: bool  # by an entry
+    num_items: float | Tensor | None = None  # what the loss is a mean over, if not samples
+    extras: dict[str, Any] | None = None  # other entries of a returned mapping
+    has_items_entry: bool = False  # the mapping has "num_items"
     value: Tensor | None = None  # the loss's value, where it was copied elsewhere
-
-    _KEYS: ClassVar[tuple[str, ...]] = ("loss", "num_items")
 
     @classmethod
     def parse(cls, output: Any) -> StepOutput:
         """Takes a step's output apart, or raises an error that names what is wrong with it."""
-        if isinstance(output, StepOutput):
-            return output
         is_mapping = isinstance(output, Mapping)
         loss = output.get("loss") if is_mapping else output
         if not isinstance(loss, Tensor):
@@ -79,9 +70,18 @@ class StepOutput:
                 "Take its mean over the samples."
             )
         items = output.get("num_items") if is_mapping else None
-        items = items_of(loss) if items is None else count_of(items)
-        extras = {k: v for k, v in output.items() if k not in cls._KEYS} if is_mapping else None
-        return cls(loss, items, extras, is_mapping and "num_items" in output)
+        items = getattr(loss, "num_items", None) if items is None else items
+        is_one = isinstance(items, Tensor) and items.numel() == 1
+        if not (items is None or is_one or isinstance(items, int | float)):
+            got = tuple(items.shape) if isinstance(items, Tensor) else type(items).__qualname__
+            raise TypeError(
+                f"Expected num_items to be a number or a tensor of one element, got {got}. Give "
+                "the number of items that the loss is a mean over."
+            )
+        if not is_mapping:
+            return cls(loss, items)
+        extras = {k: v for k, v in output.items() if k not in ("loss", "num_items")}
+        return cls(loss, items, extras, "num_items" in output)
 
 
 def loss_of(output: Any) -> Tensor | None:
@@ -90,61 +90,27 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
-def items_of(loss: Tensor) -> float | Tensor | None:
-    """What a loss is a mean over, by its attribute `num_items`."""
-    items = getattr(loss, "num_items", None)
-    return None if items is None else count_of(items)
-
-
-def count_of(items: Any) -> float | Tensor:
-    """Checks a number of items: a number, or a tensor of one element."""
-    if not isinstance(items, int | float) and not (
-        isinstance(items, Tensor) and items.numel() == 1
-    ):
-        got = tuple(items.shape) if isinstance(items, Tensor) else type(items).__qualname__
-        raise TypeError(
-            f"Expected num_items to be a number or a tensor of one element, got {got}. Give the "
-            "number of items that the loss is a mean over."
-        )
-    return items
-
-
-def as_told(
-    count: float | None, told: float | Tensor | None, device: torch.device
-) -> float | Tensor | None:
-    """The count of all replicas, as a tensor if a step has given its count as one."""
-    if count is None or not isinstance(told, Tensor):
-        return count
-    return torch.full_like(told, count, device=device, requires_grad=False)
-
-
 # Weights
 
 
 def agreed_items(counts: Sequence[float | Tensor | None]) -> list[float] | None:
-    """The replicas' item counts, or None where the losses are means over samples."""
-    given = [count for count in counts if count is not None]
-    if not given:
+    """The replicas' item counts, or None where the losses are means over samples.
+
+    The host waits once for counts that lie on devices.
+    """
+    tensors = [count.detach().reshape(()) for count in counts if isinstance(count, Tensor)]
+    if not tensors and not any(count is not None for count in counts):
         return None
-    known = _numbers(given)
-    if len(known) < len(counts) or min(known) < 0:
-        numbers = iter(known)
-        got = [None if count is None else next(numbers) for count in counts]
+    device = scalar_device(tensors, torch.device("cpu"))
+    values = iter(torch.stack([t.to(device) for t in tensors]).tolist() if tensors else ())
+    known = [next(values) if isinstance(count, Tensor) else count for count in counts]
+    agreed = [count for count in known if count is not None and not count < 0]
+    if len(agreed) < len(counts):
         raise ValueError(
-            f"Expected num_items of at least 0 from every replica, got {got}. Give it for every "
+            f"Expected num_items of at least 0 from every replica, got {known}. Give it for every "
             "shard: the number of items that the loss is a mean over."
         )
-    return known
-
-
-def _numbers(counts: Sequence[float | Tensor]) -> list[float]:
-    """The values of counts on several devices, for which the host waits once."""
-    tensors = [count.detach().reshape(()) for count in counts if isinstance(count, Tensor)]
-    if not tensors:
-        return cast(list[float], list(counts))
-    device = joining_device(tensors, torch.device("cpu"))
-    values = iter(torch.stack([tensor.to(device) for tensor in tensors]).tolist())
-    return [next(values) if isinstance(count, Tensor) else count for count in counts]
+    return agreed
 
 
 def loss_weights(
@@ -168,8 +134,7 @@ def loss_weights(
 # The joint loss
 
 
-@dataclass(frozen=True)
-class Graph:
+class Graph(NamedTuple):
     """One replica's loss, of one element, and its weight in the joint loss."""
 
     replica: int
@@ -178,8 +143,9 @@ class Graph:
     value: Tensor | None = None  # of the loss, where it was copied elsewhere
 
 
+@torch.no_grad()
 def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
-    """sum(w_i * loss_i) on the output device, attached to the graphs of all replicas.
+    """The value sum(w_i * loss_i) on the output device.
 
     A loss of weight 0 is left out: it contributes nothing, even if it is NaN.
 
@@ -191,7 +157,7 @@ def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
     counting = [graph for graph in graphs if graph.weight != 0]
     values = [graph.loss if graph.value is None else graph.value for graph in counting]
     if {value.device for value in values} != {output_device}:
-        device = joining_device(values, output_device)
+        device = scalar_device(values, output_device)
         values = [value.to(device) for value in values]
     joint = values[0] * counting[0].weight
     for loss, graph in zip(values[1:], counting[1:], strict=True):
@@ -201,7 +167,7 @@ def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
 
 def sum_of_losses(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
     """Several losses whose backward runs at once are their sum, weighted by their gradients."""
-    if any(items_of(tensor) is not None for tensor in tensors):
+    if any(getattr(tensor, "num_items", None) is not None for tensor in tensors):
         raise ValueError(
             f"Expected one loss with num_items, got a backward of {len(tensors)} tensors, some "
             "with num_items. Make a backward of each: shards weigh differently in each of them."
@@ -221,7 +187,7 @@ class JointBackward:
         graphs: the replicas' losses.
         crosses: whether one replica's graph continues in another's, so that they cannot run alone.
         run: a method, held weakly: a graph that reaches its own holder is never freed.
-        devices: on whose streams, as they are current now, the backward runs.
+        devices: accelerators, on whose present current streams the backward runs.
         rank_graph: the part of the graph that continues in other ranks.
         is_last: whether no other backward goes through `rank_graph` after this one.
     """
@@ -241,13 +207,11 @@ class JointBackward:
         *,
         is_last: bool = True,
     ) -> None:
-        self._rank_graph, self._is_last = rank_graph, is_last
-        self.name = name
-        self.shards = shards
+        self.name, self.shards, self.crosses = name, shards, crosses
         self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
-        self.crosses = crosses
+        self._rank_graph, self._is_last = rank_graph, is_last
         self._run = weakref.WeakMethod(run)
-        self._streams = side_streams(devices)
+        self._streams = side_streams(devices) if devices else []
 
     def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
         """A loss of the same value whose backward is this one.
@@ -255,27 +219,17 @@ class JointBackward:
         It is a function of the requested parameters, so that a backward for these alone, which is
         refused, gets here.
         """
-        inputs = (joint.detach().requires_grad_(), self, *requested_parameters)
-        return _joint_loss(*inputs)
+        return _joint_loss(joint.detach().requires_grad_(), self, *requested_parameters)
 
     def tasks(
         self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
     ) -> list[Task]:
         """The replicas' backwards, see the note."""
-        return [
-            Task(
-                graph.replica,
-                devices[graph.replica],
-                partial(graph.loss.backward, gradient * graph.weight, retain_graph=keep_graph),
-                partial(self.shards.place, "backward", graph.replica),
-            )
-            for graph in self.graphs
-        ]
-
-    @property
-    def fills(self) -> Sequence[int]:
-        """The replicas whose parameters get gradients, in order."""
-        return self.shards.active if self.crosses else [graph.replica for graph in self.graphs]
+        tasks = []
+        for k, loss, weight, _ in self.graphs:
+            backward = partial(loss.backward, gradient * weight, retain_graph=keep_graph)
+            tasks.append(Task(k, devices[k], backward, partial(self.shards.place, "backward", k)))
+        return tasks
 
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
         """Runs it."""
@@ -286,9 +240,10 @@ class JointBackward:
                 "is gone. Keep the engine until then."
             )
         try:
-            with on_streams(self._streams):  # autograd's thread has others
+            # Autograd's thread has other current streams.
+            with on_streams(self._streams) if self._streams else nullcontext():
                 if self._rank_graph is not None:
-                    keep_graph = self._cross(self._rank_graph, keep_graph)
+                    keep_graph = self._add_end(self._rank_graph, keep_graph)
                 run(self, gradient, keep_graph)
         except torch.OutOfMemoryError:
             self._rank_graph = None
@@ -296,8 +251,8 @@ class JointBackward:
             self.shards.parts.clear()
             raise
 
-    def _cross(self, rank_graph: RankGraph, keep_graph: bool) -> bool:
-        """Starts at the end of the rank graph as well; whether the graph is to be kept."""
+    def _add_end(self, rank_graph: RankGraph, keep_graph: bool) -> bool:
+        """Has the backward start at the end of the rank graph, too; whether graphs are kept."""
         self.graphs = [graph for graph in self.graphs if graph.loss is not self._end]
         losses = [graph.loss for graph in self.graphs]
         end, keep_graph = rank_graph.end_for(losses, keep_graph, is_last=self._is_last)
@@ -316,32 +271,26 @@ class _JointLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        _check_can_run(ctx)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "Expected a backward without create_graph=True on the joint loss: the sums of the "
+                "replicas' gradients have no graph. Take second derivatives inside training_step, "
+                "where torch.autograd.grad(..., create_graph=True) works on every replica."
+            )
+        leaf, _ = ctx.next_functions[0]  # leaves come first in the graph
+        if not will_run(leaf):
+            raise RuntimeError(
+                "Expected loss.backward() for all parameters of the module, got inputs=... or "
+                "torch.autograd.grad on the joint loss, which has no graph of its own. Take such "
+                "gradients inside training_step, use manual optimisation, where "
+                "self.manual_backward(loss, inputs=...) works, or "
+                'DataParallelStrategy(mode="forward").'
+            )
         ctx.joint_backward(gradient, keeps_graph())
-        nothing: tuple[None, ...] = (None,) * ctx.num_inputs
-        return nothing
+        return (None,) * int(ctx.num_inputs)
 
 
 _joint_loss: Callable[..., Tensor] = _JointLoss.apply
-
-
-def _check_can_run(node: Any) -> None:
-    """Refuses a backward that has a graph itself, or that is not for all leaves."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "Expected a backward without create_graph=True on the joint loss: the sums of the "
-            "replicas' gradients have no graph. Take second derivatives inside training_step, "
-            "where torch.autograd.grad(..., create_graph=True) works on every replica."
-        )
-    leaf, _ = node.next_functions[0]  # leaves come first in the graph
-    if not will_run(leaf):
-        raise RuntimeError(
-            "Expected loss.backward() for all parameters of the module, got inputs=... or "
-            "torch.autograd.grad on the joint loss, which has no graph of its own. Take such "
-            "gradients inside training_step, use manual optimisation, where "
-            "self.manual_backward(loss, inputs=...) works, or "
-            'DataParallelStrategy(mode="forward").'
-        )
 
 
 def backward_at_once(

@@ -9,23 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.reduce.backward import Backward
-from lightning_dp.parallel.reduce.buffers import Buffers, reduce_buffers
-from lightning_dp.parallel.reduce.gradients import Spread, clear_gradients, reduce_gradients
+from lightning_dp.parallel.comm import can_be_packed
+from lightning_dp.parallel.reduce.backward import Backward, ParallelFor, reduce_gradients
 from lightning_dp.parallel.reduce.loss import JointBackward, wait_for_autograd
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards
-from lightning_dp.parallel.torch_private import version
+from lightning_dp.parallel.torch_private import copy_to_each
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import RankBuffers, RankReducer, World
 
-_GRAD: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+Buffers: TypeAlias = Literal["first", "mean"]
+BUFFERS: tuple[Buffers, ...] = ("first", "mean")
+
+_GRAD = attrgetter("grad")
+_FORM = attrgetter("shape", "dtype", "device")
 
 
 class Reducer:
@@ -35,111 +38,98 @@ class Reducer:
         replicas: the root and its replicas.
         buffers: whose buffers the root gets, see `reduce_buffers`.
         devices: the replicas' devices.
-        stays: whether buckets stay until the backward ends, as when devices are timed; or None.
+        is_timed: whether buckets wait until the backward ends, as when devices are timed; None if
+            they always do.
+        world: the processes, whose gradients and buffers are added; None if this is the only one.
     """
 
-    between: RankReducer | None = None  # the ranks' gradients, if there are several processes
-    buffers_between: RankBuffers | None = None  # and their buffers
+    ranks: RankReducer | None = None  # the gradients of all ranks, if there are several processes
+    rank_buffers: RankBuffers | None = None  # and their buffers
 
     def __init__(
         self,
         replicas: Replicas,
         buffers: Buffers,
         devices: Sequence[torch.device],
-        stays: Callable[[], bool] | None = None,
+        is_timed: Callable[[], bool] | None = None,
+        world: World | None = None,
     ) -> None:
-        self.accumulating = False  # backwards leave their gradients on the replicas
-        self._replicas = replicas
-        self._buffers: Buffers = buffers
-        self._devices = devices
-        self._stays = stays
+        self.accumulating = False  # backwards leave the sum over the ranks to a later one
+        self._replicas, self._policy, self._devices = replicas, buffers, devices
+        self._is_timed = is_timed
         self._forward: Shards | None = None  # of a step whose buffers are still the replicas'
         self._backward: Backward | None = None  # which runs, or has failed
-        self._waiting: list[tuple[Tensor, int] | None] | None = None
-        """While replicas keep gradients: those of the root, with their versions."""
+        if world is not None:
+            from lightning_dp.parallel.processes import RankBuffers, RankReducer
 
-    def join(self, world: World) -> None:
-        """Gradients and buffers are those of all processes from now on."""
-        from lightning_dp.parallel.processes import RankBuffers, RankReducer
+            def write(ranks: list[list[Tensor | None]], samples: list[int]) -> None:
+                reduce_buffers(replicas.buffers_of_steps[0], ranks, samples, buffers)
 
-        replicas, policy = self._replicas, self._buffers
-
-        def write(ranks: list[list[Tensor | None]], samples: list[int]) -> None:
-            reduce_buffers(replicas.buffers_of_steps[0], ranks, samples, policy)
-
-        self.between = RankReducer(world)
-        self.buffers_between = RankBuffers(
-            lambda: replicas.buffers_of_steps[0], write, world, is_mean=policy == "mean"
-        )
+            self.ranks = RankReducer(world)
+            self.rank_buffers = RankBuffers(
+                lambda: replicas.buffers_of_steps[0], write, world, is_mean=buffers == "mean"
+            )
 
     def close(self) -> None:
         """Ends what is open, in this process alone: after an error the others do not come."""
-        if self.between is not None:
-            self.between.cancel()
-        self.between = self.buffers_between = None
+        if self.ranks is not None:
+            self.ranks.cancel()
+        self.ranks = self.rank_buffers = None
         self.settle()
         self._replicas.packing.sums.pools.clear()
 
-    def resync(self) -> None:
-        """Ends what is open, and gives the root all gradients."""
-        self.settle()
-        self.collect_waiting()
-
     def root_keeps_its_buffers(self, shards: Shards) -> bool:
         """Whether the root's buffers stay: it is replica 0, the first one with samples."""
-        return self._buffers == "first" and shards.active[0] == 0
+        return self._policy == "first" and bool(shards.sizes[0])
 
     # The forward
 
     def after_forward(self, shards: Shards) -> None:
         """Notes whose buffers the root gets, after the backward or before the next step.
 
-        Without gradients no backward will come, and it gets them now.
+        Without gradients no backward will come, and it gets them now. A backward that the step ran
+        itself has left gradients on replicas, which the root gets now.
         """
         self._forward = shards
-        others = chain.from_iterable(self._replicas.parameters[1:])
-        if any(parameter.grad is not None for parameter in others):  # of a backward in the step
-            self._note_waiting()
+        rows = self._replicas.parameters
+        if {*map(_GRAD, chain.from_iterable(rows[1:]))} - {None}:
+            reduce_gradients(rows, self._replicas.packing)
         if not torch.is_grad_enabled():
-            self._settle_forward()
+            self._take_buffers(shards)
 
-    def _settle_forward(self) -> None:
+    def _take_buffers(self, shards: Shards) -> None:
         """Not before the backward, which checks that nothing it has saved was written to."""
-        shards, self._forward = self._forward, None
-        if shards is None:
-            return
-        self._replicas.adopt_rows(shards.active)
-        if not self.root_keeps_its_buffers(shards):
+        self._forward = None
+        if self._replicas.limited is not None:
+            self._replicas.adopt_rows(shards.active)
+        if self._policy == "mean" or not shards.sizes[0]:
             buffers = self._replicas.buffers_of_steps
             worked = [buffers[k] for k in shards.active]
-            reduce_buffers(buffers[0], worked, shards.active_sizes, self._buffers)
+            reduce_buffers(buffers[0], worked, shards.active_sizes, self._policy)
 
     # The backward
 
     def before_backward(self, joint: JointBackward, *, can_fail: bool = False) -> None:
         """A backward begins; if it can fail for lack of memory, it can be undone."""
-        self._follow_root()
-        may_leave = can_fail and 0 in joint.fills and self._stays is not None and not self._stays()
+        fills = None
+        if can_fail and self._is_timed is not None and not self._is_timed():
+            fills = joint.shards.active if joint.crosses else [g.replica for g in joint.graphs]
         self._backward = Backward(
             self._replicas,
-            joint.fills if may_leave else None,
+            fills,
             accumulates=self.accumulating,
             can_be_undone=can_fail,
-            ranks=self.between,
+            ranks=self.ranks,
         )
 
-    def after_backward(self, spread: Spread | None = None) -> None:
+    def after_backward(self, parallel_for: ParallelFor | None = None) -> None:
         """The backward has ended: its gradients, and the step's buffers, reach the root."""
-        self._settle_forward()
-        backward = self._backward
-        if backward is not None:
-            backward.commit(spread)
-            if backward.accumulates:
-                self._note_waiting()
-            else:
-                self._waiting = None
-        if self.buffers_between is not None:
-            self.buffers_between.after_step()
+        if self._forward is not None:
+            self._take_buffers(self._forward)
+        if self._backward is not None:
+            self._backward.commit(parallel_for)
+        if self.rank_buffers is not None:
+            self.rank_buffers.after_step()
         self._backward = None
 
     def fail(self) -> None:
@@ -163,51 +153,92 @@ class Reducer:
         if self._backward is not None:
             wait_for_autograd(self._devices)
             self._backward.discard()
-            if self._waiting is None:  # else they go with the root's, which has a part of them, too
-                clear_gradients(chain.from_iterable(self._replicas.parameters[1:]))
             self._backward = None
-        self._settle_forward()
-        if self.buffers_between is not None:
-            self.buffers_between.after_step()
-        if trains:
-            self._follow_root()
-            if self.buffers_between is not None:
-                self.buffers_between.before_step()
+        if self._forward is not None:
+            self._take_buffers(self._forward)
+        if self.rank_buffers is not None:
+            self.rank_buffers.after_step()
+            if trains:
+                self.rank_buffers.before_step()
 
-    # Gradients that wait on replicas, between micro-batches
+    def sum_waiting(self) -> None:
+        """Sums over the ranks what has accumulated, if no backward has come to do so."""
+        if self.ranks is not None:
+            self.ranks.sum_waiting()
 
-    def reduce_waiting(self) -> None:
-        """Sums what has accumulated, if no backward has come to do so."""
-        self.collect_waiting()
-        if self.between is not None:
-            self.between.sum_waiting()
 
-    def collect_waiting(self) -> None:
-        """Brings what has accumulated on the replicas to the root; ranks keep their own."""
-        self._follow_root()
-        if self._waiting is not None:
-            self._waiting = None
-            reduce_gradients(self._replicas.parameters, self._replicas.packing)
+# Buffers
 
-    def _note_waiting(self) -> None:
-        rows = self._replicas.parameters
-        root = rows[0]
-        # Where the root has no gradient, it would not be seen when they are cleared.
-        lone = [
-            i
-            for i, parameter in enumerate(root)
-            if parameter.grad is None and any(row[i].grad is not None for row in rows[1:])
-        ]
-        reduce_gradients([[row[i] for i in lone] for row in rows])
-        self._waiting = [None if g is None else (g, version(g)) for g in map(_GRAD, root)]
 
-    def _follow_root(self) -> None:
-        """Where the root's gradients were cleared since, as by zero_grad(), clears the others."""
-        rows = self._replicas.parameters
-        for i, seen in enumerate(self._waiting or ()):
-            now = rows[0][i].grad
-            if seen is None or (now is seen[0] and version(now) == seen[1]):
-                continue
-            values = now.coalesce().values() if now is not None and now.is_sparse else now
-            if values is None or not bool(values.any()):
-                clear_gradients([row[i] for row in rows[1:]])
+@torch.no_grad()
+def reduce_buffers(
+    root: Sequence[Tensor | None],
+    replicas: Sequence[Sequence[Tensor | None]],
+    sizes: Sequence[int],
+    policy: Buffers,
+) -> None:
+    """Gives the root the buffers that a training step left on the replicas that worked.
+
+    By policy those of the first of these, or the mean of all, weighted by their samples (what has
+    no mean, such as integers or tensors of several shapes, keeps those of the first). They are
+    written without a trace, as batch norm writes to its own: graphs that have saved them stay
+    usable. A root's of another shape or dtype takes theirs.
+    """
+    weights = [n / sum(sizes) for n in sizes]
+    for i, target in enumerate(root):
+        values = [value for replica in replicas if (value := replica[i]) is not None]
+        if target is None or not values:
+            continue
+        value = values[0].to(target.device)
+        are_alike = all(other.shape == value.shape for other in values)
+        if policy == "mean" and value.is_floating_point() and are_alike:
+            value = _mean(torch.stack([v.to(target.device) for v in values]), weights)
+        write_without_trace(target, value)
+
+
+def _mean(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """The mean along dim 0; where all are equal, their value: constants collect no rounding."""
+    terms = [value * weight for value, weight in zip(values, weights, strict=True)]
+    return torch.where(values.eq(values[0]).all(0), values[0], torch.stack(terms).sum(0))
+
+
+class Snapshot:
+    """The values of buffers at one moment. Its memory is kept, and copied to in few kernels."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._forms: list[Any] = []
+
+    @torch.no_grad()
+    def take(self, buffers: Sequence[Tensor | None]) -> None:
+        """Copies the buffers."""
+        self._buffers = [buffer for buffer in buffers if buffer is not None]
+        forms = list(map(_FORM, self._buffers))
+        if self._buffers and forms == self._forms and all(map(can_be_packed, self._buffers)):
+            copy_to_each(self._values, self._buffers)
+        else:
+            self._forms, self._values = forms, [buffer.clone() for buffer in self._buffers]
+
+    def drop(self) -> None:
+        """Restores nothing from here on."""
+        self._buffers = []
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Gives the buffers their values back, without a trace, as batch norm writes to its own."""
+        for buffer, value in zip(self._buffers, self._values, strict=False):
+            if _FORM(buffer) != _FORM(value) or not torch.equal(buffer, value):
+                write_without_trace(buffer, value)
+
+
+def write_without_trace(buffer: Tensor, value: Tensor) -> None:
+    """Gives a buffer a value, if need be with its shape and dtype, so that no version counts it."""
+    if buffer is value:
+        return
+    are_alike = _FORM(buffer) == _FORM(value)
+    is_expanded = buffer.layout is torch.strided and 0 in buffer.stride()
+    if are_alike and not is_expanded:
+        buffer.data.copy_(value)
+    elif not are_alike or not torch.equal(buffer, value):
+        buffer.data = value.clone()

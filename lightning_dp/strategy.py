@@ -201,11 +201,7 @@ class DataParallelMixin(MeasuredMixin):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        """While it lasts, gradients accumulate on the replicas; the next backward sums them all.
-
-        Between micro-batches the root's `.grad` has its own samples' gradients, as a rank's has in
-        DDP's `no_sync`.
-        """
+        """While it lasts, processes keep their sums of gradients; the next backward adds them up."""
         with super().block_backward_sync():
             if self._mode is None:
                 yield

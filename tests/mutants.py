@@ -748,7 +748,7 @@ MUTANTS = [
         "spread-forever",
         "forward",
         _of("forward:ForwardParallel.stop_spreading"),
-        "self._have_called(self._own)",
+        "self._spread.close()",
         "pass",
         "after a step the module calls its own forward",
         ("tests/forward", "tests/drop_in"),

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.comm import on_streams, side_streams
-from lightning_dp.parallel.contexts import Lasting, StandIn, replaced
+from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.gather import Scalars
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.scatter import Shards, to_device_together
@@ -27,9 +26,6 @@ from lightning_dp.parallel.torch_private import (
     not_compiled,
 )
 
-_Called: TypeAlias = dict[str, dict[str, Any]]
-_CALLED = ("forward", COMPILED_CALL)
-
 
 class FirstCalls(Protocol):
     """What looks at calls before they are spread; see `check`."""
@@ -38,9 +34,6 @@ class FirstCalls(Protocol):
         self, engine: ForwardParallel, path: str, num_args: int, arguments: dict[Any, Any]
     ) -> None:
         """A submodule is about to be called; the first arguments go by position."""
-
-
-_TELLING = ("batch_size", "split_batch", "sample_cost")
 
 
 class ForwardParallel(RecoveringEngine):
@@ -84,47 +77,70 @@ class ForwardParallel(RecoveringEngine):
         self.num_calls = self.num_cut = 0  # so far, and of these the ones that were cut
         self.first_calls: FirstCalls | None = None  # the check of them, if there is one
         self._paths = list(dict.fromkeys(["", *parallel_modules]))
-        self._own: _Called | None = None  # what spread modules have themselves
+        self._spread: ExitStack | None = None  # gives the modules their own forwards back
         self._mode: tuple[bool, bool] | None = None
-        self._locks: dict[int, threading.RLock] = {}
+        self._turn = threading.RLock()
         self._all_devices = [*self.devices, self.output_device]
         self._streams: list[torch.Stream] = []  # the caller's own
 
-    def turn(self) -> AbstractContextManager[Any]:
+    def turn(self) -> threading.RLock:
         """Lets one thread spread calls at a time: checkpoints do so in the threads of devices."""
-        # By process: in a forked child nobody unlocks what another thread has locked.
-        return self._locks.setdefault(os.getpid(), threading.RLock())
+        return self._turn
 
-    @property
-    def is_spreading(self) -> bool:
-        """Whether the module's calls are spread now."""
-        return self._own is not None
-
-    def spreading(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def spreading(self) -> Iterator[None]:
         """Spreads the module's calls while it lasts."""
-        return nullcontext() if self.is_spreading else _Spreading(self)
+        if self._spread is not None:
+            yield
+            return
+        # Compiled code may also be called with whole batches, beside the replicas' calls.
+        compiles = self.replicas.may_compile
+        with self.replicas.compiled.as_often() if compiles else nullcontext():
+            self.start_spreading()
+            try:
+                yield
+            finally:
+                self.stop_spreading()
 
     def start_spreading(self) -> None:
         """Spreads the module's calls from here on."""
-        self._own = self._called()  # first: an interrupt may come before the next line
-        self._have_called({path: {"forward": self._spread_forward(path)} for path in self._paths})
+        self._spread = ExitStack()
+        for path in self._paths:
+            module = self.module.get_submodule(path)
+            call = StandIn(module, "forward", partial(_spread, self, path))
+            attributes = {"forward": call, COMPILED_CALL: None}
+            self._spread.enter_context(replaced(module, **attributes))
 
     def stop_spreading(self) -> None:
-        """Gives the module its own forwards back; once more, if an interrupt came in between."""
-        if self._own is not None:
-            self._note_compiled(self._own, self._called())
-            self._have_called(self._own)
-            self._own = None
+        """Gives the modules their own forwards back."""
+        if self._spread is not None:
+            self._spread.close()
+            self._spread = None
+
+    def spread(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Makes a spread call; replica 0, which is the module, calls its own forward meanwhile."""
+        with self._turn:
+            is_spreading = self._spread is not None  # False for a checkpoint that calls again
+            self.stop_spreading()
+            try:
+                return self.call(path, args, kwargs)
+            finally:
+                if is_spreading:
+                    self.start_spreading()
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
-        arguments: dict[int | str, Any] = dict(enumerate(args))
-        arguments.update(kwargs.items())
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         self.num_calls += 1
         if not is_in_backward():
             self._streams = side_streams(self._all_devices)
-        # A checkpoint calls again in a thread of autograd, which has other ones.
-        with on_streams(self._streams), replaced(self, asked=self._asked(path)):
+        called = self.module.get_submodule(path)
+        names = ("batch_size", "split_batch", "sample_cost")
+        asked = called if any(callable(getattr(called, n, None)) for n in names) else self.module
+        # A checkpoint calls again in a thread of autograd, which has other streams.
+        with on_streams(self._streams), replaced(self, asked=asked):
+            if self.first_calls is not None and not is_in_backward():
+                self.first_calls.before(self, path, len(args), arguments)
             return self.run(self.spread_call(path, len(args)), arguments)
 
     @property
@@ -146,83 +162,16 @@ class ForwardParallel(RecoveringEngine):
         call.copied_parameters = "changed" if is_read_only else "frozen"
         return call
 
-    def _asked(self, path: str) -> nn.Module:
-        called = self.module.get_submodule(path)
-        tells = any(callable(getattr(called, name, None)) for name in _TELLING)
-        return called if tells else self.module
-
     def close(self) -> None:
         """As every engine; and lets go of graphs, which would keep the replicas for good."""
         self.stop_spreading()
         super().close()
         self.replicas.disconnect()
 
-    def spread(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Does `call` where replicas call the module's own forward, and follow its attributes."""
-        with self.turn():
-            if self._own is None:  # a checkpoint that calls again
-                return self.call(path, args, kwargs)
-            spread = self._called()
-            self._note_compiled(self._own, spread)
-            try:
-                self._have_called(self._own)
-                if self.first_calls is not None:
-                    arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-                    with replaced(self, asked=self._asked(path)):
-                        self.first_calls.before(self, path, len(args), arguments)
-                return self.call(path, args, kwargs)
-            finally:
-                if self.is_spreading:
-                    self._have_called(spread)
-
-    def _spread_forward(self, path: str) -> StandIn:
-        call = partial(_spread, self, path)
-        return StandIn(self.module.get_submodule(path), "forward", call)
-
-    def _called(self) -> _Called:
-        """The attributes of spread modules that their calls go to, if they have some themselves."""
-        spread = {path: vars(self.module.get_submodule(path)) for path in self._paths}
-        return {path: {n: a[n] for n in _CALLED if n in a} for path, a in spread.items()}
-
-    @staticmethod
-    def _note_compiled(own: _Called, now: _Called) -> None:
-        """A step may have compiled a spread module in place."""
-        for path, called in now.items():
-            if called.get(COMPILED_CALL) is not None:
-                own[path][COMPILED_CALL] = called[COMPILED_CALL]
-
-    def _have_called(self, called: _Called) -> None:
-        """Sets these attributes; what is not there is that of the class."""
-        for path, own in called.items():
-            attributes = vars(self.module.get_submodule(path))
-            for name in _CALLED:
-                if name in own:
-                    attributes[name] = own[name]
-                else:
-                    attributes.pop(name, None)
-
 
 @not_compiled  # compiled code may call the module, and would have the engine compiled
 def _spread(engine: ForwardParallel, path: str, *args: Any, **kwargs: Any) -> Any:
     return engine.spread(path, args, kwargs)
-
-
-class _Spreading(Lasting):
-    """The calls of a module are spread."""
-
-    def __init__(self, engine: ForwardParallel) -> None:
-        self._engine = engine
-        # Compiled code may also be called with whole batches, beside the replicas' calls.
-        compiles = engine.replicas.may_compile
-        self._compiled = engine.replicas.compiled.as_often() if compiles else nullcontext()
-
-    def begin(self) -> None:
-        self._engine.start_spreading()
-        self._compiled.__enter__()
-
-    def end(self) -> None:
-        self._compiled.__exit__(None, None, None)
-        self._engine.stop_spreading()
 
 
 class SpreadCall(ReplicaCall):

@@ -9,7 +9,6 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from queue import SimpleQueue
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -91,6 +90,7 @@ class Executor:
         self._is_shared = len(set(devices)) < len(self._devices)
         self._is_on_one_device = len(set(devices)) == 1
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
+        self._plain_states = [ThreadState(self._devices[0], grad) for grad in (False, True)]
         self._always_in_order = ""  # the reason, see REASONS
         self._reasons: dict[str, str] = {}  # of the latest call of each kind: "threads", or why not
         self._trials: defaultdict[tuple[str, int], Trial] = defaultdict(Trial)
@@ -152,12 +152,16 @@ class Executor:
         in_threads = len(tasks) > 1 and self._reasons[kind] == "threads"
         trial, cached = self._latest.get(kind), cached_values()
         measured = None if trial is None or not trial.is_measured else Stretch(self._devices)
-        state = ThreadState.of_caller(self._devices, is_on_cpu=self._is_on_cpu)
+        is_plain = self._is_on_cpu and not (
+            torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or has_modes()
+        )
+        plain = self._plain_states[torch.is_grad_enabled()]
+        state = plain if is_plain else ThreadState.capture(self._devices)
         collects = in_threads and sys.version_info < (3, 12) and gc.isenabled()  # see the note
         if collects:
             gc.disable()
         try:
-            calls.run(tasks, state, self._inboxes, in_threads=in_threads)
+            calls.run(tasks, state, self._workers, self._start_workers, in_threads=in_threads)
         except BaseException as interrupt:
             calls.end(interrupt)
             raise
@@ -184,10 +188,8 @@ class Executor:
             raise error
         return results
 
-    def _inboxes(self) -> list[SimpleQueue[Callable[[], None] | None]]:
-        if not self._workers:
-            self._workers = start_workers(self._devices)
-        return [own.inbox for own in self._workers]
+    def _start_workers(self) -> None:
+        self._workers[:] = start_workers(self._devices)
 
     def _leave_behind(self, tasks: Sequence[Task]) -> None:
         """Gives up workers that did not end: later calls get new ones."""

@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 Act: TypeAlias = Callable[["Calls", list[Any]], Sequence[Any]]
 """What the host does in a rendezvous: from the replicas' values to what each of them gets."""
-Inboxes: TypeAlias = Callable[[], Sequence["SimpleQueue[Callable[[], None] | None]"]]
 
 NOT_BEGUN, RUNNING, ENDED = "has not begun", "is still running", "has ended"
 """The states of a replica that does not wait in a rendezvous, as errors say them."""
@@ -154,6 +153,12 @@ class Task:
         return reply.value
 
 
+class HasInbox(Protocol):
+    """A worker, see `worker`."""
+
+    inbox: SimpleQueue[Callable[[], None] | None]
+
+
 class Calls:
     """The replicas' calls in one apply, see the note above; `run` once, then `close`.
 
@@ -215,7 +220,8 @@ class Calls:
         task.is_awake = True
         state = self._thread_state
         try:
-            self.check()
+            if self.broken is not None or not self.is_open:
+                raise self._stopped()
             if state.is_plain:
                 with torch.set_grad_enabled(state.grad):
                     task.run()
@@ -230,13 +236,20 @@ class Calls:
     # In the host's thread
 
     def run(
-        self, tasks: Sequence[Task], state: ThreadState, inboxes: Inboxes, *, in_threads: bool
+        self,
+        tasks: Sequence[Task],
+        state: ThreadState,
+        workers: Sequence[HasInbox],
+        start_workers: Callable[[], None],
+        *,
+        in_threads: bool,
     ) -> None:
         """Makes all calls at once in the workers, or one after another here until one fails.
 
-        `inboxes()` returns those of the workers of all replicas, which it starts if need be.
+        `workers` are those of all replicas, none before they are started.
         """
-        self._thread_state, self._inboxes, self.participants = state, inboxes, list(tasks)
+        self._thread_state, self.participants = state, list(tasks)
+        self._workers, self._start_workers = workers, start_workers
         self._context = contextvars.copy_context()
         for task in tasks:
             task.calls = self
@@ -265,8 +278,10 @@ class Calls:
 
     def _start(self, task: Task) -> None:
         """Has a replica's call made in its worker."""
+        if not self._workers:
+            self._start_workers()
         work = partial(self._context.copy().run, self._work, task)
-        self._inboxes()[task.replica].put(work)
+        self._workers[task.replica].inbox.put(work)
 
     def _settle(self) -> bool:
         """Lets every replica run until it waits or ends; returns whether one waits."""

@@ -24,7 +24,6 @@ from lightning_dp.parallel.torch_private import (
     Functions,
     Modes,
     current_modes,
-    has_modes,
     in_modes,
     saved_tensors_functions,
 )
@@ -50,11 +49,8 @@ class ThreadState:
     is_plain: bool = True  # nothing but the grad mode differs from a new thread's state
 
     @classmethod
-    def of_caller(cls, devices: Sequence[torch.device], *, is_on_cpu: bool) -> ThreadState:
+    def capture(cls, devices: Sequence[torch.device]) -> ThreadState:
         """The calling thread's state; devices[0] is the root device."""
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        if is_on_cpu and not (inference or torch.is_autocast_enabled("cpu") or has_modes()):
-            return cls(devices[0], grad)
         kinds = {"cpu", *[device.type for device in devices]}
         autocasts = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
@@ -68,13 +64,13 @@ class ThreadState:
         saving = saved_tensors_functions()
         return cls(
             devices[0],
-            grad,
-            inference,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
             autocasts,
             current_modes(),
             saving and one_at_a_time(saving),
             side_streams(places),
-            None if is_on_cpu else hand_over(devices[0]),
+            hand_over(devices[0]),
             is_plain=False,
         )
 

@@ -1,329 +1,239 @@
-"""What is trained: LightningModules and their batches, each the worst case of something.
-
-The same modules are trained by loops of plain PyTorch: a loop calls `loop_step` with what it has
-made of the module's parts, such as DDP around them.
-"""
+"""What the benchmarks train: modules and their batches, each the worst case of something."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from benchmarks import nets
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BATCHES = 4
-"""Different ones, which take turns."""
-
-CLASSES, TOKENS, LARGE_VOCABULARY, LENGTH = 10, 512, 8192, 64
-LONGEST = 256  # tokens of a text
-PIXELS, LATENT = 784, 64
-
-
-class Spread(Protocol):
-    """Gives what a loop has made of a part of the model, and calls instead of it."""
-
-    def __call__(self, part: nn.Module, *, trained: bool = True) -> Callable[..., Any]:
-        """DDP has to know whether gradients of the part come of this call."""
+CLASSES, TOKENS, VOCABULARY, LENGTH, LONGEST = 10, 512, 8192, 64, 256
 
 
 class Model(LightningModule):
-    """A net, a mean loss of its outputs, and one optimizer.
+    """A net, and the mean cross-entropy of its outputs.
 
     Args:
-        net: makes outputs of a batch's first tensor; the others are the loss's.
+        net: makes logits of a batch's first tensor.
+        optimizer: a class of torch.optim.
+        rate: its learning rate.
     """
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, optimizer: Any = torch.optim.AdamW, rate: float = 1e-3):
         super().__init__()
-        self.net = net
+        self.net, self.optimizer, self.rate = net, optimizer, rate
 
-    def inputs(self, batch: Any) -> tuple[Tensor, ...]:
-        """What `forward` takes of a batch."""
-        return (batch[0],)
-
-    def targets(self, batch: Any) -> tuple[Tensor, ...]:
-        """What the loss takes of a batch."""
-        return (batch[1],)
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """Logits."""
-        logits: Tensor = self.net(*inputs)
-        return logits
-
-    def loss(self, logits: Tensor, *targets: Tensor) -> Tensor:
-        """A mean over samples."""
-        return F.cross_entropy(logits, targets[0])
+    def loss(self, batch: Any, net: Callable[..., Tensor] | None = None) -> Tensor:
+        """The mean loss; `net` is what a loop has made of the net, such as DDP around it."""
+        x, y = batch
+        logits = (net or self.net)(x)
+        return F.cross_entropy(logits.flatten(0, -2), y.flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """As most are."""
-        return self.loss(self(*self.inputs(batch)), *self.targets(batch))
+        return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
-        """What most use."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def parts(self) -> list[nn.Module]:
-        """The modules that a loop wraps."""
-        return [self]
-
-    def loop_step(
-        self,
-        spread: Spread,
-        inputs: Any,
-        batch: Any,
-        optimizers: Sequence[torch.optim.Optimizer],
-        backward: Callable[[Tensor], Any],
-    ) -> Tensor:
-        """A training step of plain PyTorch; returns the loss.
-
-        Args:
-            spread: gives what is called instead of a part.
-            inputs: the batch where the wrapped parts expect it.
-            batch: the batch on the device of the outputs.
-            optimizers: of `configure_optimizers`.
-            backward: is called with the loss.
-        """
-        optimizers[0].zero_grad()
-        loss = self.loss(spread(self)(*self.inputs(inputs)), *self.targets(batch))
-        backward(loss)
-        optimizers[0].step()
-        return loss.detach()
-
-
-class Wide(Model):
-    """About 100 MB of gradients, as a ResNet-50 has, and one kernel for all of the update."""
-
-    def configure_optimizers(self) -> Any:
-        """No state, of which each of many simulated devices would take its part of the host."""
-        return torch.optim.SGD(self.parameters(), lr=1e-2)
-
-
-class LanguageModel(Model):
-    """Predicts each next token; logits of a large vocabulary are most of its memory."""
-
-    def loss(self, logits: Tensor, *targets: Tensor) -> Tensor:
-        """A mean over tokens."""
-        return F.cross_entropy(logits.flatten(0, 1), targets[0].flatten())
+        return self.optimizer(self.net.parameters(), lr=self.rate)
 
 
 class Texts(Model):
-    """Texts of unequal length: what a device has to do follows from which it gets."""
-
-    def inputs(self, batch: Any) -> tuple[Tensor, ...]:
-        """Padded texts and their lengths."""
-        return batch["texts"], batch["lengths"]
-
-    targets = inputs
+    """Texts of unequal length: a device's work depends on which samples it gets."""
 
     def sample_cost(self, batch: Any) -> Tensor:
-        """What `split="cost"` asks."""
         lengths: Tensor = batch["lengths"]
         return lengths
 
-    def loss(self, logits: Tensor, *targets: Tensor) -> Tensor:
-        """A mean over tokens."""
-        texts, lengths = targets
+    def loss(self, batch: Any, net: Callable[..., Tensor] | None = None) -> Tensor:
+        texts, lengths = batch["texts"], batch["lengths"]
+        logits = (net or self.net)(texts, lengths)
         columns = torch.arange(texts.shape[1], device=texts.device)
         return F.cross_entropy(logits, texts[columns < lengths.unsqueeze(1)])
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """A mean over tokens, of which each device has another number."""
-        logits = self(*self.inputs(batch))
-        return {"loss": self.loss(logits, *self.targets(batch)), "num_items": len(logits)}
+        return {"loss": self.loss(batch), "num_items": int(batch["lengths"].sum())}
 
 
-class GAN(LightningModule):
-    """Two optimizers, stepped by hand, one after another in each step."""
+class Bottleneck(nn.Module):
+    """A residual block of three convolutions with batch norm."""
+
+    def __init__(self, width: int, downsample: bool) -> None:
+        super().__init__()
+        sizes = (1, 3, 1)
+        self.convs = nn.ModuleList(nn.Conv2d(width, width, s, padding=s // 2) for s in sizes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in sizes)
+        self.relu = nn.ReLU()
+        skip = nn.Sequential(nn.Conv2d(width, width, 1, bias=False), nn.BatchNorm2d(width))
+        self.downsample = skip if downsample else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            y = norm(conv(self.relu(y)))
+        return self.relu(y + self.downsample(x))
+
+
+class TinyResNet50(nn.Sequential):
+    """About as many modules, parameters and buffers as a ResNet-50, at a width of 2 channels."""
+
+    def __init__(self, width: int = 2) -> None:
+        blocks = [Bottleneck(width, i == 0) for depth in (3, 4, 6, 3) for i in range(depth)]
+        stem = nn.Conv2d(3, width, 7, padding=3, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)
+        super().__init__(*stem, *blocks, *head)
+
+
+def convnet() -> nn.Sequential:
+    """Three convolutions with batch norm, for images of 32 x 32."""
+    layers: list[nn.Module] = []
+    for inside, outside, stride in ((3, 32, 1), (32, 64, 2), (64, 128, 2)):
+        convolution = nn.Conv2d(inside, outside, 3, stride=stride, padding=1, bias=False)
+        layers += [convolution, nn.BatchNorm2d(outside), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
+
+
+def mlp(depth: int, width: int) -> nn.Sequential:
+    """Layers of one width: where it is small there is hardly anything to compute in each."""
+    layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(width, CLASSES))
+
+
+class Transformer(nn.Module):
+    """An encoder over tokens [B, L]; a causal one predicts each next token, another one a class."""
+
+    def __init__(self, vocabulary: int, outputs: int, width: int, depth: int, *, causal: bool):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.places = nn.Parameter(torch.zeros(LENGTH, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
+        self.head = nn.Linear(width, outputs)
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH) if causal else None
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        causal = self.mask is not None
+        x = self.layers(self.embed(tokens) + self.places, self.mask, is_causal=causal)
+        logits: Tensor = self.head(x if causal else x.mean(1))
+        return logits
+
+
+class TextNet(nn.Module):
+    """Predicts each token from the one before it; works on the tokens alone, without padding."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS + 1, width)  # one more: the start of a text
+        layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
+        self.layers = nn.Sequential(*layers, nn.Linear(width, TOKENS))
+
+    def forward(self, texts: Tensor, lengths: Tensor) -> Tensor:
+        before = torch.full_like(texts, TOKENS)
+        before[:, 1:] = texts[:, :-1]
+        columns = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
+        logits: Tensor = self.layers(self.embed(before[columns < lengths.unsqueeze(1)]))
+        return logits
+
+
+class EvenLayers(nn.Module):
+    """Layers of equal time and equally many bytes, 101 MB in all, for virtual time alone.
+
+    A step of two samples takes `flops` operations, a third of them forward, in about 150 kernels,
+    as many as a ResNet-50 has. The arithmetic is skipped: steps of 16 devices take seconds.
+    """
+
+    DEPTH, WIDTH, ROWS, KERNELS = 24, 1024, 78, 6
 
     def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = False
-        self.generator = nets.mlp(LATENT, 512, 512, PIXELS)
-        self.critic = nets.mlp(PIXELS, 512, 512, 1)
+        self.layers = nn.ModuleList(nn.Linear(self.WIDTH, self.WIDTH) for _ in range(self.DEPTH))
+        self.head = nn.Linear(self.WIDTH, CLASSES)
 
-    def configure_optimizers(self) -> Any:
-        """One for each of the two."""
-        parts = self.generator, self.critic
-        return [torch.optim.Adam(part.parameters(), 2e-4, betas=(0.5, 0.999)) for part in parts]
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = _TakesTime.apply(layer(x), layer.weight)
+        logits: Tensor = self.head(x)
+        return logits
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """The critic's step, then the generator's."""
-        for_generator, for_critic = self.optimizers()
-        images, noise = batch
+    @classmethod
+    def flops(cls) -> int:
+        return 3 * cls.DEPTH * 2 * (cls.ROWS + 2) * cls.WIDTH**2
 
-        self.toggle_optimizer(for_critic)
-        loss = self.critic_loss(self.critic, images, self.generator(noise).detach())
-        for_critic.zero_grad()
-        self.manual_backward(loss)
-        for_critic.step()
-        self.untoggle_optimizer(for_critic)
 
-        self.toggle_optimizer(for_generator)
-        generator_loss = F.softplus(-self.critic(self.generator(noise))).mean()
-        for_generator.zero_grad()
-        self.manual_backward(generator_loss)
-        for_generator.step()
-        self.untoggle_optimizer(for_generator)
-        return {"loss": loss.detach()}
+class _TakesTime(torch.autograd.Function):
+    """Takes the time of a layer with `EvenLayers.ROWS` rows, and leaves its values alone."""
 
     @staticmethod
-    def critic_loss(critic: Callable[[Tensor], Tensor], images: Tensor, drawn: Tensor) -> Tensor:
-        """Both in one call: DDP takes one forward for each backward."""
-        # Drawn images sit beside real ones, so that any part of the rows has as many of both.
-        pairs = torch.stack([images, drawn], 1)
-        judged = critic(pairs)
-        return F.softplus(-judged[:, 0]).mean() + F.softplus(judged[:, 1]).mean()
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        _take_time(weight)
+        return x.view_as(x)
 
-    def parts(self) -> list[nn.Module]:
-        """The modules that a loop wraps."""
-        return [self.generator, self.critic]
-
-    def loop_step(
-        self,
-        spread: Spread,
-        inputs: Any,
-        batch: Any,
-        optimizers: Sequence[torch.optim.Optimizer],
-        backward: Callable[[Tensor], Any],
-    ) -> Tensor:
-        """The same in plain PyTorch; see `Model.loop_step`."""
-        for_generator, for_critic = optimizers
-        images, noise = batch[0], inputs[1]
-        generator, critic = spread(self.generator), spread(self.critic)
-        with torch.no_grad():
-            drawn = generator(noise)
-        loss = self.critic_loss(critic, images, drawn)
-        for_critic.zero_grad()
-        backward(loss)
-        for_critic.step()
-
-        self.critic.requires_grad_(False)
-        drawn = generator(noise)
-        judged = spread(self.critic, trained=False)(drawn)
-        generator_loss = F.softplus(-judged).mean()
-        for_generator.zero_grad()
-        backward(generator_loss)
-        for_generator.step()
-        self.critic.requires_grad_(True)
-        return loss.detach()
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        for _ in range(2):
+            _take_time(weight)
+        return gradient, None
 
 
-@dataclass(frozen=True)
-class Workload:
-    """A model and its batches.
-
-    Args:
-        make: makes the model.
-        batch: makes a batch of so many samples.
-        samples: in a batch.
-        about: what it is the worst case of.
-        splits: of ours that make a difference, beside the one that was asked for.
-        strategy: options of ours that the model needs.
-    """
-
-    make: Callable[[], LightningModule]
-    batch: Callable[[int, torch.Generator], Any]
-    samples: int
-    about: str
-    splits: tuple[str, ...] = ()
-    strategy: Mapping[str, Any] = field(default_factory=dict)
-
-    def batches(self, samples: int | None = None, seed: int = 0) -> list[Any]:
-        """Some batches, always the same ones."""
-        generator = torch.Generator().manual_seed(seed)
-        return [self.batch(samples or self.samples, generator) for _ in range(BATCHES)]
+def _take_time(weight: Tensor) -> None:
+    """Multiplies matrices by 0, which torch does not compute."""
+    for rows in weight.detach()[: EvenLayers.ROWS].chunk(EvenLayers.KERNELS):
+        torch.addmm(rows, rows, weight.detach(), beta=0, alpha=0)
 
 
-def _images(n: int, generator: torch.Generator, size: int = 32) -> Any:
-    x = torch.randn(n, 3, size, size, generator=generator)
-    return x, torch.randint(CLASSES, (n,), generator=generator)
+def _labelled(*shape: int, tokens: int = 0) -> Callable[[int, torch.Generator], Any]:
+    def batch(n: int, g: torch.Generator) -> Any:
+        x = torch.randint(tokens, (n, *shape), generator=g) if tokens else None
+        x = torch.randn(n, *shape, generator=g) if x is None else x
+        return x, torch.randint(CLASSES, (n,), generator=g)
+
+    return batch
 
 
-def _vectors(n: int, generator: torch.Generator) -> Any:
-    x = torch.randn(n, 16, generator=generator)
-    return x, torch.randint(CLASSES, (n,), generator=generator)
-
-
-def _wide_vectors(n: int, generator: torch.Generator) -> Any:
-    x = torch.randn(n, 1024, generator=generator)
-    return x, torch.randint(CLASSES, (n,), generator=generator)
-
-
-def _labelled_tokens(n: int, generator: torch.Generator) -> Any:
-    x = torch.randint(TOKENS, (n, LENGTH), generator=generator)
-    return x, torch.randint(CLASSES, (n,), generator=generator)
-
-
-def _tokens(n: int, generator: torch.Generator) -> Any:
-    x = torch.randint(LARGE_VOCABULARY, (n, LENGTH + 1), generator=generator)
+def _sentences(n: int, g: torch.Generator) -> Any:
+    x = torch.randint(VOCABULARY, (n, LENGTH + 1), generator=g)
     return x[:, :-1].contiguous(), x[:, 1:].contiguous()
 
 
-def _texts(n: int, generator: torch.Generator) -> Any:
+def _texts(n: int, g: torch.Generator) -> Any:
     """Most are short, and the longest ones come together, as where data are sorted."""
-    u = torch.rand(n, generator=generator).sort().values
-    lengths = (4 + (LONGEST - 4) * u**3).long()
-    texts = torch.randint(TOKENS, (n, int(lengths.max())), generator=generator)
+    lengths = (4 + (LONGEST - 4) * torch.rand(n, generator=g).sort().values ** 3).long()
+    texts = torch.randint(TOKENS, (n, int(lengths.max())), generator=g)
     return {"texts": texts, "lengths": lengths}
 
 
-def _pairs(n: int, generator: torch.Generator) -> Any:
-    images = torch.randn(n, PIXELS, generator=generator)
-    return images, torch.randn(n, LATENT, generator=generator)
+class Workload(NamedTuple):
+    """A model, what makes a batch of n samples for it, and how many it usually has."""
+
+    make: Callable[[], Model]
+    batch: Callable[[int, torch.Generator], Any]
+    samples: int
+
+    def batches(self, samples: int | None = None, count: int = 4) -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        return [self.batch(samples or self.samples, generator) for _ in range(count)]
+
+
+def _transformer() -> Model:
+    return Model(Transformer(TOKENS, CLASSES, 128, 3, causal=False))
+
+
+def _language_model() -> Model:
+    return Model(Transformer(VOCABULARY, VOCABULARY, 128, 2, causal=True))
 
 
 WORKLOADS = {
-    "convnet": Workload(lambda: Model(nets.convnet()), _images, 64, "bound by computing"),
-    "transformer": Workload(
-        lambda: Model(nets.Transformer(TOKENS, CLASSES, 128, 3, LENGTH, causal=False)),
-        _labelled_tokens,
-        32,
-        "bound by computing",
-    ),
-    "language_model": Workload(
-        lambda: LanguageModel(
-            nets.Transformer(LARGE_VOCABULARY, LARGE_VOCABULARY, 128, 2, LENGTH, causal=True)
-        ),
-        _tokens,
-        16,
-        "large outputs, large gradients",
-    ),
-    "wide": Workload(
-        lambda: Wide(nets.plain_mlp(24, 1024)), _wide_vectors, 64, "large gradients, few operations"
-    ),
-    "mlp": Workload(lambda: Model(nets.plain_mlp(60, 16)), _vectors, 32, "bound by Python"),
-    "resnet": Workload(
-        lambda: Model(nets.TinyResNet50()),
-        lambda n, generator: _images(n, generator, 8),
-        32,
-        "bound by Python, with batch norm",
-    ),
-    "gan": Workload(
-        GAN,
-        _pairs,
-        64,
-        "manual optimisation",
-        strategy={"mode": "forward", "parallel_modules": ["generator", "critic"]},
-    ),
-    "texts": Workload(
-        lambda: Texts(nets.TextNet(TOKENS, 96, 6)), _texts, 32, "unequal samples", ("cost",)
-    ),
+    "convnet": Workload(lambda: Model(convnet()), _labelled(3, 32, 32), 64),
+    "transformer": Workload(_transformer, _labelled(LENGTH, tokens=TOKENS), 32),
+    "language_model": Workload(_language_model, _sentences, 16),  # large outputs and gradients
+    "wide": Workload(lambda: Model(mlp(24, 1024), torch.optim.SGD), _labelled(1024), 64),
+    "mlp": Workload(lambda: Model(mlp(60, 16)), _labelled(16), 32),  # bound by Python
+    "resnet": Workload(lambda: Model(TinyResNet50()), _labelled(3, 8, 8), 32),
+    "texts": Workload(lambda: Texts(TextNet(96, 6)), _texts, 32),
+    "even_layers": Workload(lambda: Model(EvenLayers(), torch.optim.SGD), _labelled(1024), 2),
 }
-"""By their names."""
-
-VIRTUAL = {
-    "even_layers": Workload(
-        lambda: Wide(nets.EvenLayers()), _wide_vectors, 2, "as many bytes as a ResNet-50, in time"
-    ),
-}
-"""Those that compute nothing: only on virtual time do they take any."""
-
-
-def workload(name: str) -> Workload:
-    """The workload of a name."""
-    return (WORKLOADS | VIRTUAL)[name]
+"""By name; `even_layers` takes time on virtual time alone, and 2 samples are those of a device."""

@@ -9,7 +9,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from benchmarks.peers import comm
+from benchmarks import comm
 from hypothesis import example, given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule, Trainer

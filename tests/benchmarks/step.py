@@ -1,0 +1,208 @@
+"""What one plain training step costs beyond the modules' own work: Python frames, and time.
+
+    python tests/benchmarks/step.py                       # frames by function and by file
+    python tests/benchmarks/step.py --time [--devices 4]  # a ResNet-50's shape with tiny tensors
+
+Frames are calls of Python functions of lightning_dp, on all threads, from the end of a batch to the
+end of the next one; of three steps the one with the fewest counts. `--time` prints medians and the
+lowest: the engine's own time in order (a step less the replicas' forward and backward), the drop-in
+beside the bare modules, and what nn.DataParallel spends on building its module trees alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import statistics
+import sys
+import threading
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_dp
+from lightning_dp.parallel.split import split_policy
+from lightning_dp.parallel.step import StepParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.models import TinyResNet50
+
+PACKAGE = Path(lightning_dp.__file__).parent
+CPU = torch.device("cpu")
+WATCHED = 3
+
+
+class SmallMLP(LightningModule):
+    """Two linear layers, and one logged loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+class Watch(Callback):
+    """Counts the calls of each function of the package in some steps after a warm-up."""
+
+    def __init__(self, warm_up: int) -> None:
+        self.steps: list[Counter[tuple[str, str]]] = []
+        self._warm_up = warm_up
+        self._calls: Counter[Any] | None = None
+
+    def count(self, frame: FrameType, event: str, called: Any) -> None:
+        if self._calls is not None and event == "call":
+            self._calls[frame.f_code] += 1
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            found: Counter[tuple[str, str]] = Counter()
+            for code, count in calls.items():
+                if Path(code.co_filename).is_relative_to(PACKAGE):
+                    file = Path(code.co_filename).relative_to(PACKAGE).as_posix()
+                    found[file, code.co_name] += count
+            self.steps.append(found)
+        if self._warm_up <= trainer.global_step < self._warm_up + WATCHED:
+            self._calls = Counter()
+
+
+def plain_step(executor: Any = "auto", devices: int = 4, warm_up: int = 60) -> Counter[Any]:
+    """The calls of each function, by file and name, in one step."""
+    data = torch.randn(4 * devices * (warm_up + WATCHED), 8)
+    watch = Watch(warm_up)
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=devices,
+        strategy=lightning_dp.DataParallelStrategy(executor=executor),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch],
+    )
+    threading.setprofile(watch.count)  # for the workers, which start later
+    sys.setprofile(watch.count)
+    try:
+        trainer.fit(SmallMLP(), DataLoader(data, batch_size=4 * devices))
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return min(watch.steps, key=Counter.total)
+
+
+def files_of(calls: Counter[tuple[str, str]]) -> Counter[str]:
+    """Calls by file."""
+    files: Counter[str] = Counter()
+    for (file, _), count in calls.items():
+        files[file] += count
+    return files
+
+
+class Net(TinyResNet50):
+    """A module with a step, as the engine calls it."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss: Tensor = self(batch).square().mean()
+        return loss
+
+
+def timed(
+    steps: int, work: dict[str, Callable[[], float | None]], module: nn.Module
+) -> dict[str, Any]:
+    """Milliseconds of each, by turns; every step finds changed parameters and no gradients."""
+    found: dict[str, list[float]] = {name: [] for name in work}
+    for i in range(steps + 20):
+        for name, step in work.items():
+            module.zero_grad()
+            with torch.no_grad():
+                torch._foreach_mul_(list(module.parameters()), 0.999)
+            start = time.perf_counter()
+            less = step() or 0.0
+            if i >= 20:
+                found[name].append(1e3 * (time.perf_counter() - start - less))
+    return {name: (statistics.median(times), min(times)) for name, times in found.items()}
+
+
+def rebuild(module: nn.Module, k: int) -> None:
+    """Builds K module trees, as `torch.nn.parallel.replicate` does in every forward."""
+    index = {m: i for i, m in enumerate(module.modules())}
+    for _ in range(k):
+        trees = [m._replicate_for_data_parallel() for m in index]
+        for original, tree in zip(index, trees, strict=True):
+            for name, child in original.named_children():
+                setattr(tree, name, trees[index[child]])
+            for name, tensor in original.named_parameters(recurse=False):
+                setattr(tree, name, tensor.detach())
+
+
+def overheads(k: int, steps: int) -> dict[str, Any]:
+    """What the engine and the drop-in take, and bare modules, and nn.DataParallel's building."""
+    torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
+    module, batch = Net(), torch.randn(2 * k, 3, 8, 8)
+    copies = [module, *(copy.deepcopy(module) for _ in range(k - 1))]
+    split = split_policy("even", None, [CPU] * k)
+    engine = StepParallel(module, [CPU] * k, output_device=CPU, split=split, executor="inorder")
+    drop_in = lightning_dp.DataParallel(module, [CPU] * k, executor="inorder")
+
+    def own() -> float:
+        before = sum(usage.busy_seconds for usage in engine.meter.usage)
+        engine.train("training_step", engine.scatter(batch)).backward()
+        return sum(usage.busy_seconds for usage in engine.meter.usage) - before
+
+    def bare() -> None:
+        for module, part in zip(copies, batch.chunk(k), strict=True):
+            module(part).sum().backward()
+
+    work = {
+        "the engine's own time, in order": own,
+        "bare modules, forward and backward": bare,
+        "drop-in, forward and backward": lambda: drop_in(batch).sum().backward(),
+        f"building {k} module trees": lambda: rebuild(module, k),
+    }
+    found = timed(steps, work, module)
+    engine.close()
+    drop_in.close()
+    return found
+
+
+def main() -> None:
+    """Counts or measures, and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=60, help="that are timed")
+    parser.add_argument("--executor", default="auto", help="auto, threads or inorder")
+    parser.add_argument("--time", action="store_true", help="measure time instead")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    if options.time:
+        for name, (middle, low) in overheads(options.devices, options.steps).items():
+            print(f"{name:36}{middle:8.2f} ms [{low:.2f}]")
+        return
+    calls = plain_step(options.executor, options.devices)
+    for (file, name), count in calls.most_common(60):
+        print(f"{count:6}  {file}: {name}")
+    print("\n" + "\n".join(f"{count:6}  {file}" for file, count in files_of(calls).most_common()))
+    print(f"\n{len(files_of(calls))} files, {calls.total()} frames")
+
+
+if __name__ == "__main__":
+    main()

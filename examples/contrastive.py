@@ -266,7 +266,7 @@ def compare(accelerator: str, devices: int, epochs: int) -> None:
 def main() -> None:
     parser = ScriptParser(__doc__.splitlines()[0], devices=4, epochs=40)
     parser.add_argument("--compare", action="store_true", help="the loss of one device beside ours")
-    args = parser.parse()
+    args = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     options = {key: getattr(args, key) for key in ("accelerator", "devices", "epochs")}
     with quiet():

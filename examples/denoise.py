@@ -35,7 +35,6 @@ from lightning_dp.app.scripts import (
     print_rows,
     short_fits,
     train_and_test,
-    whole_number,
 )
 from lightning_dp.monitor.history import Period
 
@@ -296,9 +295,9 @@ def compare(data: DigitPages, accelerator: str, devices: int) -> None:
 def main() -> None:
     parser = ScriptParser("A denoiser.", devices=4, epochs=16)
     parser.add_argument("--split", default="memory", choices=SPLITS, help="how batches are cut")
-    parser.add_argument("--pages", type=whole_number(32), default=512, help="pages to train on")
+    parser.add_argument("--pages", type=int, default=512, help="pages to train on")
     parser.add_argument("--compare", action="store_true", help="a few steps with each split")
-    args = parser.parse()
+    args = parser.parse_args()
     if args.compare and args.devices < 2:
         parser.error("--compare: expected at least 2 devices, got --devices=1")
 

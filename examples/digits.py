@@ -185,7 +185,7 @@ class DigitsDataModule(L.LightningDataModule):
 
 
 def main() -> None:
-    args = ScriptParser(__doc__.splitlines()[0], devices=4, epochs=30).parse()
+    args = ScriptParser(__doc__.splitlines()[0], devices=4, epochs=30).parse_args()
     with quiet():
         L.seed_everything(42, verbose=False)
         model = DigitsCRNN(scheduler=partial(CosineAnnealingLR, T_max=args.epochs))

@@ -76,7 +76,7 @@ def write_old_checkpoint(path: Path) -> None:
 def main() -> None:
     parser = ScriptParser("A script for nn.DataParallel, on ours.", devices=2, epochs=10)
     parser.add_argument("--folder", type=Path, default=Path("logs/migrate"), help="of old and new")
-    args = parser.parse()
+    args = parser.parse_args()
 
     device, device_ids = devices_of(args.accelerator, args.devices)
     old, new = args.folder / "old.pt", args.folder / "new.pt"

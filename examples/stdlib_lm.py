@@ -46,7 +46,6 @@ from lightning_dp.app.scripts import (
     print_rows,
     short_fits,
     train_and_test,
-    whole_number,
 )
 from lightning_dp.parallel.split.arithmetic import by_cost, chunk, even
 
@@ -347,9 +346,9 @@ def compare(data: StdlibSource, accelerator: str, devices: int) -> None:
 def main() -> None:
     parser = ScriptParser("A language model on Python's source.", devices=4, epochs=3)
     parser.add_argument("--split", default="cost", choices=SPLITS, help="how batches are cut")
-    parser.add_argument("--files", type=whole_number(3), help="read only so many source files")
+    parser.add_argument("--files", type=int, help="read only so many source files")
     parser.add_argument("--compare", action="store_true", help="a few steps with each split")
-    args = parser.parse()
+    args = parser.parse_args()
     if args.compare and args.devices < 2:
         parser.error("--compare: expected at least 2 devices, got --devices=1")
 

@@ -118,7 +118,7 @@ def main() -> None:
         "--split", default="even", choices=("even", "chunk"), help="chunk: as torch.chunk cuts"
     )
     parser.add_argument("--output-device", help="where outputs end up; None: the first device")
-    args = parser.parse()
+    args = parser.parse_args()
     L.seed_everything(0, verbose=False)
     # One device after another, so that the lines come in their order.
     strategy = DataParallelStrategy(

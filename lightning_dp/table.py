@@ -1,12 +1,10 @@
-"""What fits a terminal: a table, with rich where it is installed, and a program's help."""
+"""What the programs share: a table for terminals, and a parser that refuses in one line."""
 
 from __future__ import annotations
 
-import re
-import textwrap
-from argparse import Action, ArgumentParser, HelpFormatter, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 MOST_ROWS = 60
 
@@ -14,11 +12,11 @@ MOST_ROWS = 60
 def print_table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()
 ) -> None:
-    """Prints rows under headings; of very many the first ones, and how many there are more.
+    """Prints rows under headings, with rich where it is installed.
 
     Args:
         headings: one per column.
-        rows: one text per column.
+        rows: one text per column; of more than `MOST_ROWS` the first ones are shown.
         right: the headings of columns that are aligned to the right, as numbers are.
     """
     shown = rows[:MOST_ROWS]
@@ -51,51 +49,3 @@ class OneLineParser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Says what is wrong, without the list of all options."""
         self.exit(2, f"error: {message.rstrip('.')}. --help lists all options.\n")
-
-
-SCREEN = (24, 80)
-"""Lines and columns of the smallest terminal that is thought of."""
-
-
-class ScreenParser(OneLineParser):
-    """Its `--help` fits a screen; where the whole does not, `--help-all` prints that."""
-
-    def __init__(self, program: str, **options: Any) -> None:
-        def of_screen(prog: str) -> HelpFormatter:
-            return RawDescriptionHelpFormatter(prog, width=SCREEN[1])
-
-        super().__init__(program, formatter_class=of_screen, **options)
-        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="explain every option")
-
-    def format_help(self) -> str:
-        """What `--help` prints."""
-        whole = super().format_help()
-        if whole.count("\n") <= SCREEN[0]:
-            return whole
-        names = re.findall(r"^  (?:-\w[^-\n]*)?(--[\w-]+)", whole, re.MULTILINE)
-        options = textwrap.wrap(" ".join(names), SCREEN[1] - 2, break_on_hyphens=False)
-        usage = " ".join(whole.partition("\n\n")[0].split())
-        takes = re.search(r"(?<=\]) (\[[^][]*\.\.\.\]|[A-Z]+(?: [A-Z]+)*)$", usage)
-        return "\n".join(
-            [
-                f"usage: {self.prog} [options]{takes[0] if takes else ''}",
-                "",
-                (self.description or "").strip(),
-                "",
-                "options (--help-all explains them):",
-                *(f"  {line}" for line in options),
-                "",
-            ]
-        )
-
-    def format_all(self) -> str:
-        """What `--help-all` prints."""
-        return super().format_help()
-
-
-class _HelpAll(Action):
-    """Prints everything and ends the program."""
-
-    def __call__(self, parser: ArgumentParser, *_: Any) -> None:
-        print(parser.format_all() if isinstance(parser, ScreenParser) else parser.format_help())
-        parser.exit()

@@ -1,7 +1,6 @@
 """Callbacks of the programs."""
 
 import logging
-import operator
 import os
 import statistics
 import time
@@ -72,58 +71,6 @@ def _validate_anew(trainer: Trainer) -> None:
         epochs.total.processed = epochs.total.completed
 
 
-class GoesOn(Callback):
-    """Says where a training goes on from a checkpoint, or that nothing is left of it.
-
-    A training that early stopping has ended is over, as one that has had all its epochs: Lightning
-    would train one more epoch each time it goes on.
-
-    Args:
-        path: the checkpoint.
-    """
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._path, self._is_told = path, False
-        self._patience: list[int] = []
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keeps the patience that is asked for: Lightning restores what it was."""
-        self._patience = [c.patience for c in trainer.early_stopping_callbacks]
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """There are epochs left, unless early stopping has seen enough."""
-        for stopping, patience in zip(
-            trainer.early_stopping_callbacks, self._patience, strict=True
-        ):
-            stopping.patience = patience
-        if any(c.wait_count >= c.patience for c in trainer.early_stopping_callbacks):
-            trainer.should_stop = True
-            self._tell_end(trainer, "callbacks.early_stopping.patience")
-            return
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        is_within = progress.current.completed and not progress.is_last_batch
-        batch = f", batch {progress.current.completed}" if is_within else ""
-        epochs = trainer.max_epochs or -1
-        last = f" (the last is {epochs - 1})" if epochs > 0 else ""
-        at = f"epoch {trainer.current_epoch}{last}{batch}, step {trainer.global_step}"
-        self._tell(trainer, f"the training goes on at {at}")
-
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Without a start there was nothing to train."""
-        if not self._is_told:
-            self._tell_end(trainer, "trainer.max_epochs (or max_steps)")
-
-    def _tell_end(self, trainer: Trainer, key: str) -> None:
-        done = f"{trainer.current_epoch} epochs and {trainer.global_step} steps"
-        self._tell(trainer, f"nothing is left to train after {done}; a larger {key} goes on")
-
-    def _tell(self, trainer: Trainer, text: str) -> None:
-        self._is_told = True
-        if trainer.is_global_zero:
-            log.info("%s: %s", self._path, text)
-
-
 class StepTimes(Callback):
     """Measures how long training steps take, from the end of one to the end of the next.
 
@@ -153,28 +100,6 @@ class StepTimes(Callback):
         if self._latest is not None:
             self._seconds.append(now - self._latest)
         self._latest = now
-
-
-class SamplesTested(Callback):
-    """Counts the samples that each device gets in a test, where a strategy shares them out.
-
-    In forward mode those of the latest spread call of every step count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.per_device: tuple[int, ...] = ()  # empty if they were not shared out
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forgets the test before."""
-        self.per_device = ()
-
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
-        """Adds a batch."""
-        sizes: tuple[int, ...] = getattr(trainer.strategy, "last_sizes", ())
-        self.per_device = tuple(map(operator.add, self.per_device, sizes)) or sizes
 
 
 def progress_bar(refresh_rate: int = 1) -> ProgressBar:

@@ -1,12 +1,26 @@
-"""Checks of what programs, models and data modules take from the configuration."""
+"""Checks of options, and the error that Hydra prints in one line."""
 
-from hydra.errors import InstantiationException
+import pydoc
+import types
+import typing
+from typing import Any
 
-_MOST_SEEDS = 2**32 - 1  # NumPy's
+from hydra.errors import CompactHydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import Tensor
+
+_NUMBERS = {int, float, bool, types.NoneType, Tensor}
+
+
+class OptionError(CompactHydraException, ValueError):
+    """An option that cannot be used; Hydra prints the message without a traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"error: {message}")
 
 
 def check_at_least(key: str, value: object, least: float) -> None:
-    """Raises a ValueError unless an option is so large; if `least` is an integer, it has to be too.
+    """Raises a ValueError unless an option is at least `least`, and an integer if that is one.
 
     Example:
         >>> check_at_least("batch_size", 0.5, 1)
@@ -32,32 +46,38 @@ def check_multiple(key: str, value: int, factor: int, why: str) -> None:
         )
 
 
-def check_flag(key: str, value: object) -> None:
-    """Raises a ValueError unless an option is true or false: any other text counts as true."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{key}: expected true or false, got {value!r}. Write one of these.")
+def check_numbers(node: Any, key: str) -> None:
+    """Refuses text below a node where its `_target_` takes numbers only: `max_epochs=abc`.
+
+    An optimizer is built late, when data and model are there, and Lightning compares numbers before
+    it checks them: either would fail in the middle of a library.
+    """
+    if not isinstance(node, DictConfig):
+        return
+    numbers = _number_parameters(node.get("_target_"))
+    for name in map(str, node):
+        if OmegaConf.is_missing(node, name):
+            continue
+        if name in numbers and isinstance(node[name], str | ListConfig):
+            raise OptionError(
+                f"{key}.{name}: expected {numbers[name]} for {node['_target_']}, got "
+                f"{node[name]!r}. Write such a number, or leave it out."
+            )
+        check_numbers(node[name], f"{key}.{name}")
 
 
-def check_seed(key: str, value: object) -> None:
-    """Raises a ValueError unless it seeds random numbers, NumPy's among them, or is null."""
-    is_seed = type(value) is int and 0 <= value <= _MOST_SEEDS
-    if value is not None and not is_seed:
-        raise ValueError(
-            f"{key}: expected a whole number from 0 to {_MOST_SEEDS} or null, got {value!r}. "
-            "Try 42; null gives a new run each time."
-        )
-
-
-def not_made(error: InstantiationException) -> str:
-    """What Hydra says of an object that it could not make, in one line: the group and the cause."""
-    cause = error.__cause__
-    if isinstance(cause, ValueError):  # it names the option
-        return in_one_line(str(cause))
-    *text, key = str(error).split("full_key: ")
-    told = str(cause) if isinstance(cause, Exception) and text else "".join(text) or key
-    return f"{key}: {in_one_line(told)} HYDRA_FULL_ERROR=1 shows where."
-
-
-def in_one_line(text: str) -> str:
-    """Several lines as one."""
-    return " ".join(text.split())
+def _number_parameters(target: str | None) -> dict[str, str]:
+    """The parameters of a function or class that take numbers only, and in words what they take."""
+    try:
+        make: Any = pydoc.locate(target) if target else None
+        hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)
+    except Exception:  # an import may fail in any way; Hydra says how when it builds the object
+        return {}
+    found = {}
+    for name, hint in hints.items():
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = {*typing.get_args(hint)} if is_union else {hint}
+        if kinds <= _NUMBERS and kinds & {int, float}:
+            words = "a number" if float in kinds else "a whole number"
+            found[name] = f"{words} or null" if types.NoneType in kinds else words
+    return found

@@ -1,13 +1,11 @@
-"""Keeps a few of Lightning's messages, and no others, off the screen."""
+"""Leaves out those of Lightning's messages that say nothing about these programs."""
 
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Where Lightning's rank_zero_info logs.
-_LOGGER = "lightning.pytorch.utilities.rank_zero"
+_LOGGER = "lightning.pytorch.utilities.rank_zero"  # of Lightning's rank_zero_info
 _MESSAGES = (
     "💡 Tip:",  # for other products
     "GPU available: False",
@@ -20,12 +18,14 @@ _MESSAGES = (
 _WARNINGS = (
     # With images in memory, worker processes only cost time.
     r"The '\w+' does not have many workers",
-    # The run folder is ours; Hydra has put its own files there.
+    # Hydra has put its own files into the run folder.
     r"Experiment logs directory .* exists and is not empty",
     r"Checkpoint directory .* exists and is not empty",
     # A resumed run has a run folder of its own.
     r"The dirpath has changed from",
-    # Asked for: the test of strategy=ddp runs on the same devices as its training.
+    # A test needs none of the training's callbacks.
+    r"Be aware that when using `ckpt_path`, callbacks",
+    # The test of strategy=ddp runs on the same devices as its training.
     r"Using `DistributedSampler` with the dataloaders",
     # Lightning's own call of torch.
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
@@ -34,14 +34,14 @@ _WARNINGS = (
 
 @contextmanager
 def quiet(enabled: bool = True) -> Iterator[None]:
-    """Leaves out those of Lightning's messages that say nothing about these programs."""
+    """Keeps these messages off screen and log while it lasts."""
     if not enabled:
         yield
         return
     logger = logging.getLogger(_LOGGER)
     logger.addFilter(_is_wanted)
     try:
-        with warnings.catch_warnings(), _beside_progress_bars():
+        with warnings.catch_warnings():
             for message in _WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             yield
@@ -51,32 +51,3 @@ def quiet(enabled: bool = True) -> Iterator[None]:
 
 def _is_wanted(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_MESSAGES)
-
-
-@contextmanager
-def _beside_progress_bars() -> Iterator[None]:
-    """Lightning's messages appear above a progress bar, not behind its last word.
-
-    A bar replaces `sys.stderr` while it is drawn; Lightning's handler keeps the one of its start.
-    """
-    own = [
-        h
-        for h in logging.getLogger("lightning.pytorch").handlers
-        if type(h) is logging.StreamHandler
-    ]
-    streams = [handler.setStream(_Stderr()) for handler in own]
-    try:
-        yield
-    finally:
-        for handler, stream in zip(own, streams, strict=True):
-            handler.setStream(stream)
-
-
-class _Stderr:
-    """`sys.stderr` as it is at the time of writing."""
-
-    def write(self, text: str) -> int:
-        return sys.stderr.write(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()

@@ -9,31 +9,18 @@ import lightning as L
 from lightning.pytorch import Callback
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
-from lightning_dp.app.devices import check_devices
 from lightning_dp.monitor import Period
-from lightning_dp.table import OneLineParser
 
 _ACCELERATORS = ("cpu", "gpu")
 _EVERY = 5
 
 
 def whole_numbers(text: str) -> list[int]:
-    """The `type=` of an option that is whole numbers from 0 on, such as the ids "7,9"."""
-    return [whole_number(0)(part) for part in text.split(",")]
+    """The `type=` of an option that is several whole numbers, such as the ids "7,9"."""
+    return [int(part) for part in text.split(",")]
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """The `type=` of an option that is a whole number of at least so much."""
-
-    def parse(text: str) -> int:
-        if text.strip("-").isdigit() and int(text) >= least:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"expected a whole number from {least} on, got {text!r}")
-
-    return parse
-
-
-class ScriptParser(OneLineParser):
+class ScriptParser(argparse.ArgumentParser):
     """Parses the options of an example, `--accelerator`, `--devices` and `--epochs` among them."""
 
     def __init__(self, description: str, *, devices: int, epochs: int) -> None:
@@ -41,19 +28,8 @@ class ScriptParser(OneLineParser):
             description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
         self.add_argument("--accelerator", default="cpu", choices=_ACCELERATORS)
-        self.add_argument(
-            "--devices", type=whole_number(1), default=devices, help="number of devices"
-        )
-        self.add_argument("--epochs", type=whole_number(1), default=epochs, help="epochs to train")
-
-    def parse(self) -> argparse.Namespace:
-        """Returns the options of the command line, once the devices are known to exist."""
-        args = self.parse_args()
-        try:
-            check_devices(args.accelerator, args.devices)
-        except (ValueError, RuntimeError) as error:
-            self.error(str(error).replace("trainer.", "--"))
-        return args
+        self.add_argument("--devices", type=int, default=devices, help="number of devices")
+        self.add_argument("--epochs", type=int, default=epochs, help="epochs to train")
 
 
 def script_trainer(*callbacks: Callback, **options: Any) -> L.Trainer:

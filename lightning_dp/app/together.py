@@ -1,12 +1,11 @@
 """Several processes of one program: one run folder, one log, one table.
 
-torchrun starts the program several times, on one machine or on many. Hydra would give each process
-a folder of its own, named by the time.
+torchrun and SLURM start the program several times, on one machine or on many. Hydra would give each
+process a folder of its own, named by the time.
 """
 
 import os
 import sys
-from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
@@ -16,25 +15,24 @@ T = TypeVar("T")
 _C10D: Any = torch.distributed  # whose names differ from build to build
 
 STARTED = "LIGHTNING_DP_STARTED"
-"""The variable by which a run folder is named; without it Hydra takes the time."""
+"""The variable by which conf/hydra/default.yaml names a run folder, in place of the time."""
 
-_PATIENCE = timedelta(minutes=10)  # machines do not start at the same time
-_LOGS = ("hydra/job_logging", "hydra/hydra_logging", "hydra.output_subdir")
+_NO_LOGS = ("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra.output_subdir=null")
+_MACHINES_START_WITHIN = timedelta(minutes=10)
 
 
 def agree_on_run_folder() -> None:
-    """Lets all processes that torchrun or SLURM has started for a program use one run folder.
-
-    The first one names it, and it alone writes the log and the options there. After a restart by
-    torchrun the folder is the same. Nothing happens where there is one process.
-    """
-    started = _started(os.environ)
-    if started is None:
+    """Lets all processes of a job use one run folder; the first one alone writes the log there."""
+    env = os.environ
+    if int(env.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in env:
+        env[STARTED] = _torchrun_start()
+    elif int(env.get("SLURM_NTASKS", 1)) > 1 and "SLURM_JOB_ID" in env:
+        env[STARTED] = f"slurm_{env['SLURM_JOB_ID']}_{env.get('SLURM_STEP_ID', '0')}"
+    else:
         return
-    os.environ[STARTED] = started
-    if _rank(os.environ) > 0:
-        given = {argument.partition("=")[0] for argument in sys.argv[1:]}
-        sys.argv += [f"{key}={_nothing(key)}" for key in _LOGS if key not in given]
+    if _rank() > 0:
+        given = {argument.partition("=")[0] for argument in sys.argv}
+        sys.argv += [option for option in _NO_LOGS if option.partition("=")[0] not in given]
 
 
 def has_restarted() -> bool:
@@ -52,30 +50,18 @@ def of_all(value: T) -> list[T]:
     return values
 
 
-def _started(environ: Mapping[str, str]) -> str | None:
-    """What the first process names the folder; None if there is one process."""
-    if int(environ.get("WORLD_SIZE", 1)) > 1 and "TORCHELASTIC_RUN_ID" in environ:
-        return _told_by_first(environ)
-    if int(environ.get("SLURM_NTASKS", 1)) > 1 and "SLURM_JOB_ID" in environ:
-        return f"slurm_{environ['SLURM_JOB_ID']}_{environ.get('SLURM_STEP_ID', '0')}"
-    return None
-
-
-def _told_by_first(environ: Mapping[str, str]) -> str | None:
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return environ["TORCHELASTIC_RUN_ID"]  # static rendezvous: nobody has a store yet
-    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
-    store = _C10D.TCPStore(address, port, is_master=False, timeout=_PATIENCE)
-    key = f"lightning_dp/started/{environ['TORCHELASTIC_RUN_ID']}"
-    if _rank(environ) == 0:
-        now = f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}"
-        store.compare_set(key, "", now)  # a restart finds the first one's
+def _torchrun_start() -> str:
+    """The time at which the first process started, the same after a restart."""
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return env["TORCHELASTIC_RUN_ID"]  # a static rendezvous has no store yet
+    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    store = _C10D.TCPStore(address, port, is_master=False, timeout=_MACHINES_START_WITHIN)
+    key = f"lightning_dp/started/{env['TORCHELASTIC_RUN_ID']}"
+    if _rank() == 0:
+        store.compare_set(key, "", f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
     return str(store.get(key).decode())
 
 
-def _rank(environ: Mapping[str, str]) -> int:
-    return int(environ.get("RANK", environ.get("SLURM_PROCID", 0)))
-
-
-def _nothing(key: str) -> str:
-    return "null" if key.startswith("hydra.") else "none"
+def _rank() -> int:
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import Namespace
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +19,7 @@ from lightning_dp.checkpointing.io import (
     rename_all,
 )
 from lightning_dp.parallel.state_keys import match_keys, summarize_mismatch, without_outer
-from lightning_dp.table import ScreenParser, print_table
+from lightning_dp.table import OneLineParser, print_table
 
 DESCRIPTION = """\
 Renames the weights in a checkpoint file and writes them to another file. The
@@ -124,7 +124,11 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command line; returns the exit code."""
-    parser = ScreenParser("python -m lightning_dp convert", description=DESCRIPTION)
+    parser = OneLineParser(
+        "python -m lightning_dp convert",
+        description=DESCRIPTION,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     parser.add_argument("source", metavar="SRC", type=Path, help="the file to read")
     parser.add_argument("target", metavar="DST", type=Path, help="the file to write")
     names = parser.add_mutually_exclusive_group()

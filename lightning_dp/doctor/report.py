@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import faulthandler
 import json
 import logging
@@ -23,7 +24,7 @@ from lightning_dp import __version__
 from lightning_dp.doctor import laws
 from lightning_dp.doctor.laws import Devices, LawSkipped
 from lightning_dp.parallel import devices as machine
-from lightning_dp.table import ScreenParser
+from lightning_dp.table import OneLineParser
 
 DESCRIPTION = """\
 Proves on this machine's devices that a training on all of them gives the
@@ -103,7 +104,7 @@ def lines_of(facts: Mapping[str, str]) -> str:
 
 def env(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``env``; returns the exit status."""
-    parser = ScreenParser("python -m lightning_dp env", description="Facts for a bug report.")
+    parser = OneLineParser("python -m lightning_dp env", description="Facts for a bug report.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     as_json, facts = parser.parse_args(arguments).json, environment()
     print(json.dumps(facts, indent=2) if as_json else lines_of(facts))
@@ -112,7 +113,11 @@ def env(arguments: Sequence[str] | None = None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``doctor``; returns the exit status."""
-    parser = ScreenParser("python -m lightning_dp doctor", description=DESCRIPTION)
+    parser = OneLineParser(
+        "python -m lightning_dp doctor",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--devices", metavar="WHICH", help="a number such as 4, or cuda:0,cuda:1")
     parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report there")
     options = parser.parse_args(arguments)

@@ -15,6 +15,7 @@ import oracle
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from hydra.errors import CompactHydraException
 from lightning.pytorch import Trainer
 from oracle import Classifier, loader
 from torch import Tensor
@@ -154,75 +155,60 @@ def test_a_strategy_of_the_other_package_is_named() -> None:
 
 # On the command line
 
-EXPERIMENT: dict[str, tuple[str, ...]] = {
+OURS: dict[str, tuple[str, ...]] = {
     "trainer.max_epochs=abc": ("trainer.max_epochs", "a whole number or null"),
     "trainer.log_every_n_steps=x": ("trainer.log_every_n_steps", "'x'"),
     "trainer.gradient_clip_val=abc": ("trainer.gradient_clip_val", "'abc'"),
-    "trainer.accumulate_grad_batches=0": ("trainer.accumulate_grad_batches", "at least 1"),
-    "trainer.check_val_every_n_epoch=0": ("trainer.check_val_every_n_epoch", "at least 1"),
-    "++trainer.devics=2": ("trainer.devics", "Did you mean trainer.devices?"),
-    "trainer.devices=0": ("trainer.devices", "at least 1"),
-    "trainer.devices=two": ("trainer.devices", "'two'"),
-    "trainer.devices=[0,1]": ("trainer.devices", "[0, 1]"),
+    "data.batch_size=many": ("data.batch_size", "'many'"),
     "seed=abc": ("seed", "'abc'", "null"),
     "seed=-1": ("seed", "-1"),
     "test=perhaps": ("test", "true or false"),
     "extras.quiet=2": ("extras.quiet", "true or false"),
-    "strategy.weights=[1,2,3]": ("weights", "2 numbers"),
-    "strategy.output_device=9": ("output_device", "from 0 to 1"),
-    "strategy.check_first_step=maybe": ("check_first_step", "'maybe'"),
-    "strategy.devices=[cpu,cpu:7]": ("devices[1]", "'cpu:7'"),
     "ckpt_path=no.ckpt": ("ckpt_path", "'no.ckpt'", "does not exist"),
     "init_from=no.ckpt": ("init_from", "'no.ckpt'", "does not exist"),
-    "data.batch_size=many": ("batch_size", "'many'"),
-    "model.width=0": ("width", "at least 1"),
 }
-LIGHTNINGS = {
-    "trainer.max_epochs=-5": ("trainer: `max_epochs`", "-5"),
-    "trainer.limit_train_batches=2.5": ("trainer:", "limit_train_batches", "2.5"),
+HYDRAS = {
+    "++trainer.devics=2": ("trainer", "unexpected keyword argument 'devics'"),
+    "trainer.devices=0": ("trainer", "Trainer(devices=0)"),
+    "trainer.devices=two": ("trainer", "`devices` selected with `CPUAccelerator`"),
+    "strategy.weights=[1,2,3]": ("trainer", "weights: expected 2 numbers"),
+    "strategy.output_device=9": ("trainer", "output_device", "from 0 to 1"),
+    "strategy.check_first_step=maybe": ("trainer.strategy", "check_first_step", "'maybe'"),
+    "strategy.devices=[cpu,cpu:7]": ("trainer.strategy", "devices[1]", "'cpu:7'"),
+    "model.width=0": ("model", "width: expected a whole number of at least 1"),
+    "trainer.max_epochs=-5": ("trainer", "`max_epochs`", "-5"),
+    "trainer.limit_train_batches=2.5": ("trainer", "limit_train_batches", "2.5"),
     "trainer.accelerator=cpus": ("accelerator='cpus'", "Available names are"),
     "trainer.precision=fp16": ("'fp16'", "'16-mixed'"),
-    "callbacks.early_stopping.monitor=no": ("Early stopping", "`no`", "`val/loss`"),
-    "callbacks.model_checkpoint.monitor=no": ("ModelCheckpoint(monitor='no')", "'val/loss'"),
-    "model._target_=lightning_dp.nowhere.Net": ("model:", "'lightning_dp.nowhere'"),
+    "model._target_=lightning_dp.nowhere.Net": ("model", "lightning_dp.nowhere"),
 }
-"""In the words of Lightning or Hydra, and in one line all the same."""
+"""Hydra says which object could not be made, with the object's own words, and no traceback."""
 
 
-def refused(program: Any, tmp_path: Path, capsys: Any, name: str, *overrides: str) -> str:
-    """The one line on stderr that a program of ours ends with."""
+def refused(program: Any, tmp_path: Path, name: str, *overrides: str) -> str:
+    """What Hydra prints of the error that a program of ours ends with."""
     fixed = [f"paths.output_dir={tmp_path / 'run'}", "paths.work_dir=."]
     with initialize_config_module("lightning_dp.conf", version_base="1.3"):
         cfg = compose(name, overrides=[*fixed, *overrides])
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(CompactHydraException) as stop:
         as_program(program)(cfg)
-    assert stop.value.code == 1
-    printed = capsys.readouterr().err
-    assert "Traceback" not in printed
-    *_, line = printed.strip().splitlines()
-    assert line.startswith("error: ") and printed.count("error: ") == 1
-    return line
+    return str(stop.value)
 
 
 ON_TWO = ("trainer.accelerator=cpu", "trainer.devices=2")
 
 
-@pytest.mark.parametrize("option", EXPERIMENT)
-def test_on_the_command_line(option: str, tmp_path: Path, capsys: Any) -> None:
-    one_line(refused(train, tmp_path, capsys, "train", *ON_TWO, option), *EXPERIMENT[option])
+@pytest.mark.parametrize("option", OURS)
+def test_on_the_command_line(option: str, tmp_path: Path) -> None:
+    line = refused(train, tmp_path, "train", *ON_TWO, option)
+    assert line.startswith("error: ")
+    one_line(line, *OURS[option])
 
 
-@pytest.mark.parametrize("option", LIGHTNINGS)
-def test_in_lightnings_own_words(option: str, tmp_path: Path, capsys: Any) -> None:
-    short = ("trainer.max_epochs=1", "trainer.limit_train_batches=1")
-    line = refused(train, tmp_path, capsys, "train", *ON_TWO, *short, option)
-    assert all(name in line for name in LIGHTNINGS[option]), line
-
-
-def test_a_run_folder_that_cannot_be(tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "file").write_text("")
-    option = f"paths.output_dir={tmp_path / 'file' / 'run'}"
-    one_line(refused(train, tmp_path, capsys, "train", *ON_TWO, option), "paths.output_dir")
+@pytest.mark.parametrize("option", HYDRAS)
+def test_in_hydras_own_words(option: str, tmp_path: Path) -> None:
+    text = refused(train, tmp_path, "train", *ON_TWO, option)
+    assert all(name in text for name in HYDRAS[option]), text
 
 
 @pytest.mark.parametrize(
@@ -233,8 +219,8 @@ def test_a_run_folder_that_cannot_be(tmp_path: Path, capsys: Any) -> None:
         (("ckpt_path=no.ckpt",), ("ckpt_path", "'no.ckpt'")),
     ],
 )
-def test_evaluate(options: tuple[str, ...], names: Any, tmp_path: Path, capsys: Any) -> None:
-    one_line(refused(evaluate, tmp_path, capsys, "eval", *options), *names)
+def test_evaluate(options: tuple[str, ...], names: Any, tmp_path: Path) -> None:
+    one_line(refused(evaluate, tmp_path, "eval", *options), *names)
 
 
 def _named(value: Any) -> str:

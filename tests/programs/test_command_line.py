@@ -1,91 +1,180 @@
-"""`python -m lightning_dp` as a user types it."""
+"""`python -m lightning_dp` as a user types it: verbs, signals, sweeps, and without the extras."""
 
+from __future__ import annotations
+
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from program_runs import command_line, read_json
+from program_runs import ROOT, command_line, read_json
 
-from lightning_dp.app.devices import cpu_replicas
-from lightning_dp.app.run import INTERRUPTED
+from lightning_dp import __main__ as program
+from lightning_dp.app.run import INTERRUPTED, TERMINATED
+
+ENDLESS = ("trainer.max_epochs=100000", "callbacks.early_stopping.patience=100000")
+
+
+# --- in this process ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["", *program.VERBS])
+def test_every_verb_has_a_help(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-dp", *verb.split(), "--help"])
+    try:
+        program.main()
+    except SystemExit as end:
+        assert not end.code
+    text = capsys.readouterr().out
+    assert text.startswith("usage: ") and text.count("\n") < 40
+    assert verb or all(f"\n  {name} " in text for name in program.VERBS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ("docter", 2, "expected one of train, .* got 'docter'. Did you mean 'doctor'?"),
+        ("trainer.device=2", 1, r"Could not override 'trainer.device'"),
+        ("strategy=dp_adaptive", 1, r"Could not find 'strategy/dp_adaptive'(?s:.*)dp_custom"),
+        ("train --devices=2", 2, "unrecognized arguments: --devices=2"),
+    ],
+)
+def test_a_mistake_leaves_no_folder(
+    arguments: str, status: int, said: str, monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lightning-dp", *arguments.split()])
+    try:
+        code = program.main()
+    except SystemExit as end:
+        code = end.code
+    printed = capsys.readouterr().err
+    assert code == status and re.search(said, printed) and "Traceback" not in printed
+    assert not list(tmp_path.iterdir())
+
+
+# --- as programs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_command_line_runs_the_default_job(tmp_path: Path) -> None:
-    printed = command_line("debug=fdr", "trainer.accelerator=cpu", cwd=tmp_path)
-    (folder,) = (tmp_path / "logs" / "debug" / "runs").iterdir()
-    assert read_json(folder / "metrics.json")["devices"] == [
-        f"cpu:{k}" for k in range(cpu_replicas())
-    ]
-    assert (folder / ".hydra" / "overrides.yaml").is_file()
-    assert folder.name in printed
-
-
-@pytest.mark.slow
-def test_default_training_learns_the_digits(tmp_path: Path) -> None:
+def test_the_default_training_learns_the_digits(tmp_path: Path) -> None:
     printed = command_line("trainer.accelerator=cpu", cwd=tmp_path)
     (folder,) = (tmp_path / "logs" / "train" / "runs").iterdir()
     assert read_json(folder / "metrics.json")["test/acc"] >= 0.99
+    assert (folder / ".hydra" / "overrides.yaml").is_file() and (folder / "train.log").is_file()
     assert re.search(r"^run folder: .*$", printed, re.MULTILINE), printed
-    assert "Tip" not in printed
-    assert "Warning" not in printed
+    assert "Tip" not in printed and "Warning" not in printed
 
 
 @pytest.mark.slow
-def test_the_default_training_is_that_of_one_device(tmp_path: Path) -> None:
-    def tested(devices: int) -> dict[str, float]:
-        folder = tmp_path / str(devices)
-        options = (f"trainer.devices={devices}", "trainer.max_epochs=3")
-        command_line("trainer.accelerator=cpu", f"hydra.run.dir={folder}", *options, cwd=tmp_path)
-        metrics = read_json(folder / "metrics.json")
-        return {name: metrics[name] for name in ("test/acc", "test/loss")}
-
-    assert tested(3) == pytest.approx(tested(1), rel=1e-3)
-
-
-@pytest.mark.slow
-def test_multirun_runs_the_strategies_one_after_another(tmp_path: Path) -> None:
-    strategies = "strategy=dp_custom,ddp,single,ddp"
+def test_a_sweep_over_strategies(tmp_path: Path) -> None:
+    """With one that starts processes, which run their job alone."""
     options = ("trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_epochs=1")
-    command_line("-m", strategies, *options, cwd=tmp_path)
+    printed = command_line("-m", "strategy=dp_custom,ddp,single", *options, cwd=tmp_path)
     (sweep,) = (tmp_path / "logs" / "train" / "multiruns").iterdir()
-    folders = [sweep / str(job) for job in range(4)]
-    metrics = [read_json(folder / "metrics.json") for folder in folders]
-    assert [len(found["devices"]) for found in metrics] == [2, 2, 1, 2]
-    assert metrics[0]["samples_per_device"] == [720, 720]
+    found = [read_json(sweep / str(job) / "metrics.json") for job in range(3)]
+    assert [len(metrics["devices"]) for metrics in found] == [2, 2, 1]
+    assert found[0]["test/loss"] == pytest.approx(found[2]["test/loss"], rel=1e-2)
     assert not list((tmp_path / "logs" / "train").glob("runs/*")), "a child ran on its own"
-    assert [(folder / "train_ddp_process_1.log").is_file() for folder in folders] == [
-        False,
-        True,
-        False,
-        True,
-    ]
+    assert (sweep / "1" / "train_ddp_process_1.log").is_file()
+    assert printed.count("run folder: ") == 3 and str(sweep) in printed
+
+
+def started(folder: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "lightning_dp", "trainer.accelerator=cpu", *options]
+    pipe, joined = subprocess.PIPE, subprocess.STDOUT
+    return subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=joined, text=True)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent differently there")
-def test_ctrl_c_ends_at_once_and_leaves_a_checkpoint(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_dp", "trainer.accelerator=cpu"]
-    endless = ["trainer.max_epochs=100000", "callbacks.early_stopping.patience=100000"]
-    process = subprocess.Popen(
-        [*command, *endless], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+@pytest.mark.parametrize(
+    ("number", "status", "said"),
+    [
+        ("SIGINT", INTERRUPTED, "Interrupted"),
+        ("SIGTERM", TERMINATED, "Terminated"),
+        ("SIGKILL", -9, ""),
+    ],
+)
+def test_a_signal_loses_at_most_an_epoch(
+    number: str, status: int, said: str, tmp_path: Path
+) -> None:
+    process = started(tmp_path, *ENDLESS)
     try:
         deadline = time.monotonic() + 300
         while not list(tmp_path.glob("logs/train/runs/*/checkpoints/last.ckpt")):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        printed = process.communicate(timeout=60)[0].decode()
+        process.send_signal(signal.Signals[number])
+        printed = process.communicate(timeout=60)[0]
     finally:
         process.kill()
         process.wait()
     (folder,) = (tmp_path / "logs" / "train" / "runs").iterdir()
-    assert process.returncode == INTERRUPTED, printed
-    assert f"Interrupted. Run folder: {folder}" in printed
-    torch.load(folder / "checkpoints" / "interrupted.ckpt", weights_only=True)
+    assert process.returncode == status, printed
+    assert not said or f"{said}. Run folder: {folder}" in printed
+    name = "interrupted.ckpt" if said else "last.ckpt"
+    assert torch.load(folder / "checkpoints" / name, weights_only=True)["global_step"] >= 6
+
+
+# --- without any extra ----------------------------------------------------------------------------
+
+EXTRAS = ("rich", "scikit_learn", "sklearn", "matplotlib", "mpl_toolkits")
+STARTS = (
+    *(["--help"], ["train", "--help"], ["evaluate", "--help"], ["convert", "--help"]),
+    *(["doctor", "--help"], ["env"]),
+)
+OWN_JOB = (
+    *("experiment=tutorial", "model.talk=false", "callbacks=default", "hydra.run.dir=run"),
+    *("trainer.accelerator=cpu", "trainer.devices=2", "test=false"),
+    *("callbacks.model_checkpoint.monitor=train/loss", "~callbacks.early_stopping"),
+)
+"""A job that needs no extra, with the callbacks of every job: a progress bar among them."""
+NEEDED = (
+    "error: expected the package scikit-learn, which is not installed. Install the extra "
+    "'examples': python -m pip install 'lightning-dp[examples]'\n"
+)
+
+
+def test_a_base_install(tmp_path: Path) -> None:
+    """Every verb starts, the main job names the extra, and a job without one runs.
+
+    In one process: its imports take longer than all of them.
+    """
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    for folder in (path for path in sys.path if path.endswith("site-packages")):
+        for file in Path(folder).iterdir():
+            link = packages / file.name
+            if not file.name.startswith(EXTRAS) and file.suffix != ".pth" and not link.exists():
+                link.symlink_to(file)
+    code = (
+        "import sys; from lightning_dp.__main__ import main\n"
+        f"for arguments in {(*STARTS, [], OWN_JOB)}:\n"
+        "    sys.argv = ['lightning-dp', *arguments]\n"
+        "    try: status = main()\n"
+        "    except SystemExit as end: status = end.code\n"
+        "    print('status', status or 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"status (\d)\n", done.stdout) == [*"000000", "1", "0"], done.stdout
+    assert done.stdout.count("usage: ") == len(STARTS) - 1, "all but env's"
+    assert NEEDED in done.stderr and "Traceback" not in done.stderr
+    assert "device  training samples" in done.stdout and "no devices.png" in done.stdout
+    assert read_json(tmp_path / "run" / "metrics.json")["devices"] == ["cpu:0", "cpu:1"]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 import lightning_dp
 from lightning_dp import DataParallel, DataParallelStrategy
-from lightning_dp.app.devices import check_devices
 from lightning_dp.parallel import devices
 from lightning_dp.parallel.devices import (
     all_devices,
@@ -29,7 +28,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 class TestIdsThatDoNotExist:
-    @pytest.mark.parametrize("use", ["strategy", "drop-in", "command line"])
+    @pytest.mark.parametrize("use", ["strategy", "drop-in"])
     def test_the_message_maps_the_machines_ids_to_the_visible_ones(
         self, use: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -37,10 +36,8 @@ class TestIdsThatDoNotExist:
         with pytest.raises(ValueError) as caught:
             if use == "strategy":
                 DataParallelStrategy(devices=[7, 9])
-            elif use == "drop-in":
-                DataParallel(torch.nn.Linear(1, 1), device_ids=[7, 9])
             else:
-                check_devices("gpu", [7, 9])
+                DataParallel(torch.nn.Linear(1, 1), device_ids=[7, 9])
         message = str(caught.value)
         assert "CUDA_VISIBLE_DEVICES=7,9" in message
         assert "GPU 7 is id 0 in this process, GPU 9 is id 1" in message
@@ -88,11 +85,6 @@ def test_replicas_of_all_processes_have_names_of_their_own(devices: list[str]) -
     of_processes = [replica_names(places, rank) for rank in range(3)]
     everybody = [*alone, *(name for names in of_processes for name in names)]
     assert len(set(everybody)) == len(everybody)
-
-
-def test_a_list_of_devices_with_repetitions_is_told_where_to_go() -> None:
-    with pytest.raises(ValueError, match=r"got \[0, 0\].* strategy\.devices, .* \[cpu,cpu\]"):
-        check_devices("cpu", [0, 0])
 
 
 def test_one_function_says_which_replica_it_is() -> None:

@@ -1,0 +1,277 @@
+"""`conf/`: what composes, its defaults, what is refused, and how another app takes it."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import ParallelStrategy
+from omegaconf import DictConfig, OmegaConf, open_dict
+from program_runs import ROOT
+
+import lightning_dp
+from lightning_dp.app import devices
+from lightning_dp.app.build import begin, settle
+from lightning_dp.app.evaluate import as_trained
+from lightning_dp.app.options import OptionError
+
+CONF = ROOT / "conf"
+CPU = ("trainer.accelerator=cpu", "trainer.devices=2")
+FOREIGN = Path(__file__).parent / "foreign_app"
+
+
+def composed(*overrides: str, name: str = "train", **options: Any) -> DictConfig:
+    paths = ["paths.output_dir=nowhere", "paths.log_dir=nowhere", "paths.work_dir=."]
+    with initialize_config_module("lightning_dp.conf", version_base="1.3"):
+        return compose(name, overrides=[*paths, *overrides], **options)
+
+
+# --- what there is --------------------------------------------------------------------------------
+
+
+def test_strategy_options_are_the_arguments_of_the_class_and_explained() -> None:
+    file = CONF / "strategy" / "dp_custom.yaml"
+    options = dict(OmegaConf.load(file))
+    assert options.pop("_target_") == "lightning_dp.DataParallelStrategy"
+    options.pop("defaults")
+    # What every Lightning strategy takes (self, accelerator, precision_plugin, ...) is no option.
+    of_lightning = inspect.signature(ParallelStrategy.__init__).parameters
+    arguments = inspect.signature(lightning_dp.DataParallelStrategy.__init__).parameters
+    assert options == {n: p.default for n, p in arguments.items() if n not in of_lightning}
+    for before, line in itertools.pairwise(file.read_text().splitlines()):
+        if re.match(r"[a-z_]+:", line) and not line.startswith("_target_"):
+            assert before.startswith("#"), line
+
+
+GROUPS = sorted({f.parent.name for f in CONF.glob("*/*.yaml")} - {"hparams_search"})
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_of_a_group_composes(group: str) -> None:
+    for file in (CONF / group).glob("*.yaml"):
+        for name in ("train", "eval"):
+            OmegaConf.to_container(composed(f"{group}={file.stem}", name=name), resolve=True)
+
+
+def test_the_help_names_every_group() -> None:
+    text = (CONF / "hydra" / "default.yaml").read_text()
+    assert {*GROUPS} - {"hydra"} <= {*text[text.index("Groups (") : text.index("Keys:")].split()}
+
+
+EXPERIMENTS = sorted(f.stem for f in CONF.glob("experiment/*.yaml") if f.stem != "tutorial")
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_keeps_its_last_state(experiment: str) -> None:
+    callbacks = composed(f"experiment={experiment}").callbacks
+    assert callbacks.last_checkpoint.filename == "last" and callbacks.interrupted_checkpoint
+    if callbacks.model_checkpoint:  # Lightning asks the first one for the best checkpoint
+        names = list(callbacks)
+        assert callbacks.model_checkpoint.monitor
+        assert names.index("model_checkpoint") < names.index("last_checkpoint")
+
+
+@pytest.fixture
+def optuna() -> Iterator[None]:
+    """What its plugin registers, as its documentation has it; composition needs no more."""
+    store = ConfigStore.instance()
+    if "optuna.yaml" in store.repo["hydra"]["sweeper"]:
+        yield
+        return
+    keys = ("direction", "storage", "study_name", "n_trials", "n_jobs", "max_failure_rate")
+    node = {"defaults": [{"sampler": "tpe"}], "params": None, **dict.fromkeys(keys)}
+    sampler = dict.fromkeys(("seed", "n_startup_trials"))
+    store.store(group="hydra/sweeper", name="optuna", node=node)
+    store.store(group="hydra/sweeper/sampler", name="tpe", node=sampler)
+    yield
+    for name in ("optuna.yaml", "sampler"):
+        store.repo["hydra"]["sweeper"].pop(name)
+
+
+@pytest.mark.usefixtures("optuna")
+def test_the_search_composes() -> None:
+    cfg = composed("hparams_search=digits_optuna", return_hydra_config=True)
+    assert cfg.optimized_metric == "val/acc" and not cfg.test
+    for key in cfg.hydra.sweeper.params:
+        assert OmegaConf.select(cfg, key) is not None, f"there is no {key}"
+
+
+# --- devices --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "overrides", "expected"),
+    [
+        (0, 64, "", ("cpu", 4)),
+        (0, 1, "", ("cpu", 2)),
+        (1, 3, "", ("cpu", 3)),
+        (2, 64, "", ("gpu", -1)),
+        (2, 64, "trainer.accelerator=cpu", ("cpu", 4)),
+        (1, 64, "strategy.devices=[cuda:0,cuda:0]", ("gpu", "auto")),
+        (2, 64, "strategy.devices=[cpu,cpu]", ("cpu", "auto")),
+        (1, 64, "strategy.devices=[0,0]", ("gpu", "auto")),
+    ],
+)
+def test_default_devices(
+    gpus: int, cores: int, overrides: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(devices, "cores", lambda: cores)
+    trainer = composed(*overrides.split()).trainer
+    assert (trainer.accelerator, trainer.devices) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "count"),
+    [
+        ("strategy=dp_custom", "DataParallelStrategy", 2),
+        ("strategy.mode=forward strategy.split=adaptive", "DataParallelStrategy", 2),
+        ("strategy.devices=[cpu,cpu,cpu] trainer.devices=auto", "DataParallelStrategy", 3),
+        ("strategy=ddp", "DDPStrategy", 2),
+        ("strategy=single", "SingleDeviceStrategy", 1),
+    ],
+)
+def test_every_strategy_makes_a_trainer(options: str, kind: str, count: int) -> None:
+    cfg = settle(composed(*CPU, *options.split()))
+    trainer = instantiate(cfg.trainer, logger=False)
+    assert (type(trainer.strategy).__name__, trainer.num_devices) == (kind, count)
+
+
+# --- refused before data is loaded ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("model.optimizer.lr=fast", "model.optimizer.lr: expected a number for .*, got 'fast'"),
+        ("model.optimizer.lr=[1,2]", r"model.optimizer.lr: expected a number .*, got \[1, 2\]"),
+        ("model.scheduler.T_max=long", "model.scheduler.T_max: expected a whole number"),
+        ("callbacks.early_stopping.patience=long", "callbacks.early_stopping.patience: expected"),
+        ("data.batch_size=large", "data.batch_size: expected a whole number for .*'large'"),
+        (
+            "ckpt_path=a.ckpt init_from=b.ckpt",
+            "ckpt_path: expected a checkpoint file, got 'a.ckpt'",
+        ),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_named(option: str, message: str) -> None:
+    with pytest.raises(OptionError, match=f"^error: {message}"):
+        settle(composed(*option.split()))
+
+
+@pytest.mark.parametrize(
+    "option", ["lr=1e-3", "weight_decay=0", "_target_=torch.optim.SGD", "+foreach=true"]
+)
+def test_what_can_be_used_is_used(option: str) -> None:
+    is_new, _, option = option.rpartition("+")
+    settle(composed(f"{'+' if option == 'foreach=true' else is_new}model.optimizer.{option}"))
+
+
+@pytest.mark.parametrize(
+    ("experiment", "overrides", "message"),
+    [
+        ("stdlib_lm", "data.batch_size=0", "batch_size: expected a whole number of at least 1"),
+        ("stdlib_lm", "data.files=2", "files: expected a whole number of at least 3, got 2"),
+        ("digits", "model.width=0", "width: expected a whole number of at least 1, got 0"),
+        ("contrastive", "data.labelled=0", "labelled: expected a whole number of at least 1"),
+        ("gan", "model.latent=0", "latent: expected a whole number of at least 1, got 0"),
+        ("tutorial", "data.rows=0", "rows: expected a whole number of at least 1, got 0"),
+        ("denoise", "data.noise=-1", "noise: expected a number of at least 0.0, got -1"),
+        ("digits", "strategy.weights=[1,2,3]", "weights: expected 2 numbers, .* got 3"),
+        ("digits", "strategy.output_device=cuda:99", "output_device: expected .* 'cuda:99'"),
+    ],
+)
+def test_an_experiment_says_what_it_expects(
+    experiment: str, overrides: str, message: str, tmp_path: Path
+) -> None:
+    folder = f"paths.output_dir={tmp_path}"
+    with pytest.raises(InstantiationException, match=message):
+        begin(composed(f"experiment={experiment}", *CPU, folder, *overrides.split()))
+
+
+# --- evaluate: what the training's folder says, and what the command line says --------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), (8, 3, "digits")),
+        (("data.split_seed=5", "+data.more=1", "strategy=single"), (8, 5, "digits")),
+        (("model=digits_crnn", "model.width=4"), (4, 3, "digits")),
+        (("experiment=digits",), (16, 0, "digits")),
+        (("experiment=tutorial",), (None, None, "tutorial")),
+    ],
+)
+def test_the_command_line_says_more_than_the_run(
+    overrides: tuple[str, ...], expected: tuple[Any, Any, str], tmp_path: Path
+) -> None:
+    OmegaConf.save(composed("model.width=8", "data.split_seed=3"), tmp_path / "config.yaml")
+    cfg = as_trained(composed(f"run={tmp_path}", *overrides, name="eval"), overrides)
+    kind = cfg.data._target_.split(".")[-2]
+    assert (cfg.model.get("width"), cfg.data.get("split_seed"), kind) == expected
+    assert cfg.data.get("more") == (1 if "+data.more=1" in overrides else None)
+    assert cfg.ckpt_path == str(tmp_path / "checkpoints" / "last.ckpt")
+
+
+# --- another app, laid out as lightning-hydra-template --------------------------------------------
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Composes their `train.yaml` with our groups within reach, and runs their `train`."""
+    monkeypatch.syspath_prepend(FOREIGN)
+
+    def trained(*overrides: str) -> Any:
+        from theirs import train
+
+        paths = (f"paths.output_dir={tmp_path}", "paths.work_dir=.")
+        words = ["hydra.searchpath=[pkg://lightning_dp.conf]", *paths, *overrides]
+        with initialize_config_dir(str(FOREIGN / "conf"), version_base="1.3"):
+            cfg = compose("train.yaml", overrides=words, return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        try:
+            with open_dict(cfg):
+                del cfg["hydra"]
+            return train(cfg)
+        finally:
+            HydraConfig.instance().cfg = None
+
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "count"),
+    [
+        ("", "SingleDeviceStrategy", 1),
+        (
+            "trainer=foreign_app trainer.devices=3 trainer.accelerator=cpu",
+            "DataParallelStrategy",
+            3,
+        ),
+        ("+strategy=dp_custom trainer=cpu trainer.devices=2", "DataParallelStrategy", 2),
+        ("trainer=foreign_app strategy=single trainer.accelerator=cpu", "SingleDeviceStrategy", 1),
+        ("+strategy=single", "SingleDeviceStrategy", 1),
+    ],
+)
+def test_a_strategy_reaches_their_trainer(line: str, kind: str, count: int, theirs: Any) -> None:
+    trainer = theirs(*line.split(), "train=false", "test=false")
+    assert (type(trainer.strategy).__name__, trainer.num_devices) == (kind, count)
+
+
+def test_every_word_of_the_line_takes_effect(theirs: Any) -> None:
+    line = "trainer=foreign_app strategy.split=adaptive trainer.devices=2 strategy.weights=[1,2]"
+    trainer = theirs(*line.split(), "+trainer.max_steps=1", "test=false", "trainer.accelerator=cpu")
+    assert type(trainer.strategy.split_policy).__name__ == "Adaptive"
+    assert trainer.strategy.split_policy(12) == (4, 8) == trainer.strategy.last_sizes
+    assert trainer.max_epochs == 1, "of their own trainer/default.yaml"

@@ -201,7 +201,7 @@ class DataParallelMixin(MeasuredMixin):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        """While it lasts, processes keep their sums of gradients; the next backward adds them up."""
+        """While it lasts, processes keep their gradient sums; the next backward adds them up."""
         with super().block_backward_sync():
             if self._mode is None:
                 yield

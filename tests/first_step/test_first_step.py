@@ -46,8 +46,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.parallel.check import Report, first_call
-from lightning_dp.parallel.check.draws import OneNumberPerDraw
 from lightning_dp.parallel.check.compare import distance, rounding
+from lightning_dp.parallel.check.draws import OneNumberPerDraw
 from lightning_dp.parallel.devices import reset_peak_memory
 
 pytestmark = [

@@ -143,9 +143,9 @@ MUTANTS = [
     Mutant(
         "columns-of-other-lengths",
         "scatter",
-        _of("scatter.shards:_size_of_columns"),
-        "if len(sizes) == 1 else None",
-        "if sizes else None",
+        _of("scatter.read:infer_for"),
+        "if len(sizes) == 1 and None not in sizes:",
+        "if None not in sizes:",
         "two lengths in one batch are refused",
         ("tests/batches", "tests/drop_in/test_where_nn_data_parallel_goes_wrong.py"),
     ),
@@ -156,7 +156,7 @@ MUTANTS = [
         'own = getattr(module, "split_batch", None)',
         "own = None",
         "a module cuts its batches itself if it can",
-        ("tests/batches/test_split_batch.py",),
+        ("tests/batches/test_scatter.py",),
     ),
     # --- replicate
     Mutant(
@@ -448,7 +448,7 @@ MUTANTS = [
         "order-not-restored",
         "gather",
         _of("gather.join:Join.in_order"),
-        "if places is None or multiple is None:",
+        "if self.order is None or multiple is None:",
         "if True:",
         "rows of a split by cost are in the batch's order",
         ("tests/splitting/test_split_by_cost.py",),

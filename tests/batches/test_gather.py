@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from containers import Boxes, Fixed, ModelOutput, Pair, Rows, Sample
+from lightning.pytorch import Callback
 from nested_batches import devices_in
-from oracle import assert_equal_trees, devices_of
-from torch import distributions
-from torch.distributions.transforms import TanhTransform
+from oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
+from torch import Tensor, distributions
+from torch.nn import functional as F
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
+from torch.utils.data import DataLoader, default_collate
 
+from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.gather.join import GatherError
-from lightning_dp.parallel.scatter import tree
-from lightning_dp.parallel.scatter.to_device import to_device
+from lightning_dp.parallel.scatter import to_device, tree
 
 pytestmark = pytest.mark.usefixtures("on")
 
@@ -56,6 +61,7 @@ def gathered(outputs: list[Any], sizes: list[int] | None = None, **options: Any)
         ([{"x": 1, "y": 2}, {"x": 1}], {"x": 1, "y": 2}),
         ([["kept"], []], ["kept"]),
         ([torch.zeros(4, 2), torch.zeros(4, 1)], torch.zeros(4, 3)),
+        ([torch.tensor([1.0, 2.0]), torch.tensor(3.0)], torch.tensor([1.0, 2.0, 3.0])),
         ([torch.arange(4), torch.arange(4)], torch.arange(4)),
     ],
     ids=str,
@@ -74,25 +80,37 @@ def test_arrays_are_gathered_as_tensors_are() -> None:
     assert type(gathered([np.bool_(True), np.bool_(True)], [2, 2])) is np.bool_
 
 
-WITH_A_WARNING = [
-    (
-        [torch.ones(3, 4), torch.ones(0, 4)],
-        torch.ones(3, 4),
-        r"\(3, 4\), \(0, 4\) of shards of 2, 1",
-    ),
-    ([torch.zeros(2, 3), torch.zeros(1, 5)], [torch.zeros(2, 3), torch.zeros(1, 5)], "as a list"),
-    ([torch.ones(5), torch.zeros(5)], torch.full((5,), 2 / 3), "averaged, weighted by shard size"),
-    ([torch.tensor([5, 5]), torch.tensor([1, 2])], torch.tensor([6, 7]), "added up"),
-]
+class Opaque:
+    """An object that nobody can join."""
 
 
-@pytest.mark.parametrize(("outputs", "expected", "message"), WITH_A_WARNING)
-def test_what_follows_no_sizes_is_named_in_a_warning(
-    outputs: list[Any], expected: Any, message: str
-) -> None:
-    with pytest.warns(UserWarning, match=rf"output\['x'\]: .*{message}.*gather_overrides, such as"):
-        result = gathered([{"x": output} for output in outputs], [2, 1])
-    assert_equal_trees(result["x"], expected, "x", atol=1e-6, rtol=0)
+REFUSED = {
+    "several rows per sample": ([torch.zeros(4, 2), torch.zeros(2, 2)], "one row for each of"),
+    "rows that follow no sizes": ([torch.zeros(3, 4), torch.zeros(0, 4)], r"shape \(3, 4\), Ten"),
+    "other values of one shape": ([torch.ones(5), torch.zeros(5)], r"one row .*shape \(5,\)"),
+    "other arrays of one shape": ([np.ones(5), np.zeros(5)], r"one row .* got ndarray of shape"),
+    "bools that differ": ([torch.tensor(True), torch.tensor(False)], "the same bool"),
+    "objects": ([Opaque(), Opaque()], "tensors, numbers, strings, or .* got Opaque"),
+    "objects in a list": ([[1, Opaque()], [1, Opaque()]], "got Opaque"),
+    "generators": ([iter([1]), iter([2])], "got list_iterator"),
+    "other structures": ([{"b": 1}, (1, 2)], "expected the same type"),
+    "other fields": ([Pair(1, 2), namedtuple("Pair", "a b")(1, 2)], "expected the same type"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_joint_value_is_refused_by_name(name: str) -> None:
+    outputs, message = REFUSED[name]
+    with pytest.raises(GatherError, match=rf"output\['x'\].*{message}.*gather_overrides, such as"):
+        gather([{"x": output} for output in outputs], "cpu", sizes=[2, 1])
+    joined = gather([{"x": o} for o in outputs], "cpu", sizes=[2, 1], overrides={"x": "list"})
+    assert joined["x"] == outputs
+
+
+def test_what_differs_beside_its_rows_comes_as_a_list_with_a_warning() -> None:
+    outputs = [{"x": torch.zeros(2, 3)}, {"x": torch.zeros(1, 5)}]
+    with pytest.warns(UserWarning, match=r"output\['x'\]: .*as a list.*gather_overrides, such as"):
+        assert [len(x) for x in gathered(outputs, [2, 1])["x"]] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -116,11 +134,6 @@ def test_one_sample_per_shard_is_still_a_sample() -> None:
     assert gathered([("a",), ("b",)], [1, 1]) == ("a", "b")
     assert gathered([(1, 2.0), (3, 4.0)], [2, 2]) == (4, 3.0)
     assert gathered([4, 4], [4, 4]) == 8
-
-
-def test_outputs_of_different_structure_are_an_error_that_names_the_leaf() -> None:
-    with pytest.raises(GatherError, match=r"output\['a'\]: expected the same type"):
-        gathered([{"a": {"b": 1}}, {"a": (1, 2)}], [2, 1])
 
 
 def test_outputs_may_be_of_any_container() -> None:
@@ -160,12 +173,6 @@ def test_distributions_are_joined_parameter_by_parameter(name: str, sizes: tuple
     value = torch.ones(whole.batch_shape + whole.event_shape, device=x.device)
     assert (joined.batch_shape, joined.event_shape) == (whole.batch_shape, whole.event_shape)
     torch.testing.assert_close(joined.log_prob(value), whole.log_prob(value))
-
-
-def test_distributions_with_transforms_come_one_per_replica() -> None:
-    base = distributions.Normal(torch.zeros(2), 1.0)
-    made = [distributions.TransformedDistribution(base, [TanhTransform()]) for _ in range(2)]
-    assert gathered(made, [2, 2]) == made
 
 
 def test_objects_are_joined_by_their_class_or_listed() -> None:
@@ -262,7 +269,7 @@ def test_an_override_holds_for_all_that_is_in_a_container() -> None:
 @pytest.mark.parametrize(
     ("override", "values", "message"),
     [
-        ("mean", ["a", "b"], "expected tensors or numbers for the override 'mean', got str, str"),
+        ("mean", ["a", "b"], "expected tensors or numbers for the override 'mean', got str"),
         (
             "sum",
             [torch.ones(2), torch.ones(3)],
@@ -325,14 +332,6 @@ def test_many_outputs_cross_in_few_copies() -> None:
         assert result["float", 4].tolist() == [4.0] * 12
 
 
-def test_a_squeeze_that_took_the_dim_of_one_sample() -> None:
-    """`net(x).squeeze()` is 0-dim for a shard of one sample, and a row of numbers for others."""
-    outputs = [torch.tensor([1.0, 2.0]), torch.tensor(3.0)]
-    assert gather(outputs, "cpu", sizes=(2, 1)).tolist() == [1, 2, 3]
-    with pytest.warns(UserWarning, match="do not fit together"):
-        assert isinstance(gather(outputs, "cpu", sizes=(2, 4)), list)
-
-
 # --- dtypes ------------------------------------------------------------------------------------
 
 INTEGERS = [torch.uint8, torch.int16, torch.int64]
@@ -355,12 +354,141 @@ def test_numbers_keep_their_dtype(dtype: torch.dtype) -> None:
     torch.testing.assert_close(total, torch.tensor(4, dtype=dtype))
 
 
-def test_answers_that_differ_are_refused_by_name() -> None:
-    assert gather(scalars([True] * 2, torch.bool), "cpu", sizes=[2, 1]).item() is True
-    outputs: list[Any] = [{"done": {"now": t}} for t in scalars([True, False], torch.bool)]
-    with pytest.raises(GatherError, match=r"output\['done'\]\['now'\]: expected the same bool"):
-        gather(outputs, "cpu", sizes=[2, 1])
-    first = gather(outputs, "cpu", sizes=[2, 1], overrides={"now": "first"})
-    assert first["done"]["now"].item() is True
-    with pytest.raises(GatherError, match="output: expected the same bool"):
-        gather([torch.tensor([True, False]), torch.tensor([True, True])], "cpu", sizes=[3, 1])
+# --- classes that a step makes: each replica has another class of that name
+
+
+def named(**fields: Any) -> Any:
+    return namedtuple("Prediction", fields)(**fields)
+
+
+def record(**fields: Any) -> Any:
+    return dataclasses.make_dataclass("Prediction", fields)(**fields)
+
+
+def frozen(**fields: Any) -> Any:
+    return dataclasses.make_dataclass("Prediction", fields, frozen=True, slots=True)(**fields)
+
+
+def mapping(**fields: Any) -> Any:
+    return type("Prediction", (OrderedDict,), {})(fields)
+
+
+@pytest.mark.parametrize("make", [named, record, frozen, mapping])
+@pytest.mark.parametrize("sizes", [(2, 1), (3, 3), (3,)])
+def test_equal_names_and_fields_are_enough(make: Any, sizes: tuple[int, ...]) -> None:
+    x = torch.randn(sum(sizes), 2)
+    outputs = [make(y=part, inner=make(mean=part.mean())) for part in x.split(sizes)]
+    joined = gather(outputs, "cpu", sizes=sizes)
+    (_, y), (_, inner) = tree.children(joined) or ()
+    assert type(joined) is type(outputs[0]) and torch.equal(y, x)
+    torch.testing.assert_close(tree.leaves(inner)[0], x.mean())
+
+
+# --- what callbacks see of a step: its outputs, and what it has put into its batch
+
+FORMS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda chosen: chosen.sum(),
+    "float tensor of one element": lambda chosen: chosen.sum().float()[None],
+    "int": lambda chosen: int(chosen.sum()),
+    "float": lambda chosen: float(chosen.sum()),
+    "none at all": lambda chosen: 0 * chosen.sum(),
+    "not given": lambda chosen: None,
+}
+
+
+class Watch(Callback):
+    """Keeps what callbacks get of each batch."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.entries: list[Any] = []
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, _: Any
+    ) -> None:
+        self.outputs.append(outputs)
+        if isinstance(batch, MutableMapping):
+            detach = lambda x: x.detach().cpu() if isinstance(x, Tensor) else x
+            self.entries.append(tree.map_leaves(detach, {key: batch[key] for key in batch}))
+
+
+def watched(module: Any, devices: int, data: Any, split: Any = "even") -> Watch:
+    watch = Watch()
+    torch.manual_seed(0)
+    job = trainer(devices, DataParallelStrategy(split=split), max_epochs=1, callbacks=[watch])
+    job.fit(module(), data, data)
+    return watch
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_num_items_has_the_form_in_which_the_step_returned_it(form: str) -> None:
+    class Chosen(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+            return {"loss": losses.mean(), "num_items": FORMS[form](batch[1] < 3)}
+
+    several, one = (watched(Chosen, k, loader()).outputs for k in (3, 1))
+    assert len(several) == len(one) == 3
+    for actual, expected in zip(several, one, strict=True):
+        a, b = actual["num_items"], expected["num_items"]
+        assert type(a) is type(b) and getattr(a, "shape", 0) == getattr(b, "shape", 0)
+        assert getattr(a, "dtype", 0) == getattr(b, "dtype", 0) and (b is None or float(a) == b)
+
+
+class Adding(Classifier):
+    """Adds to its batch the outputs of samples, a mean, names, and an entry that is a dict."""
+
+    decides = False
+
+    def sample_cost(self, batch: Any) -> Tensor:
+        return batch["id"] % 5 + 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self(batch["x"])
+        losses = F.cross_entropy(out, batch["y"], reduction="none")
+        batch["out"], batch["mean"] = out, losses.mean()
+        batch["names"] = [f"sample {i}" for i in batch["id"].tolist()]
+        batch["more"] = {"losses": losses, "scale": 2.0}
+        if self.decides:
+            batch["any"] = (batch["id"] > 20).any()
+        return losses.mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+class TwiceForOneBatch(Adding):
+    """The optimizer's closure runs the step again: the entries are those of the last time."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class Deciding(Adding):
+    """Whether any sample is large: one device's answer is not known from those of two replicas."""
+
+    decides = True
+
+
+def rows(kind: type[Any], size: int) -> DataLoader[Any]:
+    torch.manual_seed(1)
+    x, y = torch.randn(22, 10), torch.randint(3, (22,))
+    samples = [{"x": x[i], "y": y[i], "id": i} for i in range(22)]
+    return DataLoader(samples, batch_size=size, collate_fn=lambda rows: kind(default_collate(rows)))
+
+
+@pytest.mark.parametrize(
+    "make, kind, split",
+    [(Adding, dict, "cost"), (Adding, UserDict, "even"), (TwiceForOneBatch, dict, "even")],
+)
+def test_entries_that_a_step_adds_to_its_batch_are_joined_as_outputs_are(
+    make: Any, kind: Any, split: Any
+) -> None:
+    one, several = (watched(make, k, rows(kind, 7), split).entries for k in (1, 3))
+    assert len(several) == len(one) == 4
+    assert_equal_trees(several, one, "entries", atol=1e-4, rtol=1e-3)
+
+
+def test_an_entry_without_a_joint_value_is_left_out_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"batch\['any'\].*left out of the batch after"):
+        assert "any" not in watched(Deciding, 2, rows(dict, 22)).entries[0]

@@ -32,7 +32,7 @@ def assert_on(shards: list[Any], devices: list[torch.device], sizes: list[int]) 
         assert (shard is None) == (size == 0)
 
 
-@settings(max_examples=75)  # below, every container by itself
+@settings(max_examples=25)  # below, every container by itself
 @given(st.data(), st.integers(1, 9))
 def test_gathering_what_was_scattered_gives_the_batch(data: st.DataObject, n: int) -> None:
     batch, sizes = data.draw(batches(n)), data.draw(all_sizes(n))
@@ -47,7 +47,7 @@ def test_gathering_what_was_scattered_gives_the_batch(data: st.DataObject, n: in
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("sizes", [[7], [3, 4], [2, 0, 4, 1], [1] * 7])
+@pytest.mark.parametrize("sizes", [[2, 0, 4, 1], [1] * 7])
 def test_every_container_by_itself(name: str, sizes: list[int]) -> None:
     batch = {"only": MAKERS[name](7)}
     devices = devices_of(len(sizes))
@@ -56,6 +56,7 @@ def test_every_container_by_itself(name: str, sizes: list[int]) -> None:
     assert_equal(gather(shards, devices[0], sizes=sizes), batch)
 
 
+@settings(max_examples=25)
 @given(st.data(), st.integers(2, 6), st.sampled_from([1, -1, 2]))
 def test_tensors_along_another_dim(data: st.DataObject, n: int, dim: int) -> None:
     shape = {1: (9, n), -1: (9, 8, n), 2: (9, 8, n)}[dim]

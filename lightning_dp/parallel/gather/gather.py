@@ -40,33 +40,27 @@ def gather(
 ) -> Any:
     """Joins the replicas' outputs, in shard order, on the output device.
 
-    | leaf on every replica                   | result                                         |
-    |-----------------------------------------|------------------------------------------------|
-    | tensor, NumPy array                     | concatenated along the dim that has the shards'|
-    |                                         | sizes; along `dim`, if that is one of them     |
-    | the same, of other lengths in `dim`     | concatenated, with a warning                   |
-    | the same, that follows no sizes         | that tensor, if equal; else as 0-dim tensors   |
-    |                                         | are, with a warning                            |
-    | the same, differing beside `dim`        | list with one per replica, with a warning      |
-    | 0-dim floating tensor, float            | mean, weighted by shard size                   |
-    | 0-dim integer tensor                    | sum                                            |
-    | 0-dim bool tensor                       | that bool, if equal; else an error             |
-    | int: not equal, or the shard's size > 1 | sum                                            |
-    | list with one item per sample, tuple    |                                                |
-    | with one string per sample; either, of  |                                                |
-    | different lengths                       | joined                                         |
-    | other containers, see `scatter.tree`    | child by child; keys that some replicas lack,  |
-    |                                         | from those that have them, into a dict         |
-    | other leaves of `scatter.leaves`        | joined in their own way                        |
-    | all else                                | that value, if equal; else a list              |
-    | None from some replicas                 | left out                                       |
+    | leaf on every replica                    | result                                        |
+    |------------------------------------------|-----------------------------------------------|
+    | tensor, array: one row per sample        | concatenated along the dim of the shards'     |
+    |                                          | sizes; along `dim`, if that is one of them    |
+    | the same value everywhere                | that value                                    |
+    | 0-dim floating tensor, float             | mean, weighted by shard size                  |
+    | 0-dim integer tensor, int                | sum                                           |
+    | list: one item per sample                | joined                                        |
+    | other containers, see `scatter.tree`     | child by child; keys that some replicas lack, |
+    |                                          | from those that have them, into a dict        |
+    | other leaves of `scatter.leaves`         | joined in their own way                       |
+    | tensors that differ beside `dim`         | list with one per replica, with a warning     |
+    | strings that differ                      | list with one per replica                     |
+    | None from some replicas                  | left out                                      |
+    | all else                                 | an error that names the leaf                  |
 
-    Tensors cross in few copies per source device and dtype, and those with a graph one by one; on
-    return they can be read, also on the CPU. Differentiable.
+    Tensors cross in few copies per source device and dtype; on return they can be read, also on the
+    CPU. Differentiable.
 
     Args:
-        outputs: one output per replica, whose tensors may lie on any device; None for a replica
-            without samples, which is left out together with its size.
+        outputs: one output per replica, on any device; None for a replica without samples.
         output_device: any device, as `torch.device`, name or id; -1 is the CPU, as for
             `torch.nn.parallel.gather`.
         dim: the dimension along which tensors are joined.
@@ -79,14 +73,13 @@ def gather(
             (weighted by shard size), `"sum"`, `"stack"` (along a new first dim), `"cat"`,
             `"first"` (the first replica's) or `"list"`. It holds for all that is in a container.
         order: for each of these outputs the positions of its samples in the batch, if these are not
-            consecutive; what has one row or item per sample is brought into the batch's order.
+            consecutive; rows of samples are brought into the batch's order.
         row_rules: the engine's `dim`, overrides and warnings; in the place of these arguments.
         where: what the outputs are, for messages.
         at: their path in it.
 
     Raises:
-        GatherError: the outputs have different structures, bools differ, or an override is not
-            possible.
+        GatherError: an output has no joint value, or an override is not possible.
         ValueError: an unknown option, no such device, or not one size per output.
 
     Example:
@@ -102,14 +95,14 @@ def gather(
     output_device = minus_one_is_cpu(output_device)
     device = output_device if output_device == _CPU else resolve_devices([output_device])[0]
     sizes = own_sizes(outputs, dim) if sizes is None else tuple(sizes)
-    sizes = sizes or (1,) * len(outputs)
+    is_known, sizes = bool(sizes), sizes or (1,) * len(outputs)
     if len(sizes) != len(outputs):
         raise ValueError(
             f"sizes: expected {len(outputs)} numbers, one per output, got {len(sizes)}: {sizes}. "
             "Give the size of every shard of which there is an output."
         )
     row_rules = row_rules or RowRules(dim, overrides or {})
-    join = Join(sizes, device, row_rules, scalars, where, order)
+    join = Join(sizes, device, row_rules, scalars, where, order, sizes_are_known=is_known)
     return join.node(to_device_together(outputs, device), at)
 
 

@@ -1,11 +1,11 @@
 """Joins the outputs of all replicas, node by node: the rules of `gather`.
 
 [Note: the rule for rows]
-A tensor whose size along a dimension is each shard's number of samples, or the same multiple of it,
-has rows of samples and is concatenated there; along `dim`, if that is one of several. What has the
-same value everywhere is kept. Anything else is named in a warning or an error, with
-`gather_overrides` as the way out. Batches are never cut in order to find out: the first-step check
-cuts unequally, and says where an output is not that of one device.
+A tensor whose size along a dimension is each shard's number of samples has rows of samples and is
+concatenated there; along `dim`, if that is one of several. What has the same value everywhere is
+kept. Anything else is refused by name, with `gather_overrides` as the way out. Batches are never
+cut in order to find out: the first-step check cuts unequally, and says where an output is not that
+of one device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,22 +34,21 @@ from lightning_dp.parallel.scatter import (
 from lightning_dp.parallel.split import Order, Sizes, batch_order
 
 Scalars: TypeAlias = Literal["merge", "stack"]
+Fit: TypeAlias = Literal["rows", "uneven", "same", "ragged"]
 
 
 class GatherError(ValueError):
     """The replicas' outputs do not fit together; the message names the leaf."""
 
 
-Fit: TypeAlias = Literal["rows", "uneven", "same", "ragged"]
-
-
 def fit_shapes(
     shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: int = 0
 ) -> tuple[Fit, int]:
-    """Applies the rule for rows, see the note above, to the shapes of one leaf on every replica.
+    """How the shapes of one leaf on every replica follow the shards' sizes, and along which dim.
 
-    Returns `"rows"` and their dimension; `"uneven"` if lengths along `dim` alone differ, and follow
-    no sizes; `"same"` if no shape differs; else `"ragged"`.
+    Returns `"rows"` and the dimension that has the sizes, or the same multiple of them; `"uneven"`
+    if lengths along `dim` alone differ, and follow no sizes; `"same"` if no shape differs; else
+    `"ragged"`.
 
     Example:
         >>> fit_shapes([(3, 2), (1, 2)], (3, 1)), fit_shapes([(3, 3)] * 2, (3, 1))
@@ -102,6 +101,7 @@ class Join:
         sizes, order: of the shards of these replicas.
         where: what a path belongs to, the name first, for messages.
         warns: whether a doubtful choice is named.
+        sizes_are_known: or else shards are taken to be equal.
     """
 
     sizes: Sizes
@@ -111,6 +111,7 @@ class Join:
     where: tuple[Any, ...] = ("output",)
     order: Order | None = None
     warns: bool = True
+    sizes_are_known: bool = True
 
     def node(self, nodes: list[Any], path: tree.Path, override: Override | None = None) -> Any:
         """The nodes of all replicas at a path, joined; those that are None are left out."""
@@ -118,7 +119,9 @@ class Join:
         if not present:
             return None
         if len(present) < len(nodes):
-            return self.of(present).node([nodes[i] for i in present], path, override)
+            order = None if self.order is None else [self.order[i] for i in present]
+            some = replace(self, sizes=tuple(self.sizes[i] for i in present), order=order)
+            return some.node([nodes[i] for i in present], path, override)
         override = override_at(path, self.row_rules.overrides) or override
         if override in ("first", "list"):
             return nodes[0] if override == "first" else nodes
@@ -131,17 +134,8 @@ class Join:
         if tree.children(nodes[0]) is not None:
             return self._containers(nodes, path, override)
         if override is not None:
-            return self._join_as(override, nodes, self.name(path))
+            return self._join_as(override, nodes, path)
         return self.leaves(nodes, path)
-
-    def of(self, present: Sequence[int]) -> Join:
-        """The same for some of the replicas."""
-        order = None if self.order is None else [self.order[i] for i in present]
-        return replace(self, sizes=tuple(self.sizes[i] for i in present), order=order)
-
-    def name(self, path: tree.Path) -> str:
-        """A path as Python code."""
-        return tree.name(path, str(self.where[0]))
 
     def are_of_samples(self, nodes: list[Any], path: tree.Path) -> bool:
         """Whether lists have one item per sample, or in any case no items that correspond.
@@ -170,11 +164,8 @@ class Join:
 
     def _containers(self, nodes: list[Any], path: tree.Path, override: Override | None) -> Any:
         if len({(type(node).__module__, tree.kind_name(node)) for node in nodes}) > 1:
-            raise GatherError(
-                f"{self.name(path)}: expected the same type from every replica, got "
-                f"{sorted(set(map(tree.kind_name, nodes)))}. Return the same structure for every "
-                "shard."
-            )
+            kinds = sorted(set(map(tree.kind_name, nodes)))
+            self._refuse(path, "the same type from every replica", kinds)
         columns = [dict(tree.children(node) or ()) for node in nodes]
         keys = list(dict.fromkeys(key for column in columns for key in column))
         values = [self.node([c.get(k) for c in columns], (*path, k), override) for k in keys]
@@ -185,19 +176,20 @@ class Join:
 
     def leaves(self, leaves: list[Any], path: tree.Path) -> Any:
         """The leaves of all replicas at a path, joined."""
-        if len(leaves) == 1 and (self.scalars == "merge" or not _is_scalar(leaves[0])):
-            return leaves[0]
+        first = leaves[0]
+        if len(leaves) == 1 and (self.scalars == "merge" or not _is_scalar(first)):
+            return first
         if all(isinstance(leaf, Tensor) for leaf in leaves):
             rows = as_rows(leaves, self.sizes)
-            return self._rows(rows, path) if any(map(_has_rows, rows)) else self._merge(rows, path)
-        kind = leaf_type(leaves[0])
+            return self._merge(rows, path) if all(map(_is_scalar, rows)) else self._rows(rows, path)
+        kind = leaf_type(first)
         if kind is None and all(
             is_array(x) and not x.ndim and x.dtype.kind in "biufc" for x in leaves
         ):
             return self._merge([torch.as_tensor(x) for x in leaves], path).numpy()[()]
         if kind is None or any(leaf_type(leaf) is not kind for leaf in leaves):
             return self._plain(leaves, path)
-        if is_array(leaves[0]):
+        if is_array(first):
             return self._rows(leaves, path)
         # Joining makes new tensors, such as a batch of graphs has: they may be on the CPU.
         joined = move(kind.join(leaves, self.row_rules.dim), self.device)
@@ -209,33 +201,19 @@ class Join:
         if len(leaves) == 1 or any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
             return leaves[0] if len(leaves) == 1 else leaves
         how, dim = fit_shapes([leaf.shape for leaf in leaves], self.sizes, self.row_rules.dim)
-        if how == "same":
-            return self._same(leaves, path)
-        if how == "ragged":
-            self._warn(path, "do not fit together, and come as a list", leaves)
-            return leaves
-        if how == "uneven":
-            text = (
-                f"do not follow these, and are concatenated along dim {dim}, in the order of the "
-                "shards: right if each row belongs to a sample, in that order"
-            )
-            self._warn(path, text, leaves)
-        joined = (leaf_type(leaves[0]) or TENSORS).join(leaves, dim)
-        return self.in_order(joined, [leaf.shape[dim] for leaf in leaves], dim)
-
-    def _same(self, leaves: list[Any], path: tree.Path) -> Any:
-        """Tensors or arrays of one shape that follows no sizes: merged as 0-dim tensors are."""
+        lengths = [leaf.shape[dim] for leaf in leaves]
+        if how == "rows" and (tuple(lengths) == tuple(self.sizes) or not self.sizes_are_known):
+            joined = (leaf_type(leaves[0]) or TENSORS).join(leaves, dim)
+            return self.in_order(joined, lengths, dim)
         if all(map(partial(tree.equal, leaves[0]), leaves)):
             return leaves[0]
-        merged = self._merge([torch.as_tensor(leaf) for leaf in leaves], path)
-        is_mean = merged.is_floating_point() or merged.is_complex()
-        how = "averaged, weighted by shard size" if is_mean else "added up"
-        how = "stacked" if self.scalars == "stack" else how
-        self._warn(path, f"do not follow these: no rows of samples, so they are {how}", leaves)
-        return merged if isinstance(leaves[0], Tensor) else merged.numpy()
+        if how != "ragged":
+            self._refuse(path, f"one row for each of {self.sizes} samples", _shapes(leaves))
+        self._warn_of_list(path, leaves)
+        return leaves
 
     def _merge(self, tensors: list[Tensor], path: tree.Path) -> Tensor:
-        """Tensors without samples: weighted means of floats and sums of integers."""
+        """0-dim tensors: weighted means of floats and sums of integers."""
         if self.scalars == "stack":
             return torch.stack(tensors)
         if tensors[0].is_floating_point() or tensors[0].is_complex():
@@ -243,12 +221,7 @@ class Join:
         if tensors[0].dtype is not torch.bool:
             return _sum(torch.stack(tensors))
         if any(not tree.equal(tensors[0], tensor) for tensor in tensors):
-            raise GatherError(
-                f"{self.name(path)}: expected the same bool from every replica, got "
-                f"{[tensor.tolist() for tensor in tensors][:4]}: all or any of them may be meant. "
-                "Return a number, such as a mean, or say what it is in gather_overrides ('stack', "
-                "'first' or 'list')."
-            )
+            self._refuse(path, "the same bool from every replica", [t.item() for t in tensors])
         return tensors[0]
 
     def _plain(self, values: list[Any], path: tree.Path) -> Any:
@@ -259,62 +232,63 @@ class Join:
             return sum(values) if is_size or len(set(values)) > 1 else first
         if all(type(value) is type(first) and tree.equal(value, first) for value in values):
             return first
-        return _mean(values, self.sizes) if all(map(_is_number, values)) else values
+        if all(map(_is_number, values)):
+            return _mean(values, self.sizes)
+        if not all(isinstance(value, str | bytes | bool | int | float) for value in values):
+            kinds = sorted({type(value).__qualname__ for value in values})
+            self._refuse(path, "tensors, numbers, strings, or containers of these", kinds)
+        return values
 
-    def _join_as(self, override: Override, leaves: list[Any], name: str) -> Any:
+    def _join_as(self, override: Override, leaves: list[Any], path: tree.Path) -> Any:
         """Leaves joined as the user says."""
-        dim = self.row_rules.dim
+        dim, kind = self.row_rules.dim, leaf_type(leaves[0])
 
-        def cannot(expected: str) -> GatherError:
-            shapes = [f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else "" for x in leaves]
-            got = [type(x).__qualname__ + shape for x, shape in zip(leaves, shapes, strict=True)]
-            return GatherError(
-                f"{name}: expected {expected} for the override {override!r}, got {', '.join(got)}. "
-                "Choose another override, such as 'list', or return what it can join."
-            )
+        def refuse(expected: str) -> NoReturn:
+            self._refuse(path, f"{expected} for the override {override!r}", _shapes(leaves))
 
-        kind = leaf_type(leaves[0])
         if override == "cat":
             if kind is None or any(leaf_type(leaf) is not kind for leaf in leaves):
-                raise cannot("tensors, arrays or lists")
+                refuse("tensors, arrays or lists")
             if kind is TENSORS:
                 leaves = [leaf if leaf.dim() else leaf.reshape(1) for leaf in leaves]
                 has_dim = all(-leaf.dim() <= dim < leaf.dim() for leaf in leaves)
                 if not has_dim or len({leaf.movedim(dim, 0).shape[1:] for leaf in leaves}) > 1:
-                    raise cannot(f"shapes that differ in dim {dim} only")
+                    refuse(f"shapes that differ in dim {dim} only")
             return move(kind.join(leaves, dim), self.device)
         if all(map(_is_number, leaves)) and override != "stack":
             return sum(leaves) if override == "sum" else _mean(leaves, self.sizes)
         if not all(isinstance(x, Tensor) or is_array(x) or _is_number(x) for x in leaves):
-            raise cannot("tensors or numbers")
+            refuse("tensors or numbers")
         tensors = [torch.as_tensor(leaf, device=self.device) for leaf in leaves]
         if len({tensor.shape for tensor in tensors}) > 1:
-            raise cannot("tensors of one shape")
+            refuse("tensors of one shape")
         if override == "mean":
             return weighted_mean(tensors, self.sizes)
         return torch.stack(tensors) if override == "stack" else _sum(torch.stack(tensors))
 
     def in_order(self, joined: Any, lengths: Sequence[int], dim: int) -> Any:
         """Brings joined shards of these lengths into the batch's order, if they are of samples."""
-        places = None if self.order is None else batch_order(self.order)
         multiple = multiple_of(lengths, self.sizes)
-        if places is None or multiple is None:
+        if self.order is None or multiple is None:
             return joined
-        places = [place * multiple + i for place in places for i in range(multiple)]
+        places = [p * multiple + i for p in batch_order(self.order) for i in range(multiple)]
         if tree.is_list(joined):
             return type(joined)([joined[i] for i in places])
         return pick(joined, places, dim)
 
-    def _warn(self, path: tree.Path, text: str, leaves: Sequence[Any]) -> None:
-        """Warns once about a path, and names the way out."""
+    def _refuse(self, path: tree.Path, expected: str, got: Sequence[Any]) -> NoReturn:
+        raise GatherError(
+            f"{tree.name(path, str(self.where[0]))}: expected {expected}, got "
+            f"{', '.join(map(str, got))}. {_way_out(path)}"
+        )
+
+    def _warn_of_list(self, path: tree.Path, leaves: Sequence[Any]) -> None:
         if self.warns:
-            shapes = ", ".join(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves))
-            key = getattr(path[-1], "name", path[-1]) if path else ""
             self.row_rules.warn_once(
                 (*self.where, *path),
-                f"{self.name(path)}: {shapes} of shards of {', '.join(map(str, self.sizes))} "
-                f"samples {text}. Say what it is in gather_overrides, "
-                f"such as {{{str(key)!r}: 'sum'}} (or 'mean', 'stack', 'cat', 'first', 'list').",
+                f"{tree.name(path, str(self.where[0]))}: {', '.join(_shapes(leaves))} of shards of "
+                f"{', '.join(map(str, self.sizes))} samples do not fit together, and come as a "
+                f"list. {_way_out(path)}",
             )
 
 
@@ -334,12 +308,23 @@ def as_rows(tensors: list[Tensor], sizes: Sizes) -> list[Tensor]:
     return tensors
 
 
-def _has_rows(tensor: Tensor) -> bool:
-    return tensor.is_nested or tensor.dim() > 0
+def _way_out(path: tree.Path) -> str:
+    key = getattr(path[-1], "name", path[-1]) if path else ""
+    return (
+        f"Say what it is in gather_overrides, such as {{{str(key)!r}: 'sum'}} (or 'mean', 'stack', "
+        "'cat', 'first', 'list')."
+    )
+
+
+def _shapes(leaves: Sequence[Any]) -> list[str]:
+    """The types of leaves, with the shapes of tensors, each once."""
+    shapes = [f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else "" for x in leaves]
+    names = [type(x).__qualname__ + shape for x, shape in zip(leaves, shapes, strict=True)]
+    return list(dict.fromkeys(names))
 
 
 def _is_scalar(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and not _has_rows(leaf)
+    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.dim() == 0
 
 
 def _is_number(value: Any) -> bool:

@@ -1,8 +1,8 @@
 """Leaves that hold samples: how each type is counted, cut, joined and moved.
 
 There are tensors (MONAI's `MetaTensor` with its records), NumPy arrays, packed sequences, PyTorch
-Geometric's batches, TensorDicts, objects with `to`, a length and slices, and what users register.
-Types of other libraries are recognised by what they can do, so that the engine imports none.
+Geometric's batches, TensorDicts, and objects with `to`, a length and slices. Types of other
+libraries are recognised by what they can do, so that the engine imports none.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +35,7 @@ def _copy_to(leaf: Any, device: torch.device) -> Any:
     return moved if result is None else result
 
 
-@dataclass(frozen=True)
-class LeafType:
+class LeafType(NamedTuple):
     """What scatter and gather do with one type of leaf.
 
     `size(leaf, dim)` is its number of samples, None if there are none along `dim`; `cut(leaf,
@@ -51,31 +49,15 @@ class LeafType:
     to: Callable[[Any, torch.device], Any] = _copy_to
 
 
-_registered: dict[type, LeafType] = {}
-
-
-def register_leaf_type(
-    cls: type,
-    *,
-    size: Callable[[Any, int], int | None],
-    cut: Callable[[Any, Sizes, int], list[Any]],
-    join: Callable[[Sequence[Any], int], Any],
-    to: Callable[[Any, torch.device], Any] = _copy_to,
-) -> None:
-    """Says how objects of a class, and of its subclasses, are cut and joined: see `LeafType`."""
-    _registered[cls] = LeafType(size, cut, join, to)
-
-
 def leaf_type(node: Any) -> LeafType | None:
     """The type of a leaf that may hold samples; None for containers and all other leaves."""
     cls = type(node)
+    if cls is Tensor:
+        return TENSORS
     if cls in PLAIN:
         return None
-    for base in cls.__mro__ if _registered else ():
-        if base in _registered:
-            return _registered[base]
     if isinstance(node, Tensor):
-        return _META_TENSORS if cls is not Tensor and _has_records(node) else TENSORS
+        return _META_TENSORS if _has_records(node) else TENSORS
     if isinstance(node, PackedSequence):
         return _PACKED
     if is_array(node):
@@ -147,7 +129,7 @@ def _ranges(sizes: Sizes) -> list[tuple[int, int]]:
     return list(zip([0, *stops], stops, strict=False))
 
 
-# --- tensors and arrays
+# --- tensors
 
 
 def _rows(shape: Sequence[int], dim: int) -> int | None:
@@ -183,6 +165,9 @@ def _move_tensor(leaf: Any, device: torch.device) -> Any:
     return leaf.to(device, non_blocking=device.type != "cpu")
 
 
+TENSORS = LeafType(_tensor_size, _cut_tensor, _cat, _move_tensor)
+
+
 def _has_records(node: Tensor) -> bool:
     """Whether a MetaTensor has a record for each of its rows."""
     records = getattr(node, "applied_operations", None)
@@ -190,26 +175,42 @@ def _has_records(node: Tensor) -> bool:
     return is_batch and isinstance(records, list) and node.dim() > 0 and len(records) == len(node)
 
 
+def _samples_with_records(leaf: Tensor) -> list[Any]:
+    samples: list[Any] = sys.modules["monai.data"].decollate_batch(leaf.detach(), detach=False)
+    return samples
+
+
+def _give_records(leaf: Tensor, samples: list[Any]) -> Tensor:
+    vars(leaf).update(vars(sys.modules["monai.data"].list_data_collate(samples)))
+    return leaf
+
+
 def _cut_meta_tensor(leaf: Tensor, sizes: Sizes, dim: int) -> list[Tensor]:
     """`narrow` gives each piece the records of the whole batch: each gets those of its samples."""
     pieces = _cut_tensor(leaf, sizes, dim)
     if dim == 0:
-        samples = sys.modules["monai.data"].decollate_batch(leaf.detach(), detach=False)
-        for piece, records in zip(pieces, slices(samples, sizes), strict=True):
-            vars(piece).update(vars(sys.modules["monai.data"].list_data_collate(records)))
+        parts = slices(_samples_with_records(leaf), sizes)
+        pieces = [_give_records(*pair) for pair in zip(pieces, parts, strict=True)]
     return pieces
 
 
 def _join_meta_tensors(leaves: Sequence[Tensor], dim: int) -> Tensor:
+    samples = [sample for leaf in leaves for sample in _samples_with_records(leaf)]
     joined: Tensor = _cat(leaves, dim)
-    if dim == 0:
-        monai = sys.modules["monai.data"]
-        samples = [s for x in leaves for s in monai.decollate_batch(x.detach(), detach=False)]
-        vars(joined).update(vars(monai.list_data_collate(samples)))
-    return joined
+    return joined if dim else _give_records(joined, samples)
 
 
-# --- objects
+_META_TENSORS = LeafType(_tensor_size, _cut_meta_tensor, _join_meta_tensors, _move_tensor)
+
+
+# --- arrays and objects
+
+_ARRAYS = LeafType(
+    lambda leaf, dim: _rows(leaf.shape, dim),
+    lambda leaf, sizes, dim: slices(leaf, sizes, dim % leaf.ndim),
+    lambda leaves, dim: sys.modules["numpy"].concatenate(leaves, dim),
+    lambda leaf, device: leaf,  # arrays stay on the host
+)
 
 
 def _cut_packed(leaf: PackedSequence, sizes: Sizes, dim: int) -> list[PackedSequence]:
@@ -226,6 +227,11 @@ def _join_packed(leaves: Sequence[PackedSequence], dim: int) -> PackedSequence:
     return pack_sequence(sequences, enforce_sorted=is_sorted)
 
 
+_PACKED = LeafType(
+    lambda leaf, dim: int(leaf.batch_sizes[0]), _cut_packed, _join_packed, _move_tensor
+)
+
+
 def _batch_graphs(like: Any, graphs: list[Any]) -> Any:
     # The batch's class is made at run time, of Batch and of the class of the graphs.
     maker: Any = next(base for base in type(like).__mro__ if "from_data_list" in vars(base))
@@ -234,12 +240,16 @@ def _batch_graphs(like: Any, graphs: list[Any]) -> Any:
     return maker.from_data_list(graphs, **({"follow_batch": followed} if followed else {}))
 
 
-def _cut_graphs(leaf: Any, sizes: Sizes, dim: int) -> list[Any]:
-    return [_batch_graphs(leaf, part) for part in slices(leaf.to_data_list(), sizes)]
-
-
-def _join_graphs(leaves: Sequence[Any], dim: int) -> Any:
-    return _batch_graphs(leaves[0], [graph for leaf in leaves for graph in leaf.to_data_list()])
+_GRAPHS = LeafType(
+    lambda leaf, dim: int(leaf.num_graphs),
+    lambda leaf, sizes, dim: [_batch_graphs(leaf, p) for p in slices(leaf.to_data_list(), sizes)],
+    lambda leaves, dim: _batch_graphs(leaves[0], [g for x in leaves for g in x.to_data_list()]),
+)
+_TENSOR_DICTS = LeafType(
+    lambda leaf, dim: _rows(leaf.batch_size, dim),
+    lambda leaf, sizes, dim: slices(leaf, sizes, dim % len(leaf.batch_size)),
+    _cat,
+)
 
 
 def _join_sliceables(leaves: Sequence[Any], dim: int) -> Any:
@@ -247,23 +257,6 @@ def _join_sliceables(leaves: Sequence[Any], dim: int) -> Any:
     return cat(list(leaves)) if callable(cat) else list(leaves)
 
 
-TENSORS = LeafType(_tensor_size, _cut_tensor, _cat, _move_tensor)
-_META_TENSORS = LeafType(_tensor_size, _cut_meta_tensor, _join_meta_tensors, _move_tensor)
-_ARRAYS = LeafType(
-    lambda leaf, dim: _rows(leaf.shape, dim),
-    lambda leaf, sizes, dim: slices(leaf, sizes, dim % leaf.ndim),
-    lambda leaves, dim: sys.modules["numpy"].concatenate(leaves, dim),
-    lambda leaf, device: leaf,  # arrays stay on the host
-)
-_PACKED = LeafType(
-    lambda leaf, dim: int(leaf.batch_sizes[0]), _cut_packed, _join_packed, _move_tensor
-)
-_GRAPHS = LeafType(lambda leaf, dim: int(leaf.num_graphs), _cut_graphs, _join_graphs)
-_TENSOR_DICTS = LeafType(
-    lambda leaf, dim: _rows(leaf.batch_size, dim),
-    lambda leaf, sizes, dim: slices(leaf, sizes, dim % len(leaf.batch_size)),
-    _cat,
-)
 _SLICEABLES = LeafType(
     lambda leaf, dim: len(leaf), lambda leaf, sizes, dim: slices(leaf, sizes), _join_sliceables
 )

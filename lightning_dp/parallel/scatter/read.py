@@ -3,7 +3,8 @@
 1. **Columns**: all tensors have one size along `dim`. Lists are containers of columns, as PyTorch's
    `default_collate` makes them; lists of names or numbers of that length are columns, too.
 2. **Lists of samples**, as in detection: the outermost lists below the top, with alike items, have
-   one length, and tensors beside them that size. Such a list has one item per sample.
+   one length, and tensors beside them that size. Such a list has one item per sample. Tensors of
+   one length in a list are columns unless another list says how many samples there are.
 3. **A list of samples**: the batch is a list of alike tuples, mappings or objects.
 
 The first that holds is the reading, with two exceptions. Lists of mappings or objects, and lists
@@ -17,7 +18,6 @@ the readings above the first with that number is taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -53,24 +53,18 @@ class _Part(NamedTuple):
     items: Sequence[Any] = ()
 
 
-def batch_size_of(module: nn.Module, batch: Any, dim: int, *, columns: bool) -> Inferred:
-    """How a batch is read of which the module's method `batch_size(batch)` says the size."""
-    size, name = module.batch_size(batch), f"{type(module).__qualname__}.batch_size"  # type: ignore[operator]  # not a submodule
-    if type(size) is not int or size < 0:
-        raise BatchSizeError(
-            f"{name}: expected the number of samples as an int of at least 0, got {size!r:.80}. "
-            "Return how many samples the batch has."
-        )
-    if hasattr(module, "split_batch"):
-        return Inferred(size, "columns")
-    ways = (None, _may_hold_samples, _holds_names)
-    found = {part.size for is_whole in ways for part in _parts(batch, dim, is_whole)}
-    if size > 1 and size not in found:
-        raise BatchSizeError(
-            f"{name}: expected the length of something in the batch along dim {dim} "
-            f"{tuple(sorted(found))}, got {size}. Return that number. {WAY_OUT}"
-        )
-    return infer_batch_size(batch, dim, columns=columns, size=size)
+def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = False) -> Inferred:
+    """How a module's batch is read: by its method `batch_size(batch)`, else by what is in it."""
+    if callable(getattr(module, "batch_size", None)):
+        return _as_module_says(module, batch, dim, columns=columns)
+    # Most batches are a tensor, or a flat container of nothing but tensors of one size.
+    kind = type(batch)
+    parts = [*batch.values()] if kind is dict else batch if kind in (list, tuple) else [batch]
+    if {*map(type, parts)} == {Tensor}:
+        sizes = {size_of(part, dim) for part in parts}
+        if len(sizes) == 1 and None not in sizes:
+            return Inferred(sizes.pop(), "columns")
+    return infer_batch_size(batch, dim, columns=columns)
 
 
 def infer_batch_size(
@@ -78,7 +72,8 @@ def infer_batch_size(
 ) -> Inferred:
     """How a batch is read by what is in it, as one of `size` samples if that is known.
 
-    With `columns`, lists are containers of columns whatever is in them.
+    With `columns`, as for the arguments of a call, tensors that all have one size are columns
+    whatever lists they are in; a list has one item per sample only beside a tensor that says so.
 
     Example:
         >>> import torch
@@ -90,15 +85,18 @@ def infer_batch_size(
     """
     rows = _parts(batch, dim)
     n = _agreed(rows, size)
-    if columns:
-        return Inferred(size or _agreed_or_raise(batch, dim, rows), "columns")
-    entries = _entries(batch, dim, size)
+    if columns and n is not None:
+        return Inferred(n, "columns")
+    names = {part.size for part in _parts(batch, dim, _holds_names) if part.items}
+    entries = _entries(batch, dim, size, names)
     lists = [entry for entry in entries if entry.items]
+    if columns and len(lists) == len(entries):
+        return Inferred(size or _agreed_or_raise(batch, dim, rows), "columns")
     by_lists = _agreed(lists if size is not None else entries, size) if lists else None
     samples = len(batch) if _is_list_of_samples(batch) and size in (None, len(batch)) else None
     if n is not None and samples is not None and all(map(_has_number, batch)):
         return Inferred(samples, "samples")
-    if n is not None and (by_lists is None or not _hold_samples(batch, lists, n, by_lists)):
+    if n is not None and (by_lists is None or not _hold_samples(lists, by_lists, n, names)):
         return Inferred(n, "columns")
     if by_lists is not None and (samples is None or isinstance(batch, tuple)):
         return Inferred(by_lists, "lists")
@@ -117,15 +115,37 @@ def infer_batch_size(
     return Inferred(size or _agreed_or_raise(batch, dim, rows or entries), "columns")
 
 
+def _as_module_says(module: Any, batch: Any, dim: int, *, columns: bool) -> Inferred:
+    """How a batch is read of which the module's method `batch_size(batch)` says the size."""
+    size, name = module.batch_size(batch), f"{type(module).__qualname__}.batch_size"
+    if type(size) is not int or size < 0:
+        raise BatchSizeError(
+            f"{name}: expected the number of samples as an int of at least 0, got {size!r:.80}. "
+            "Return how many samples the batch has."
+        )
+    if hasattr(module, "split_batch"):
+        return Inferred(size, "columns")
+    ways = (None, _may_hold_samples, _holds_names)
+    found = {part.size for is_whole in ways for part in _parts(batch, dim, is_whole)}
+    if size > 1 and size not in found:
+        raise BatchSizeError(
+            f"{name}: expected the length of something in the batch along dim {dim} "
+            f"{tuple(sorted(found))}, got {size}. Return that number. {WAY_OUT}"
+        )
+    return infer_batch_size(batch, dim, columns=columns, size=size)
+
+
 def holds_samples(node: Any, reading: Kind, dim: int, path: tree.Path) -> bool:
     """Whether a list or tuple of the batch's length has one item per sample."""
     if not _has_tensors(node):
         return _holds_names(node) and not isinstance(node, torch.Size)
     if not path:
         return reading == "samples"
-    if all(size_of(leaf, dim) is None for leaf in tree.leaves(node)):
-        return not _is_tuple_of_lists(node)
-    return reading != "columns" and _may_hold_samples(node)
+    if _is_tuple_of_lists(node):
+        return False
+    if all(size_of(leaf, dim) != len(node) for leaf in tree.leaves(node)):
+        return True
+    return reading != "columns" and are_alike(node)
 
 
 def are_alike(items: Sequence[Any]) -> bool:
@@ -149,25 +169,43 @@ def _parts(
     return [part for key, child in pairs for part in _parts(child, dim, is_whole, (*path, key))]
 
 
-def _entries(batch: Any, dim: int, size: int | None) -> list[_Part]:
+def _entries(batch: Any, dim: int, size: int | None, names: set[int]) -> list[_Part]:
     """Lists of samples below the top, and leaves with rows outside of them."""
 
-    def is_whole(node: Any, length: int | None) -> bool:
-        return node is not batch and length in (None, len(node)) and _may_hold_samples(node)
+    def entries(is_whole: Callable[[Any], bool], length: int | None) -> list[_Part]:
+        return _parts(
+            batch,
+            dim,
+            lambda node: (
+                node is not batch
+                and length in (None, len(node))
+                and _may_hold_samples(node)
+                and is_whole(node)
+            ),
+        )
 
-    entries = _parts(batch, dim, partial(is_whole, length=size))
-    columns = _agreed([entry for entry in entries if not entry.items])
-    if size is None and columns is not None and _agreed(entries) is None:
-        return _parts(batch, dim, partial(is_whole, length=columns))  # only lists as long as these
-    return entries
+    def are_columns(node: Any) -> bool:
+        rows = {size_of(item, dim) for item in node}
+        return all(map(_is_tensor, node)) and len(rows) == 1 and rows.isdisjoint({None, 1})
+
+    known = {part.size for part in entries(lambda node: not are_columns(node), size) if part.items}
+    known |= names | ({size} - {None})
+
+    def is_whole(node: Any) -> bool:
+        return len(node) in known or not are_columns(node)
+
+    found = entries(is_whole, size)
+    columns = _agreed([entry for entry in found if not entry.items])
+    if size is None and columns is not None and _agreed(found) is None:
+        return entries(is_whole, columns)  # only lists as long as these
+    return found
 
 
-def _hold_samples(batch: Any, lists: Sequence[_Part], n: int, by_lists: int) -> bool:
+def _hold_samples(lists: Sequence[_Part], by_lists: int, n: int, names: set[int]) -> bool:
     """Whether lists hold samples although all tensors have n rows."""
     items = [item for entry in lists for item in entry.items if item is not None]
     if not all(_is_tensor(item) or tree.is_list(item) for item in items):
         return True
-    names = {part.size for part in _parts(batch, 0, _holds_names) if part.items}
     return by_lists in names and n not in names
 
 

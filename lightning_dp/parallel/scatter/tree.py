@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -36,21 +35,21 @@ class Attribute:
 
 def children(node: Any) -> list[tuple[Any, Any]] | None:
     """The (key, child) pairs of a container, in order; None for a leaf."""
-    if type(node) is dict:
+    cls = type(node)
+    if cls is dict:
         return list(node.items())
-    if type(node) in (list, tuple):
+    if cls in (list, tuple):
         return list(enumerate(node))
-    if isinstance(node, Tensor) or type(node) in PLAIN or leaf_type(node) is not None:
+    if cls in PLAIN or isinstance(node, Tensor) or leaf_type(node) is not None:
         return None
     if isinstance(node, list | tuple):
-        names = getattr(node, "_fields", None)
-        return list(enumerate(node) if names is None else zip(names, node, strict=True))
+        return list(zip(getattr(node, "_fields", range(len(node))), node, strict=True))
     if isinstance(node, Mapping):
         attributes = getattr(node, "__dict__", {}).items()  # some mappings show items there, too
         lists = [(Attribute(k), v) for k, v in attributes if is_list(v) and k not in node]
         return [*node.items(), *lists]
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = [field.name for field in dataclasses.fields(node)]
+    if dataclasses.is_dataclass(cls):
+        names = [field.name for field in dataclasses.fields(cls)]
         return [(name, getattr(node, name)) for name in names if hasattr(node, name)]
     if isinstance(node, Distribution):
         return _parameters(node)
@@ -66,15 +65,11 @@ def rebuild(node: Any, values: Sequence[Any]) -> Any:
     """
     if isinstance(node, list | tuple):
         return type(node)(*values) if hasattr(node, "_fields") else type(node)(values)
-    pairs = children(node) or []
-    items = {key: value for (key, _), value in zip(pairs, values, strict=True)}
+    items = {key: value for (key, _), value in zip(children(node) or (), values, strict=True)}
     if isinstance(node, Mapping):
         return _rebuild_mapping(node, items)
     if isinstance(node, Distribution):
-        shaped = copy.copy(node)
-        vars(shaped).update(items)
-        shaped._batch_shape = _batch_shape(node, items)
-        return shaped
+        return _rebuild_distribution(node, items)
     if not dataclasses.is_dataclass(node):
         return unflatten_node(node, list(values))
     clone: Any = object.__new__(type(node))
@@ -158,8 +153,6 @@ def name(path: Path, root: str = "batch") -> str:
 def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(node) is dict:
         return items
-    if isinstance(node, MappingProxyType):
-        return MappingProxyType(items)
     attributes = {k.name: v for k, v in items.items() if isinstance(k, Attribute)}
     entries = {k: v for k, v in items.items() if not isinstance(k, Attribute)}
     if not isinstance(node, MutableMapping):
@@ -178,21 +171,21 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 def _parameters(node: Distribution) -> list[tuple[Any, Any]] | None:
     """Tensors and distributions in a distribution; None if it has other objects in it."""
-    pairs = [(k, v) for k, v in vars(node).items() if isinstance(v, Tensor | Distribution)]
-    names = {name for name, _ in pairs}
-    rest = [value for key, value in vars(node).items() if key not in names]
-    known = (bool, int, float, str, type(None), torch.Size)
-    return pairs if all(isinstance(value, known) for value in rest) else None
+    known = (Tensor, Distribution, bool, int, float, str, type(None), torch.Size)
+    if not all(isinstance(value, known) for value in vars(node).values()):
+        return None
+    return [(k, v) for k, v in vars(node).items() if isinstance(v, Tensor | Distribution)]
 
 
-def _batch_shape(node: Distribution, items: Mapping[str, Any]) -> torch.Size:
-    """The batch shape of a distribution with other parameters."""
-    old, n = node.batch_shape, len(node.batch_shape)
-    for key, value in items.items():
-        before, after = (
-            x.batch_shape if isinstance(x, Distribution) else x.shape
-            for x in (vars(node)[key], value)
-        )
-        if before[:n] == old:
-            return torch.Size(after[:n])
-    return old
+def _rebuild_distribution(node: Distribution, items: Mapping[str, Any]) -> Distribution:
+    """A distribution with other parameters, and the batch shape that follows from these."""
+    clone, old = copy.copy(node), node.batch_shape
+    vars(clone).update(items)
+    for key, after in items.items():
+        shapes = [
+            getattr(x, "batch_shape", getattr(x, "shape", ())) for x in (vars(node)[key], after)
+        ]
+        if shapes[0][: len(old)] == old:
+            clone._batch_shape = torch.Size(shapes[1][: len(old)])
+            break
+    return clone

@@ -5,19 +5,13 @@ from __future__ import annotations
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from lightning_dp.checkpointing import files
-from lightning_dp.checkpointing.io import (
-    add_prefix,
-    as_lightnings,
-    remove_added,
-    rename_all,
-)
+from lightning_dp.checkpointing.io import add_prefix, as_lightnings, remove_added, rename_all
 from lightning_dp.parallel.state_keys import match_keys, summarize_mismatch, without_outer
 from lightning_dp.table import OneLineParser, print_table
 
@@ -38,19 +32,24 @@ def convert(options: Namespace) -> None:
             f"DST: expected a new file, got {str(target)!r}, which exists. Give another name, or "
             "--force to replace it."
         )
-    loaded = _read(source, options)
+    content = loaded = _read(source, options)
     before = files.weights_in(loaded, source)
     if options.strip:
         content = remove_added(loaded)
         content = rename_all(loaded, without_outer(before)) if content is loaded else content
     elif options.add:
         content = add_prefix(loaded)
-    else:
-        content = rename_all(loaded, _names(before, options))
+    elif options.like:
+        reference = files.weights_in(_read(options.like, options), options.like)
+        names = match_keys(before, reference)
+        if set(names.values()) != set(reference):
+            raise ValueError(f"--like {options.like}: {summarize_mismatch(names, [*reference])}")
+        content = rename_all(loaded, names)
     weights = files.weights_in(content, source)
     pairs = [(old, new) for old, new in zip(before, weights, strict=True) if old != new]
     if pairs:
-        rows = [(old, new, str(_shape(weights[new]) or "")) for old, new in pairs]
+        shapes = [str(tuple(getattr(weights[new], "shape", ())) or "") for _, new in pairs]
+        rows = [(old, new, shape) for (old, new), shape in zip(pairs, shapes, strict=True)]
         print_table(("key", "new name", "shape"), rows)
     print(f"{len(pairs)} of {len(weights)} keys get another name.")
     if _kind(source) != _kind(target) and content is not weights:
@@ -88,40 +87,6 @@ def _kind(path: Path) -> str:
     return suffix if suffix in (files.SAFETENSORS, ".ckpt") else ""
 
 
-def _names(weights: Mapping[str, Any], options: Namespace) -> dict[str, str]:
-    """The new name of each key, by the reference of `--like` or `--by-order`."""
-    path = options.like or options.by_order
-    if path is None:
-        return {key: key for key in weights}
-    reference = files.weights_in(_read(path, options), path)
-    if options.like:
-        names = match_keys(weights, reference)
-        if set(names.values()) != set(reference):
-            raise ValueError(
-                f"--like {path}: {summarize_mismatch(names, list(reference))} Use --by-order for "
-                "other names of the same architecture."
-            )
-        return names
-    if files.SAFETENSORS in (_kind(options.source), _kind(path)):
-        raise ValueError(
-            "--by-order: expected files of torch, which keep the order of the module's keys, got a "
-            ".safetensors file, which sorts them. Take a file of torch."
-        )
-    for place, (key, name) in enumerate(zip_longest(weights, reference), start=1):
-        shape, other = _shape(weights.get(key)), _shape(reference.get(name))
-        if shape != other or None in (key, name):
-            raise ValueError(
-                f"--by-order: expected the same shapes in the same order as in {path}; number "
-                f"{place} is {key!r} of shape {shape}, there {name!r} of shape {other}. Take a "
-                "file of the same architecture."
-            )
-    return dict(zip(weights, reference, strict=True))
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if hasattr(value, "shape") else None
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the command line; returns the exit code."""
     parser = OneLineParser(
@@ -132,16 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source", metavar="SRC", type=Path, help="the file to read")
     parser.add_argument("target", metavar="DST", type=Path, help="the file to write")
     names = parser.add_mutually_exclusive_group()
-    for option, text in (
-        ("--strip", "take away the wrappers around all keys (module., _orig_mod., ...)"),
-        ("--add", "put module. before every key"),
-    ):
-        names.add_argument(option, action="store_true", help=text)
-    for option, text in (
-        ("--like", "take the keys of this file, which differ in prefixes of wrappers only"),
-        ("--by-order", "take the keys of this file in their order, as far as shapes agree"),
-    ):
-        names.add_argument(option, metavar="REFERENCE", type=Path, help=text)
+    strip = "take away the wrappers around all keys (module., _orig_mod., ...)"
+    names.add_argument("--strip", action="store_true", help=strip)
+    names.add_argument("--add", action="store_true", help="put module. before every key")
+    like = "take the keys of this file, which differ in prefixes of wrappers only"
+    names.add_argument("--like", metavar="REFERENCE", type=Path, help=like)
     for option, text in (
         ("--dry-run", "show what would be renamed"),
         ("--force", "replace DST if it exists"),

@@ -17,7 +17,7 @@ import fsspec
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.state_keys import PREFIXES, add_tied, normalize_state_dict
+from lightning_dp.parallel.state_keys import PREFIXES, normalize_state_dict
 from lightning_dp.parallel.torch_private import is_extra_state
 
 PathLike = str | os.PathLike[str]
@@ -25,8 +25,6 @@ PathLike = str | os.PathLike[str]
 SAFETENSORS = ".safetensors"
 WEIGHTS = ("state_dict", "model", "model_state_dict", "net")
 """Under which keys people save a model's state; the first one is Lightning's."""
-
-_STOPS = (OSError, MemoryError, KeyboardInterrupt, SystemExit)
 
 
 def load_weights(
@@ -50,6 +48,18 @@ def load_weights(
     named = normalize_state_dict(state, module, prefixes=prefixes, strict=False)
     add_tied(named, module)
     return module.load_state_dict(named, strict=strict)
+
+
+def add_tied(state_dict: dict[str, Any], module: nn.Module) -> None:
+    """Adds, in place, names that a file left out because the module ties them to others.
+
+    safetensors holds a tied weight once.
+    """
+    own = {k: v for k, v in module.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+    given = {id(value): state_dict[name] for name, value in own.items() if name in state_dict}
+    for name, value in own.items():
+        if id(value) in given:
+            state_dict.setdefault(name, given[id(value)])
 
 
 def weights_in(loaded: Any, path: PathLike) -> Mapping[str, Any]:
@@ -99,12 +109,8 @@ def read(path: PathLike, *, map_location: Any = None, weights_only: bool | None 
     local = local_path(path)
     if local is not None and local.is_dir():
         raise ValueError(f"{path}: expected a checkpoint file, got a folder. Give a file in it.")
-    with contextlib.ExitStack() as stack:
-        if local is None:
-            remote = stack.enter_context(fsspec.open(str(path), "rb"))
-            file: BinaryIO = io.BytesIO(remote.read())
-        else:
-            file = stack.enter_context(local.open("rb"))
+    with fsspec.open(str(path), "rb") if local is None else local.open("rb") as opened:
+        file: BinaryIO = io.BytesIO(opened.read()) if local is None else opened
         head = file.read(16)
         file.seek(0)
         try:
@@ -118,31 +124,17 @@ def read(path: PathLike, *, map_location: Any = None, weights_only: bool | None 
         except Exception as error:
             if weights_only is False and not isinstance(error, pickle.UnpicklingError | EOFError):
                 raise  # the code in the pickle failed
-            raise ValueError(f"{path}: expected {_refusal(file, head, error)}") from error
-
-
-def _refusal(file: BinaryIO, head: bytes, error: Exception) -> str:
-    trust = (
-        "If you trust it: weights_only=False (an argument of load_weights, and of the Trainer's "
-        "fit, validate, test and predict; --unsafe of lightning-dp convert)"
-    )
-    code = re.findall(r"GLOBAL ([\w.]+)", str(error))  # the first class or function
-    with contextlib.suppress(Exception):  # damaged: then the error says enough
-        file.seek(0)
-        code = torch.serialization.get_unsafe_globals_in_checkpoint(file) or code
-    if code:
-        return (
-            f"tensors and plain values, got a pickle that needs code to be run "
-            f"({', '.join(code[:5])}); nothing was run. {trust}, or "
-            "torch.serialization.add_safe_globals([...]) for these alone."
-        )
-    size = file.seek(0, os.SEEK_END)
-    reason = str(error).rpartition("WeightsUnpickler error:")[2]
-    line = next((line.strip() for line in reason.split("\n") if line.strip()), repr(error))
-    return (
-        f"a checkpoint of torch, Lightning or safetensors, got a file of {size:,} bytes that "
-        f"begins with {head[:12]!r}, of another kind, cut short or damaged: {line[:200]}. {trust}."
-    )
+            # torch's message has the reason after general advice.
+            found = re.search(r"(?:WeightsUnpickler error:\s*|(?=Trying to load))(.+)", str(error))
+            reason = found[1] if found else str(error).partition("\n")[0] or repr(error)
+            raise ValueError(
+                f"{path}: expected tensors and plain values in a checkpoint of torch, Lightning or "
+                f"safetensors, got a file of {file.seek(0, os.SEEK_END):,} bytes that begins with "
+                f"{head[:12]!r}, cut short, damaged, or with code in it, of which nothing was run: "
+                f"{reason[:400]} If you trust it: weights_only=False (an argument of load_weights, "
+                "and of the Trainer's fit, validate, test and predict; --unsafe of "
+                "lightning-dp convert)."
+            ) from error
 
 
 def write(checkpoint: Any, path: Path) -> None:
@@ -152,31 +144,24 @@ def write(checkpoint: Any, path: Path) -> None:
             torch.save(checkpoint, file)
         except RuntimeError as error:
             # torch reports an incomplete archive; its context is what stopped the writing.
-            if isinstance(error.__context__, _STOPS):
+            if isinstance(error.__context__, OSError | MemoryError | KeyboardInterrupt):
                 raise error.__context__ from error
             raise
 
 
 def write_safetensors(state: Mapping[str, Any], path: Path) -> None:
     """Writes a state dict in the format of safetensors; tied weights are written once per name."""
-    tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
-            raise ValueError(
-                f"{path}: expected dense tensors with values, as the format holds no others; got "
-                f"{key!r} of type {type(value).__qualname__}. Write a .pt or .ckpt file."
-            )
-        # The library writes memory as it is, and refuses tensors that share it.
-        tensor = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        storage = tensor.untyped_storage().data_ptr()
-        tensors[key] = tensor.clone() if storage in storages else tensor
-        storages.add(storage)
+    library = _safetensors()
     try:
-        content = _safetensors().save(tensors, {"format": "pt"})
-    except KeyError as error:
+        # Clones: the library refuses tensors that share memory.
+        tensors = {
+            k: v.detach().cpu().contiguous().resolve_conj().resolve_neg().clone()
+            for k, v in state.items()
+        }
+        content = library.save(tensors, {"format": "pt"})
+    except (ValueError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(
-            f"{path}: expected dtypes that the format holds, got {error}. "
+            f"{path}: expected dense tensors of the dtypes that safetensors holds, got {error!r}. "
             "Write a .pt or .ckpt file."
         ) from error
     with replacing(path) as temporary:

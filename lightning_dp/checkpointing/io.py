@@ -9,19 +9,17 @@ from typing import Any, Literal, cast
 
 import lightning
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from torch import nn
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_dp.checkpointing import files
+from lightning_dp.lightning_private import given_io, set_io
 from lightning_dp.parallel.checks import check_choice
-from lightning_dp.parallel.state_keys import (
-    PREFIXES,
-    add_tied,
-    keys_of,
-    match_keys,
-    rename,
-    without_outer,
-)
+from lightning_dp.parallel.errors import add_note, is_a
+from lightning_dp.parallel.split import LearningSplit, SplitPolicy
+from lightning_dp.parallel.state_keys import PREFIXES, keys_of, match_keys, rename, without_outer
+from lightning_dp.processes import ProcessesMixin
 
 _VERSION = "pytorch-lightning_version"
 _NOTES, _ADDED = "lightning_dp", "added_prefix"
@@ -96,8 +94,7 @@ class ModulePrefixMixin:  # its base class is of either of Lightning's packages
         check_choice("on_save", on_save, ("strip", "add", "keep"))
         check_choice("on_load", on_load, ("auto", "keep"))
         super().__init__()
-        default: Any = AtomicTorchCheckpointIO()
-        self.checkpoint_io = default if checkpoint_io is None else checkpoint_io
+        self.checkpoint_io: Any = checkpoint_io or AtomicTorchCheckpointIO()
         if getattr(self.checkpoint_io, "checkpoint_io", self) is None:  # AsyncCheckpointIO(), say
             self.checkpoint_io.checkpoint_io = AtomicTorchCheckpointIO()
         self.on_save, self.on_load, self.prefixes = on_save, on_load, prefixes
@@ -140,9 +137,8 @@ class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):  # noqa: D101  
 
 def is_lightnings(checkpoint: Any) -> bool:
     """Whether a Trainer made it, so that `module.` in its `state_dict` is a submodule's."""
-    return (
-        isinstance(checkpoint, Mapping) and {_VERSION, "loops", "state_dict"} <= checkpoint.keys()
-    )
+    keys = checkpoint.keys() if isinstance(checkpoint, Mapping) else ()
+    return {_VERSION, "loops", "state_dict"}.issubset(keys)
 
 
 def as_lightnings(loaded: Any) -> Any:
@@ -168,7 +164,7 @@ def rename_all(checkpoint: Any, names: Mapping[str, str]) -> Any:
     """The checkpoint with other names of the model's keys, wherever its state stands.
 
     A dict of tensors is a copy of the model's state, such as an average, if all its keys are the
-    model's. Whoever made another knows it by other names.
+    model's; any other has names of its own.
     """
     if all(key == name for key, name in names.items()):
         return checkpoint
@@ -189,12 +185,11 @@ def add_prefix(checkpoint: Any) -> Any:
 
     The keys there are a LightningModule's: without a note the prefix would pass for a submodule.
     """
-    prefix = PREFIXES[0]
     if not is_lightnings(checkpoint):
         weights = files.find_weights(checkpoint) or {}
-        return rename_all(checkpoint, {key: prefix + key for key in weights})
-    notes = {**checkpoint.get(_NOTES, {}), _ADDED: prefix}
-    return _rename_own(checkpoint, lambda key: prefix + key) | {_NOTES: notes}
+        return rename_all(checkpoint, {key: PREFIXES[0] + key for key in weights})
+    notes = {**checkpoint.get(_NOTES, {}), _ADDED: PREFIXES[0]}
+    return _rename_trainers(checkpoint, lambda key: PREFIXES[0] + key) | {_NOTES: notes}
 
 
 def remove_added(checkpoint: Any) -> Any:
@@ -203,23 +198,13 @@ def remove_added(checkpoint: Any) -> Any:
     prefix = notes.pop(_ADDED, None)
     if prefix is None:
         return checkpoint
-    return _rename_own(checkpoint, lambda key: key.removeprefix(prefix)) | {_NOTES: notes}
+    return _rename_trainers(checkpoint, lambda key: key.removeprefix(prefix)) | {_NOTES: notes}
 
 
-def _rename_own(checkpoint: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
+def _rename_trainers(checkpoint: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
     """Renames what the Trainer itself saved; callbacks keep the names that they gave."""
     states = {key: checkpoint[key] for key in _WEIGHTS_OF_TRAINER if key in checkpoint}
     return {**checkpoint, **{k: rename(s, {n: name(n) for n in s}) for k, s in states.items()}}
-
-
-def name_for_module(checkpoint: dict[str, Any], module: nn.Module, checkpoint_io: Any) -> None:
-    """Gives the model's state in a checkpoint, in place, the module's names, if the IO is ours."""
-    while checkpoint_io is not None and not isinstance(checkpoint_io, ModulePrefixMixin):
-        checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)
-    if checkpoint_io is not None and checkpoint_io.on_load == "auto":
-        names = match_keys(checkpoint["state_dict"], keys_of(module), checkpoint_io.prefixes)
-        checkpoint.update(rename_all(checkpoint, names))
-        add_tied(checkpoint["state_dict"], module)
 
 
 def nothing_to_resume(path: Any) -> str:
@@ -230,3 +215,64 @@ def nothing_to_resume(path: Any) -> str:
         "these weights: init_from=... on the command line, or in Python "
         "lightning_dp.checkpointing.load_weights(model, path) before fit."
     )
+
+
+class CheckpointMixin(ProcessesMixin):
+    """The strategy's checkpoints: names that fit the module, and what a split has learnt."""
+
+    split_policy: SplitPolicy
+    _weights_only_path: Any = None  # of a checkpoint without the training state that a fit needs
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or ours; in a wrapper that was given none it is ours too."""
+        given = given_io(self)
+        if given is None:
+            set_io(self, ModulePrefixCheckpointIO())
+        elif getattr(given, "checkpoint_io", self) is None:
+            given.checkpoint_io = ModulePrefixCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        set_io(self, io)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Adds what a split has learnt; with several processes each learns anew."""
+        if isinstance(self.split_policy, LearningSplit) and self._world is None:
+            checkpoint[_NOTES] = {"split": self.split_policy.state_dict()}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        files.weights_in(checkpoint, checkpoint_path)
+        learnt = checkpoint.get(_NOTES, {}).get("split")
+        if learnt and isinstance(self.split_policy, LearningSplit) and self._world is None:
+            self.split_policy.load_state_dict(learnt)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        module = cast(LightningModule, self.lightning_module)
+        if module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
+            self._weights_only_path = module.trainer.ckpt_path
+        io: Any = self.checkpoint_io
+        while io is not None and not isinstance(io, ModulePrefixMixin):
+            io = getattr(io, "checkpoint_io", None)
+        if io is not None and io.on_load == "auto":
+            names = match_keys(checkpoint["state_dict"], keys_of(module), io.prefixes)
+            checkpoint.update(rename_all(checkpoint, names))
+            files.add_tied(checkpoint["state_dict"], module)
+        super().load_model_state_dict(checkpoint, strict=strict)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        path, self._weights_only_path = self._weights_only_path, None
+        if is_a(exception, KeyError) and path is not None:
+            add_note(exception, nothing_to_resume(path))

@@ -1,7 +1,7 @@
 """Keys of state dicts: `normalize_state_dict` takes away what wrappers put into them.
 
 A wrapper (`nn.DataParallel`, `torch.compile`, FSDP) adds a step to the path of every key inside it:
-`fc.weight` becomes `module.fc.weight`. `match_keys` compares keys and reference without such steps.
+`fc.weight` becomes `module.fc.weight`. Keys match if they are equal without such steps.
 """
 
 from __future__ import annotations
@@ -56,10 +56,8 @@ def normalize_state_dict(
         >>> list(normalize_state_dict({"module.module.w": 0, "module.b": 1}, ["module.w", "b"]))
         ['module.w', 'b']
     """
-    keys = keys_of(state_dict, "state_dict") if isinstance(state_dict, Mapping) else keys_of(None)
-    if isinstance(prefixes, str) or any(
-        p.find(".") < 1 or p.find(".") != len(p) - 1 for p in prefixes
-    ):
+    keys = keys_of(state_dict if isinstance(state_dict, Mapping) else None)
+    if isinstance(prefixes, str) or any(p.find(".") != len(p) - 1 or len(p) < 2 for p in prefixes):
         raise ValueError(
             "prefixes: expected names of one step with a dot at their end, such as ('module.',), "
             f"got {told(prefixes)}."
@@ -76,14 +74,10 @@ def normalize_state_dict(
 def keys_of(state: Any, what: str = "state_dict") -> list[str]:
     """The keys of a module, a state dict or a list of keys."""
     keys = state.state_dict() if isinstance(state, nn.Module) else state
-    if not isinstance(keys, Iterable) or isinstance(keys, str | Tensor):
-        keys = [None]
-    found = list(keys)
+    is_keys = isinstance(keys, Iterable) and not isinstance(keys, str | Tensor)
+    found = list(keys) if is_keys else [None]
     if not all(isinstance(key, str) for key in found):
-        raise TypeError(
-            f"{what}: expected a module's state dict, got {told(state)}. Pass what "
-            "module.state_dict() returned; as a reference a module or a list of keys will do."
-        )
+        raise TypeError(f"{what}: expected a module's state dict or its keys, got {told(state)}.")
     return found
 
 
@@ -92,10 +86,9 @@ def match_keys(
 ) -> dict[str, str]:
     """Returns the new name of each key; a key that fits nothing in the reference keeps its name.
 
-    A key fits a key of the reference if both are the same without wrappers. Where a submodule is
-    really called `module`, several can be (`weight` and `module.weight`). Then all keys have to be
-    the reference's after one change of the outermost wrappers, or have to be the reference's
-    already. A ValueError names keys of which neither is true.
+    Where a submodule is really called `module`, several keys of the reference can be the same
+    without wrappers (`weight` and `module.weight`). Then one change of the outermost wrappers must
+    make all keys the reference's. A ValueError names keys that fit two places or fall together.
     """
     groups, places = _by_bare_name(keys, prefixes), _by_bare_name(reference, prefixes)
     if not groups.keys() & places.keys():
@@ -113,15 +106,14 @@ def match_keys(
         own = places[bare]
         if set(group) <= set(own):
             continue
-        if len(own) > 1:
+        if len(own) > 1 or len(group) > 1:
+            one, other = (own if len(own) > 1 else group)[:2]
             raise ValueError(
                 f"normalize_state_dict: expected one place for {group[0]!r}, got two that fit: "
-                f"{own[0]!r} and {own[1]!r}. Rename it yourself before."
-            )
-        if len(group) > 1:
-            raise ValueError(
-                f"normalize_state_dict: expected each parameter once, got both {group[0]!r} and "
-                f"{group[1]!r} for {own[0]!r}. Remove one of them."
+                f"{one!r} and {other!r}. Rename it yourself before."
+                if len(own) > 1
+                else f"normalize_state_dict: expected each parameter once, got both {one!r} and "
+                f"{other!r} for {own[0]!r}. Remove one of them."
             )
         names[group[0]] = own[0]
     return names
@@ -171,9 +163,8 @@ def without_outer(keys: Collection[str], prefixes: Sequence[str] = PREFIXES) -> 
 
 def summarize_mismatch(names: Mapping[str, str], reference: Collection[str]) -> str:
     """The message for keys that fit nothing in the reference."""
-    own, found = set(reference), set(names.values())
-    extra = [key for key, name in names.items() if name not in own]
-    missing = [name for name in reference if name not in found]
+    extra = [key for key, name in names.items() if name not in set(reference)]
+    missing = [name for name in reference if name not in set(names.values())]
     return (
         f"state_dict: expected the reference's keys, got {len(extra)} of {len(names)} that fit "
         f"none of them: {extra[:4]}; the reference has {len(missing)} others: {missing[:4]}. Give "
@@ -190,15 +181,3 @@ def rename(state_dict: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDi
         kept = OrderedDict((new, versions[old]) for old, new in paths.items() if old in versions)
         set_format_versions(found, kept)
     return found
-
-
-def add_tied(state_dict: OrderedDict[str, Any], module: nn.Module) -> None:
-    """Adds, in place, names that a file left out because the module ties them to others.
-
-    safetensors holds a tied weight once.
-    """
-    own = {k: v for k, v in module.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
-    given = {id(value): state_dict[name] for name, value in own.items() if name in state_dict}
-    for name, value in own.items():
-        if name not in state_dict and id(value) in given:
-            state_dict[name] = given[id(value)]

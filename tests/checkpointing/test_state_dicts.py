@@ -1,6 +1,5 @@
 """`normalize_state_dict`: keys of wrapped modules become those of the module, and only they."""
 
-import tracemalloc
 from collections import OrderedDict
 from typing import Any
 
@@ -15,9 +14,9 @@ from lightning_dp import normalize_state_dict
 from lightning_dp.parallel.state_keys import PREFIXES
 
 WRAPPERS = [prefix[:-1] for prefix in PREFIXES]
-quiet = settings(deadline=None)  # other work on the machine is no failure
+quiet = settings(deadline=None, max_examples=60)
 
-# --- random trees of modules, also with children called `module`, in random wrappers --------------
+# Random trees of modules, also with children called `module`, in random wrappers
 
 Tree = dict[str, Any]  # None for a parameter
 
@@ -75,6 +74,8 @@ def test_a_child_called_module_keeps_its_name_or_is_refused(
 ) -> None:
     around = "".join(f"{step}." for step in data.draw(st.lists(st.sampled_from(WRAPPERS))))
     own = keys_of(tree)
+    some = [key for key in own if data.draw(st.booleans())]
+    assert normalize_state_dict(state_of(some), own) == state_of(some)
     outer = {around + key: value for key, value in state_of(own).items()}
     assert normalize_state_dict(outer, own) == state_of(own)
     assert normalize_state_dict(state_of(own), list(outer)) == outer
@@ -84,14 +85,6 @@ def test_a_child_called_module_keeps_its_name_or_is_refused(
         assert "one place for" in str(error)
     else:
         assert found.keys() == set(own)
-
-
-@quiet
-@given(st.data(), any_trees)
-def test_names_of_the_reference_stay(data: st.DataObject, tree: Tree) -> None:
-    keys = data.draw(wrapped(tree))
-    some = [key for key in keys if data.draw(st.booleans())]
-    assert normalize_state_dict(state_of(some), keys) == state_of(some)
 
 
 @quiet
@@ -120,7 +113,7 @@ def test_without_a_reference_wrappers_around_all_are_taken(tree: Tree, around: l
     assert normalize_state_dict(beside) == beside, "not every key has it"
 
 
-# --- what is stripped, what is not, and what is refused -------------------------------------------
+# What is stripped, what is not, and what is refused
 
 
 @pytest.mark.parametrize(
@@ -168,18 +161,14 @@ def test_prefixes_of_ones_own() -> None:
             normalize_state_dict(state, prefixes=wrong)
 
 
-@pytest.mark.parametrize("keys", [["module.w", "w"], ["w", "module.w"], ["a.module.w", "a.w"]])
-def test_two_keys_for_one_are_refused_by_name(keys: list[str]) -> None:
-    name = keys[0].replace("module.", "")
-    with pytest.raises(ValueError, match=f"got both '{keys[0]}' and '{keys[1]}' for '{name}'"):
-        normalize_state_dict(dict.fromkeys(keys, torch.ones(2)), [name, "other"])
-    assert list(normalize_state_dict(state_of(keys))) == keys, "without a reference"
-
-
-def test_a_key_that_fits_in_two_places_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"one place for 'w', got two .*'module\.w' and '_orig_mod"
-    ):
+def test_two_keys_for_one_and_one_for_two_are_refused_by_name() -> None:
+    for keys in (["module.w", "w"], ["w", "module.w"], ["a.module.w", "a.w"]):
+        name = keys[0].replace("module.", "")
+        with pytest.raises(ValueError, match=f"got both '{keys[0]}' and '{keys[1]}' for '{name}'"):
+            normalize_state_dict(dict.fromkeys(keys, torch.ones(2)), [name, "other"])
+        assert list(normalize_state_dict(state_of(keys))) == keys, "without a reference"
+    text = r"one place for 'w', got two .*'module\.w' and '_orig_mod"
+    with pytest.raises(ValueError, match=text):
         normalize_state_dict({"w": 1}, ["module.w", "_orig_mod.w"])
 
 
@@ -192,7 +181,7 @@ def test_what_is_no_state_dict_or_reference_is_refused(wrong: Any) -> None:
             normalize_state_dict({"w": 1}, wrong)
 
 
-# --- the values -----------------------------------------------------------------------------------
+# The values
 
 
 class Tied(nn.Module):
@@ -216,17 +205,3 @@ def test_nothing_is_copied_and_ties_and_versions_stay(wrap: Any) -> None:
     assert found["head.weight"].data_ptr() == found["module.2.weight"].data_ptr()
     assert found._metadata["module.0"] == net.state_dict()._metadata["module.0"] == {"version": 2}
     assert Tied().load_state_dict(found)
-
-
-def test_two_gigabytes_are_renamed_without_memory() -> None:
-    # Never written to: the system has not given the memory yet. Times: tests/benchmarks/renaming.py
-    state = {f"module.{i}.weight": torch.empty(2**19) for i in range(1024)}
-    reference = [f"{i}.weight" for i in range(1024)]
-    tracemalloc.start()
-    try:
-        found = normalize_state_dict(state, reference)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 4 * 2**20, "names only"
-    assert all(found[name] is state["module." + name] for name in reference)

@@ -1,7 +1,6 @@
 """Weights saved anywhere load anywhere; what is no weights is refused, by name and without harm."""
 
 import gzip
-import json
 import os
 import pickle
 import sys
@@ -220,9 +219,6 @@ def test_remote_files(tmp_path: Path) -> None:
     assert (tmp_path / "local.pt").is_file()
 
 
-# --- pickles --------------------------------------------------------------------------------------
-
-
 class Malicious:
     """Makes a file when it is unpickled."""
 
@@ -235,15 +231,13 @@ class Malicious:
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "load_weights": lambda path: load_weights(Net(), path),
-    "read": read,
     "the IO": lambda path: ModulePrefixCheckpointIO().load_checkpoint(path),
     "ckpt_path": lambda path: trainer(2).validate(Holder(), loader(), ckpt_path=path),
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", ["torch", "torch, old format", "pickle", "beside weights"])
-def test_a_malicious_pickle_is_not_run(reader: str, kind: str, tmp_path: Path) -> None:
+def test_a_malicious_pickle_is_not_run(kind: str, tmp_path: Path) -> None:
     proof, path = tmp_path / "was run", tmp_path / "evil.ckpt"
     evil = Malicious(proof)
     content = {"state_dict": trained_net().state_dict(), "x": evil} if "beside" in kind else evil
@@ -251,27 +245,16 @@ def test_a_malicious_pickle_is_not_run(reader: str, kind: str, tmp_path: Path) -
         path.write_bytes(pickle.dumps(evil))
     else:
         torch.save(content, path, _use_new_zipfile_serialization="old" not in kind)
-    with pytest.raises(ValueError, match=r"evil\.ckpt: expected ") as caught:
-        READERS[reader](path)
-    assert not proof.exists()
-    if kind != "pickle":  # which torch.save did not write, and torch does not read
-        assert "mkdir" in str(caught.value) and "nothing was run" in str(caught.value)
-        assert "weights_only=False" in str(caught.value)
-        assert "add_safe_globals" in str(caught.value)
+    for reader in READERS.values():
+        with pytest.raises(ValueError, match=r"evil\.ckpt: expected ") as caught:
+            reader(path)
+        assert not proof.exists()
+        if kind != "pickle":  # which torch.save did not write, and torch does not read
+            for text in ("mkdir", "nothing was run", "weights_only=False"):
+                assert text in str(caught.value)
+    if kind != "pickle":
         read(path, weights_only=False)
         assert proof.exists(), "it was one"
-
-
-def test_the_converter_does_not_run_one_either(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    proof, path, target = tmp_path / "was run", tmp_path / "evil.pt", tmp_path / "out.pt"
-    torch.save({"model": Net().state_dict(), "x": Malicious(proof)}, path)
-    for arguments in ([path, target], [tmp_path / "ok.pt", target, "--like", path]):
-        torch.save(Net().state_dict(), tmp_path / "ok.pt")
-        assert main([str(part) for part in arguments]) == 1
-        assert "nothing was run" in capsys.readouterr().err
-    assert not proof.exists() and not target.exists()
 
 
 @pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
@@ -280,21 +263,17 @@ def test_what_the_caller_says_about_pickles_counts(
 ) -> None:
     path = tmp_path / "module.pt"
     torch.save(nn.DataParallel(trained_net()), path)  # the module itself
-    with pytest.raises(ValueError, match=r"needs code to be run .*DataParallel"):
+    with pytest.raises(ValueError, match=r"nothing was run.*DataParallel"):
         read(path)
     load_weights(Net(), path, weights_only=False)
-    for io in (ModulePrefixCheckpointIO(),):
-        assert io.load_checkpoint(path, weights_only=False)["state_dict"]
+    assert ModulePrefixCheckpointIO().load_checkpoint(path, weights_only=False)["state_dict"]
     with torch.serialization.safe_globals([set]):
         torch.save({"state_dict": Net().state_dict(), "x": {1}}, tmp_path / "set.pt")
         read(tmp_path / "set.pt")
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     load_weights(Net(), path)
-    with pytest.raises(ValueError, match="needs code"):
+    with pytest.raises(ValueError, match="nothing was run"):
         read(path, weights_only=True)
-
-
-# --- files that are none --------------------------------------------------------------------------
 
 
 def _archive(path: Path, names: list[str]) -> None:
@@ -308,9 +287,7 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "got a file of 0 bytes"),
     "folder": (lambda path: path.mkdir(), "got a folder"),
     "text": (lambda path: path.write_text("hello world, hello"), f"{OTHER}hello world,'"),
-    "json": (lambda path: path.write_text(json.dumps({"a": 1})), OTHER),
     "gzip": (lambda path: path.write_bytes(gzip.compress(b"x" * 99)), OTHER),
-    "zeros": (lambda path: path.write_bytes(bytes(4096)), OTHER),
     "zip": (lambda path: _archive(path, ["a/b.txt", "c"]), OTHER),
     "list": (lambda path: torch.save([1, 2], path), "got list"),
     "tensor": (lambda path: torch.save(torch.ones(2), path), "got Tensor"),
@@ -328,14 +305,9 @@ def test_other_files_are_named_with_what_was_found(kind: str, tmp_path: Path) ->
     path = tmp_path / "wrong.ckpt"
     write, found = FOREIGN[kind]
     write(path)
-    with pytest.raises(ValueError, match=rf"wrong\.ckpt: expected .*{found}"):
-        load_weights(Net(), path)
-    with pytest.raises(ValueError, match=rf"wrong\.ckpt: expected .*{found}"):
-        trainer(2).validate(Holder(), loader(), ckpt_path=path)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    for reader in READERS.values():
+    for reader in (READERS["load_weights"], READERS["ckpt_path"]):
+        with pytest.raises(ValueError, match=rf"wrong\.ckpt: expected .*{found}"):
+            reader(path)
         with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):
             reader(tmp_path / "none.ckpt")
 
@@ -353,21 +325,14 @@ def complete(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
 
 
 @given(st.data())
-def test_files_that_are_cut_short_are_named(complete: Path, data: st.DataObject) -> None:
-    content = complete.read_bytes()
-    length = data.draw(st.integers(0, len(content) - 1))
-    path = complete.with_name("cut" + complete.suffix)
-    path.write_bytes(content[:length])
-    with pytest.raises(ValueError, match=r"cut.*: expected "):
-        load_weights(Net(), path)
-
-
-@given(st.data())
 def test_damaged_files_are_named(complete: Path, data: st.DataObject) -> None:
     content = bytearray(complete.read_bytes())
+    path = complete.with_name("damaged" + complete.suffix)
+    path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    with pytest.raises(ValueError, match=r"damaged.*: expected "):
+        load_weights(Net(), path)
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
-    path = complete.with_name("damaged" + complete.suffix)
     path.write_bytes(content)
     try:
         loaded = read(path)  # damage in the numbers themselves may not be noticed
@@ -375,9 +340,6 @@ def test_damaged_files_are_named(complete: Path, data: st.DataObject) -> None:
         assert "damaged" in str(error), repr(error)
     else:
         assert loaded is not None
-
-
-# --- safetensors ----------------------------------------------------------------------------------
 
 
 def test_views_in_safetensors_keep_their_values(tmp_path: Path) -> None:
@@ -408,9 +370,16 @@ def test_what_safetensors_cannot_hold(value: Any, tmp_path: Path) -> None:
 def test_files_of_others_in_safetensors(tmp_path: Path) -> None:
     library = pytest.importorskip("safetensors.torch")
     net, other = trained_net(), Net()
-    library.save_model(net, str(tmp_path / "model.safetensors"))  # notes which weights are tied
+    library.save_model(net, str(tmp_path / "model.safetensors"))  # leaves out a tied weight
     load_weights(other, tmp_path / "model.safetensors")
     assert_equal_trees(other.state_dict(), net.state_dict(), "model", **EXACT)
+    other = Net()
+    into_our_strategy(other, tmp_path / "model.safetensors")
+    assert_equal_trees(other.state_dict(), net.state_dict(), "in a Trainer", **EXACT)
+    untied = {key: value for key, value in net.state_dict().items() if "weight" not in key}
+    library.save_file(untied, str(tmp_path / "untied.safetensors"))
+    with pytest.raises(RuntimeError, match=r"Missing key.*module.weight"):
+        load_weights(Net(), tmp_path / "untied.safetensors")
     library.save_file({"module.w": torch.ones(2)}, str(tmp_path / "plain.safetensors"))
     io = ModulePrefixCheckpointIO()
     assert list(io.load_checkpoint(tmp_path / "plain.safetensors")["state_dict"]) == ["w"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import io
 import logging
 import random
@@ -16,7 +15,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -38,41 +37,33 @@ from oracle import (
     run,
     trainer,
 )
-from places import on_accelerators, on_separate
+from places import on_accelerators
 from several_processes import run_in_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallel, DataParallelStrategy
-from lightning_dp.parallel.check import Report, first_call
+from lightning_dp.parallel.check import Key, Report, first_call
 from lightning_dp.parallel.check.compare import distance, rounding
 from lightning_dp.parallel.check.draws import OneNumberPerDraw
-from lightning_dp.parallel.devices import reset_peak_memory
+from lightning_dp.parallel.check.report import Difference
 
-pytestmark = [
-    pytest.mark.usefixtures("on", "one_thread"),
-    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 LOGGERS = [f"{name}.utilities.rank_zero" for name in ("lightning.pytorch", "pytorch_lightning")]
 """Of Lightning's lines at INFO: both packages write to that of the one imported last."""
+OF_TRAINER = ("precision", "plugins", "fast_dev_run", "logger", "limit_train_batches")
 
 
-def checked(
-    make: Callable[[], Any], *, k: int = 3, check: Any = True, **options: Any
+def fit(
+    module: Any, *, k: int = 3, check: Any = True, data: Any = loader, **options: Any
 ) -> dict[str, Report]:
-    """What the check finds in a fit of two batches."""
-    of_trainer = {n: options.pop(n) for n in ("precision", "plugins", "data") if n in options}
-    if "fast_dev_run" in options:
-        of_trainer["fast_dev_run"] = options.pop("fast_dev_run")
-    data = of_trainer.pop("data", loader)
+    """What the check finds in a fit of one batch."""
+    own = {name: options.pop(name) for name in OF_TRAINER if name in options}
     strategy = DataParallelStrategy(check_first_step=check, **options)
-    torch.manual_seed(0)
-    job = trainer(k, strategy, max_epochs=1, limit_train_batches=2, **of_trainer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        job.fit(make(), data(), data())
+    job = trainer(k, strategy, **{"max_epochs": 1, "limit_train_batches": 1, **own})
+    job.fit(module, data(), data())
     return strategy.first_step
 
 
@@ -91,13 +82,12 @@ class Normed(Classifier):
         return self.net(self.norm(x))
 
 
-# --- what it compares -----------------------------------------------------------------------------
+# --- when it runs ---------------------------------------------------------------------------------
 
 
 def test_every_kind_of_step_is_checked_once_in_a_run() -> None:
     strategy = DataParallelStrategy(check_first_step=True)
-    job = trainer(3, strategy, max_epochs=2)
-    module = Classifier()
+    job, module = trainer(3, strategy, max_epochs=2), Classifier()
     job.fit(module, loader(), loader())
     reports = dict(strategy.first_step)
     assert set(reports) == {"training_step", "validation_step"}
@@ -108,19 +98,18 @@ def test_every_kind_of_step_is_checked_once_in_a_run() -> None:
     assert set(strategy.first_step) == {"predict_step"}
 
 
-class SumOfSamples(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self(batch[0]), batch[1], reduction="sum")
-
-
 class Costly(Classifier):
     def sample_cost(self, batch: Any) -> Tensor:
         return batch[0].abs().sum(1)
 
 
+class CompiledPart(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.compile(lambda x: x * 2, backend="eager")
+
+
 SAME: dict[str, tuple[Any, dict[str, Any]]] = {
-    "plain": (Classifier, {}),
-    "sum": (SumOfSamples, {"loss_reduction": "sum"}),
     "forward": (Contrastive, {"mode": "forward", "parallel_modules": ["net"]}),
     "forward, output elsewhere": (Classifier, {"mode": "forward", "output_device": 1}),
     "an idle device": (Classifier, {"weights": [0, 1, 2]}),
@@ -130,233 +119,23 @@ SAME: dict[str, tuple[Any, dict[str, Any]]] = {
     "float64": (Classifier, {"precision": "64-true"}),
     "three samples": (Classifier, {"data": lambda: loader(n=6, batch_size=3)}),
     "two samples": (Classifier, {"data": lambda: loader(n=4, batch_size=2)}),
+    "asked for in fast_dev_run": (Classifier, {"fast_dev_run": True}),
+    "asked for on compiled parts": (CompiledPart, {}),
 }
 
 
 @pytest.mark.parametrize("name", SAME)
 def test_a_step_of_one_device_has_no_difference(name: str) -> None:
     kind, options = SAME[name]
-    for report in checked(kind, **options).values():
+    for report in fit(kind(), **options).values():
         assert report.is_same and not report.causes, str(report)
 
 
+@pytest.mark.usefixtures("on")
 @on_accelerators  # float16 is for them
 def test_half_precision_with_a_scaler_is_compared_by_its_own_measure() -> None:
     plugin = MixedPrecision("16-mixed", accelerator())
-    report = checked(Classifier, precision=None, plugins=[plugin])["training_step"]
-    assert report.is_same
-
-
-def test_rounding_that_a_module_amplifies_is_no_difference() -> None:
-    class Chaotic(Classifier):
-        """A logistic map doubles an error in each of its steps."""
-
-        def loss(self, batch: Any) -> Tensor:
-            z = self(batch[0]).sigmoid()
-            for _ in range(25):
-                z = 3.99 * z * (1 - z)
-            return z.mean()
-
-    assert checked(Chaotic)["training_step"].is_same
-
-
-# --- what it says ---------------------------------------------------------------------------------
-
-
-def test_one_warning_names_all_that_differs_with_values_cause_and_way_out() -> None:
-    class Many(Contrastive):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            z = self(batch[0])
-            self.log("spread", z.std())
-            return {"loss": self.loss(batch), "largest": z.max()}
-
-    strategy = DataParallelStrategy()
-    torch.manual_seed(0)
-    with pytest.warns(UserWarning) as caught:
-        job = trainer(3, strategy, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
-        job.fit(Many(), loader())
-    [text] = [str(w.message) for w in caught if "check_first_step" in str(w.message)]
-    lines = text.splitlines()
-    assert lines[0] == (
-        "check_first_step: on the first 9 samples, split as 4, 3, 2, training_step does not give "
-        "the numbers of one device."
-    )
-    assert any("It looks at the whole batch at once" in line for line in lines)
-    assert any('mode="forward"' in line for line in lines)
-    for name in ("the loss", "the gradient of net.0.weight", "self.log('spread')"):
-        assert any(line.startswith(f"- {name}: ") and " on 3 devices" in line for line in lines)
-    assert any(line.startswith("- output['largest']: ") for line in lines)
-
-
-@pytest.mark.parametrize("kind", ["Normed", "VAE", "Dropped", "Path", "NumPy"])
-def test_what_every_data_parallel_trainer_has_is_one_line_at_info(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    class VAE(Classifier):
-        def forward(self, x: Tensor) -> Any:
-            h = self.net(x)
-            return h + torch.randn_like(h) * torch.distributions.Normal(0.0, 1.0).rsample(
-                h.shape
-            ).to(h)
-
-    class Dropped(Classifier):
-        def forward(self, x: Tensor) -> Any:
-            return self.net(F.dropout(x, 0.5, self.training))
-
-    class Path(Classifier):
-        def forward(self, x: Tensor) -> Any:
-            keep = x.new_empty(len(x), 1).bernoulli_(0.7)
-            return self.net(x * keep / 0.7)
-
-    class NumPy(Classifier):
-        def forward(self, x: Tensor) -> Any:
-            return self.net(x + torch.as_tensor(np.random.randn(*x.shape)).to(x))
-
-    kinds: dict[str, Any] = {"Normed": Normed, "VAE": VAE, "Dropped": Dropped, "Path": Path}
-    kinds["NumPy"] = NumPy
-    strategy = DataParallelStrategy()
-    torch.manual_seed(0)
-    with caplog.at_level(logging.INFO, LOGGERS[0]), caplog.at_level(logging.INFO, LOGGERS[1]):
-        job = trainer(3, strategy, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
-        job.fit(kinds[kind](), loader())
-    [line] = [m for m in caplog.messages if "check_first_step" in m]
-    assert "gives the numbers of one device" in line and "but: " in line
-    [cause] = strategy.first_step["training_step"].causes
-    assert cause == ("batch norm" if kind == "Normed" else "random")
-
-
-def test_noise_does_not_hide_a_sum() -> None:
-    class Noisy(Classifier):
-        """As a variational autoencoder, whose terms are sums."""
-
-        def loss(self, batch: Any) -> Tensor:
-            x, y = batch
-            return F.cross_entropy(self(x + torch.randn_like(x)), y, reduction="sum")
-
-    report = checked(Noisy)["training_step"]
-    assert {"sum", "random"} <= set(report.causes) and report.differences
-
-
-def test_success_is_a_line_at_info_only_where_it_is_asked_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for check, count in ((True, 2), ("auto", 0)):
-        caplog.clear()
-        with caplog.at_level(logging.INFO):
-            checked(Classifier, check=check)
-        assert sum("check_first_step" in m for m in caplog.messages) == count
-
-
-def test_what_a_step_prints_warns_and_logs_in_the_check_is_not_shown() -> None:
-    class Talking(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            print("printed")
-            print("to stderr", file=sys.stderr)
-            logging.getLogger("talking").warning("logged")
-            warnings.warn("warned", stacklevel=2)
-            return super().training_step(batch, batch_idx)
-
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]  # the whole handler
-    logging.getLogger("talking").addHandler(handler)
-    shown, strategy = io.StringIO(), DataParallelStrategy(check_first_step=True)
-    try:
-        with redirect_stdout(shown), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            job = trainer(3, strategy, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
-            job.fit(Talking(), loader())
-    finally:
-        logging.getLogger("talking").removeHandler(handler)
-    assert strategy.first_step["training_step"].is_same
-    assert shown.getvalue().count("printed") == len(records) == 3
-    assert sum(str(w.message) == "warned" for w in caught) == 3
-
-
-class Dropping(Classifier):
-    """Looks at the whole batch, and then drops half of it by hand."""
-
-    def drop(self, z: Tensor) -> Tensor:
-        return F.dropout(z, 0.5)
-
-    def forward(self, x: Tensor) -> Any:
-        z = self.net(x)
-        return self.drop(z - z.mean(0))
-
-
-class DroppingPaths(Dropping):
-    def drop(self, z: Tensor) -> Tensor:
-        return z * (0.3 + torch.rand(len(z), 1, device=z.device)).floor()
-
-
-class Masking(Dropping):
-    def drop(self, z: Tensor) -> Tensor:
-        return z.masked_fill(torch.rand_like(z) < 0.75, 0.0)
-
-
-@pytest.mark.parametrize("kind", [Dropping, DroppingPaths, Masking])
-def test_a_mask_drawn_at_random_does_not_hide_a_loss_over_the_whole_batch(kind: Any) -> None:
-    assert "whole batch" in checked(kind)["training_step"].causes
-
-
-class Timed(Classifier):
-    """Logs how long it took, beside a loss that is a sum."""
-
-    reduction = "mean"
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        begun = time.perf_counter()
-        loss = F.cross_entropy(self(batch[0]), batch[1], reduction=self.reduction)
-        self.log("seconds", time.perf_counter() - begun)
-        return loss
-
-
-class TimedSum(Timed):
-    reduction = "sum"
-
-
-def test_a_logged_time_is_no_difference_and_hides_none() -> None:
-    assert checked(Timed)["training_step"].is_same
-    report = checked(TimedSum)["training_step"]
-    assert set(report.causes) == {"sum"} and "seconds" not in str(report)
-
-
-def test_a_sum_that_is_meant_is_not_advised() -> None:
-    class Shared(SumOfSamples):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.scale = Scale.value = Scale.value + 1.0
-            return super().training_step(batch, batch_idx) * Scale.value
-
-    class Scale:
-        value = 0.0
-
-    causes = checked(Shared, loss_reduction="sum")["training_step"].causes
-    assert causes and not any("loss_reduction" in text for text in causes.values())
-
-
-class Mixing(Classifier):
-    def loss(self, batch: Any) -> Tensor:
-        x = batch[0]
-        return super().loss([0.7 * x + 0.3 * x[torch.randperm(len(x))], batch[1]])
-
-
-def test_mixed_samples_are_a_loss_over_the_whole_batch_and_no_chance() -> None:
-    assert set(checked(Mixing)["training_step"].causes) == {"whole batch"}
-
-
-def test_equal_digits_are_told_apart() -> None:
-    class Nearly(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            # Seven digits of a mean over the batch are the same for every shard.
-            self.log("val/n", 0.6931471 + 1e-9 * len(batch[0]))
-
-    torch.set_default_dtype(torch.float64)
-    [_, report] = checked(Nearly, precision="64-true", k=2).values()
-    text = str(checked(Nearly, precision="64-true", k=2)["validation_step"])
-    assert report is not None and "0.693147 on one device, 0.693147" not in text
-
-
-# --- when it is left out --------------------------------------------------------------------------
+    assert fit(Classifier(), precision=None, plugins=[plugin])["training_step"].is_same
 
 
 class Failing(Classifier):
@@ -375,40 +154,37 @@ class Reading(Classifier):
         super().__init__()
         self.numbers = iter(range(100))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) + 0 * next(self.numbers)
-
-
-class Lazy(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lazy = nn.LazyLinear(3)
-
 
 class Infinite(Classifier):
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) * torch.inf
 
 
-class CompiledPart(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.compile(lambda x: x * 2, backend="eager")
+class WithoutSamples(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(torch.ones(2, 10)).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        return None
 
 
-SKIPPED: dict[str, tuple[Any, dict[str, Any], str, bool]] = {
+SKIPPED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "an iterator": (Reading, {}, "may move self.numbers on"),
+    "no number": (Infinite, {}, "not finite on the root alone"),
+    "one sample": (Classifier, {"data": lambda: loader(n=1)}, "for one replica alone"),
+    "one replica": (Classifier, {"weights": [0, 1, 0]}, "for one replica alone"),
+    "no samples": (
+        WithoutSamples,
+        {"data": lambda: DataLoader([{"seed": 1}, {"seed": 2}], batch_size=None)},
+        "for one replica alone",
+    ),
+    "compiled": (CompiledPart, {}, "compiled parts"),
+    "fast_dev_run": (Classifier, {"fast_dev_run": True}, "fast_dev_run"),
     "an error in the check alone": (
         Failing,
         {"data": lambda: loader(75)},
         "KeyError: 'in the check'",
-        True,
     ),
-    "an iterator": (Reading, {}, "may move self.numbers on", False),
-    "no number": (Infinite, {}, "not finite on the root alone", False),
-    "one sample": (Classifier, {"data": lambda: loader(n=1)}, "for one replica alone", False),
-    "one replica": (Classifier, {"weights": [0, 1, 0]}, "for one replica alone", False),
-    "compiled": (CompiledPart, {}, "compiled parts", False),
-    "fast_dev_run": (Classifier, {"fast_dev_run": True}, "fast_dev_run", False),
 }
 
 
@@ -416,37 +192,24 @@ SKIPPED: dict[str, tuple[Any, dict[str, Any], str, bool]] = {
 def test_where_nothing_is_compared_a_line_says_why(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kind, options, reason, is_info = SKIPPED[name]
+    kind, options, reason = SKIPPED[name]
     with caplog.at_level(logging.DEBUG):
-        report = checked(kind, check="auto", **options)["training_step"]
+        report = fit(kind(), check="auto", **options)["training_step"]
     assert reason in report.skipped and not report.is_same
-    [record] = [
-        r for r in caplog.records if reason in r.getMessage() and "training_step" in r.getMessage()
-    ]
-    assert record.levelno == (logging.INFO if is_info else logging.DEBUG)
+    [level] = [r.levelno for r in caplog.records if str(report) in r.getMessage()]
+    assert level == (logging.INFO if kind is Failing else logging.DEBUG)
 
 
 def test_a_large_module_is_left_out_unless_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(first_call, "MOST_BYTES", 100)
-    assert "GiB" in checked(Classifier, check="auto")["training_step"].skipped
-    assert checked(Classifier)["training_step"].is_same
+    assert "GiB" in fit(Classifier(), check="auto")["training_step"].skipped
+    assert fit(Classifier())["training_step"].is_same
 
 
-def test_asked_for_it_runs_in_fast_dev_run_and_on_compiled_parts() -> None:
-    assert checked(Classifier, fast_dev_run=True)["training_step"].is_same
-    assert checked(CompiledPart)["training_step"].is_same
-
-
-def test_turned_off_it_does_nothing() -> None:
-    assert checked(Contrastive, check=False) == {}
-
-
-def test_one_device_has_nothing_to_compare() -> None:
-    strategy = DataParallelStrategy(check_first_step=True)
-    trainer(1, strategy, max_epochs=1).fit(Classifier(), loader(), loader())
-    assert strategy.first_step == {}
+def test_turned_off_or_on_one_device_it_does_nothing() -> None:
+    assert fit(Contrastive(), check=False) == fit(Contrastive(), k=1) == {}
 
 
 def test_an_error_of_training_is_raised_as_before() -> None:
@@ -455,47 +218,144 @@ def test_an_error_of_training_is_raised_as_before() -> None:
             raise KeyError("always")
 
     with pytest.raises(KeyError, match="always"):
-        trainer(3).fit(Broken(), loader(), loader())
+        fit(Broken())
 
 
-def test_batches_that_cannot_be_cut_are_not_compared() -> None:
-    class Alone(Classifier):
+# --- what it says ---------------------------------------------------------------------------------
+
+
+def test_one_warning_names_all_that_differs_with_values_cause_and_way_out() -> None:
+    class Many(Contrastive):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(torch.ones(2, 10).to(self.device)).square().mean()
+            z = self(batch[0])
+            self.log("spread", z.std())
+            return {"loss": self.loss(batch), "largest": z.max()}
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            return None
+    with pytest.warns(UserWarning) as caught:
+        fit(Many(), check="auto")
+    [text] = [str(w.message) for w in caught if ", training_step does not" in str(w.message)]
+    lines = text.splitlines()
+    assert lines[0] == (
+        "check_first_step: on the first 9 samples, split as 4, 3, 2, training_step does not give "
+        "the numbers of one device."
+    )
+    assert "It looks at the whole batch at once" in text and 'mode="forward"' in text
+    for name in ("the loss", "the gradient of net.0.weight", "self.log('spread')"):
+        assert any(line.startswith(f"- {name}: ") and " on 3 devices" in line for line in lines)
+    assert any(line.startswith("- output['largest']: ") for line in lines)
 
-    seeds = DataLoader([{"seed": 1}, {"seed": 2}], batch_size=None)
-    assert "for one replica alone" in checked(Alone, data=lambda: seeds)["training_step"].skipped
+
+def test_equal_digits_are_told_apart() -> None:
+    difference = Difference(Key("log", "n"), 0.6931471, 0.6931471 + 1e-9)
+    assert difference.text(2) == "self.log('n'): values differ by up to 1e-09"
+
+
+class Random(Classifier):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(self.draw(x))
+
+
+KNOWN: dict[str, Callable[[], Classifier]] = {
+    "batch norm": Normed,
+    "VAE": lambda: Random(
+        lambda x: (
+            x + torch.randn_like(x) * torch.distributions.Normal(0.0, 1.0).rsample(x.shape).to(x)
+        )
+    ),
+    "dropout": lambda: Random(lambda x: F.dropout(x, 0.5)),
+    "paths": lambda: Random(lambda x: x * x.new_empty(len(x), 1).bernoulli_(0.7) / 0.7),
+    "numpy": lambda: Random(lambda x: x + torch.as_tensor(np.random.randn(*x.shape)).to(x)),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_what_every_data_parallel_trainer_has_is_one_line_at_info(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    with caplog.at_level(logging.INFO, LOGGERS[0]), caplog.at_level(logging.INFO, LOGGERS[1]):
+        reports = fit(KNOWN[name](), check="auto")
+    lines = [m for m in caplog.messages if "check_first_step" in m and "training_step" in m]
+    assert len(lines) == 1 and "gives the numbers of one device" in lines[0]
+    assert "but: " in lines[0]
+    assert list(reports["training_step"].causes) == [name if name == "batch norm" else "random"]
+
+
+def test_success_is_a_line_at_info_only_where_it_is_asked_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for check, count in ((True, 2), ("auto", 0)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            fit(Classifier(), check=check)
+        assert sum("check_first_step" in m for m in caplog.messages) == count
+
+
+def test_what_a_step_prints_warns_and_logs_in_the_check_is_not_shown() -> None:
+    class Talking(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            print("printed")
+            print("to stderr", file=sys.stderr)
+            logging.getLogger("talking").warning("logged")
+            warnings.warn("warned", stacklevel=2)
+            return super().training_step(batch, batch_idx)
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]  # the whole handler
+    logging.getLogger("talking").addHandler(handler)
+    try:
+        with redirect_stdout(io.StringIO()) as shown, warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            assert fit(Talking())["training_step"].is_same
+    finally:
+        logging.getLogger("talking").removeHandler(handler)
+    assert shown.getvalue().count("printed") == len(records) == 3
+    assert sum(str(w.message) == "warned" for w in seen) == 3
+
+
+def test_a_logged_time_is_no_difference_and_hides_none() -> None:
+    class Timed(Classifier):
+        def __init__(self, reduction: str) -> None:
+            super().__init__()
+            self.reduction = reduction
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            begun = time.perf_counter()
+            loss = F.cross_entropy(self(batch[0]), batch[1], reduction=self.reduction)
+            self.log("seconds", time.perf_counter() - begun)
+            return loss
+
+    assert fit(Timed("mean"))["training_step"].is_same
+    report = fit(Timed("sum"))["training_step"]
+    assert set(report.causes) == {"sum"} and "seconds" not in str(report)
 
 
 # --- the pieces -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def exact_products() -> Iterator[list[Any]]:
-    """What may have short products on GPUs, and now has none."""
+def test_differences_that_count_are_larger_than_roundings() -> None:
+    def of(kind: torch.dtype, device: str = "cuda") -> float:
+        return rounding([kind, torch.float64], device)
+
     kinds = [torch.backends.cudnn.conv, torch.backends.cudnn.rnn, torch.backends.cuda.matmul]
     before = [kind.fp32_precision for kind in kinds]
-    for kind in kinds:
-        kind.fp32_precision = "ieee"
-    yield kinds
-    for kind, precision in zip(kinds, before, strict=True):
-        kind.fp32_precision = precision
-
-
-def test_differences_that_count_are_larger_than_roundings(exact_products: list[Any]) -> None:
-    def of(kind: torch.dtype, device: str = "cuda") -> float:
-        return rounding([kind, torch.float64], device) ** 0.5
-
-    exact = torch.finfo(torch.float32).eps ** 0.5
-    assert of(torch.float32) == of(torch.float32, "cpu") == exact
-    for layers in exact_products:
-        layers.fp32_precision = "tf32"
-        assert of(torch.float32) == 1e-2 and of(torch.float32, "cpu") == exact
-        assert of(torch.float64) < 1e-7 and of(torch.bfloat16) > 1e-2
-        layers.fp32_precision = "ieee"
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        assert of(torch.float32) == of(torch.float32, "cpu") == torch.finfo(torch.float32).eps
+        for kind in kinds:
+            kind.fp32_precision = "tf32"
+            assert of(torch.float32) == 1e-4 and of(torch.float32, "cpu") < 2e-7
+            assert of(torch.float64) < 1e-15 and of(torch.bfloat16) > 1e-3
+            kind.fp32_precision = "ieee"
+    finally:
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
 
 
 DRAWS: dict[str, Callable[[int], Tensor]] = {
@@ -520,14 +380,13 @@ def test_shards_draw_what_the_whole_batch_does(name: str) -> None:
         with OneNumberPerDraw() as draws:
             found.append([draw(n), draw(n)])
         assert draws.names and not draws.uncontrolled
-    whole, shard = found
-    for a, b in zip(whole, shard, strict=True):
+    for a, b in zip(*found, strict=True):
         assert a.shape == (5, 2) and torch.equal(a[:3], b) and a.unique().numel() == 1
 
 
 def test_a_permutation_reverses_and_a_multinomial_is_drawn_as_it_is() -> None:
     with OneNumberPerDraw() as draws:
-        assert torch.randperm(5).tolist() == [4, 3, 2, 1, 0]
+        assert torch.randperm(5).tolist() == [4, 3, 2, 1, 0] and not draws.uncontrolled
         torch.multinomial(torch.ones(5), 2)
     assert list(draws.names) == ["randperm", "multinomial"] and draws.uncontrolled
 
@@ -577,17 +436,20 @@ class Leaving(Normed):
         self.latest: deque[int] = deque(maxlen=2)
         self.by_name: dict[str, list[Any]] = {"x": []}
         self.average = Average()
-        self.generator = torch.Generator().manual_seed(0)
+        self.own = [torch.Generator().manual_seed(1), np.random.default_rng(1), random.Random(1)]
         self.calls = 0
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(self.drop(x) + 0.1 * self.teacher(x))
 
+    def noise(self) -> float:
+        own = torch.rand(1, generator=self.own[0]).item() + self.own[1].random()
+        return float(own + self.own[2].random() + random.random() + np.random.rand())
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         z = self(x.add_(0.5))  # in place: the batch is the step's
-        noise = torch.rand(1, generator=self.generator).item() + random.random() + np.random.rand()
-        loss = F.cross_entropy(z, y) * (1 + 1e-3 * noise)
+        loss = F.cross_entropy(z, y) * (1 + 1e-3 * self.noise())
         self.calls += 1
         self.seen.append(z.detach())
         self.by_name["x"].append(loss.detach())
@@ -613,11 +475,11 @@ class Leaving(Normed):
 class Counting(DummyLogger):
     """A logger that counts its calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls = 0
+    log_dir = "somewhere"  # named like a method that writes
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        assert self.log_dir == "somewhere"
         self.calls += 1
 
 
@@ -650,18 +512,6 @@ class SteppingInBackward(Classifier):
         return None
 
 
-class Generating(Classifier):
-    """Draws from generators of its own, of torch, NumPy and Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.own = [torch.Generator().manual_seed(1), np.random.default_rng(1), random.Random(1)]
-
-    def loss(self, batch: Any) -> Tensor:
-        scale = torch.rand(1, generator=self.own[0]).item() + self.own[1].random()
-        return super().loss(batch) * (scale + self.own[2].random())
-
-
 def scaled() -> dict[str, Any]:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
@@ -673,42 +523,42 @@ class EMA(WeightAveraging):
 
 
 PUT_BACK: dict[str, tuple[Any, dict[str, Any], Callable[[], dict[str, Any]]]] = {
-    "everything": (Leaving, {}, dict),
-    "forward mode": (Leaving, {"mode": "forward"}, dict),
     "accumulation": (Leaving, {}, lambda: {"accumulate_grad_batches": 2}),
-    "buffers mean": (Leaving, {"buffers": "mean", "output_device": 1}, dict),
-    "schedules": (Scheduled, {}, dict),
+    "forward mode": (Leaving, {"mode": "forward"}, dict),
+    "schedules": (Scheduled, {"buffers": "mean", "output_device": 1}, dict),
     "averaged weights": (Normed, {}, lambda: {"callbacks": [EMA()]}),
     "a gradient scaler": (Normed, {}, scaled),
     "L-BFGS": (WithClosures, {}, dict),
     "an optimizer in the backward": (SteppingInBackward, {}, dict),
-    "generators": (Generating, {}, dict),
 }
 
 
-@pytest.mark.filterwarnings("ignore")
+def seed_everything() -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+
+
+@pytest.mark.usefixtures("on")
 @pytest.mark.parametrize("name", PUT_BACK)
 def test_an_epoch_with_the_check_is_that_without_to_the_bit(name: str, on: str) -> None:
     kind, strategy, options = PUT_BACK[name]
     if name == "a gradient scaler" and on != "cpu":
         pytest.skip("the scaler is the CPU's")
-    torch.set_default_dtype(torch.float64)
     left = []
     for check in (True, False):
-        random.seed(0)
-        np.random.seed(0)
+        seed_everything()
         counting = Counting()
         of_strategy = {**strategy, "executor": "inorder", "check_first_step": check}
         own = {"max_epochs": 1, "logger": counting, "data": lambda: loader(n=50), **options()}
         result = run(kind, 3, strategy=of_strategy, **own)
-        module: Any = result.module
-        names = ("seen", "by_name", "calls")
-        state = [getattr(module, n, None) for n in names], list(getattr(module, "latest", []))
-        average = vars(module.average) if hasattr(module, "average") else None
-        numbers = random.random(), np.random.rand(), torch.rand(3)
-        left.append((result, [list(state), average, numbers, counting.calls]))
-        if check:
-            assert result.trainer.strategy.first_step
+        names = ("seen", "by_name", "calls", "latest", "average")
+        state = [getattr(result.module, name, None) for name in names]
+        state[3:] = list(state[3] or ()), vars(state[4]) if state[4] else None
+        left.append((result, [state, random.random(), np.random.rand(), torch.rand(3)]))
+        left[-1][1].append(counting.calls)
+        assert bool(result.trainer.strategy.first_step) is check
     (with_check, left_with_check), (without, left_without) = left
     # Several autograd threads add to one gradient there, in an order of their own.
     rounding = 1e-12 if on != "cpu" and strategy.get("mode") == "forward" else 0.0
@@ -716,26 +566,24 @@ def test_an_epoch_with_the_check_is_that_without_to_the_bit(name: str, on: str) 
     assert_equal_trees(left_with_check, left_without, "left", atol=rounding, rtol=0.0)
 
 
-def epoch_in_process(check: bool) -> Any:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    random.seed(0)
-    np.random.seed(0)
-    strategy = DataParallelStrategy(check_first_step=check, executor="inorder")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        job = trainer(4, strategy, max_epochs=1, logger=Counting())
-        module = Leaving()
-        job.fit(module, loader(), loader())
-    checked = {name: not report.skipped for name, report in strategy.first_step.items()}
-    metrics = {name: float(value) for name, value in job.callback_metrics.items()}
-    return checked, module.state_dict(), metrics, torch.rand(2), len(module.seen)
+def epochs_in_process() -> Any:
+    """What epochs with and without the check leave."""
+    left = []
+    for check in (True, False):
+        seed_everything()
+        strategy = DataParallelStrategy(check_first_step=check, executor="inorder")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            job, module = trainer(4, strategy, max_epochs=1, logger=Counting()), Leaving()
+            job.fit(module, loader(), loader())
+        checked = {name: not report.skipped for name, report in strategy.first_step.items()}
+        metrics = {name: float(value) for name, value in job.callback_metrics.items()}
+        left.append((checked, [module.state_dict(), metrics, torch.rand(2), len(module.seen)]))
+    return left
 
 
-@pytest.mark.on("cpu")
 def test_an_epoch_of_two_processes_with_the_check_is_that_without_to_the_bit() -> None:
-    with_check, without = [run_in_processes(epoch_in_process, 2, check) for check in (True, False)]
-    for (looked, *left), (did_not, *expected) in zip(with_check, without, strict=True):
+    for (looked, left), (did_not, expected) in run_in_processes(epochs_in_process, 2):
         assert looked == {"training_step": True, "validation_step": True} and not did_not
         assert_equal_trees(left, expected, "left", atol=0.0, rtol=0.0)
 
@@ -770,12 +618,10 @@ class Picturing(Leaving):
         self.pictures.append((copy.deepcopy(self.state_dict()), gradients(self), text))
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("failure", [None, KeyError, KeyboardInterrupt])
 def test_nothing_is_left_behind_right_after_the_check(failure: type[BaseException] | None) -> None:
     module, strategy = Picturing(failure), DataParallelStrategy(check_first_step=True)
     job = trainer(3, strategy, logger=Counting(), num_sanity_val_steps=0)
-    before_step = strategy._step_of_all
 
     def step(mode: Any, method: str, batch: Any, rest: Any) -> Any:
         checks: Any = strategy._first_steps
@@ -789,60 +635,11 @@ def test_nothing_is_left_behind_right_after_the_check(failure: type[BaseExceptio
     # Lightning turns Ctrl-C into the end of the program.
     with pytest.raises(SystemExit if failure is KeyboardInterrupt else InterruptedError):
         job.fit(module, loader(), loader())
-    assert before_step is not None
     before, after = module.pictures
     assert_equal_trees(after, before, "picture", atol=0, rtol=0)
 
 
-class Language(Classifier):
-    """A language model whose logits take more memory than its weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(512, 16), nn.Linear(16, 512)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        [words] = batch
-        logits = self.head(self.embedding(words[:, :-1]))
-        return F.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
-
-
-@on_separate  # the CPU does not count its memory
-def test_the_check_takes_less_memory_than_a_step_whose_activations_dominate() -> None:
-    words = TensorDataset(torch.randint(0, 512, (64, 17)))
-    peaks = []
-    for check in (True, False):
-        gc.collect()
-        for device in devices_of(4):
-            reset_peak_memory(device)
-        strategy = DataParallelStrategy(check_first_step=check)
-        job = trainer(4, strategy, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
-        job.fit(Language(), DataLoader(words, 64))
-        peaks.append([usage.peak_bytes for usage in strategy.usage])
-    assert all(a <= 1.02 * b for a, b in zip(*peaks, strict=True)), peaks
-
-
 SEEN: list[int] = []
-
-
-def test_lists_outside_of_the_module_are_put_back() -> None:
-    """Of a notebook, to which a step or a hook appends."""
-    kept: list[int] = []
-
-    class Collecting(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            SEEN.append(len(batch[0]))
-            return super().training_step(batch, batch_idx)
-
-    SEEN.clear()
-    module = Collecting()
-    module.net.register_forward_hook(lambda layer, args, output: kept.append(len(output)))
-    strategy = DataParallelStrategy(check_first_step=True, executor="inorder")
-    job = trainer(3, strategy, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
-    job.fit(module, loader())
-    assert strategy.first_step["training_step"].is_same and SEEN == kept == [9, 8, 8]
-
-
 KEPT: list[int] = []
 
 
@@ -860,82 +657,66 @@ class Sharing(Classifier):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = KEPT
-        self.options = argparse.Namespace(calls=0)
-        self.stock = Stock()
+        self.kept, self.stock, self.options = KEPT, Stock(), argparse.Namespace(calls=0)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        SEEN.append(len(batch[0]))
         KEPT.append(len(batch[0]))
         self.options.calls += 1
         self.stock.used += 1
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.filterwarnings("ignore:check_first_step")
-def test_state_on_shared_lists_and_on_subclasses_of_a_library_is_put_back() -> None:
+def test_lists_of_a_notebook_and_state_on_shared_objects_are_put_back() -> None:
+    SEEN.clear()
     KEPT.clear()
+    hooked: list[int] = []
     module = Sharing()
-    strategy = DataParallelStrategy(check_first_step=True, executor="inorder")
-    job = trainer(3, strategy, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
-    job.fit(module, loader())
-    assert KEPT == [9, 8, 8] and module.options.calls == module.stock.used == 3
-    assert set(strategy.first_step["training_step"].causes) == {"list", "state"}
-
-
-class Directory(DummyLogger):
-    """Has an attribute that is named like a method that writes."""
-
-    log_dir = "somewhere"
-
-
-@pytest.mark.filterwarnings("ignore:training_step. expected what is logged")
-def test_attributes_of_loggers_are_theirs_in_the_check() -> None:
-    class Saving(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            assert self.logger.log_dir == "somewhere"
-            return super().training_step(batch, batch_idx)
-
-    strategy = DataParallelStrategy(check_first_step=True)
-    job = trainer(3, strategy, max_epochs=1, limit_train_batches=1, logger=Directory())
-    job.fit(Saving(), loader())
-    assert strategy.first_step["training_step"].is_same
+    module.net.register_forward_hook(
+        lambda layer, *values: hooked.append(len(values[1])) if module.training else None
+    )
+    report = fit(module, executor="inorder")["training_step"]
+    assert SEEN == KEPT == hooked == [9, 8, 8]
+    assert module.options.calls == module.stock.used == 3
+    assert set(report.causes) == {"list", "state"}
 
 
 # --- the drop-in ----------------------------------------------------------------------------------
 
 
-def test_the_drop_in_checks_its_first_call_and_the_first_one_in_training() -> None:
+def spread(module: nn.Module, **options: Any) -> DataParallel[Any]:
     devices = devices_of(3)
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(devices[0])
-    spread = DataParallel(net, devices, check_first_call=True)
-    assert spread.first_call is None
-    spread.eval()
-    spread(torch.randn(10, 4))
-    in_evaluation = spread.first_call
-    spread.train()
-    spread(torch.randn(10, 4))
-    in_training = spread.first_call
+    return DataParallel(module.to(devices[0]), devices, **{"check_first_call": True, **options})
+
+
+def test_the_drop_in_checks_its_first_call_with_samples_for_two_and_the_first_in_training() -> None:
+    net = spread(nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval()
+    net(torch.randn(1, 4))
+    assert net.first_call is None
+    net(torch.randn(10, 4))
+    in_evaluation = net.first_call
+    net.train()
+    net(torch.randn(10, 4))
+    in_training = net.first_call
     assert in_evaluation is not None and in_training is not None
     assert in_evaluation is not in_training and in_evaluation.is_same and in_training.is_same
-    spread(torch.randn(10, 4))
-    assert spread.first_call is in_training and all(p.grad is None for p in net.parameters())
+    net(torch.randn(10, 4))
+    assert net.first_call is in_training and all(p.grad is None for p in net.parameters())
 
 
+@pytest.mark.filterwarnings("default")
 def test_the_drop_in_warns_of_what_nn_data_parallel_was_silent_about() -> None:
     class Centred(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x - x.mean(0))
 
-    devices = devices_of(3)
-    spread = DataParallel(Centred(4, 2).to(devices[0]), devices)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        spread(torch.randn(10, 4))
-    text = str(next(w.message for w in caught if "check_first_call" in str(w.message)))
-    assert "looks at more than one sample at a time" in text and "output: " in text
+    with pytest.warns(UserWarning, match="looks at more than one sample at a time") as caught:
+        spread(Centred(4, 2), check_first_call="auto")(torch.randn(10, 4))
+    [text] = [str(w.message) for w in caught]
+    assert "check_first_call" in text and "output: " in text
 
 
-@pytest.mark.filterwarnings("ignore:check_first_call")  # of items in a list, which is not joined
+@pytest.mark.usefixtures("on")
 def test_the_drop_in_puts_back_what_a_call_leaves() -> None:
     class Left(nn.Module):
         def __init__(self) -> None:
@@ -951,13 +732,10 @@ def test_the_drop_in_puts_back_what_a_call_leaves() -> None:
     left = []
     for check in (True, False):
         torch.manual_seed(0)
-        devices = devices_of(3)
-        spread = DataParallel(
-            Left().to(devices[0]), devices, executor="inorder", check_first_call=check
-        )
+        net = spread(Left(), executor="inorder", check_first_call=check)
         x = torch.randn(10, 4).requires_grad_()
-        spread(x).sum().backward()
-        left.append([spread.state_dict(), spread.module.seen, x.grad, torch.rand(2)])
+        net(x).sum().backward()
+        left.append([net.state_dict(), net.module.seen, x.grad, torch.rand(2)])
     assert_equal_trees(left[0], left[1], "left", atol=0.0, rtol=0.0)
 
 
@@ -969,20 +747,10 @@ def test_the_drop_in_takes_a_number_for_a_sum_or_a_mean(reduction: str, dtype: A
             loss: Tensor = getattr(super().forward(x).square(), reduction)()
             return loss
 
-    devices = devices_of(3)
     torch.manual_seed(0)
-    spread = DataParallel(Loss(4, 2, dtype=dtype).to(devices[0]), devices, check_first_call=True)
-    spread(torch.randn(10, 4, dtype=dtype))
-    assert spread.first_call is not None and spread.first_call.is_same, str(spread.first_call)
-
-
-def test_the_drop_in_checks_the_first_call_that_has_samples_for_two() -> None:
-    devices = devices_of(3)
-    spread = DataParallel(nn.Linear(4, 4).to(devices[0]), devices, check_first_call=True)
-    spread(torch.randn(1, 4))
-    assert spread.first_call is None
-    spread(torch.randn(10, 4))
-    assert spread.first_call is not None and spread.first_call.is_same
+    net = spread(Loss(4, 2, dtype=dtype))
+    net(torch.randn(10, 4, dtype=dtype))
+    assert net.first_call is not None and net.first_call.is_same, str(net.first_call)
 
 
 def test_arguments_that_cannot_be_copied_are_no_error() -> None:
@@ -991,7 +759,6 @@ def test_arguments_that_cannot_be_copied_are_no_error() -> None:
             with lock:
                 return super().forward(x)
 
-    devices = devices_of(3)
-    spread = DataParallel(Locked(4, 4).to(devices[0]), devices, check_first_call=True)
-    spread(torch.randn(10, 4), threading.Lock())
-    assert spread.first_call is not None and "pickle" in spread.first_call.skipped
+    net = spread(Locked(4, 4))
+    net(torch.randn(10, 4), threading.Lock())
+    assert net.first_call is not None and "pickle" in net.first_call.skipped

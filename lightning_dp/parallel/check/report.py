@@ -50,7 +50,7 @@ class Difference(NamedTuple):
         """Both values, as far as they fit a line."""
         name, (a, b) = NAMES[self.key.kind].format(self.key.name), map(_short, self[1:])
         if a == b and all(isinstance(v, Tensor | float) for v in (self.alone, self.split)):
-            x, y = (torch.as_tensor(v).to(torch.complex128) for v in (self.alone, self.split))
+            x, y = (torch.as_tensor(v, dtype=torch.complex128) for v in self[1:])
             return f"{name}: values differ by up to {float((x - y).abs().max()):.3g}"
         return f"{name}: {a} on one device, {b} on {devices} devices"
 

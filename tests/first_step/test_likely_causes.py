@@ -88,8 +88,8 @@ class Hostile:
     def __getattr__(self, name: str) -> Any:
         raise SystemError("hands off")
 
-    __repr__ = __eq__ = __getattr__  # type: ignore[assignment]
-    __hash__ = None  # type: ignore[assignment]
+    __repr__ = __eq__ = __getattr__  # type: ignore[assignment]  # nothing works on it
+    __hash__ = None  # type: ignore[assignment]  # nothing works on it
 
 
 class Holder(oracle.Classifier):

@@ -18,7 +18,7 @@ from lightning.pytorch import Trainer
 
 from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.mode import Mode
-from lightning_dp.parallel.comm import Stretch
+from lightning_dp.parallel.comm import DeviceTimer
 from lightning_dp.parallel.scatter import BatchSizeError
 from lightning_dp.parallel.split import Auto, Timing
 from lightning_dp.step_mode import StepMode
@@ -54,10 +54,10 @@ class AutoSplitSteps:
         self._accumulates = False  # the latest step was not the last one before the optimizer's
         self._root_batch: Any = None  # the latest batch, if the root has it
         self._timing: Timing | None = None  # of the step that runs
-        self._stretch: Stretch | None = None
+        self._stretch: DeviceTimer | None = None
         self._num_batches = 0
         # Timed steps that devices are still at; older ones are dropped.
-        self._unread: deque[tuple[Timing, Stretch, int, tuple[int, ...]]] = deque(maxlen=16)
+        self._unread: deque[tuple[Timing, DeviceTimer, int, tuple[int, ...]]] = deque(maxlen=16)
 
     @property
     def next_step(self) -> str | None:
@@ -132,7 +132,7 @@ class AutoSplitSteps:
         is_settled = self._engine.executor.is_settled(kind)
         self._timing = self._split.begin(stage, n, is_settled=is_settled)
         if self._timing is not None:
-            self._stretch = Stretch(self._devices)
+            self._stretch = DeviceTimer(self._devices)
         return self._split.num_devices == 1
 
     def _read(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
-from operator import attrgetter
+from operator import attrgetter, getitem
 from types import CellType, FunctionType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -29,6 +29,16 @@ Table: TypeAlias = dict[str, Any]
 Tensors: TypeAlias = Sequence[Tensor]
 
 _torch: Any = torch  # without types, which private names lack
+
+
+def _found(path: str) -> Any:
+    """A function of torch; where a release lacks it, one that raises AttributeError if called."""
+    find = attrgetter(path)
+    try:
+        return find(torch)
+    except AttributeError:
+        return lambda *args, **options: find(torch)(*args, **options)
+
 
 # --- Modules and state dicts
 
@@ -100,26 +110,10 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was written to, but through `.data`. Inference tensors raise an error."""
 
 
-def add_to_each(sums: Tensors, terms: Tensors) -> None:
-    """Adds terms[i] to sums[i] in place, in few kernels; see `add_as_read`."""
-    _torch._foreach_add_(sums, terms)
-
-
-def copy_to_each(targets: Tensors, sources: Tensors) -> None:
-    """Copies sources[i] into targets[i], in few kernels."""
-    _torch._foreach_copy_(targets, sources)
-
-
-def add_as_read(sums: Tensors, terms: Tensors, error: RuntimeError) -> None:
-    """Adds terms[i] to sums[i] one by one, where `add_to_each` raised `error`.
-
-    The foreach kernel refuses, before it adds anything, tensors with a lazy conjugation or
-    negation; any other error is raised again.
-    """
-    if not any([own.is_conj() or own.is_neg() for own in (*sums, *terms)]):
-        raise error
-    for own, term in zip(sums, terms, strict=True):
-        own.add_(term)
+add_to_each: Callable[[Tensors, Tensors], None] = _found("_foreach_add_")
+"""Adds terms[i] to sums[i] in place, in few kernels."""
+copy_to_each: Callable[[Tensors, Tensors], None] = _found("_foreach_copy_")
+"""Copies sources[i] into targets[i], in few kernels."""
 
 
 def is_alone_in_memory(tensor: Tensor) -> bool:
@@ -140,14 +134,13 @@ class ParameterHooks(NamedTuple):
 
 gradient_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 """Hooks that autograd calls with the gradient, or with None where there is none."""
-accumulation_hooks: Callable[[Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
-"""Hooks that autograd calls after it has added to `.grad`."""
 hooks_of: Callable[[Tensor], Any] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def hooked(parameters: Tensors) -> list[int]:
     """Positions of the parameters that have hooks of either kind."""
-    return [i for i, (a, b) in enumerate(map(hooks_of, parameters)) if a or b]
+    tables = list(map(hooks_of, parameters))
+    return [i for i, own in enumerate(tables) if any(own)] if any(map(any, tables)) else []
 
 
 def take_hooks_off(parameter: Tensor) -> ParameterHooks:
@@ -166,19 +159,14 @@ def put_hooks_back(parameter: Any, hooks: ParameterHooks) -> None:
 # --- Autograd
 
 
-def is_profiling() -> bool:
-    """Whether a torch profiler records ranges."""
-    return bool(_torch._C._autograd._profiler_enabled())
-
-
-def keeps_graph() -> bool:
-    """In a node: whether this backward was called with `retain_graph=True`."""
-    return bool(_torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def will_run(node: Any) -> bool:
-    """In a node: whether this backward, which may have `inputs=`, also runs `node`."""
-    return bool(_torch._C._will_engine_execute_node(node))
+is_profiling: Callable[[], bool] = _found("_C._autograd._profiler_enabled")
+"""Whether a torch profiler records ranges."""
+keeps_graph: Callable[[], bool] = _found("_C._autograd._get_current_graph_task_keep_graph")
+"""In a node: whether this backward was called with `retain_graph=True`."""
+will_run: Callable[[Any], bool] = _found("_C._will_engine_execute_node")
+"""In a node: whether this backward, which may have `inputs=`, also runs a node."""
+backward_id: Callable[[], int] = _found("_C._current_graph_task_id")
+"""The number of the backward whose node the calling thread runs; -1 outside of backwards."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -198,11 +186,6 @@ def saved_tensors_functions() -> Functions | None:
     """The functions of the calling thread's innermost `saved_tensors_hooks`."""
     hooks: Functions | None = _torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
-
-
-def backward_id() -> int:
-    """The number of the backward whose node the calling thread runs; -1 outside of backwards."""
-    return int(_torch._C._current_graph_task_id())
 
 
 def is_in_backward() -> bool:
@@ -398,6 +381,9 @@ def not_compiled(function: Function) -> Function:
 
 def compilation_counts() -> Callable[[], Mapping[str, int]]:
     """A function whose result has in "total" how many frames were compiled so far."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    if dynamo is not None:
+        return partial(getitem, dynamo.counters, "frames")
 
     def counts() -> Mapping[str, int]:
         dynamo: Any = sys.modules.get("torch._dynamo.utils")

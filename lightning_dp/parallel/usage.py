@@ -12,7 +12,7 @@ from operator import sub
 import torch
 
 from lightning_dp.parallel.apply import Task
-from lightning_dp.parallel.comm import Span
+from lightning_dp.parallel.comm import DeviceTimer
 from lightning_dp.parallel.devices import (
     allocated_memory,
     busy_clock,
@@ -105,7 +105,7 @@ class UsageMeter:
     def working(self, replicas: Sequence[int]) -> Iterator[None]:
         """Counts what these replicas' devices do meanwhile as the step's work."""
         spans = [] if self._running is None else self._running.spans
-        running = [(spans[k], Span(self._devices[k])) for k in replicas] if spans else []
+        running = [(spans[k], DeviceTimer([self._devices[k]])) for k in replicas] if spans else []
         try:
             yield
         finally:
@@ -207,7 +207,7 @@ class _Step:
         self._counted: list[float] = []
         self._on_cpu = all(device.type == "cpu" for device in devices)
         has_spans = have_clocks and all(device.type != "cpu" for device in devices)
-        self.spans: list[list[Span]] = [[] for _ in devices] if has_spans else []
+        self.spans: list[list[DeviceTimer]] = [[] for _ in devices] if has_spans else []
         self._began = time.perf_counter()
         self._wall = 0.0
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.apply import collectives
-from lightning_dp.parallel.comm import Span, Stretch
+from lightning_dp.parallel.comm import DeviceTimer
 from lightning_dp.parallel.devices import peak_memory
 from lightning_dp.parallel.step import StepParallel
 
@@ -60,7 +60,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowDevices]]:
 def test_a_span_is_what_its_device_does_in_between(slow: type[SlowDevices]) -> None:
     one, two = devices_of(2)
     slow.work(one, 1.0)
-    spans = [Span(one), Span(two)]
+    spans = [DeviceTimer([one]), DeviceTimer([two])]
     slow.work(one, 2.0)
     slow.work(two, 3.0)
     for span in spans:
@@ -71,7 +71,7 @@ def test_a_span_is_what_its_device_does_in_between(slow: type[SlowDevices]) -> N
 
 def test_a_stretch_ends_with_the_last_device(slow: type[SlowDevices]) -> None:
     one, two = devices_of(2)
-    stretch = Stretch([one, two, one])
+    stretch = DeviceTimer([one, two, one])
     slow.work(one, 20.0)
     slow.work(two, 30.0)
     assert not stretch.is_over(), "its end has not been issued"
@@ -83,7 +83,7 @@ def test_a_stretch_ends_with_the_last_device(slow: type[SlowDevices]) -> None:
 
 def test_a_stretch_of_accelerators_is_not_the_hosts(slow: type[SlowDevices]) -> None:
     """Where they have other work before, the host may take longer and nobody waits for it."""
-    stretch = Stretch(devices_of(2))
+    stretch = DeviceTimer(devices_of(2))
     slow.work(devices_of(1)[0], 1e-3)
     time.sleep(0.01)
     stretch.end()
@@ -92,7 +92,7 @@ def test_a_stretch_of_accelerators_is_not_the_hosts(slow: type[SlowDevices]) -> 
 
 def test_a_stretch_of_the_cpu_is_the_hosts() -> None:
     begin = time.perf_counter()
-    stretch = Stretch([torch.device("cpu")])
+    stretch = DeviceTimer([torch.device("cpu")])
     time.sleep(0.01)
     stretch.end()
     assert stretch.is_over() and 0.01 <= stretch.seconds <= time.perf_counter() - begin
@@ -103,7 +103,7 @@ def test_spans_of_simulated_devices() -> None:
     device = devices_of(1)[0]
     torch.sim.set_speed(device, seconds_per_op=2e-3)
     try:
-        span = Span(device)
+        span = DeviceTimer([device])
         torch.ones(1, device=device) + 1
         span.end()
         span.wait()

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_dp.parallel.apply import Executor, Task
 from lightning_dp.parallel.check.snapshot import Snapshot
-from lightning_dp.parallel.comm import Span
+from lightning_dp.parallel.comm import DeviceTimer
 from lightning_dp.parallel.scatter import to_device
 
 pytestmark = [on_accelerators, pytest.mark.usefixtures("on")]
@@ -99,7 +99,7 @@ def test_the_check_of_the_first_step_sees_the_buffers_that_are_there() -> None:
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_span_of_a_busy_device_is_over_when_it_was_waited_for(waits: bool) -> None:
     device = devices_of(1)[0]
-    span = Span(device)
+    span = DeviceTimer([device])
     torch.ones(4, device=device)
     span.end()
     if waits:

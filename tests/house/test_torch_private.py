@@ -178,7 +178,7 @@ def test_hooks_are_seen_taken_off_and_put_back(kind: str) -> None:
         assert private.gradient_hooks(parameter)
     else:
         handle = parameter.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.item()))
-        assert private.accumulation_hooks(parameter)
+        assert private.hooks_of(parameter)[1]
     assert private.hooked([plain, parameter]) == [1]
     hooks = private.take_hooks_off(parameter)
     (parameter * 2).backward()

@@ -19,7 +19,7 @@ from lightning_dp.parallel.apply.rendezvous import Calls, Task, current_particip
 from lightning_dp.parallel.apply.thread_state import ThreadState, is_checkpointing
 from lightning_dp.parallel.apply.worker import Worker, have_ended, start_workers
 from lightning_dp.parallel.checks import check_choice
-from lightning_dp.parallel.comm import Stretch
+from lightning_dp.parallel.comm import DeviceTimer
 from lightning_dp.parallel.devices import replica_names, seed_apart
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.torch_private import (
@@ -151,7 +151,7 @@ class Executor:
             _seed_devices(self._devices)
         in_threads = len(tasks) > 1 and self._reasons[kind] == "threads"
         trial, cached = self._latest.get(kind), cached_values()
-        measured = None if trial is None or not trial.is_measured else Stretch(self._devices)
+        measured = None if trial is None or not trial.is_measured else DeviceTimer(self._devices)
         is_plain = self._is_on_cpu and not (
             torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or has_modes()
         )
@@ -266,7 +266,7 @@ class Trial:
         self.medians: dict[bool, float] = {}  # seconds of a call in threads (True) and in order
         self._choices = self._choose()
         self._seconds = {way: deque[float](maxlen=self.KEPT) for way in (True, False)}
-        self._pending: deque[tuple[bool, list[Stretch]]] = deque(maxlen=2 * self.KEPT)
+        self._pending: deque[tuple[bool, list[DeviceTimer]]] = deque(maxlen=2 * self.KEPT)
 
     def begin(self) -> bool:
         """Chooses for the next call; returns whether it runs in threads."""
@@ -277,7 +277,7 @@ class Trial:
             self._pending.append((threads, []))
         return threads
 
-    def add(self, stretch: Stretch) -> None:
+    def add(self, stretch: DeviceTimer) -> None:
         """Adds to the time of the present call, if it is measured."""
         self._pending[-1][1].append(stretch)
 

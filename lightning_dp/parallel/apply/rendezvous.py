@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.apply.thread_state import ThreadState
-from lightning_dp.parallel.comm import Span, current_stream
+from lightning_dp.parallel.comm import DeviceTimer, current_stream
 from lightning_dp.parallel.devices import replica_text
 from lightning_dp.parallel.errors import described, is_a
 from lightning_dp.parallel.scatter import tree
@@ -86,7 +86,9 @@ class Task:
     call: Callable[[], Any]
     context: Callable[[], str] = str  # continues the note "in replica 2 on cuda:1" of an error
     cause: Callable[[BaseException], str] = lambda error: ""  # ends the note
-    spans: list[Span] | None = None  # of the device's work for the replica, if it is measured
+    spans: list[DeviceTimer] | None = (
+        None  # of the device's work for the replica, if it is measured
+    )
     seconds: float = field(default=0.0, init=False)  # of work, without waiting in rendezvous
 
     calls: Calls = field(init=False)
@@ -115,7 +117,7 @@ class Task:
         start = time.perf_counter()
         try:
             if self.spans is not None:
-                self.spans.append(Span(self.device))
+                self.spans.append(DeviceTimer([self.device]))
             self.result = self.call()
         except BaseException as error:
             self.error = error
@@ -146,7 +148,7 @@ class Task:
             reply = calls.exchange(self)
         finally:
             if self.spans is not None:
-                self.spans.append(Span(self.device))
+                self.spans.append(DeviceTimer([self.device]))
             self.seconds -= time.perf_counter() - start
         if reply.error is not None:
             raise reply.error

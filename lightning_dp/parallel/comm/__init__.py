@@ -1,23 +1,22 @@
 """Comm: copies between devices.
 
-Decided here: how many tensors become few copies (`transfer`), which tensors share a bucket and how
-they lie in it (`buckets`), how parameters go from the root to all devices and sums of gradients
-come back (`chain`), and what is in order on a device, and how long it takes (`streams`).
+Decided here: which tensors share a bucket, and so a copy (`buckets`); how parameters go from the
+root to all devices and sums of gradients come back (`chain`); and what is in order on a device, and
+how long it takes (`streams`).
 """
 
 from lightning_dp.parallel.comm.buckets import Packed as Packed
 from lightning_dp.parallel.comm.buckets import can_be_packed as can_be_packed
+from lightning_dp.parallel.comm.buckets import gradients_on as gradients_on
 from lightning_dp.parallel.comm.buckets import kind as kind
+from lightning_dp.parallel.comm.buckets import scalar_device as scalar_device
+from lightning_dp.parallel.comm.buckets import to_device_coalesced as to_device_coalesced
 from lightning_dp.parallel.comm.chain import Packing as Packing
 from lightning_dp.parallel.comm.chain import add_each as add_each
 from lightning_dp.parallel.comm.chain import refused_pools as refused_pools
-from lightning_dp.parallel.comm.chain import wait_for_copies as wait_for_copies
-from lightning_dp.parallel.comm.streams import Span as Span
-from lightning_dp.parallel.comm.streams import Stretch as Stretch
+from lightning_dp.parallel.comm.streams import DeviceTimer as DeviceTimer
 from lightning_dp.parallel.comm.streams import current_stream as current_stream
 from lightning_dp.parallel.comm.streams import host_waits_for as host_waits_for
 from lightning_dp.parallel.comm.streams import on_streams as on_streams
 from lightning_dp.parallel.comm.streams import side_streams as side_streams
-from lightning_dp.parallel.comm.transfer import gradients_on as gradients_on
-from lightning_dp.parallel.comm.transfer import scalar_device as scalar_device
-from lightning_dp.parallel.comm.transfer import to_device_coalesced as to_device_coalesced
+from lightning_dp.parallel.comm.streams import wait_for_copies as wait_for_copies

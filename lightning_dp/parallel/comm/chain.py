@@ -20,15 +20,21 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.comm.buckets import Bucket, Packed, can_be_packed, group, kind
+from lightning_dp.parallel.comm.buckets import (
+    Bucket,
+    Packed,
+    can_be_packed,
+    group,
+    kind,
+    to_device_coalesced,
+)
 from lightning_dp.parallel.comm.streams import (
-    are_accelerators,
     copy_stream,
     current_stream,
     on_streams,
+    wait_for_copies,
 )
-from lightning_dp.parallel.comm.transfer import to_device_coalesced
-from lightning_dp.parallel.torch_private import add_as_read, add_to_each, copy_to_each
+from lightning_dp.parallel.torch_private import add_to_each, copy_to_each
 
 POOL_BYTES = 32 * 2**20
 """Buffers on each device: as many buckets as fit are on their way at once."""
@@ -94,7 +100,7 @@ class Packing:
         if not devices:
             return
         root = sources[0].device
-        if not are_accelerators(root, *devices):
+        if not _are_accelerators([root, *devices]):
             for bucket, there in going:
                 _copy_together(bucket.of(sources), [own.views for own in there])
             return
@@ -168,13 +174,6 @@ def _pass_on(source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)  # the target's current stream waits for it
 
 
-def wait_for_copies(devices: Iterable[torch.device]) -> None:
-    """The devices' current streams wait for their copy streams."""
-    for device in devices:
-        current_stream(device).wait_stream(copy_stream(device, "arriving"))
-        current_stream(device).wait_stream(copy_stream(device, "leaving"))
-
-
 class Piece(NamedTuple):
     """What passes at a time: a bucket, or a slice of its only tensor from an element on."""
 
@@ -188,6 +187,11 @@ class Piece(NamedTuple):
             return row
         first = row[0].storage_offset() + self.start
         return [row[0].as_strided([self.bucket.length], [1], first)]
+
+
+def _are_accelerators(devices: Iterable[torch.device]) -> bool:
+    """Whether copies between these devices need not block the host."""
+    return all(device.type != "cpu" for device in devices)
 
 
 def _cut(bucket: Bucket, number: int) -> list[Piece]:
@@ -244,7 +248,7 @@ class ChainSum:
 
     def prepare(self, devices: Sequence[torch.device]) -> bool:
         """Takes buffers on these devices; False if one has no memory for them, or is the CPU."""
-        if not are_accelerators(*devices):
+        if not _are_accelerators(devices):
             return False
         pieces = [piece for own in self.pieces for piece in own]
         for device in {*devices} - self.pools.keys() - self._without_room:
@@ -321,8 +325,15 @@ class ChainSum:
 
 
 def add_each(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
-    """Adds a term to each tensor, in place."""
+    """Adds a term to each tensor, in place, in few kernels.
+
+    The foreach kernel refuses, before it adds anything, tensors with a lazy conjugation or
+    negation: these are added one by one.
+    """
     try:
         add_to_each(sums, terms)
-    except RuntimeError as error:
-        add_as_read(sums, terms, error)
+    except RuntimeError:
+        if not any([own.is_conj() or own.is_neg() for own in (*sums, *terms)]):
+            raise
+        for own, term in zip(sums, terms, strict=True):
+            own.add_(term)

@@ -38,9 +38,11 @@ def copy_stream(device: torch.device, end: Literal["arriving", "leaving"]) -> to
     return torch.Stream(device)
 
 
-def are_accelerators(*devices: torch.device) -> bool:
-    """Whether copies between these devices need not block the host."""
-    return all([device.type != "cpu" for device in devices])
+def wait_for_copies(devices: Iterable[torch.device]) -> None:
+    """The devices' current streams wait for their copy streams."""
+    for device in devices:
+        current_stream(device).wait_stream(copy_stream(device, "arriving"))
+        current_stream(device).wait_stream(copy_stream(device, "leaving"))
 
 
 def side_streams(devices: Iterable[torch.device]) -> list[torch.Stream]:
@@ -77,65 +79,47 @@ def host_waits_for(*devices: torch.device) -> None:
         stream.synchronize()
 
 
-class Span:
-    """The time between two events on an accelerator's current stream; the first is recorded now."""
+class DeviceTimer:
+    """The time from where it is made until devices are through with what was issued until `end`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = current_stream(device)
-        self._first = self._event()
-        self._last: Any = None
-
-    def end(self) -> None:
-        """Records the second event."""
-        self._last = self._event()
-
-    def is_over(self) -> bool:
-        """Whether the device has come to the second event."""
-        return self._last is not None and self._last.query()
-
-    def wait(self) -> None:
-        """The host waits until the device has come to the second event."""
-        if self._last is not None:
-            self._last.synchronize()
-
-    @property
-    def seconds(self) -> float:
-        """How long it took, once it is over."""
-        return float(self._first.elapsed_time(self._last)) / 1e3
-
-    def _event(self) -> Any:
-        event: Any = torch.Event(self._stream.device, enable_timing=True)
-        event.record(self._stream)
-        return event
-
-
-class Stretch:
-    """The time from where it is made until all devices are through; for the CPU, until `end`."""
+    Accelerators are timed by events on their current streams, the CPU by the host's clock.
+    """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         own = dict.fromkeys(devices)
-        self._spans = [Span(device) for device in own if device.type != "cpu"]
-        self._has_cpu = len(self._spans) < len(own)
-        self._began = time.perf_counter()
-        self._host = 0.0
+        self._streams = [current_stream(device) for device in own if device.type != "cpu"]
+        self._has_cpu = len(self._streams) < len(own)
+        self._first, self._last = list(map(_timed_event, self._streams)), list[Any]()
+        self._began, self._host = time.perf_counter(), 0.0
 
     def end(self) -> None:
         """All of the work has been issued."""
         if self._has_cpu:
             self._host = time.perf_counter() - self._began
-        for span in self._spans:
-            span.end()
+        self._last = list(map(_timed_event, self._streams))
 
     def is_over(self) -> bool:
-        """Whether all devices are through with it."""
-        return all([span.is_over() for span in self._spans])
+        """Whether the devices are through with it."""
+        return len(self._last) == len(self._streams) and all([e.query() for e in self._last])
 
-    @property
-    def seconds(self) -> float:
-        """How long it took, once it is over."""
-        return max([self._host, *[span.seconds for span in self._spans]])
+    def wait(self) -> None:
+        """The host waits until they are."""
+        for event in self._last:
+            event.synchronize()
 
     @property
     def device_seconds(self) -> float:
         """How long the accelerators took, once it is over; without any, the host."""
-        return max([span.seconds for span in self._spans], default=self._host)
+        pairs = zip(self._first, self._last, strict=True)
+        return max([float(a.elapsed_time(b)) / 1e3 for a, b in pairs], default=self._host)
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it is over."""
+        return max(self._host, self.device_seconds)
+
+
+def _timed_event(stream: torch.Stream) -> Any:
+    event: Any = torch.Event(stream.device, enable_timing=True)
+    event.record(stream)
+    return event

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -33,6 +34,9 @@ LOSS_REDUCTIONS: tuple[LossReduction, ...] = ("mean", "sum")
 Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
 """A method that runs the replicas' backwards, given the joint loss's gradient and whether graphs
 are kept."""
+
+
+_DEVICE = attrgetter("device")
 
 
 class NoLossError(TypeError):
@@ -154,14 +158,17 @@ def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
         >>> join_losses(graphs, torch.device("cpu"))
         tensor(1.)
     """
-    counting = [graph for graph in graphs if graph.weight != 0]
-    values = [graph.loss if graph.value is None else graph.value for graph in counting]
-    if {value.device for value in values} != {output_device}:
+    values, weights = [], []
+    for _, loss, weight, value in graphs:
+        if weight != 0:
+            values.append(loss if value is None else value)
+            weights.append(weight)
+    if {*map(_DEVICE, values)} != {output_device}:
         device = scalar_device(values, output_device)
         values = [value.to(device) for value in values]
-    joint = values[0] * counting[0].weight
-    for loss, graph in zip(values[1:], counting[1:], strict=True):
-        joint = joint.add(loss, alpha=graph.weight)
+    joint = values[0] * weights[0]
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        joint = joint.add(value, alpha=weight)
     return joint.to(output_device)
 
 
@@ -208,7 +215,10 @@ class JointBackward:
         is_last: bool = True,
     ) -> None:
         self.name, self.shards, self.crosses = name, shards, crosses
-        self.graphs = [g for g in graphs if g.weight != 0 and g.loss.requires_grad]
+        self.graphs = []
+        for graph in graphs:
+            if graph.weight != 0 and graph.loss.requires_grad:
+                self.graphs.append(graph)
         self._rank_graph, self._is_last = rank_graph, is_last
         self._run = weakref.WeakMethod(run)
         self._streams = side_streams(devices) if devices else []

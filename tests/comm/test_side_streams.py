@@ -45,7 +45,6 @@ class Normed(Classifier):
 
 
 CASES: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any]]] = {
-    "step": (Classifier, {}, {}),
     "forward": (Classifier, {"mode": "forward"}, {}),
     "manual": (Manual, {}, {}),
     "values on the host": (Classifier, {"output_device": "cpu"}, {}),

@@ -9,13 +9,10 @@ import pytest
 import torch
 from oracle import devices_of
 from places import on_accelerators
-from side_streams import devices_at_work
 from torch import nn
 
 from lightning_dp.parallel.apply import Executor, Task
 from lightning_dp.parallel.check.snapshot import Snapshot
-from lightning_dp.parallel.comm import DeviceTimer
-from lightning_dp.parallel.scatter import to_device
 
 pytestmark = [on_accelerators, pytest.mark.usefixtures("on")]
 
@@ -80,28 +77,9 @@ def test_a_snapshot_writes_only_what_has_changed() -> None:
     assert torch.sim.copy_stats()["cpu", "sim:0"].count == 1
 
 
-def test_values_of_leaves_on_the_host_are_there() -> None:
-    """Also of those that go one by one."""
-    leaf = torch.arange(4.0, device=devices_of(1)[0]) + 1
-    assert to_device({"x": leaf}, torch.device("cpu"))["x"].tolist() == [1, 2, 3, 4]
-
-
 def test_the_check_of_the_first_step_sees_the_buffers_that_are_there() -> None:
     module = nn.Module()
     module.register_buffer("state", torch.arange(4.0, device=devices_of(1)[0]) + 1)
     snapshot = Snapshot(module, devices_of(1))
     module.state += 1
     assert snapshot.changes()["buffer", "state"].tolist() == [2, 3, 4, 5]
-
-
-@pytest.mark.sim_only("A GPU cannot be told to be late.")
-@devices_at_work()
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_span_of_a_busy_device_is_over_when_it_was_waited_for(waits: bool) -> None:
-    device = devices_of(1)[0]
-    span = DeviceTimer([device])
-    torch.ones(4, device=device)
-    span.end()
-    if waits:
-        span.wait()
-    assert span.is_over() is waits

@@ -48,13 +48,6 @@ class ByOptimizer(Adversarial):
         return worse
 
 
-class ByOptimizerInPlace(Adversarial):
-    def worse(self, x: Tensor, y: Tensor) -> Tensor:
-        worse = super().worse(x, y)
-        self.optimizers(use_pl_optimizer=False).zero_grad(set_to_none=False)
-        return worse
-
-
 class InPlace(Adversarial):
     """Gradients are zeroed in place."""
 
@@ -87,18 +80,12 @@ def fitted(make: type[Classifier], devices: int, executor: Any, **options: Any) 
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize(
-    "make",
-    [Adversarial, Zeroing, ByOptimizer, ByOptimizerInPlace, InPlace, Validating, Accumulating],
-    ids=lambda m: m.__name__,
+    "make", [Adversarial, Zeroing, ByOptimizer, InPlace, Validating, Accumulating]
 )
-@pytest.mark.filterwarnings("ignore:Expected gradients that stay as they are")
 def test_a_fit_is_that_of_one_device(
-    make: type[Classifier], devices: int, accumulate: int, executor: Any
+    make: type[Classifier], accumulate: int, executor: Any
 ) -> None:
-    options = {"accumulate_grad_batches": accumulate, "max_epochs": 2}
-    expected = fitted(make, 1, "auto", **options)
-    assert_equal_trees(
-        fitted(make, devices, executor, **options), expected, "fit", atol=1e-5, rtol=1e-4
-    )
+    options = {"accumulate_grad_batches": accumulate, "max_epochs": 1}
+    several, one = fitted(make, 3, executor, **options), fitted(make, 1, "auto", **options)
+    assert_equal_trees(several, one, "fit", atol=1e-5, rtol=1e-4)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from oracle import devices_of, gradients
 from torch import Tensor, nn
 
+from lightning_dp.parallel.reduce import reduce_gradients
 from lightning_dp.parallel.split.arithmetic import weighted
 from lightning_dp.parallel.step import StepParallel
 
@@ -69,42 +70,33 @@ def assert_same_gradients(module: nn.Module, oracle: nn.Module) -> None:
             torch.testing.assert_close(gradient, other, atol=1e-12, rtol=0)
 
 
-@settings(max_examples=25)
+def sum_loss(net: nn.Module, batch: Tensor) -> Tensor:
+    return net(batch).square().sum()
+
+
+@pytest.mark.parametrize("reduction, step", [("mean", mean_loss), ("sum", sum_loss)])
+@settings(max_examples=15)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any))
-def test_any_split_gives_the_gradients_of_the_whole_batch(sizes: list[int]) -> None:
-    batch = torch.randn(sum(sizes), 4, dtype=torch.float64)
-    module, oracle = Regression(mean_loss), Regression(mean_loss)
-    loss = train(module, batch, tuple(sizes))
-    expected = oracle.training_step(batch)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, atol=1e-12, rtol=0)
-    assert_same_gradients(module, oracle)
-
-
-@pytest.mark.parametrize("joint", [False, True])
-def test_one_backward_through_all_graphs_gives_the_same(
-    joint: bool, monkeypatch: pytest.MonkeyPatch
+def test_any_split_gives_the_loss_and_gradients_of_the_whole_batch(
+    reduction: Any, step: Any, sizes: list[int]
 ) -> None:
-    """The path of accelerators, where one backward runs on a thread per device."""
-    batch = torch.randn(7, 4, dtype=torch.float64)
-    module, oracle = Regression(mean_loss), Regression(mean_loss)
-    with engine_of(module, (3, 3, 1)) as engine:
-        monkeypatch.setattr(engine, "on_cpu", not joint)
-        (engine.train("training_step", engine.scatter(batch)) / 2).backward()
-    (oracle.training_step(batch) / 2).backward()
-    assert_same_gradients(module, oracle)
-    assert all(p.grad is None for replica in engine.replicas.parameters[1:] for p in replica)
-
-
-def test_losses_that_are_sums_are_added() -> None:
-    sum_loss = lambda net, batch: net(batch).square().sum()
-    batch = torch.randn(7, 4, dtype=torch.float64)
-    module, oracle = Regression(sum_loss), Regression(sum_loss)
-    loss = train(module, batch, (4, 2, 1), loss_reduction="sum")
+    """A parameter that no replica used keeps None."""
+    batch = torch.randn(sum(sizes), 4, dtype=torch.float64)
+    module, oracle = Regression(step), Regression(step)
+    loss = train(module, batch, tuple(sizes), loss_reduction=reduction)
     expected = oracle.training_step(batch)
     expected.backward()
-    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(loss, expected, atol=1e-12, rtol=1e-12)
     assert_same_gradients(module, oracle)
+    assert module.unused.weight.grad is None
+
+
+def test_gradients_that_torch_conjugates_or_negates_only_as_it_reads_them() -> None:
+    values = torch.complex(*torch.randn(2, 3, 4, dtype=torch.float64))
+    root, twin = nn.Parameter(values.clone()), nn.Parameter(values.clone())
+    root.grad, twin.grad = values.clone(), values.conj()
+    reduce_gradients([[root], [twin]])
+    assert torch.equal(root.grad, 2 * values.real + 0j)
 
 
 def masked_loss(net: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
@@ -156,12 +148,6 @@ def test_replicas_that_return_none_are_left_out() -> None:
         assert engine.train("training_step", engine.scatter(-batch.abs())) is None
 
 
-def test_a_parameter_that_no_replica_used_keeps_none() -> None:
-    module = Regression(mean_loss)
-    train(module, torch.randn(4, 4).double(), (2, 2))
-    assert module.unused.weight.grad is None
-
-
 def test_a_parameter_that_one_replica_used_gets_its_gradient() -> None:
     def step(net: nn.Module, batch: Tensor) -> Tensor:
         first = net[0](batch)
@@ -181,7 +167,8 @@ def test_gradients_accumulate_over_backwards() -> None:
     module, oracle = Regression(mean_loss), Regression(mean_loss)
     with engine_of(module, (2, 2, 2)) as engine:
         for i, batch in enumerate(batches):
-            engine.reducer.accumulating = i < 2
+            if i == 1:  # which makes new replicas
+                module.net[0].register_forward_hook(lambda *_: None)
             engine.train("training_step", engine.scatter(batch)).backward()
     for batch in batches:
         oracle.training_step(batch).backward()
@@ -215,36 +202,6 @@ def test_gradient_hooks_of_parameters_see_the_sum_once(
     assert_same_gradients(module, oracle)
     torch.testing.assert_close(seen, expected, atol=1e-12, rtol=0)
     assert module.net[0].weight._backward_hooks
-
-
-def test_gradient_hooks_are_back_after_a_backward_that_failed() -> None:
-    def step(net: nn.Module, batch: Tensor) -> Tensor:
-        loss = mean_loss(net, batch)
-        loss.register_hook(lambda gradient: 1 / 0)
-        return loss
-
-    module = Regression(step)
-    module.net[0].weight.register_hook(lambda gradient: gradient)
-    with engine_of(module, (2, 2)) as engine:
-        loss = engine.train("training_step", engine.scatter(torch.randn(4, 4).double()))
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-    assert module.net[0].weight._backward_hooks
-
-
-def test_gradients_that_accumulate_outlive_new_replicas() -> None:
-    """A hook, buffer or layer that comes between two micro-batches makes new replicas."""
-    batches = torch.randn(2, 6, 4, dtype=torch.float64)
-    module, oracle = Regression(mean_loss), Regression(mean_loss)
-    with engine_of(module, (2, 2, 2)) as engine:
-        engine.reducer.accumulating = True
-        engine.train("training_step", engine.scatter(batches[0])).backward()
-        module.net[0].register_forward_hook(lambda *_: None)
-        engine.reducer.accumulating = False
-        engine.train("training_step", engine.scatter(batches[1])).backward()
-    for batch in batches:
-        oracle.training_step(batch).backward()
-    assert_same_gradients(module, oracle)
 
 
 def test_backward_can_be_repeated_if_the_graph_is_kept() -> None:

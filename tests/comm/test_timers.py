@@ -11,6 +11,7 @@ import pytest
 import torch
 from oracle import Classifier, devices_of, loader, trainer
 from places import on_separate
+from side_streams import devices_at_work
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
@@ -57,59 +58,22 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SlowDevices]]:
     SlowDevices.clocks.clear()
 
 
-def test_a_span_is_what_its_device_does_in_between(slow: type[SlowDevices]) -> None:
+def test_a_timer_counts_what_its_devices_do_in_between(slow: type[SlowDevices]) -> None:
     one, two = devices_of(2)
     slow.work(one, 1.0)
     spans = [DeviceTimer([one]), DeviceTimer([two])]
     slow.work(one, 2.0)
     slow.work(two, 3.0)
-    for span in spans:
+    both = DeviceTimer([one, two, one, torch.device("cpu")])
+    slow.work(one, 4.0)
+    assert not spans[0].is_over(), "its end has not been issued"
+    for span in [*spans, both]:
         span.end()
     slow.work(one, 4.0)
-    assert [span.seconds for span in spans] == [2.0, 3.0]
-
-
-def test_a_stretch_ends_with_the_last_device(slow: type[SlowDevices]) -> None:
-    one, two = devices_of(2)
-    stretch = DeviceTimer([one, two, one])
-    slow.work(one, 20.0)
-    slow.work(two, 30.0)
-    assert not stretch.is_over(), "its end has not been issued"
-    stretch.end()
-    assert stretch.is_over() and stretch.seconds == 30.0
+    assert [span.seconds for span in spans] == [6.0, 3.0]
+    assert both.seconds == both.device_seconds == 4.0 and both.is_over()
     slow.are_through = False
-    assert not stretch.is_over()
-
-
-def test_a_stretch_of_accelerators_is_not_the_hosts(slow: type[SlowDevices]) -> None:
-    """Where they have other work before, the host may take longer and nobody waits for it."""
-    stretch = DeviceTimer(devices_of(2))
-    slow.work(devices_of(1)[0], 1e-3)
-    time.sleep(0.01)
-    stretch.end()
-    assert stretch.seconds == 1e-3
-
-
-def test_a_stretch_of_the_cpu_is_the_hosts() -> None:
-    begin = time.perf_counter()
-    stretch = DeviceTimer([torch.device("cpu")])
-    time.sleep(0.01)
-    stretch.end()
-    assert stretch.is_over() and 0.01 <= stretch.seconds <= time.perf_counter() - begin
-
-
-@pytest.mark.sim_only("GPUs cannot be given a speed.")
-def test_spans_of_simulated_devices() -> None:
-    device = devices_of(1)[0]
-    torch.sim.set_speed(device, seconds_per_op=2e-3)
-    try:
-        span = DeviceTimer([device])
-        torch.ones(1, device=device) + 1
-        span.end()
-        span.wait()
-        assert span.is_over() and span.seconds >= 4e-3
-    finally:
-        torch.sim.set_speed(device)
+    assert not both.is_over()
 
 
 # --- the meter: what devices do for a step, without waiting for each other ------------------------
@@ -175,6 +139,27 @@ def test_waiting_for_others_is_not_counted_as_work(
         assert step.busy_seconds == pytest.approx([3 * s for s in seconds])
         assert step.step_seconds == pytest.approx(9.0)
     engine.close()
+
+
+def test_a_timer_of_the_cpu_is_the_hosts_clock() -> None:
+    begin = time.perf_counter()
+    timer = DeviceTimer([torch.device("cpu")])
+    time.sleep(0.01)
+    timer.end()
+    assert timer.is_over() and 0.01 <= timer.seconds <= time.perf_counter() - begin
+
+
+@pytest.mark.sim_only("A GPU cannot be told to be late.")
+@devices_at_work()
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_timer_of_a_busy_device_is_over_when_it_was_waited_for(waits: bool) -> None:
+    device = devices_of(1)[0]
+    timer = DeviceTimer([device])
+    torch.ones(4, device=device)
+    timer.end()
+    if waits:
+        timer.wait()
+    assert timer.is_over() is waits
 
 
 def test_nobody_watches_and_the_peaks_of_memory_stay_the_programs_own() -> None:

@@ -1,4 +1,4 @@
-"""Virtual time: schedules computed by hand, numbers that no load changes, timelines.
+"""Virtual time: schedules computed by hand, and numbers that no load changes.
 
 What overlaps what is as in NVIDIA's CUDA C++ Programming Guide, "Asynchronous Concurrent
 Execution": kernels of one stream, kernels that fill their device and copies of one direction do not
@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import subprocess
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +22,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from oracle import Classifier, loader, trainer
 from sim_devices.links import PRESETS
-from sim_devices.timeline import Row
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
@@ -737,66 +734,6 @@ def test_faster_links_make_a_step_faster(on_sim: None) -> None:
     assert seconds["pcie4"] > seconds["pcie4_peer"] > 5 * seconds["nvlink4"]
     # By the docstring: three copies of 4 MiB at 26 GB/s, through the CPU with 15 microseconds.
     assert seconds["pcie4"] == pytest.approx(3 * (2**22 / 26e9 + 15e-6), abs=3e-9)
-
-
-# --- timeline -------------------------------------------------------------------------------------
-
-
-def test_a_timeline_file_has_rows_in_which_nothing_overlaps(
-    machine: Machine, tmp_path: Path
-) -> None:
-    for schedule in (
-        copies_in_and_out_overlap,
-        a_copy_between_devices_waits_for_both_and_both_wait_for_it,
-        streams_of_a_device_share_it,
-        a_copy_that_blocks_holds_up_the_host,
-    ):
-        schedule(machine)
-    torch.sim.save_timeline(tmp_path / "new" / "step.json")
-    events = json.loads((tmp_path / "new" / "step.json").read_text())["traceEvents"]
-    rows = defaultdict(list)
-    for event in events:
-        if event["ph"] == "X":
-            start = round(event["ts"] * 1e3)
-            rows[event["pid"], event["tid"]].append((start, start + round(event["dur"] * 1e3)))
-    for spans in rows.values():
-        assert all(first[1] <= second[0] for first, second in itertools.pairwise(sorted(spans)))
-    assert max(end for spans in rows.values() for _, end in spans) == elapsed()
-    names = {e["args"]["name"] for e in events if e["name"] in ("process_name", "thread_name")}
-    assert {"host", "sim:0", "sim:1", "default stream", "copies in", "copies out"} <= names
-    assert len({tid for _, tid in rows}) == len(rows) == len(torch.sim.timeline().rows)
-
-
-def test_a_row_holds_what_its_stream_its_engine_or_its_thread_does(machine: Machine) -> None:
-    a_copy_between_devices_waits_for_both_and_both_wait_for_it(machine)
-    torch.sim.synchronize(1)
-    found = defaultdict(list)
-    for span in torch.sim.timeline().spans:
-        found[span.row].append((span.name, span.start // US, span.end // US))
-    add, add_on_1 = ("aten::add", 0, 10), [("aten::add", t, t + 10) for t in (0, 10, 20, 50, 60)]
-    assert found == {
-        Row("host", "MainThread"): [("waits", 0, 70)],
-        Row("sim:0", "default stream"): [add, ("aten::add", 50, 60)],
-        Row("sim:0", "copies out"): [("to sim:1", 30, 50)],
-        Row("sim:1", "default stream"): add_on_1,
-        Row("sim:1", "copies in"): [("from sim:0", 30, 50)],
-    }
-    assert list(found) == torch.sim.timeline().rows
-
-
-def test_a_picture_is_drawn(on_sim: None, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    simulate("threads")
-    path = tmp_path / "new" / "step.png"
-    torch.sim.draw_timeline(path)
-    assert path.read_bytes().startswith(b"\x89PNG") and 10_000 < path.stat().st_size < 500_000
-
-
-def test_a_picture_of_nothing_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    torch.sim.set_clock("virtual")
-    torch.sim.draw_timeline(tmp_path / "nothing.png")
-    assert (tmp_path / "nothing.png").exists()
 
 
 # --- mistakes -------------------------------------------------------------------------------------

@@ -204,7 +204,6 @@ set_clock, elapsed = virtual_time.set_clock, virtual_time.elapsed
 set_link, remove_link, set_links = links.set_link, links.remove_link, links.set_links
 can_device_access_peer = links.can_device_access_peer
 timeline, hand_over = virtual_time.timeline, virtual_time.hand_over
-save_timeline, draw_timeline = virtual_time.save_timeline, virtual_time.draw_timeline
 
 
 # --- random numbers ---

@@ -1,22 +1,18 @@
 """Virtual time: what a program on simulated devices would take, computed and not slept.
 
-`set_clock` says what counts; `schedule` computes it, and `timeline` shows it.
+`set_clock` says what counts, and `schedule` computes it.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from sim_devices import attached
 from sim_devices.links import check_seconds
-from sim_devices.picture import draw
 from sim_devices.timeline import Record, Timeline
 
 Clock: TypeAlias = Literal["wall", "virtual"]
@@ -97,24 +93,6 @@ def timeline() -> Timeline:
         records = [Record(*record) for record in records]
         _latest = version, Timeline(first, records, threads, device_of, _launch_nanoseconds)
     return _latest[1]
-
-
-def save_timeline(path: str | PathLike[str]) -> None:
-    """Write the timeline to a file for chrome://tracing or https://ui.perfetto.dev (JSON)."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(timeline().chrome_trace()))
-
-
-def draw_timeline(path: str | PathLike[str]) -> None:
-    """Draw the timeline into a PNG file: a row for each stream and direction of copies.
-
-    It shows all since ``set_clock("virtual")``: call that just before the step to look at.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    draw(Path(path), timeline())
 
 
 def hand_over() -> Callable[[], AbstractContextManager[None]] | None:

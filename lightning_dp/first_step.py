@@ -46,7 +46,6 @@ from lightning_dp.parallel.contexts import replaced, standing_in
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.reduce import LossReduction, StepOutput
 from lightning_dp.parallel.split import Sizes
-from lightning_dp.state import Passes
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
@@ -304,21 +303,29 @@ def _metric_states(module: nn.Module) -> Iterator[tuple[Key, Any]]:
             yield Key("metric", f"{name}.{state}"), on_host(value)
 
 
-class _SilentLogger(Passes):
+class _SilentLogger:
     """A logger that counts how it is used, and keeps nothing."""
 
     def __init__(self, logger: Any, used: Counter[str]) -> None:
-        super().__init__(logger)
-        self._used = used
+        self._logger, self._used = logger, used
+
+    @property  # type: ignore[misc]  # it cannot be set
+    def __class__(self) -> type[Any]:
+        """The logger's, for code that asks."""
+        return type(self._logger)
 
     def __getattr__(self, name: str) -> Any:
         """The logger's attributes; methods that write are counted and write nothing."""
         if name == "experiment":
             self._used[name] += 1
             return DummyLogger().experiment
-        value = super().__getattr__(name)
+        value = getattr(self._logger, name)
         writes = name.startswith("log_") or name in ("save", "finalize", "after_save_checkpoint")
         if not (writes and callable(value)):
             return value
         self._used[name] += 1
         return lambda *args, **kwargs: None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is one of the logger."""
+        return self._logger.__reduce_ex__(protocol)

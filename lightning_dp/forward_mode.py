@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_dp.lightning_private import own_device
-from lightning_dp.metrics import HostJournals, Journals, SpreadJournals, is_metric
+from lightning_dp.metrics import HostRecorder, StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import Contexts, replaced
 from lightning_dp.parallel.forward import ForwardParallel
@@ -61,25 +61,22 @@ class ForwardMode(Mode):
             if is_metric(submodule):
                 submodule.to(output_device)
         self._processes: _Processes | None = None
-        journals: Journals
         kind: Callable[..., ForwardParallel] = ForwardParallel
-        if world is None:
-            journals = Journals(module, devices, output_device)
-        else:
-            host = HostJournals(module, output_device, world)
-            journals = SpreadJournals(module, devices, output_device, host)
+        host = None if world is None else HostRecorder(module, output_device, world)
+        if host is not None:
             kind = partial(_EngineOfProcess, host)
+        recorder = StepRecorder(module, devices, output_device, host=host)
         self.engine: ForwardParallel = kind(
             module,
             devices,
             output_device=output_device,
             world=world,
-            rules=journals,
+            rules=recorder,
             scalars="merge",
-            context=partial(_around_call, journals, module, devices[0]),
+            context=partial(_around_call, recorder, module, devices[0]),
             **options,
         )
-        if world is not None:
+        if world is not None and host is not None:
             self._processes = _Processes(module, self.engine, host, world, loss_reduction)
         # Steps whose first run with a result has not been looked at.
         self._to_check = {"training_step", "validation_step", "test_step", "predict_step"}
@@ -146,7 +143,7 @@ class _Processes:
         self,
         module: LightningModule,
         engine: ForwardParallel,
-        host: HostJournals,
+        host: HostRecorder,
         world: World,
         loss_reduction: LossReduction,
     ) -> None:
@@ -184,7 +181,7 @@ class _Processes:
 class _EngineOfProcess(ForwardParallel):
     """Takes the step's recorders off the module during a call: replicas would copy them."""
 
-    def __init__(self, host: HostJournals, *args: Any, **options: Any) -> None:
+    def __init__(self, host: HostRecorder, *args: Any, **options: Any) -> None:
         self._host = host
         super().__init__(*args, **options)
 
@@ -200,7 +197,7 @@ def _at(module: LightningModule, device: torch.device) -> AbstractContextManager
 
 
 def _around_call(
-    journals: Journals,
+    recorder: StepRecorder,
     module: LightningModule,
     device: torch.device,
     replicas: Replicas,
@@ -209,4 +206,4 @@ def _around_call(
     is_rerun: bool,
 ) -> AbstractContextManager[None]:
     """Joins what replicas log and measure in a spread call, as step mode does for a step."""
-    return Contexts([journals.around(replicas, shards, is_rerun), _at(module, device)])
+    return Contexts([recorder.around(replicas, shards, is_rerun), _at(module, device)])

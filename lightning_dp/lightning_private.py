@@ -75,32 +75,6 @@ def results_of(trainer: Any) -> Any:
     return found(trainer, "_results")
 
 
-def window_stays(metric: nn.Module) -> None:
-    """Lets the next update of a `Running` go on with what its latest one has seen."""
-    seen = found(metric, "_num_vals_seen") - 1
-    metric._num_vals_seen = seen
-    base: Any = metric.base_metric
-    for name in state_defaults(base):
-        setattr(base, name, getattr(metric, f"{name}_{seen % metric.window}"))
-
-
-_OF_ALL = {"states": "of all processes"}
-
-
-def mark_as_of_all_processes(metric: nn.Module) -> None:
-    """Notes on a metric that its states are those of all processes, until its next reset.
-
-    In an attribute that a reset empties, and that is used only while a metric is synced.
-    """
-    found(metric, "_cache")
-    metric._cache = dict(_OF_ALL)  # type: ignore[assignment]  # torch declares modules and tensors
-
-
-def is_of_all_processes(metric: nn.Module) -> bool:
-    """Whether that was noted since the latest reset."""
-    return bool(found(metric, "_cache") == _OF_ALL)
-
-
 # Strategies
 
 

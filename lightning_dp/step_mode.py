@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_dp.metrics import Journals, is_metric
+from lightning_dp.metrics import StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.gather import give_back_added
 from lightning_dp.parallel.reduce import LossReduction, NoLossError
@@ -52,15 +52,15 @@ class StepMode(Mode):
     ) -> None:
         super().__init__(module, transfer)
         check_layers_are_registered(module)
-        journals = Journals(module, devices, output_device, world)
+        recorder = StepRecorder(module, devices, output_device, world)
         self.engine: StepParallel = StepParallel(
             module,
             devices,
             output_device=output_device,
             loss_reduction=loss_reduction,
             world=world,
-            rules=journals,
-            context=partial(_recording, journals),
+            rules=recorder,
+            context=partial(_recording, recorder),
             **options,
         )
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
@@ -109,14 +109,14 @@ class StepMode(Mode):
 
 
 def _recording(
-    journals: Journals, replicas: Replicas, _: str, shards: Shards, is_rerun: bool
+    recorder: StepRecorder, replicas: Replicas, _: str, shards: Shards, is_rerun: bool
 ) -> AbstractContextManager[None]:
     """Records what replicas log and measure, and replays it once after the step.
 
     A function, not a method of the mode: the engine would refer to the mode, a cycle that keeps
     replicas alive until the garbage collector finds it.
     """
-    return journals.around(replicas, shards, is_rerun)
+    return recorder.around(replicas, shards, is_rerun)
 
 
 def _refuse(module: LightningModule, output: Any) -> None:

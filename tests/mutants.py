@@ -36,7 +36,7 @@ SHARE = 0.95
 CONFORMS = "tests/same_numbers/test_conformance.py"
 SAME = "tests/same_numbers/test_same_numbers.py"
 TRAINER = "tests/same_numbers/test_trainer_options.py"
-LOGS = "tests/metrics/test_logs_and_metrics.py"
+LOGS = "tests/metrics/test_logged_values.py"
 
 
 class Mutant(NamedTuple):
@@ -654,7 +654,7 @@ MUTANTS = [
     Mutant(
         "logs-unweighted",
         "logs",
-        "lightning_dp.metrics.logs:merged_log",
+        "lightning_dp.metrics.logged_values:merged_log",
         "value = _merged(numbers, weights,",
         "value = _merged(numbers, [1] * len(numbers),",
         "logged means are weighted by samples",
@@ -663,7 +663,7 @@ MUTANTS = [
     Mutant(
         "own-batch-size-ignored",
         "logs",
-        "lightning_dp.metrics.logs:merged_log",
+        "lightning_dp.metrics.logged_values:merged_log",
         'if options.get("batch_size") is not None:',
         "if False:",
         "logged means are weighted by their own batch_size",
@@ -672,7 +672,7 @@ MUTANTS = [
     Mutant(
         "sum-logged-as-mean",
         "logs",
-        "lightning_dp.metrics.logs:_merged",
+        "lightning_dp.metrics.logged_values:_merged",
         '"sum": torch.sum, ',
         "",
         'reduce_fx="sum" adds up',
@@ -681,7 +681,7 @@ MUTANTS = [
     Mutant(
         "nan-of-nothing-logged",
         "logs",
-        "lightning_dp.metrics.logs:_merged",
+        "lightning_dp.metrics.logged_values:_merged",
         "if 0 in weights:",
         "if False:",
         "a logged mean over nothing counts for nothing",
@@ -690,7 +690,7 @@ MUTANTS = [
     Mutant(
         "missing-key-silent",
         "logs",
-        "lightning_dp.metrics.logs:check_keys",
+        "lightning_dp.metrics.logged_values:check_keys",
         "if missing:",
         "if False:",
         "a key that some replicas lack is an error",
@@ -700,7 +700,7 @@ MUTANTS = [
     Mutant(
         "arguments-reversed",
         "metrics",
-        "lightning_dp.metrics.arguments:_JoinArguments._tensors",
+        "lightning_dp.metrics.replay:_JoinArguments._tensors",
         "torch.cat(tensors, dim), [t.shape[dim] for t in tensors], dim",
         "torch.cat(tensors[::-1], dim), [t.shape[dim] for t in tensors], dim",
         "metrics see the batch in order",
@@ -709,16 +709,16 @@ MUTANTS = [
     Mutant(
         "mean-argument-unweighted",
         "metrics",
-        "lightning_dp.metrics.arguments:_JoinArguments._tensors",
-        "[t.to(torch.get_default_dtype()) for t in tensors], self.sizes",
-        "[t.to(torch.get_default_dtype()) for t in tensors], [1] * len(tensors)",
+        "lightning_dp.metrics.replay:_JoinArguments._number",
+        "weighted_mean(numbers, self.sizes)",
+        "weighted_mean(numbers, [1] * len(numbers))",
         "a mean that a metric takes is the batch's",
         ("tests/metrics",),
     ),
     Mutant(
         "metric-reset-lost",
         "metrics",
-        "lightning_dp.metrics.torchmetrics_on_replicas:_replay",
+        "lightning_dp.metrics.replay:replay",
         "return metric.reset()",
         "return None",
         "a metric that a step resets is reset",
@@ -728,16 +728,16 @@ MUTANTS = [
     Mutant(
         "items-of-first-alone",
         "state",
-        "lightning_dp.state.containers:Merge._into_list",
-        "items = [*map(of_root.__getitem__, stay), *new]",
-        "items = [*map(of_root.__getitem__, stay), *tails[0]]",
+        "lightning_dp.state.merge:Merge._into_list",
+        "items = [*stay, *self._appended(path, tails, in_turn=_overflows(before, tails))]",
+        "items = [*stay, *tails[0]]",
         "items that all replicas append are joined",
         ("tests/state", SAME),
     ),
     Mutant(
         "different-values-silent",
         "state",
-        "lightning_dp.state.module_state:ModuleState._settle",
+        "lightning_dp.state.module_state:ModuleState.settle",
         "if differs:",
         "if False:",
         "an attribute that replicas bind to other values is named",

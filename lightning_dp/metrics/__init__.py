@@ -1,14 +1,10 @@
 """Metrics: what all replicas log and measure in a step becomes one call each.
 
-`journal` records what replicas log and measure, and replays it once; `logs` merges calls of
-`self.log`. Metrics of torchmetrics: `recorders` record their calls on replicas, `one_call` and
-`no_value` are what such a call returns there, `torchmetrics_on_replicas` and `arguments` replay it
-with the whole batch, `undo` takes it back. With several processes: `exchange` and `wire` gather the
-records, `steps_on_host` records steps that run once per process, `own_sync` keeps metrics from
-syncing twice.
+The replicas record their calls of `self.log` and of torchmetrics metrics (`replica_metrics`). After
+the step the calls are merged (`logged_values`, `replay`) and made once, on the user's own module
+(`recorder`). With several processes each tells the others its records first.
 """
 
-from lightning_dp.metrics.journal import Journals as Journals
-from lightning_dp.metrics.steps_on_host import HostJournals as HostJournals
-from lightning_dp.metrics.steps_on_host import SpreadJournals as SpreadJournals
-from lightning_dp.metrics.torchmetrics_on_replicas import is_metric as is_metric
+from lightning_dp.metrics.recorder import HostRecorder as HostRecorder
+from lightning_dp.metrics.recorder import StepRecorder as StepRecorder
+from lightning_dp.metrics.replica_metrics import is_metric as is_metric

@@ -1,26 +1,37 @@
-"""What a step leaves on `self`: items in containers, and attributes bound anew.
+"""What a step leaves on the modules of the user: items in containers, attributes bound anew.
 
-Looked at before and after a step is only whether anything has changed: values and items by
-identity, all at once. What has changed is looked at closely, attribute by attribute.
+Every replica begins a step with copies of the root's containers, as the copier of replicas makes
+them. After the step they are merged into the root's, see `merge`. An attribute that was bound anew
+keeps the value of the first replica that worked. In most steps nothing has changed, which is seen
+by comparing identities, for all modules at once.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from itertools import compress
-from operator import attrgetter, is_not, ne
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dp.parallel.replicate import Contents, Replicas
 from lightning_dp.parallel.scatter import Shards, tree
 from lightning_dp.parallel.torch_private import hook_tables, version
-from lightning_dp.state.containers import Merge, Path
-from lightning_dp.state.copied_containers import Attributes, CopiedContainer
-from lightning_dp.state.module_attributes import ModuleAttributes
+from lightning_dp.state.merge import (
+    Merge,
+    Path,
+    agree,
+    copied,
+    have_same_items,
+    is_container,
+    live,
+    refill,
+)
+
+Attributes: TypeAlias = dict[str, Any]
 
 _DIFFERENT = (
     "A step binds {} to different values on different replicas; self keeps the first replica's, "
@@ -32,35 +43,15 @@ _IN_PLACE = (
     "A step writes in place to {}, once on every replica: where replicas share it, each of them "
     "does so, and elsewhere self keeps the first one's."
 )
-
-
-class Changes(NamedTuple):
-    """What the steps of the replicas have left: other items, tensors written to, other values.
-
-    Of attributes that are bound anew it is told whether the replicas disagree.
-    """
-
-    containers: list[CopiedContainer]
-    written: list[tuple[ModuleAttributes, str]]
-    rebound: list[tuple[ModuleAttributes, str, bool]]
+_ABSENT = object()
 
 
 class ModuleState:
     """The attributes of the user's modules, from `begin` before a step to `settle` after it.
 
-    Items: replica 0, which is the module, appends to its own list, deque or dict, the others to
-    copies; afterwards they are merged into what one device would have, see `containers`. Where the
-    replicas have written different values to one entry, it is as an attribute that they bound.
-
-    Attributes bound anew keep the value of the first replica that worked; if the values differ,
-    a warning names the attribute, once. Where they are tensors (the state of a recurrent network,
-    a mask that is made once), every replica goes on from its own.
-
     Looked at are the attributes of all modules, but for those that are torch's or torchmetrics' own
     and those that `apart` names for a module.
     """
-
-    _seen: list[int]
 
     def __init__(
         self,
@@ -74,175 +65,235 @@ class ModuleState:
 
     def begin(self, replicas: Replicas, active: Sequence[int]) -> None:
         """Notes what the modules of all replicas, which have just followed the root, have."""
-        if replicas.submodules is self._submodules:
-            self._look_again()
-        else:
-            self._begin_with(replicas)
-        self._is_settled = False
-        self._versions = list(map(version, self._tensors))
-        if first := active[0]:  # what the root has bound is known
-            self._of_first = [dict(module.replicas[first]) for module in self._modules]
+        now = replicas.attributes.versions
+        if replicas.submodules is not self._submodules:
+            self._modules = list(self._watched(replicas))
+            self._submodules, self._versions = replicas.submodules, list(now)
+            self._list()
+        elif stale := self._stale(now):
+            for module in stale:
+                module.look()
+            self._versions = list(now)
+            self._list()
+        self._written = list(map(version, self._tensors))
+        first = active[0]  # what the root has bound is known
+        self._before = [dict(m.replicas[first]) for m in self._modules] if first else []
 
-    def changes(self, active: Sequence[int]) -> Changes:
-        """What the replicas' steps have changed: to be asked before metrics are called for all."""
-        first = active[0]
-        anew = list(self._rebound(first))
-        containers = self._changed_containers(self._of_all)
-        containers |= {m.containers[name] for m, name in self._strays() if name in m.containers}
-        rebound: list[tuple[ModuleAttributes, str, bool]] = []
-        for module, before in anew:  # in most steps there is none
-            containers.update(module.containers_bound(first, before))
-            rebound.extend((module, *found) for found in module.rebound(active, before))
-            values = {(module.number, name) for module, name, _ in rebound}
-            containers = {c for c in containers if c.place not in values}
-        versions = map(version, self._tensors)
-        written = set(map(id, compress(self._tensors, map(ne, versions, self._versions))))
-        modules = self._modules if written else ()
-        ordered = sorted(containers, key=attrgetter("place"), reverse=True)
-        return Changes(
-            # One container may have several names.
-            list(reversed({id(c.value): c for c in ordered}.values())),
-            [(module, name) for module in modules for name in module.written(active, written)],
-            rebound,
-        )
-
-    def settle(
-        self, changes: Changes, replicas: Replicas, shards: Shards, *, keeps_items: bool = True
-    ) -> None:
+    def settle(self, replicas: Replicas, shards: Shards, *, keeps_items: bool = True) -> None:
         """Gives the module what the replicas' steps left on them.
 
         Without `keeps_items` containers have afterwards what was in them before: of samples that
         count elsewhere. Attributes that were bound anew stay, which may be counts of steps.
         """
-        if any(changes):
-            if not keeps_items:
-                for container in changes.containers:
-                    container.take_back()
-                changes = changes._replace(containers=[])
-            self._settle(changes, replicas, shards)
-        self._is_settled = True
-
-    def _settle(self, changes: Changes, replicas: Replicas, shards: Shards) -> None:
-        active = shards.active
-        merge = Merge(self._output_device, shards)
-        for container in changes.containers:
-            number, name = path = container.place
-            module = self._by_number[number]
-            after, root = container.of(active), module.root.get(name)
-            if root is container.value or root is after[0]:
-                is_new = root is not container.value
-                for entry, text in merge.into(path, container.items, after, root, is_new=is_new):
-                    self._warn(module, name, entry[2:], text)
-                container.bind(root)
-        for module, name in changes.written:
-            self._warn(module, name, text=_IN_PLACE)
-        for module, name, differs in changes.rebound:
-            holds_tensors = module.holds_tensors(name, active)
-            for k in filter(None, active if holds_tensors else ()):
-                replicas.keep(k, module.number, name)
-            if name in module.containers and not holds_tensors:
-                module.containers[name].bind(module.root[name])
-            if differs:
-                self._warn(module, name)
+        if self._written != (versions := list(map(version, self._tensors))):
+            pairs = zip(self._tensors, self._written, versions, strict=True)
+            written = {id(tensor) for tensor, old, new in pairs if old != new}
+            for module in self._modules:
+                for name in module.written(shards.active, written):
+                    self._warn(module, (name,), _IN_PLACE)
+        merge, merged = Merge(self._output_device, shards), set[int]()
+        for module, before in self._changed(replicas, shards.active[0]):
+            for container in list(module.containers.values()):
+                if id(container.value) in merged or not module.goes_on(container, shards.active):
+                    continue
+                merged.add(id(container.value))  # it may have several names
+                if keeps_items:
+                    self._merge(module, container, merge, shards.active)
+                else:
+                    module.take_back(container)
+            for name, differs in module.rebound(shards.active, before):
+                if module.has_tensors(name, shards.active):  # each goes on from its own
+                    for k in filter(None, shards.active):
+                        replicas.keep(k, module.number, name)
+                if differs:
+                    self._warn(module, (name,))
 
     def undo(self) -> None:
         """Gives the module what it had before the step."""
         for module in self._modules:
             module.undo()
 
-    def _begin_with(self, replicas: Replicas) -> None:
-        self._submodules = replicas.submodules
+    def _watched(self, replicas: Replicas) -> Iterator[ModuleAttributes]:
         root = replicas.modules[0]
         places = {id(module): place for place, module in root.named_modules()}
-        self._modules = [
-            ModuleAttributes(
-                j,
-                [module.__dict__ for module in modules],
-                ".".join(filter(None, (type(root).__qualname__, places.get(id(modules[0]), "")))),
-                _torchs_own(modules[0]) | self._apart(modules[0]),
-            )
-            for j, modules in enumerate(zip(*replicas.submodules, strict=True))
-            if _has_users_attributes(modules[0])
-        ]
-        self._by_number = {module.number: module for module in self._modules}
-        self._looks = replicas.attributes
-        self._seen = list(self._looks.versions)
-        self._list()
-
-    def _look_again(self) -> None:
-        """Brings what is known up to date with what anybody, or the latest step, has changed."""
-        # What replicas have of their own only steps change, and those that ended are known.
-        changed = self._changed_containers(self._of_root if self._is_settled else self._of_all)
-        modules = {module for module, _ in self._strays()}
-        modules.update(self._bound_anew(self._looks.versions))
-        for module in modules:
-            module.examine()
-        self._seen = list(self._looks.versions)
-        if modules:
-            self._list()
-        for container in changed:
-            number, name = container.place
-            if self._by_number[number].containers.get(name) is container:
-                container.renew()
+        for number, modules in enumerate(zip(*replicas.submodules, strict=True)):
+            own = modules[0]
+            if _has_users_attributes(own):
+                label = (type(root).__qualname__, places.get(id(own), ""))
+                apart = _torchs_own(own) | self._apart(own)
+                dicts = [vars(module) for module in modules]
+                yield ModuleAttributes(number, dicts, ".".join(filter(None, label)), apart)
 
     def _list(self) -> None:
-        """Puts everything into flat lists, which are quick to compare."""
-        containers = [c for m in self._modules for c in m.containers.values()]
-        self._busy = [c for c in containers if c.is_busy]
-        self._quiet = [c for c in containers if not c.is_busy]
-        self._of_root = Contents([part for c in self._quiet for part in c.of_root])
-        self._of_all = Contents([part for c in self._quiet for part in c.live])
-        self._tensors = [value for m in self._modules for _, _, value in m.tensors]
-        places = [place for module in self._modules for place in module.places()]
-        self._owners = [(module, name) for module, _, name, _ in places]
-        self._attributes = [attributes for _, attributes, _, _ in places]
-        self._names = [name for _, _, name, _ in places]
-        self._values = [value for _, _, _, value in places]
+        """Finds what is compared in every step."""
+        self._holding = [m for m in self._modules if m.places]
+        self._tensors = [tensor for m in self._modules for _, _, tensor in m.tensors]
 
-    def _strays(self) -> set[tuple[ModuleAttributes, str]]:
-        """Where a replica has something else in the place of a container or a tensor."""
-        values = map(dict.get, self._attributes, self._names)
-        return set(compress(self._owners, map(is_not, values, self._values)))
-
-    def _changed_containers(self, contents: Contents) -> set[CopiedContainer]:
-        """Those of which the items are others than they were.
-
-        Some change in nearly every step. The others are looked at all at once.
-        """
-        changed = {container for container in self._busy if container.differs()}
-        if contents.differ():
-            found = [container for container in self._quiet if container.differs()]
-            for container in found:
-                container.is_busy = True
-            changed.update(found)
-            self._list()
-        return changed
-
-    def _rebound(self, first: int) -> Iterable[tuple[ModuleAttributes, Attributes]]:
-        """Modules on which the first replica may have bound something, and what it had before."""
+    def _changed(self, replicas: Replicas, first: int) -> list[tuple[ModuleAttributes, Attributes]]:
+        """Modules that the step may have changed, with what the first replica had before it."""
         if first:
-            return zip(self._modules, self._of_first, strict=True)
-        return ((module, module.bound) for module in self._bound_anew(self._looks.look()))
+            return list(zip(self._modules, self._before, strict=True))
+        return [(module, module.bound) for module in self._stale(replicas.attributes.look())]
 
-    def _bound_anew(self, versions: list[int]) -> list[ModuleAttributes]:
-        """The modules of the root that have attributes of other versions than were seen."""
-        if versions == self._seen:
-            return []
-        return [m for m in self._modules if versions[m.number] != self._seen[m.number]]
+    def _stale(self, now: Sequence[int]) -> list[ModuleAttributes]:
+        """Modules with attributes of other versions than were seen, or with other items."""
+        stale = {module for module in self._holding if module.has_changed()}
+        if now != self._versions:
+            versions = self._versions
+            stale.update(m for m in self._modules if now[m.number] != versions[m.number])
+        return sorted(stale, key=attrgetter("number"))
 
-    def _warn(
-        self, module: ModuleAttributes, name: str, path: Path = (), text: str = _DIFFERENT
+    def _merge(
+        self,
+        module: ModuleAttributes,
+        container: Container,
+        merge: Merge,
+        active: Sequence[int],
     ) -> None:
-        key = (module.number, name)
-        if key in self._warned:
-            return
-        self._warned.add(key)
-        what = f"{module.label}.{tree.name(path, name)}"
-        warnings.warn(
-            f"{text.format(what)} To collect over the batch, append to a list on self, log the "
-            "value or update a metric.",
-            stacklevel=2,
+        name, after = container.name, module.of(container.name, active)
+        root = module.root.get(name)
+        if root is container.value or root is after[0]:
+            for path in merge.into((module.number, name), container.items, after, root):
+                self._warn(module, path[1:])
+
+    def _warn(self, module: ModuleAttributes, path: Path, text: str = _DIFFERENT) -> None:
+        key = (module.number, path[0])
+        if key not in self._warned:
+            self._warned.add(key)
+            what = f"{module.label}.{tree.name(path[1:], path[0])}"
+            warnings.warn(
+                f"{text.format(what)} To collect over the batch, append to a list on self, log the "
+                "value or update a metric.",
+                stacklevel=2,
+            )
+
+
+class Container(NamedTuple):
+    """A container on a module: the root's own, a copy of its items, and the replicas' copies."""
+
+    name: str
+    value: Any
+    items: Any
+    own: list[Any]
+
+
+class ModuleAttributes:
+    """The attributes of one module, on the root and on all other replicas, as a step begins."""
+
+    def __init__(
+        self, number: int, replicas: list[Attributes], label: str, apart: frozenset[str]
+    ) -> None:
+        self.number, self.label, self.apart = number, label, apart
+        self.replicas, self.root = replicas, replicas[0]
+        self.look()
+
+    def look(self) -> None:
+        """Notes what is there now."""
+        self.bound = {n: v for n, v in self.root.items() if n not in self.apart}
+        self.containers: dict[str, Container] = {}
+        for name, value in self.bound.items():
+            if is_container(value):
+                own = [replica.get(name) for replica in self.replicas]
+                # A replica may refer to its own layers there.
+                if all(have_same_items(value, other) for other in own[1:]):
+                    self.containers[name] = Container(name, value, copied(value), own)
+        self.tensors = [
+            (replica, name, value)
+            for replica in self.replicas[1:]
+            for name, value in replica.items()
+            if isinstance(value, Tensor) and not value.is_inference() and name not in self.apart
+        ]
+        self.places = [*self.tensors]  # where replicas have something of their own
+        for container in self.containers.values():
+            for replica, copy in zip(self.replicas, container.own, strict=True):
+                self.places.append((replica, container.name, copy))
+        owned = chain.from_iterable(c.own for c in self.containers.values())
+        self._contents = Contents([part for own in owned for part in live(own)])
+
+    def has_changed(self) -> bool:
+        """Whether a container, or what a replica has in place of one, is not as it was."""
+        return self._contents.differ() or any(
+            replica.get(name) is not own for replica, name, own in self.places
         )
+
+    def of(self, name: str, active: Sequence[int]) -> list[Any]:
+        """An attribute of the replicas that work."""
+        return [self.replicas[k].get(name) for k in active]
+
+    def goes_on(self, container: Container, active: Sequence[int]) -> bool:
+        """Whether what replicas have in place of a container goes on from it.
+
+        If they have bound others, these have some of its items, or another number of them: a state
+        that is bound anew has as many.
+        """
+        pairs = zip(active, self.of(container.name, active), strict=True)
+        bound = [new for k, new in pairs if new is not container.own[k]]
+        old = container.items
+        if any(type(new) is not type(old) for new in bound):
+            return False
+        lengths = {len(new) for new in bound}
+        return not old or lengths != {len(old)} or any(_has_kept(old, new) for new in bound)
+
+    def rebound(self, active: Sequence[int], before: Attributes) -> list[tuple[str, bool]]:
+        """Attributes that the step bound anew, and whether the replicas disagree on them."""
+        first, *others = [self.replicas[k] for k in active]
+        found = []
+        for name, value in list(first.items()):
+            container = self.containers.get(name)
+            if (
+                value is before.get(name, _ABSENT)
+                or name in self.apart
+                or isinstance(value, nn.Module)
+                or (container is not None and self.goes_on(container, active))
+                or (first is not self.root and callable(value))
+            ):
+                continue
+            self.root[name] = value
+            found.append((name, any(not agree(value, other.get(name)) for other in others)))
+        return found
+
+    def written(self, active: Sequence[int], tensors: set[int]) -> set[str]:
+        """Tensors that the step wrote to in place: one that replicas share, or different copies."""
+        first, *others = [self.replicas[k] for k in active]
+        names = {name for _, name, value in self.tensors if id(value) in tensors}
+        return {
+            name
+            for name in names
+            if any(
+                (value := replica.get(name)) is first.get(name) or not agree(first[name], value)
+                for replica in others
+            )
+        }
+
+    def has_tensors(self, name: str, active: Sequence[int]) -> bool:
+        """Whether every replica that worked has tensors there, on its own device."""
+        return all(
+            any(isinstance(leaf, Tensor) for leaf in tree.leaves(value))
+            for value in self.of(name, active)
+        )
+
+    def take_back(self, container: Container) -> None:
+        """Gives the root the container and the items that it had."""
+        self.root[container.name] = container.value
+        refill(container.value, container.items)
+
+    def undo(self) -> None:
+        """Gives the root what it had before the step."""
+        for name in self.root.keys() - self.bound.keys() - self.apart:
+            del self.root[name]
+        self.root.update(self.bound)
+        for container in self.containers.values():
+            self.take_back(container)
+
+
+def _has_kept(old: Any, new: Any) -> bool:
+    """Whether a container has an item of another one, or containers in the place of its own."""
+    if isinstance(new, tuple):
+        return True  # containers, which are looked at for themselves
+    if isinstance(new, dict):
+        common = [key for key in old if key in new]
+        return any(new[key] is old[key] or is_container(old[key]) for key in common)
+    return any(a is b for a in old for b in new)
 
 
 _LAYERS = "torch.nn."

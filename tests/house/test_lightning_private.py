@@ -20,7 +20,7 @@ from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from several_processes import run_in_processes
 from torch import nn
-from torchmetrics import MeanMetric, RunningSum
+from torchmetrics import MeanMetric
 
 from lightning_dp import lightning_private as private
 
@@ -67,16 +67,6 @@ def test_forward_cache_of_a_metric_is_what_is_logged() -> None:
     trainer = _trainer(limit_train_batches=1, limit_val_batches=0)
     trainer.fit(Logs())
     assert trainer.callback_metrics["mean"] == 7
-
-
-@pytest.mark.parametrize("updates", [1, 2, 3])
-def test_num_vals_seen_tells_where_a_window_keeps_its_latest_update(updates: int) -> None:
-    metric = RunningSum(window=2)
-    for _ in range(updates):
-        metric.update(1.0)
-    private.window_stays(metric)
-    metric.update(10.0)
-    assert metric.compute() == 11 + min(1, updates - 1)
 
 
 def test_results_take_what_is_logged() -> None:

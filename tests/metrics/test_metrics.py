@@ -1,0 +1,672 @@
+"""torchmetrics metrics inside steps: states, values and losses of one device."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from oracle import (
+    ByHand,
+    Classifier,
+    assert_equal_trees,
+    assert_same,
+    devices_of,
+    gradients,
+    loader,
+    run,
+    trainer,
+)
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.nn import functional as F
+from torchmetrics import (
+    CatMetric,
+    MeanMetric,
+    MeanSquaredError,
+    Metric,
+    MetricCollection,
+    RunningMean,
+    RunningSum,
+    SumMetric,
+)
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+from torchmetrics.regression import PearsonCorrCoef, R2Score
+from torchmetrics.retrieval import RetrievalMAP
+from torchmetrics.text import CharErrorRate
+from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric, Running
+
+from lightning_dp import DataParallel, DataParallelStrategy
+
+pytestmark = pytest.mark.usefixtures("on", "one_thread")
+
+
+class Own(Metric):
+    """A metric of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+class Distinct(Metric):
+    """How many classes were seen: needs its whole state in every update."""
+
+    full_state_update = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", torch.zeros(3), dist_reduce_fx=None)
+
+    def update(self, target: Tensor) -> None:
+        seen = self.seen.clone()
+        seen[target.unique()] = 1
+        self.seen = seen
+
+    def compute(self) -> Tensor:
+        return self.seen.sum()
+
+
+class Largest(Metric):
+    """Keeps all values in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx="cat")
+
+    def update(self, values: Tensor) -> None:
+        self.values.append(values.flatten())
+
+    def compute(self) -> Tensor:
+        return torch.cat(list(self.values)).topk(3).values.sum()
+
+
+class Ratio(Own):
+    """Correct answers and their number, both counted by the step."""
+
+    def update(self, correct: Any, total: int) -> None:
+        self.total = self.total + correct
+        self.count = self.count + total
+
+
+class Scaled(Own):
+    """A sum of rows, by a factor that is given beside them."""
+
+    def update(self, rows: Tensor, *, by: float) -> None:
+        self.total, self.count = self.total + by * rows.sum(), self.count + 1
+
+
+class Likelihood(Own):
+    """Takes a distribution."""
+
+    def update(self, distribution: Normal, y: Tensor) -> None:
+        self.total = self.total + distribution.log_prob(y.to(distribution.loc)).sum()
+        self.count = self.count + len(y)
+
+
+def on_each_sample(metric: Any, x: Tensor, y: Tensor, z: Tensor) -> None:
+    for row in x:
+        metric(row[0], row[1])
+
+
+def on_texts(metric: Any, x: Tensor, y: Tensor, z: Tensor) -> None:
+    texts = [f"{value:.2f}" for value in x[:, 0]]
+    metric(texts, [text.replace("1", "2") for text in texts])
+
+
+def on_written(metric: Any, x: Tensor, y: Tensor, z: Tensor) -> None:
+    """Writes to the argument after the call."""
+    x = x.clone()
+    metric(x)
+    x.zero_()
+
+
+Use = Callable[[Any, Tensor, Tensor, Tensor], Any]
+on_logits: Use = lambda metric, x, y, z: metric(z.softmax(1), y)
+on_inputs: Use = lambda metric, x, y, z: metric(x[:, 0], x[:, 1])
+on_mean: Use = lambda metric, x, y, z: metric(z.mean())
+on_sum: Use = lambda metric, x, y, z: metric(z.sum().item())
+on_column: Use = lambda metric, x, y, z: metric(z[:, 0])
+
+METRICS: dict[str, tuple[Callable[[], Any], Use]] = {
+    "accuracy": (lambda: MulticlassAccuracy(3), on_logits),
+    "macro F1": (lambda: MulticlassF1Score(3, average="macro"), on_logits),
+    "AUROC": (lambda: MulticlassAUROC(3), on_logits),
+    "squared error": (MeanSquaredError, on_inputs),
+    "one sample at a time": (MeanSquaredError, on_each_sample),
+    "correlation": (PearsonCorrCoef, on_inputs),
+    "R2": (R2Score, on_inputs),
+    "retrieval": (
+        RetrievalMAP,
+        lambda m, x, y, z: m(z.softmax(1)[:, 0], y == 0, indexes=(x[:, 0] > 0).long()),
+    ),
+    "text": (CharErrorRate, on_texts),
+    "mean of losses": (MeanMetric, on_mean),
+    "mean of loss items": (MeanMetric, lambda m, x, y, z: m(z.mean().item())),
+    "weighted mean": (MeanMetric, lambda m, x, y, z: m(z.mean(), weight=len(y))),
+    "sum of sums": (SumMetric, on_sum),
+    "largest value": (torchmetrics.MaxMetric, lambda m, x, y, z: m(x.max())),
+    "smallest value": (torchmetrics.MinMetric, lambda m, x, y, z: m(x.min())),
+    "full state update": (Distinct, lambda m, x, y, z: m(y)),
+    "list state": (Largest, lambda m, x, y, z: m(x)),
+    "numbers counted by the step": (
+        Ratio,
+        lambda m, x, y, z: m((z.argmax(1) == y).sum().item(), len(y)),
+    ),
+    "a factor as large as a shard": (Scaled, lambda m, x, y, z: m(x, by=6)),
+    "a bool beside rows": (Scaled, lambda m, x, y, z: m(x, by=True)),
+    "a distribution": (Likelihood, lambda m, x, y, z: m(Normal(z[:, 0], 1 + z[:, 1] ** 2), y)),
+    "squeezed": (MeanSquaredError, lambda m, x, y, z: m(z[:, :1].squeeze(), y.to(z).squeeze())),
+    "min and max": (lambda: MinMaxMetric(MulticlassAccuracy(3)), on_logits),
+    "class by class": (lambda: ClasswiseWrapper(MulticlassAccuracy(3, average=None)), on_logits),
+    "compute groups": (
+        lambda: MetricCollection([MulticlassAccuracy(3), MulticlassF1Score(3)], prefix="c/"),
+        on_logits,
+    ),
+    "nested collection": (
+        lambda: MetricCollection(
+            {"a": MetricCollection([MulticlassAccuracy(3)]), "b": MulticlassAUROC(3)}
+        ),
+        on_logits,
+    ),
+    "composition": (lambda: MulticlassAccuracy(3) + MulticlassF1Score(3), on_logits),
+    "written to afterwards": (MeanMetric, on_written),
+    "reset in the step": (MeanMetric, on_written),
+    "window of means": (lambda: RunningMean(window=2), on_mean),
+    "window of rows": (lambda: RunningMean(window=2), on_column),
+    "window of sums": (lambda: RunningSum(window=2), on_sum),
+    "window of one": (lambda: RunningSum(window=1), on_sum),
+    "window of lists": (lambda: Running(CatMetric(), window=2), on_column),
+    "window of pairs": (lambda: Running(MeanSquaredError(), window=2), on_inputs),
+    "with one that has none": (lambda: MetricCollection([RunningSum(2), SumMetric()]), on_sum),
+    "best mean": (lambda: MinMaxMetric(MeanMetric()), on_mean),
+}
+NO_BATCH_VALUE = (
+    *("one sample at a time", "min and max", "best mean", "class by class"),
+    *("window of lists", "window of one"),
+)
+"""The last sample's is logged there, or what no device can log: a dict, a list."""
+
+
+class Measured(Classifier):
+    """Calls every metric by forward and by update, and computes all after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called = nn.ModuleDict({name: make() for name, (make, _) in METRICS.items()})
+        self.updated = nn.ModuleDict({name: make() for name, (make, _) in METRICS.items()})
+        self.hidden = {"in a dict": [MulticlassAccuracy(3)]}  # which it moves itself
+        self.history: list[dict[str, Any]] = []
+
+    def on_fit_start(self) -> None:
+        self.hidden["in a dict"][0].to(self.device)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        z = self.net(x)
+        for name, (_, use) in METRICS.items():
+            if "reset" in name:
+                self.called[name].reset()
+                self.updated[name].reset()
+            use(self.called[name], x, y, z)
+            use(self.updated[name].update, x, y, z)
+            if isinstance(self.called[name], Metric) and name not in NO_BATCH_VALUE:
+                self.log(name, self.called[name], on_step=True, on_epoch=False)
+        self.hidden["in a dict"][0].update(z.softmax(1), y)
+        return F.cross_entropy(z, y)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        row = {
+            n: self.trainer.callback_metrics[n].clone()
+            for n in METRICS
+            if n in self.trainer.callback_metrics
+        }
+        found = {"hidden": self.hidden["in a dict"][0].compute(), "on step": row}
+        for name in METRICS:
+            found[name] = [m[name].compute() for m in (self.called, self.updated)]
+        self.history.append(found)
+
+
+@cache
+def measured(devices: int, on: str) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    module = Measured()
+    overrides = {"gather_overrides": {"target": "first", "0": "first"}}  # not for arguments
+    strategy = DataParallelStrategy(**overrides) if devices > 1 else "auto"
+    trainer(devices, strategy, max_epochs=2).fit(module, loader(51, 17))
+    return module.history
+
+
+@pytest.mark.parametrize("name", [*METRICS, "hidden"])
+@pytest.mark.filterwarnings("ignore:No (positive|negative) samples")
+@pytest.mark.usefixtures("unchecked")
+def test_every_metric_gives_the_values_of_one_device(name: str, on: str) -> None:
+    actual, expected = (
+        [(row[name], row["on step"].get(name, 0)) for row in measured(k, on)] for k in (3, 1)
+    )
+    assert len(expected) == 6
+    assert_equal_trees(actual, expected, name, atol=1e-6, rtol=1e-6)
+
+
+class Returned(Classifier):
+    """Logs what metrics return, and no metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f1 = MulticlassF1Score(3, average="macro")
+        self.error = MeanSquaredError(squared=False)
+        self.fit = R2Score()  # for two samples at least
+        self.largest = torchmetrics.MaxMetric()
+        self.both = MetricCollection({"acc": MulticlassAccuracy(3), "f1": MulticlassF1Score(3)})
+        self.single = torchmetrics.MeanAbsoluteError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        z = self(x)
+        self.log("f1", self.f1(z, y), on_step=True, on_epoch=True)
+        first = self.error(z, F.one_hot(y, 3).to(z))
+        second = self.error(2 * z, F.one_hot(y, 3).to(z))
+        self.log("second", second, batch_size=len(x))
+        self.log("first", first)
+        self.log("fit", self.fit(z[:, 0], y.to(z)))
+        self.log("largest", self.largest(z), reduce_fx="max")
+        self.log_dict(self.both(z, y))
+        values = [self.single(row.mean(), label.to(row)) for row, label in zip(x, y, strict=True)]
+        self.log("of samples", torch.stack(values).mean())
+        return F.cross_entropy(z, y)
+
+
+class ReturnedByHand(ByHand, Returned):
+    pass
+
+
+@pytest.mark.parametrize("make", [Returned, ReturnedByHand])
+@pytest.mark.usefixtures("unchecked")
+def test_logged_values_of_metrics_are_one_devices(make: Any) -> None:
+    """Batches of 20 and 3: then each of three shards is too small for some of them."""
+    torch.set_default_dtype(torch.float64)
+    options: dict[str, Any] = {"data": lambda: loader(23, 20)}
+    assert_same(run(make, 3, **options), run(make, 1, **options))
+
+
+class Stepwise(Classifier):
+    """Calls `step(self, batch)` beside the loss."""
+
+    def __init__(self, step: Any, make: Callable[[], Any] = MeanMetric) -> None:
+        super().__init__()
+        self.step, self.metric = step, make()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        extra = self.step(self, batch)
+        loss = self.loss(batch)
+        return loss if extra is None else {"loss": loss, "extra": extra}
+
+
+def fit(module: Any, n: int = 6, devices: int = 3, **options: Any) -> Any:
+    job = trainer(devices, DataParallelStrategy(**options), num_sanity_val_steps=0, max_epochs=1)
+    job.fit(module, loader(n, n))
+    return module
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_the_value_in_a_step_is_its_shards_and_recorded_arguments_are_let_go() -> None:
+    shards: list[tuple[float, float]] = []
+
+    def step(module: Any, batch: Any) -> None:
+        shards.append((float(module.metric(batch[0].flatten())), float(batch[0].mean())))
+
+    module = Stepwise(step)
+    before = set(vars(module.metric))
+    fit(module)
+    assert len(shards) == 3 and all(math.isclose(a, b, abs_tol=1e-6) for a, b in shards)
+    assert set(vars(module.metric)) == before
+    module.metric.reset()
+    module.metric.update(torch.tensor([1.0, 3.0]))
+    assert module.metric.compute() == 2
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_metric_that_only_some_shards_update_is_named_once() -> None:
+    def step(module: Any, batch: Any) -> None:
+        if len(batch[0]) > 1:
+            module.metric.update(batch[0])
+
+    with pytest.warns(
+        UserWarning, match=r"metric \(MeanMetric\).*replica 0.*not on replica 1"
+    ) as all_:
+        trainer(2, max_epochs=2).fit(Stepwise(step), loader(6, 3))
+    assert len([w for w in all_ if "MeanMetric" in str(w.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*MeanMetric")
+        fit(Stepwise(step))
+
+
+class Faulty(Own):
+    """Fails on a replica, in a way that is chosen."""
+
+    error: Exception
+
+    def update(self, x: Tensor) -> None:
+        if len(x) < 6:
+            raise self.error
+        self.total, self.count = self.total + x.sum(), self.count + len(x)
+
+
+USES: dict[str, Callable[[Any, Any], Any]] = {
+    "multiplied": lambda module, value: 2 * value,
+    "compared": lambda module, value: bool(value > 0),
+    "stacked": lambda module, value: torch.stack([value]),
+    "asked": lambda module, value: value.detach(),
+    "returned": lambda module, value: value,
+}
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.parametrize("error", [AttributeError("a name"), KeyError("a key"), TypeError("it")])
+@pytest.mark.usefixtures("unchecked")
+def test_an_error_of_a_metric_is_an_error_and_leaves_it_as_it_was(
+    error: Exception, executor: str
+) -> None:
+    error = type(error)(*error.args)  # one that is kept keeps the frames that it came through
+    module = Stepwise(lambda m, b: m.metric(b[0]), type("Failing", (Faulty,), {"error": error}))
+    before = set(vars(module.metric))
+    with pytest.raises(type(error), match=str(error.args[0])):
+        fit(module, executor=executor)
+    assert set(vars(module.metric)) == before
+    assert not module.metric.update_called and module.metric.total == 0
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.usefixtures("unchecked")
+def test_a_value_that_a_shard_is_too_small_for_is_an_error_to_whom_it_is_asked(use: str) -> None:
+    make = type("Failing", (Faulty,), {"error": ValueError("at least six samples")})
+    with pytest.raises(ValueError, match="at least six samples"):
+        fit(Stepwise(lambda m, b: USES[use](m, m.metric(b[0])), make))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_shard_without_a_value_matters_to_nobody_who_does_not_ask() -> None:
+    def step(module: Any, batch: Any) -> None:
+        module.metric(batch[0])
+        module.log("metric", module.metric)
+
+    make = type("Failing", (Faulty,), {"error": ValueError("at least six samples")})
+    assert fit(Stepwise(step, make)).metric.count == 6
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_compute_inside_a_step_is_refused_with_the_way_out() -> None:
+    with pytest.raises(RuntimeError, match=r"compute\(\) of MeanMetric.*self.log\(name, metric\)"):
+        fit(Stepwise(lambda m, b: m.metric.compute()))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_metric_that_a_step_copies_is_one_of_its_own() -> None:
+    def step(module: Any, batch: Any) -> None:
+        clone = module.metric.clone()
+        clone.reset()
+        clone.update(batch[0])
+        assert math.isclose(float(clone.compute()), float(batch[0].mean()), abs_tol=1e-6)
+
+    assert not fit(Stepwise(step)).metric.update_called
+
+
+class MeanLoss(Metric):
+    """The mean over samples of losses, each weighted; the whole state is two sums."""
+
+    is_differentiable = True
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.history: list[int] = []
+        self.register_buffer("class_weights", torch.tensor([0.5, 1.0, 2.0]))
+        self.register_buffer("average", torch.zeros(()))
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def losses(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(z, y, reduction="none") * self.class_weights[y]
+
+    def update(self, z: Tensor, y: Tensor) -> None:
+        losses = self.factor * self.losses(z, y)
+        self.total += losses.sum()
+        self.count += len(y)
+        self.history.append(len(y))
+        self.average.mul_(0.9).add_(0.1 * losses.mean().detach())
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+class FullState(MeanLoss):
+    full_state_update = True
+
+
+class Learnt(MeanLoss):
+    """Has parameters, which are trained with those of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+        self.shift = nn.Linear(3, 3)
+
+    def losses(self, z: Tensor, y: Tensor) -> Tensor:
+        return super().losses(self.shift(z), y) * (-self.log_scale).exp() + self.log_scale
+
+
+class Listed(MeanLoss):
+    """Keeps every loss in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("rows", [], dist_reduce_fx="cat")
+
+    def update(self, z: Tensor, y: Tensor) -> None:
+        self.rows.append(self.factor * self.losses(z, y))
+
+    def compute(self) -> Tensor:
+        return torch.cat([row.flatten() for row in self.rows]).mean()
+
+
+class Several(Metric):
+    """Metrics in a plain list, each with a weight; calls them by itself, and wraps nothing."""
+
+    full_state_update = False
+
+    def __init__(self, *metrics: Metric) -> None:
+        self.metrics = list(metrics)
+        super().__init__()
+
+    def _wrap_compute(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        return compute
+
+    def update(self, z: Tensor, y: Tensor) -> None:
+        for metric in self.metrics:
+            metric.update(z, y)
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return torch.stack([metric(z, y) for metric in self.metrics]).sum()
+
+    def compute(self) -> Tensor:
+        return torch.stack([metric.compute() for metric in self.metrics]).sum()
+
+    def reset(self) -> None:
+        for metric in self.metrics:
+            metric.reset()
+
+
+class Unmoved(MeanLoss):
+    """Nobody moves it: it has no tensors but its state, and binds that."""
+
+    def update(self, z: Tensor, y: Tensor) -> None:
+        self.total = self.total + self.factor * F.cross_entropy(z, y, reduction="sum")
+        self.count = self.count + len(y)
+
+
+class Wrapped(Several):
+    """Hands on what it has changed to a metric in it."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        value: Tensor = self.metric(2 * z, y)
+        return value
+
+    def compute(self) -> Tensor:
+        value: Tensor = self.metric.compute()
+        return value
+
+    def update(self, z: Tensor, y: Tensor) -> None:
+        self.metric.update(2 * z, y)
+
+    def reset(self) -> None:
+        self.metric.reset()
+
+
+LOSSES: dict[str, Callable[[], Any]] = {
+    "two sums": MeanLoss,
+    "whole state": FullState,
+    "with parameters": Learnt,
+    "list": Listed,
+    "plain list of metrics": lambda: Several(Unmoved(), Unmoved()),
+    "wrapped": lambda: Wrapped(Learnt()),
+    "sum": lambda: 0.5 * Learnt() + FullState(),
+    "collection": lambda: MetricCollection({"first": Learnt(), "second": FullState()}),
+}
+HOW: dict[str, tuple[bool, dict[str, Any]]] = {
+    "threads": (False, {"executor": "threads"}),
+    "inorder": (False, {"executor": "inorder"}),
+    "idle root": (False, {"weights": [0, 1, 1]}),
+    "manual": (True, {"mode": "forward", "parallel_modules": ["net"]}),
+    "forward": (False, {"mode": "forward", "parallel_modules": ["net"]}),
+}
+
+
+class Trained(Classifier):
+    """Its loss is the sum of what metrics return, of which epochs and steps set attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criteria = nn.ModuleDict({name: make() for name, make in LOSSES.items()})
+
+    def on_train_epoch_start(self) -> None:
+        for metric in self.criteria.modules():
+            if isinstance(metric, MeanLoss):
+                metric.factor = 1.0 / (1 + self.current_epoch)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        z, losses = self.net(batch[0]), []
+        for name, criterion in self.criteria.items():
+            for metric in criterion.modules():
+                if isinstance(metric, MeanLoss):
+                    metric.factor = metric.factor * 0.99
+            value = criterion(z, batch[1])
+            losses += value.values() if isinstance(value, dict) else [value]
+            if isinstance(criterion, Metric):
+                self.log(name, criterion, on_step=True, on_epoch=True)
+        return torch.stack(losses).sum()
+
+
+class TrainedByHand(ByHand, Trained):
+    pass
+
+
+def left_on(module: Any) -> dict[str, Any]:
+    names = ("factor", "history", "average")
+    metrics = [m for m in module.criteria.modules() if isinstance(m, MeanLoss)]
+    return {str(i): [getattr(m, n) for n in names] for i, m in enumerate(metrics)}
+
+
+@cache
+def trained(how: str, devices: int, on: str) -> Any:
+    torch.set_default_dtype(torch.float64)
+    by_hand, strategy = HOW[how]
+    data = lambda: loader(41, 20)
+    make = TrainedByHand if by_hand else Trained
+    return run(make, devices, strategy=strategy if devices > 1 else {}, data=data, max_epochs=2)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.usefixtures("unchecked")
+def test_metrics_as_the_loss_are_as_on_one_device(how: str, on: str) -> None:
+    several, one = trained(how, 3, on), trained("manual" if how == "manual" else "threads", 1, on)
+    assert_same(several, one)
+    assert_equal_trees(gradients(several.module), gradients(one.module), "grad", atol=1e-10, rtol=0)
+    for module in (several.module, one.module):
+        module.cpu()
+    actual, expected = left_on(several.module), left_on(one.module)
+    assert_equal_trees(actual, expected, "attributes", atol=1e-10, rtol=0)
+
+
+class Scored(nn.Module):
+    """Its forward is that of a network and of a metric, which it returns for every sample."""
+
+    def __init__(self, metric: Metric) -> None:
+        super().__init__()
+        self.net, self.metric = nn.Linear(10, 3), metric
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        value: Tensor = self.metric(self.net(x), y)
+        return value.expand(len(x))
+
+
+@pytest.mark.parametrize("executor", ["threads", "inorder"])
+@pytest.mark.usefixtures("unchecked")
+def test_a_metric_inside_the_drop_in_is_a_module(executor: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    devices = devices_of(3)
+    net = Scored(Learnt())
+    x, y = torch.randn(9, 10), torch.arange(9) % 3
+    several = DataParallel(copy.deepcopy(net).to(devices[0]), devices, executor=executor)
+    for factor in (1.0, 0.3):
+        net.metric.factor = several.module.metric.factor = factor
+        # A mean over shards of one size is that of the batch.
+        net(x, y).mean().backward()
+        several(x.to(devices[0]), y.to(devices[0])).mean().backward()
+    assert_equal_trees(gradients(several.module), gradients(net), "grad", atol=1e-10, rtol=0)
+    several.close()
+
+
+@pytest.mark.parametrize("output", [None, 1])
+@pytest.mark.usefixtures("unchecked")
+def test_a_metric_inside_a_spread_forward_may_have_parameters(output: int | None, on: str) -> None:
+    class Inside(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Learnt()
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.inner(self.net(x), y).expand(len(x))
+
+        def loss(self, batch: Any) -> Tensor:
+            return self(*batch).mean()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            self.log("inner", self.inner, on_step=True, on_epoch=True)
+            return loss
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch[0])
+
+    if output and on == "cpu":
+        pytest.skip("one CPU has no other output device")
+    torch.set_default_dtype(torch.float64)
+    options: dict[str, Any] = {"data": lambda: loader(40, 20)}
+    strategy = {"mode": "forward", "output_device": devices_of(2)[output] if output else None}
+    strategy["parallel_modules"] = ["net"]
+    assert_same(run(Inside, 3, strategy=strategy, **options), run(Inside, 1, **options))

@@ -1,0 +1,613 @@
+"""What steps leave on self: items in containers as on one device; attributes, or a warning."""
+
+from __future__ import annotations
+
+import bisect
+import re
+import warnings
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.pytorch import Callback
+from oracle import EPOCHS, Classifier, assert_equal_trees, assert_same, loader, run, trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+from lightning_dp import DataParallelStrategy
+from lightning_dp.parallel.replicate import Replicas
+from lightning_dp.parallel.scatter.shards import Shards
+from lightning_dp.state import ModuleState, copied
+from lightning_dp.state.merge import Merge, refill
+
+pytestmark = pytest.mark.usefixtures("on", "one_thread")
+CPU = torch.device("cpu")
+
+Change = Callable[[Any, Any, Tensor, Tensor, int], Any]
+"""From what is there, ids, losses and labels of the samples and the batch's number to what is
+there afterwards; None for what has been changed in place."""
+
+
+def plain(kept: Any) -> Any:
+    """To compare: as it is now, dicts with their order, sets sorted, tensors as numbers."""
+    if isinstance(kept, dict):
+        return sorted(((str(key), plain(value)) for key, value in kept.items()))
+    if isinstance(kept, set):
+        return sorted(kept)
+    if isinstance(kept, list | tuple | deque):
+        return [plain(item) for item in kept]
+    return kept.tolist() if isinstance(kept, Tensor) else kept
+
+
+def window(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
+    kept.append(losses.mean().item())
+    if len(kept) > 3:
+        kept.pop(0)
+
+
+def of_samples(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
+    kept.update(zip(ids, losses.tolist(), strict=True))
+
+
+def by_position(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
+    for key, loss in zip(ids, losses.tolist(), strict=True):
+        kept[key] = loss
+
+
+def by_class(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
+    kept["all"]["losses"].append(losses)
+    for label, loss in zip(y.tolist(), losses, strict=True):
+        kept["by class"][label].append(loss)
+
+
+def counted(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
+    kept[0].update(y.tolist())
+    kept[1]["batches"] += 1
+    for label in y.tolist():
+        kept[2][label] += 1
+
+
+def in_dict(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
+    kept["losses"].append(losses)
+    kept["ids"].extend(map(str, ids))
+    kept.setdefault("new", []).append(2 * losses)
+    kept["calls"] = kept.get("calls", 0)
+    kept[f"entry {len(kept)}"] = losses
+
+
+def emptied(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> Any:
+    kept["now"].extend(losses.tolist())
+    kept["all"] = kept["all"] + kept["now"]
+    kept["now"] = []
+    return kept
+
+
+def begun_again(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> Any:
+    kept = [] if i == 2 else kept
+    kept.append(losses)
+    return kept
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Change]] = {
+    "tensors": (list, lambda kept, ids, losses, y, i: kept.append(losses)),
+    "means": (list, lambda kept, ids, losses, y, i: kept.append({"m": losses.mean(), "i": i})),
+    "labels": (list, lambda kept, ids, losses, y, i: kept.extend(y.tolist())),
+    "numbers": (list, lambda kept, ids, losses, y, i: kept.extend(losses.tolist())),
+    "arrays": (list, lambda kept, ids, losses, y, i: kept.append(losses.cpu().numpy())),
+    "pairs": (
+        list,
+        lambda kept, ids, losses, y, i: kept.extend(zip(map(str, ids), losses, strict=True)),
+    ),
+    "dicts of samples": (
+        list,
+        lambda kept, ids, losses, y, i: kept.extend({"id": n, "boxes": [n, [n]]} for n in ids),
+    ),
+    "per loader": (
+        lambda: [[], []],
+        lambda kept, ids, losses, y, i: kept[i % 2].append(losses),
+    ),
+    "deque": (
+        lambda: deque(maxlen=4),
+        lambda kept, ids, losses, y, i: kept.append(losses.mean().item()),
+    ),
+    "deque of samples": (
+        lambda: deque(maxlen=30),
+        lambda kept, ids, losses, y, i: kept.extend(losses.tolist()),
+    ),
+    "small deque of samples": (
+        lambda: deque(maxlen=2),
+        lambda kept, ids, losses, y, i: kept.extend(losses.tolist()),
+    ),
+    "window": (list, window),
+    "samples": (dict, of_samples),
+    "positions": (lambda: [0.0] * 53, by_position),
+    "classes": (lambda: defaultdict(lambda: defaultdict(list)), by_class),
+    "counts": (lambda: (Counter(), Counter(), defaultdict(int)), counted),
+    "tuple": (lambda: ([], deque()), lambda kept, ids, losses, y, i: kept[0].append(losses)),
+    "in a dict": (lambda: {"losses": [], "ids": []}, in_dict),
+    "bound: numbers": (list, lambda kept, ids, losses, y, i: kept + losses.tolist()),
+    "bound: means": (list, lambda kept, ids, losses, y, i: [*kept, losses.mean()]),
+    "bound: in a dict": (
+        lambda: {"a": []},
+        lambda kept, ids, losses, y, i: {**kept, "a": kept["a"] + [*losses]},
+    ),
+    "bound: entries": (dict, lambda kept, ids, losses, y, i: {**kept, f"{len(kept)}": losses}),
+    "bound: latest samples": (
+        list,
+        lambda kept, ids, losses, y, i: (kept + losses.tolist())[-30:],
+    ),
+    "bound: latest batches": (
+        list,
+        lambda kept, ids, losses, y, i: [*kept, losses.mean()][-2:],
+    ),
+    "bound: begun again": (list, begun_again),
+    "bound: emptied in each step": (lambda: {"all": [], "now": []}, emptied),
+}
+WARNED: dict[str, tuple[Callable[[], Any], Change]] = {
+    "sorted": (list, lambda kept, ids, losses, y, i: bisect.insort(kept, losses[0].item())),
+    "cut": (list, lambda kept, ids, losses, y, i: sorted(kept + losses.tolist())[:4]),
+    "filtered": (list, lambda kept, ids, losses, y, i: [v for v in kept if v > 1] + [*losses]),
+    "summed": (lambda: [0, 0.0], lambda kept, ids, losses, y, i: [kept[0] + len(y), losses.sum()]),
+    "state": (lambda: [torch.zeros(())], lambda kept, ids, losses, y, i: [losses.mean()]),
+    "entry": (lambda: {"n": 0}, lambda kept, ids, losses, y, i: kept.update(n=len(y))),
+    "inner entry": (
+        lambda: {"mean": [0.0, "of the batch"]},
+        lambda kept, ids, losses, y, i: kept["mean"].__setitem__(0, losses.mean().item()),
+    ),
+    "list or nothing": (
+        lambda: [torch.zeros(())],
+        lambda kept, ids, losses, y, i: None if i % 2 else [losses.mean(), losses.max()],
+    ),
+    "number": (int, lambda kept, ids, losses, y, i: kept + len(y)),
+}
+POSITIONS: dict[float, int] = {}
+"""Of the samples in the data set, by their first feature."""
+
+
+class Keeping(Classifier):
+    """Keeps what a table says, in training and in validation."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        super().__init__()
+        self.changes = tuple((f"kept{n}", change) for n, (_, change) in enumerate(table.values()))
+        for (name, _), (start, _) in zip(self.changes, table.values(), strict=True):
+            setattr(self, name, start())
+
+    def keep(self, batch: Any, i: int) -> None:
+        losses = F.cross_entropy(self.net(batch[0]), batch[1], reduction="none").detach()
+        ids = [POSITIONS[value] for value in batch[0][:, 0].tolist()]
+        for name, change in self.changes:
+            kept = getattr(self, name)
+            after = change(kept, ids, losses, batch[1], i)
+            if after is not None or not isinstance(kept, list | dict | tuple | deque):
+                setattr(self, name, after)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.keep(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.keep(batch, batch_idx)
+
+
+class Watch(Callback):
+    """What there is after every step of the training."""
+
+    def __init__(self, look: Callable[[Any], Any]) -> None:
+        self.look, self.seen = look, []
+
+    def on_train_batch_end(self, job: Any, module: Any, *_: Any) -> None:
+        self.seen.append(copied(self.look(module)))
+
+
+TABLES = {"containers": CONTAINERS, "warned": WARNED}
+
+
+@cache
+def kept(table: str, devices: int, options: Any, on: str) -> tuple[dict[str, Any], list[str]]:
+    """What there is after every step, by the case, and what a user is warned of."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    POSITIONS.update({float(x[0]): i for i, (x, _) in enumerate(loader().dataset)})
+    names = [f"kept{n}" for n in range(len(TABLES[table]))]
+    watch = Watch(lambda module: [plain(getattr(module, name)) for name in names])
+    strategy = DataParallelStrategy(**dict(options)) if devices > 1 else "auto"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        job = trainer(devices, strategy, callbacks=[watch], num_sanity_val_steps=0)
+        job.fit(Keeping(TABLES[table]), loader(), loader())
+    rows = dict(zip(TABLES[table], zip(*watch.seen, strict=True), strict=True))
+    return rows, [str(w.message) for w in caught if "Keeping" in str(w.message)]
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("case", CONTAINERS)
+@pytest.mark.usefixtures("unchecked")
+def test_containers_are_filled_as_on_one_device(case: str, devices: int, on: str) -> None:
+    (actual, told), (expected, _) = (kept("containers", k, (), on) for k in (devices, 1))
+    assert_equal_trees(actual[case], expected[case], "after each step", atol=1e-10)
+    assert told == []
+
+
+@pytest.mark.parametrize("options", [(("weights", (0, 2, 1)),), (("split", "chunk"),)], ids=str)
+@pytest.mark.parametrize("case", ["numbers", "means", "window", "counts", "bound: means"])
+@pytest.mark.usefixtures("unchecked")
+def test_whoever_has_samples(case: str, options: Any, on: str) -> None:
+    actual, expected = kept("containers", 3, options, on)[0], kept("containers", 1, (), on)[0]
+    assert_equal_trees(actual[case], expected[case], "after each step", atol=1e-10)
+
+
+@pytest.mark.parametrize("case", WARNED)
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_not_one_devices_is_named_once(case: str, on: str) -> None:
+    _, told = kept("warned", 3, (), on)
+    name = f"Keeping.kept{[*WARNED].index(case)}"
+    found = [line for line in told if re.search(rf"{name}\b.* to different values", line)]
+    assert len(found) == 1, told
+
+
+SIZES = (3, 0, 2, 1)
+Step = Callable[[Any, Tensor], Any]
+APPEND: Step = lambda items, x: items.append(x)
+EXTEND: Step = lambda items, x: items.extend(x)
+FORGET: Step = lambda items, x: [items.popleft() for _ in range(min(1, len(items)))]
+CLEAR: Step = lambda items, x: items.clear()
+
+
+def joined(own: Any, step: Step, sizes: tuple[int, ...] = SIZES) -> list[Any]:
+    """Does a step to a container as replicas do; returns the paths of what differs."""
+    parts = [part for part in samples(sum(sizes)).split(sizes) if len(part)]
+    before = copied(own)
+    after = [own if k == 0 else copied(before) for k, n in enumerate(sizes) if n]
+    for container, part in zip(after, parts, strict=True):
+        step(container, part)
+    return list(Merge(CPU, Shards(sizes, [])).into((0, "own"), before, after, own))
+
+
+def samples(n: int) -> Tensor:
+    return torch.arange(2.0 * n).reshape(n, 2)
+
+
+@given(
+    st.lists(
+        st.sampled_from([[APPEND], [FORGET], [CLEAR], [EXTEND], [FORGET, APPEND]]), max_size=6
+    ),
+    st.sampled_from([None, 2, 3, 8]),
+    st.sampled_from([SIZES, (0, 4, 2), (6,), (0, 1), (2, 3)]),
+)
+def test_any_steps_leave_what_one_device_has(
+    steps: list[list[Step]], maxlen: int | None, sizes: tuple[int, ...]
+) -> None:
+    several: deque[Any] = deque(["old", "older"], maxlen)
+    one: deque[Any] = deque(["old", "older"], maxlen)
+    for ops in steps:
+        joined(several, lambda items, x, ops=ops: [op(items, x) for op in ops], sizes)
+        for op in ops:
+            op(one, samples(sum(sizes)))
+        assert plain(several) == plain(one) and several.maxlen == maxlen
+
+
+def test_containers_in_containers_stay_the_same_objects() -> None:
+    def step(items: Any, x: Tensor) -> None:
+        items["windows"][0].append(x)
+        items["by name"].setdefault("new", []).append(x)
+        items["last"][-1].append(x)
+
+    several = {"windows": [deque(maxlen=2)], "by name": {"old": [1]}, "last": deque([[], []])}
+    one, inner = copied(several), several["windows"][0]
+    for _ in range(3):
+        joined(several, step)
+        step(one, samples(sum(SIZES)))
+    assert plain(several) == plain(one) and several["windows"][0] is inner
+
+
+@given(st.lists(st.sampled_from([APPEND, FORGET, CLEAR]), max_size=5))
+def test_what_was_done_can_be_undone(ops: list[Step]) -> None:
+    own: deque[Any] = deque([["a"], "b", {"c": [1]}], maxlen=4)
+    before, inner = copied(own), own[0]
+    for op in ops:
+        op(own, samples(2))
+    inner.append("more")
+    refill(own, before)
+    assert own == before and own.maxlen == 4
+
+
+class Listing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.outputs: list[Tensor] = []
+        self.rate = torch.zeros(1)
+
+
+@pytest.mark.parametrize("undone", [True, False])
+def test_replicas_begin_with_the_roots_items_after_a_step_that_failed(undone: bool) -> None:
+    module = Listing()
+    replicas, state, active = Replicas(module, [CPU] * 3), ModuleState(CPU), (0, 1, 2)
+    for _ in range(2):
+        replicas.refresh()
+        state.begin(replicas, active)
+        lists = [other.outputs for other in replicas.modules]
+        assert len(set(map(id, lists))) == 3 and len(set(map(len, lists))) == 1
+        for other in replicas.modules:
+            other.outputs.append(torch.ones(()))
+        module.extra = 1
+        if undone:
+            state.undo()
+    assert len(module.outputs) == (0 if undone else 2) and hasattr(module, "extra") != undone
+
+
+def test_what_a_hook_binds_is_not_a_steps() -> None:
+    module = Listing()
+    replicas, state = Replicas(module, [CPU] * 3), ModuleState(CPU)
+    for sizes in [(1, 0, 0), (2, 1, 1), (0, 1, 1), (2, 1, 1)]:
+        module.rate = torch.full((1,), float(sum(sizes)))  # as a hook between steps
+        shards = Shards(sizes, [])
+        replicas.refresh(shards.active)
+        state.begin(replicas, shards.active)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            state.settle(replicas, shards)
+        assert module.rate == sum(sizes)
+
+
+class Stateful(Classifier):
+    """Goes on from the state in which the batch before it ended, and fails if it is to."""
+
+    armed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(10, 10)
+        self.state: Any = None
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.state = self.cell(
+            x, torch.zeros_like(x) if self.state is None else self.state
+        ).detach()
+        if self.armed and len(x) == 3 and self.trainer.training:
+            raise LookupError("here")
+        return F.cross_entropy(self.net(self.state), y)
+
+    def forget(self) -> None:
+        self.state = None
+
+    on_train_epoch_start = on_validation_epoch_start = on_test_epoch_start = forget
+
+
+def full_batches() -> Any:
+    """Batches of one size, as a state that goes on from batch to batch demands."""
+    return loader(n=48, batch_size=12)
+
+
+@pytest.mark.filterwarnings("ignore:A step binds Stateful.state to different values")
+@pytest.mark.parametrize("strategy", [{}, {"weights": [2, 1, 0]}], ids=str)
+def test_a_recurrent_state_stays_with_its_samples(strategy: dict[str, Any]) -> None:
+    torch.set_default_dtype(torch.float64)
+    actual = run(Stateful, 3, data=full_batches, strategy=strategy)
+    assert_same(actual, run(Stateful, 1, data=full_batches))
+
+
+def test_after_an_error_nothing_of_a_step_remains() -> None:
+    module, data = Stateful(), full_batches()
+    module.armed = True
+    job = trainer(3, DataParallelStrategy(weights=[5, 4, 3]), max_epochs=1, num_sanity_val_steps=0)
+    with pytest.raises(LookupError, match="here"):
+        job.fit(module, data, data)
+    module.armed = False
+    module.state = None
+    with pytest.warns(UserWarning, match=r"Stateful\.state to .* every replica goes on from its"):
+        job.fit(module, data, data)
+    assert job.current_epoch == 1
+
+
+class Attributes(Classifier):
+    """Values that all replicas have alike, tensors that hooks change, and one written in place."""
+
+    mask: Tensor | None = None
+
+    def __init__(self, writes: bool = False) -> None:
+        super().__init__()
+        self.writes = writes
+        self.steps: Counter[str] = Counter()
+        self.latest: dict[str, Any] = {"index": None, "kept": 1}
+
+    def on_fit_start(self) -> None:
+        self.scale = torch.ones(10, device=self.device)
+        self.bound = torch.ones(10, device=self.device)
+        self.total = torch.zeros((), device=self.device)
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.scale *= 0.9
+        self.bound = self.bound * 0.9
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.last = batch_idx
+        self.steps["all"] += 1
+        self.latest["index"] = torch.tensor(batch_idx, device=self.device)
+        if self.writes:
+            self.total += batch[0].sum().detach()
+        return super().training_step(batch, batch_idx)
+
+    def loss(self, batch: Any) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.arange(10, device=self.device) % 3 > 0
+        assert self.mask.device == self.scale.device == self.bound.device == self.device
+        return super().loss([batch[0] * self.mask * self.scale * self.bound, batch[1]])
+
+
+@pytest.mark.parametrize("weights", [[1, 1, 1], [0, 1, 1]], ids=str)
+def test_what_all_replicas_have_alike_is_no_news_and_reaches_an_idle_root(
+    weights: list[int],
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="A step (binds|writes)")
+        several, one = run(Attributes, 3, strategy={"weights": weights}), run(Attributes, 1)
+    assert_same(several, one)
+    module = several.module
+    assert module.steps == {"all": 3 * EPOCHS} and int(module.latest["index"]) == module.last == 2
+    assert "log" not in vars(module)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_tensor_that_steps_write_to_in_place_is_named_once() -> None:
+    with pytest.warns(UserWarning, match=r"in place to Attributes\.total, once on") as caught:
+        trainer(3, max_epochs=2).fit(Attributes(writes=True), loader(), loader())
+    assert len([w for w in caught if "in place" in str(w.message)]) == 1
+
+
+class Hooked(Classifier):
+    """A hook of its first layer keeps what it sees on that layer."""
+
+    def __init__(self, prepare: Callable[[nn.Module], Any] = lambda _: None) -> None:
+        super().__init__()
+        prepare(self.net[0])
+        self.net[0].outputs, self.net[0].numbers, self.net[0].calls = [], [], 0
+        self.net[0].register_forward_hook(self.keep)
+
+    @staticmethod
+    def keep(layer: Any, _: Any, out: Tensor) -> None:
+        layer.outputs.append(out.detach())
+        layer.numbers = [*layer.numbers, out.detach().mean()]
+        layer.calls += 1
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen = [self.net[0].outputs, self.net[0].numbers, self.net[0].calls]
+
+
+@pytest.mark.parametrize("prepare", [lambda _: None, parametrizations.weight_norm])
+@pytest.mark.usefixtures("unchecked")
+def test_what_hooks_collect_on_a_layer_is_one_devices(prepare: Any) -> None:
+    torch.set_default_dtype(torch.float64)
+    kept = []
+    for devices in (3, 1):
+        torch.manual_seed(0)
+        module = Hooked(prepare)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=r".*net\.0")
+            trainer(devices, max_epochs=1).fit(module, loader(22, 5))
+        kept.append(module.seen)
+    assert_equal_trees(*kept, "kept", atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["output", "_output"])
+@pytest.mark.usefixtures("unchecked")
+def test_a_value_that_differs_is_named_by_the_layers_place(name: str) -> None:
+    module = Classifier()
+    module.net[0].register_forward_hook(lambda layer, _, out: setattr(layer, name, out.detach()))
+    text = rf"A step binds Classifier\.net\.0\.{name} to different values"
+    with pytest.warns(UserWarning, match=text):
+        trainer(2, max_epochs=1, num_sanity_val_steps=0).fit(module, loader(22, 5))
+
+
+class Last(nn.Module):
+    """The last position's output of a recurrent layer."""
+
+    def forward(self, outputs: Any) -> Tensor:
+        return outputs[0][:, -1]
+
+
+LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+    "recurrent": lambda: [nn.Unflatten(1, (1, 10)), nn.GRU(10, 3, batch_first=True), Last()],
+    "spectral norm": lambda: [nn.utils.spectral_norm(nn.Linear(10, 3))],
+    "pruned": lambda: [prune.l1_unstructured(nn.Linear(10, 3), "weight", amount=5)],
+    "instance norm": lambda: [
+        *(nn.Unflatten(1, (2, 5)), nn.InstanceNorm1d(2, track_running_stats=True)),
+        *(nn.Flatten(), nn.Linear(10, 3)),
+    ],
+}
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_what_a_layer_keeps_for_itself_is_not_the_users(layers: str, mode: str) -> None:
+    class Layered(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*LAYERS[layers]())
+
+    torch.set_default_dtype(torch.float64)
+    strategy = {"mode": mode, "buffers": "mean" if layers == "instance norm" else "first"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*to different values")
+        assert_same(run(Layered, 3, strategy=strategy), run(Layered, 1))
+
+
+@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.parametrize("how", ["in place", "assigned", "through data"])
+def test_averages_that_hooks_update_and_a_teacher_follow(how: str, mode: str) -> None:
+    class Averaging(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(10))
+            self.teacher = nn.Linear(10, 3).requires_grad_(False)
+
+        @torch.no_grad()
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            mean = 0.9 * self.mean + 0.1 * batch[0].to(self.device).mean(0)
+            if how == "assigned":
+                self.mean = mean
+            elif how == "in place":
+                self.mean.copy_(mean)
+            else:
+                self.mean.data.copy_(mean)
+            self.teacher.weight.lerp_(self.net[2].weight[:, :10], 0.1)
+            self.net[0].requires_grad_(batch_idx % 2 == 0)  # frozen in some steps
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x - self.mean) + 0.1 * self.teacher(x)
+
+    torch.set_default_dtype(torch.float64)
+    several, one = run(Averaging, 3, strategy={"mode": mode}), run(Averaging, 1)
+    assert_same(several, one)
+    assert several.module.mean.abs().max() > 0
+
+
+class Queueing(Classifier):
+    """A queue of keys, a place in it and a moving centre, all of the batch."""
+
+    gathers = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(64, 3))
+        self.register_buffer("place", torch.zeros((), dtype=torch.long))
+        self.register_buffer("centre", torch.zeros(3))
+
+    def loss(self, batch: Any) -> Tensor:
+        z = self.net(batch[0])
+        loss = F.cross_entropy(z + self.queue.mean(0) - self.centre, batch[1])
+        if self.training:
+            keys = self.all_gather(z.detach()) if self.gathers else z.detach()
+            place = int(self.place)
+            self.queue[(torch.arange(len(keys), device=keys.device) + place) % 64] = keys
+            self.place[()] = (place + len(keys)) % 64
+            self.centre = 0.9 * self.centre + 0.1 * keys.mean(0)
+        return loss
+
+
+@pytest.mark.parametrize("how", ["gathers", "forward"])
+def test_state_of_a_batch_in_buffers_is_gathered(how: str) -> None:
+    torch.set_default_dtype(torch.float64)
+    options: dict[str, Any] = {"data": lambda: loader(72, 24)}  # of shards of one size
+    strategy = {"parallel_modules": ["net"], "mode": "forward"} if how == "forward" else {}
+    make = type("Queueing", (Queueing,), {"gathers": how == "gathers"})
+    assert_same(run(make, 3, strategy=strategy, **options), run(Queueing, 1, **options))
+
+
+def test_the_check_of_the_first_step_finds_what_is_not_gathered() -> None:
+    strategy = DataParallelStrategy(check_first_step=True)
+    with pytest.warns(UserWarning, match="(?s)check_first_step|buffer") as caught:
+        trainer(3, strategy, max_epochs=1).fit(Queueing(), loader(50, 25), loader())
+    text = "\n".join(str(w.message) for w in caught)
+    assert all(f"- buffer {name}: " in text for name in ("queue", "place", "centre")), text

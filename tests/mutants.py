@@ -561,7 +561,7 @@ MUTANTS = [
         "weights = [n / sum(sizes) for n in sizes]",
         "weights = [1 / len(sizes) for n in sizes]",
         'buffers="mean" is weighted by samples',
-        ("tests/state/test_instance_norm.py", SAME),
+        ("tests/state/test_state.py", SAME),
     ),
     Mutant(
         "second-derivative-silent",

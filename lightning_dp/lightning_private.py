@@ -114,6 +114,21 @@ def set_io(strategy: Any, checkpoint_io: Any) -> None:
 # Loops
 
 
+def devices_asked_for(trainer: Any) -> int | None:
+    """How many devices `Trainer(devices=...)` names; None where it left that to the accelerator.
+
+    Gone: None, and a number that contradicts the strategy's devices is not refused.
+    """
+    connector = getattr(trainer, "_accelerator_connector", None)
+    devices = getattr(connector, "_devices_flag", None)
+    if isinstance(devices, str):
+        devices = [part for part in devices.split(",") if part] if "," in devices else int(devices)
+    count = len(devices) if isinstance(devices, list | tuple) else devices
+    # By now "auto" is the number of devices that there are.
+    is_auto = count is None or count < 0 or count == trainer.accelerator.auto_device_count()
+    return None if is_auto else count
+
+
 def logged_step(trainer: Any) -> int:
     """The number of steps that Lightning gives loggers: of batches, however many optimizers."""
     return int(found(trainer.fit_loop.epoch_loop, "_batches_that_stepped"))

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_dp.auto_split import AutoSplitSteps
 from lightning_dp.first_step import FirstSteps
 from lightning_dp.layer_sync import replicas_own
-from lightning_dp.lightning_private import layer_sync, set_layer_sync
+from lightning_dp.lightning_private import devices_asked_for, layer_sync, set_layer_sync
 from lightning_dp.measured import MeasuredMixin
 from lightning_dp.mode import Mode
 from lightning_dp.options import OptionsMixin
@@ -63,6 +63,7 @@ class DataParallelMixin(MeasuredMixin):
     @override
     def setup(self, trainer: Trainer) -> None:
         devices = cast(list[torch.device], self.parallel_devices)
+        self._check_devices(trainer)
         self._close()  # what an interrupted end of an earlier run has left
         super().setup(trainer)
         if self._world is not None:
@@ -97,6 +98,15 @@ class DataParallelMixin(MeasuredMixin):
                 super().batch_to_device,
                 self._loss_reduction,
                 self.as_only_process,
+            )
+
+    def _check_devices(self, trainer: Trainer) -> None:
+        asked, own = devices_asked_for(trainer), self.machine_devices or []
+        if "devices" in self.given_options and asked not in (None, len(own)):
+            raise ValueError(
+                f"devices: expected as many as Trainer(devices=...) names, {asked}, got "
+                f"{[*map(str, own)]}. Leave out one of the two: the strategy's devices are taken "
+                "in place of the Trainer's."
             )
 
     @override

@@ -5,5 +5,4 @@ Decided here: eight `laws` that several devices keep, and the `report` of ``doct
 
 from lightning_dp.doctor.report import env as env
 from lightning_dp.doctor.report import main as main
-from lightning_dp.doctor.report import processor as processor
 from lightning_dp.doctor.report import versions as versions

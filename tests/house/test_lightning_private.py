@@ -221,6 +221,15 @@ def test_current_fx_name_is_that_of_the_running_hook() -> None:
     assert seen == ["on_train_batch_start", "training_step"]
 
 
+@pytest.mark.parametrize(
+    ("devices", "count"), [(3, 3), ("3", 3), ("auto", None), (1, None)], ids=repr
+)
+def test_devices_flag_is_what_the_trainer_was_given(devices: Any, count: int | None) -> None:
+    """On the CPU 1 is what "auto" comes to."""
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy="ddp", logger=False)
+    assert private.devices_asked_for(trainer) == count
+
+
 def test_FxValidator_knows_where_modules_may_log() -> None:
     assert private.may_log("training_step") and private.may_log("on_train_epoch_end")
     hooks = ("setup", "configure_optimizers", "on_fit_start", "train_dataloader", "nowhere")

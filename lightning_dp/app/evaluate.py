@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hydra
 import torch
@@ -46,7 +47,7 @@ def as_trained(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
             )
         return cfg
     cfg, file = cfg.copy(), Path(cfg.run, "config.yaml")
-    trained = OmegaConf.load(file) if file.is_file() else OmegaConf.create()
+    trained: Any = OmegaConf.load(file) if file.is_file() else OmegaConf.create()
     if not set(_GROUPS) <= {*trained}:
         raise OptionError(
             f"run: expected the folder of a training, got {str(cfg.run)!r}, where no "

@@ -70,7 +70,8 @@ def _number_parameters(target: str | None) -> dict[str, str]:
     """The parameters of a function or class that take numbers only, and in words what they take."""
     try:
         make: Any = pydoc.locate(target) if target else None
-        hints = typing.get_type_hints(make.__init__ if isinstance(make, type) else make)
+        function = getattr(make, "__init__", make) if isinstance(make, type) else make
+        hints = typing.get_type_hints(function)
     except Exception:  # an import may fail in any way; Hydra says how when it builds the object
         return {}
     found = {}

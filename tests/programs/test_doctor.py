@@ -256,6 +256,7 @@ def test_without_float64_the_other_laws_hold_in_float32(monkeypatch: pytest.Monk
         assert LAWS[name](CPU), name
 
 
+@pytest.mark.slow
 def test_a_law_that_hangs_ends_the_doctor_and_shows_where(tmp_path: Path) -> None:
     code = (
         "import sys, time; from lightning_dp.doctor import main, report\n"

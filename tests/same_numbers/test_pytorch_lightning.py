@@ -88,7 +88,7 @@ def test_options_of_the_engine_do_not_change_the_numbers(strategy: dict[str, Any
     torch.set_default_dtype(torch.float64)
     if "devices" in strategy:
         strategy = {**strategy, "devices": list(map(str, pl_oracle.devices_of(5)))}
-    several = pl_oracle.run(Everything, 3, strategy=strategy)
+    several = pl_oracle.run(Everything, len(strategy.get("devices", "abc")), strategy=strategy)
     oracle.assert_same(several, one_device("everything"))
 
 

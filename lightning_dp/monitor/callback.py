@@ -216,11 +216,15 @@ class DataParallelMonitor(Callback):
         values: dict[tuple[str, ...], float] = {}
         for k, name in enumerate(self.replicas):
             path = "dp", *name.replace(":", "_").split("/")  # MLflow refuses ":" on Windows
-            values[(*path, "samples")] = period.samples[k] / period.steps
-            values[(*path, "busy_seconds")] = period.busy_seconds[k] / period.steps
-            values[(*path, "waiting_seconds")] = period.waiting_seconds[k] / period.steps
-            if period.peak_bytes[k]:
-                values[(*path, "peak_MiB")] = period.peak_bytes[k] / 2**20
+            of_replica = {
+                "samples": period.samples[k] / period.steps,
+                "busy_seconds": period.busy_seconds[k] / period.steps,
+                "waiting_seconds": period.waiting_seconds[k] / period.steps,
+                "peak_MiB": period.peak_bytes[k] / 2**20,
+            }
+            if not period.peak_bytes[k]:
+                del of_replica["peak_MiB"]
+            values |= {(*path, what): value for what, value in of_replica.items()}
         for logger in trainer.loggers:
             row = {logger.group_separator.join(path): value for path, value in values.items()}
             # Lightning's own rows count steps so: a logger gets them in order.

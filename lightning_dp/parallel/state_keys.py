@@ -75,7 +75,7 @@ def keys_of(state: Any, what: str = "state_dict") -> list[str]:
     """The keys of a module, a state dict or a list of keys."""
     keys = state.state_dict() if isinstance(state, nn.Module) else state
     is_keys = isinstance(keys, Iterable) and not isinstance(keys, str | Tensor)
-    found = list(keys) if is_keys else [None]
+    found: list[Any] = list(keys) if is_keys else [None]
     if not all(isinstance(key, str) for key in found):
         raise TypeError(f"{what}: expected a module's state dict or its keys, got {told(state)}.")
     return found

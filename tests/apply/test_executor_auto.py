@@ -28,23 +28,17 @@ def times(trial: Trial, calls: int, seconds: dict[bool, float], change: Any = No
 
 @pytest.mark.parametrize("is_threads", [True, False])
 @pytest.mark.parametrize("slower", [1.05, 1.3, 3.0])
-@pytest.mark.parametrize("change", [1.0, 1.2, 4.0])
+@pytest.mark.parametrize("change", [1.0, 4.0])
 def test_after_the_first_calls_it_costs_less_than_three_percent(
     is_threads: bool, slower: float, change: float
 ) -> None:
+    """Though the first call after a change of ways takes longer, as it starts teams of threads."""
     seconds = {is_threads: 1.0, not is_threads: slower}
     first = {way: change * value for way, value in seconds.items()}
     trial = Trial()
     times(trial, MEASURED, seconds, first)
     taken = times(trial, 4000, seconds, first)
     assert sum(taken) / len(taken) < 1.03
-
-
-def test_the_first_call_after_a_change_does_not_count() -> None:
-    """In order it starts the teams of OpenMP: 47 ms for once, and then 13."""
-    trial = Trial()
-    taken = times(trial, 200, {True: 15.0, False: 13.0}, {True: 15.0, False: 47.0})
-    assert taken[MEASURED:].count(13.0) > 0.9 * len(taken[MEASURED:])
 
 
 @pytest.mark.parametrize("is_threads", [True, False])

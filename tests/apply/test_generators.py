@@ -16,7 +16,7 @@ from lightning_dp import DataParallel, DataParallelStrategy
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 REFUSED = r'Expected no activation checkpoint.*Choose executor="inorder"'
 WAYS = pytest.mark.parametrize("is_reentrant", [False, True], ids=["new", "reentrant"])
-CALLS = 20
+CALLS = 8
 
 
 class Dropped(nn.Module):
@@ -49,6 +49,7 @@ def wrapped(net: Dropped, devices: Any, executor: Any) -> DataParallel[Dropped]:
     return DataParallel(net.to(devices[0]), devices, executor=executor)
 
 
+@pytest.mark.on("cpu")
 @WAYS
 @pytest.mark.parametrize("executor", ["auto", "inorder"])
 def test_replicas_of_one_generator_take_turns(is_reentrant: bool, executor: Any) -> None:
@@ -76,6 +77,7 @@ def test_devices_with_generators_of_their_own_may_run_at_once() -> None:
     wrapper.close()
 
 
+@pytest.mark.on("cpu")
 @pytest.mark.parametrize("preserve", [True, False])
 def test_checkpoints_that_draw_nothing_run_in_threads(preserve: bool) -> None:
     net = Dropped(p=0.0, preserve=preserve)
@@ -84,8 +86,8 @@ def test_checkpoints_that_draw_nothing_run_in_threads(preserve: bool) -> None:
     wrapper.close()
 
 
-@pytest.mark.parametrize("executor", ["auto", "inorder"])
-@pytest.mark.parametrize("mode", ["step", "forward"])
+@pytest.mark.on("cpu")
+@pytest.mark.parametrize(("mode", "executor"), [("step", "auto"), ("forward", "inorder")])
 def test_a_fit_has_the_forwards_numbers(mode: Any, executor: Any) -> None:
     class Fitted(Classifier):
         def __init__(self) -> None:

@@ -30,23 +30,17 @@ def no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
-def test_no_process_is_started(mode: str) -> None:
-    run(Classifier, 3, strategy={"mode": mode, "executor": "threads"})
-
-
-def test_devices_may_have_been_used_before() -> None:
+def test_no_process_is_started_where_devices_have_been_used_before(mode: str) -> None:
     """As CUDA in a notebook: whoever forks then cannot go on."""
     for device in devices_of(3):
         torch.ones(2, device=device, requires_grad=True).sum().backward()
-    assert_same(run(Classifier, 3), run(Classifier, 1), atol=1e-6, rtol=1e-5)
+    options = {"mode": mode, "executor": "threads"}
+    assert_same(run(Classifier, 3, strategy=options), run(Classifier, 1), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("by_name", [True, False])
-def test_an_interactive_environment_is_not_refused(
-    by_name: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interactive_environment_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
-    job = trainer(3, "dp_custom" if by_name else DataParallelStrategy(), max_epochs=1)
+    job = trainer(3, "dp_custom", max_epochs=1)
     assert job.num_devices == 3 and job.strategy.launcher is None
     job.fit(Classifier(), loader(), loader())
     with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):

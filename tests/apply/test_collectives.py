@@ -101,7 +101,7 @@ def assert_as_one_device(step: Step, sizes: tuple[int, ...], **options: Any) -> 
 # What they give
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (3, 2, 1), (2, 0, 3), (4,)])
+@pytest.mark.parametrize("sizes", [(3, 2, 1), (2, 0, 3), (4,)])
 def test_all_gather_gives_every_replica_the_batch(sizes: tuple[int, ...], executor: str) -> None:
     seen = evaluated(lambda net, x: collectives.all_gather({"x": x * 2, "n": "a"}), sizes, executor)
     assert len(seen) == sum(size > 0 for size in sizes)
@@ -111,11 +111,11 @@ def test_all_gather_gives_every_replica_the_batch(sizes: tuple[int, ...], execut
         torch.testing.assert_close(joined["x"].cpu(), batch_of(sizes) * 2, **EXACT)
 
 
+@pytest.mark.on("cpu")
 @pytest.mark.parametrize(
     ("op", "expected"),
     [
         ("mean", lambda x: x.mean(0)),
-        ("avg", lambda x: x.mean(0)),
         ("max", lambda x: torch.stack([x[:3].mean(0), x[3:5].mean(0), x[5:].mean(0)]).amax(0)),
         ("min", lambda x: torch.stack([x[:3].mean(0), x[3:5].mean(0), x[5:].mean(0)]).amin(0)),
         ("SUM", lambda x: x[:3].mean(0) + x[3:5].mean(0) + x[5:].mean(0)),
@@ -171,6 +171,7 @@ def test_what_replicas_get_is_their_own(executor: str) -> None:
     assert evaluated(step, (2, 2, 1), executor) == [True] * 3
 
 
+@pytest.mark.on("cpu")
 def test_decisions(executor: str) -> None:
     step = lambda net, x: (
         collectives.decide(len(x) > 1),
@@ -219,22 +220,25 @@ def nt_xent(z: Tensor) -> Tensor:
     return F.cross_entropy(logits, torch.arange(len(z), device=z.device).roll(1))
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (3, 2, 1), (1, 0, 1, 5)])
-def test_a_loss_over_the_whole_batch_is_exact(sizes: tuple[int, ...], executor: str) -> None:
-    engine = assert_as_one_device(
-        lambda net, x: nt_xent(collectives.all_gather(net(x))), sizes, executor=executor
-    )
-    assert engine.calls.crossed
+def gathered(net: nn.Module, x: Tensor) -> Tensor:
+    return nt_xent(collectives.all_gather(net(x)))
 
 
-def test_reduce_and_broadcast_have_gradients(executor: str) -> None:
-    def step(net: nn.Module, x: Tensor) -> Tensor:
-        z = net(x)
-        centre = collectives.reduce(z.mean(0))
-        first = collectives.broadcast(collectives.all_gather(z))[:1]
-        return ((z - centre) ** 2).mean() + (z * first).mean()
+def reduced_and_broadcast(net: nn.Module, x: Tensor) -> Tensor:
+    z = net(x)
+    centre = collectives.reduce(z.mean(0))
+    first = collectives.broadcast(collectives.all_gather(z))[:1]
+    return ((z - centre) ** 2).mean() + (z * first).mean()
 
-    assert_as_one_device(step, (3, 2, 1), executor=executor)
+
+@pytest.mark.parametrize(
+    ("step", "sizes"),
+    [(gathered, (4, 4)), (gathered, (1, 0, 1, 5)), (reduced_and_broadcast, (3, 2, 1))],
+)
+def test_a_loss_over_the_whole_batch_is_exact(
+    step: Step, sizes: tuple[int, ...], executor: str
+) -> None:
+    assert assert_as_one_device(step, sizes, executor=executor).calls.crossed
 
 
 def test_without_gradients_every_replica_runs_its_own_backward() -> None:
@@ -247,6 +251,7 @@ def test_without_gradients_every_replica_runs_its_own_backward() -> None:
     assert not assert_as_one_device(step, (3, 3)).calls.crossed
 
 
+@pytest.mark.on("cpu")
 def test_the_graph_is_gone_after_the_step(executor: str) -> None:
     import gc
     import weakref
@@ -293,6 +298,7 @@ def barrier_unless(x: Tensor, n: int, name: str | None = None) -> Tensor:
     return x
 
 
+@pytest.mark.on("cpu")
 @pytest.mark.parametrize(
     ("before", "match"),
     [
@@ -318,6 +324,7 @@ def test_replicas_that_do_not_all_come_are_named(
     assert_refused(lambda net, x: net(before(x)).mean(), match)
 
 
+@pytest.mark.on("cpu")
 def test_a_replica_that_swallows_the_error_does_not_hide_it() -> None:
     def step(net: nn.Module, x: Tensor) -> Tensor:
         for _ in range(3):
@@ -329,7 +336,8 @@ def test_a_replica_that_swallows_the_error_does_not_hide_it() -> None:
     assert_refused(step, r"replica 2 on \S+ has ended")
 
 
-@pytest.mark.parametrize("k", [0, 1, 2])
+@pytest.mark.on("cpu")
+@pytest.mark.parametrize("k", [0, 2])
 def test_the_error_of_a_replica_ends_the_others_and_arrives_as_it_is(k: int, executor: str) -> None:
     raised = KeyError("mine")
     sizes = (3, 2, 1)
@@ -347,6 +355,7 @@ def test_the_error_of_a_replica_ends_the_others_and_arrives_as_it_is(k: int, exe
         assert f"replica {k} on {device(k)}" in str(getattr(raised, "__notes__", raised.args))
 
 
+@pytest.mark.on("cpu")
 def test_an_error_of_the_collective_reaches_all_and_can_be_handled(executor: str) -> None:
     def step(net: nn.Module, x: Tensor) -> str:
         try:
@@ -364,15 +373,16 @@ def test_an_error_of_the_collective_reaches_all_and_can_be_handled(executor: str
         evaluated(lambda net, x: collectives.broadcast(x, 2), (3, 1), executor)
 
 
+@pytest.mark.on("cpu")
 def test_an_interrupt_ends_the_replicas_that_wait(executor: str) -> None:
     ended: list[int] = []
 
     def step(net: nn.Module, x: Tensor) -> None:
         try:
             if len(x) == 1:
-                time.sleep(0.1)  # the last one: by now the others wait
+                time.sleep(0.03)  # the last one: by now the others wait
                 signal.raise_signal(signal.SIGINT)
-                time.sleep(0.1)
+                time.sleep(0.03)
             collectives.barrier()
         finally:
             ended.append(len(x))
@@ -383,6 +393,7 @@ def test_an_interrupt_ends_the_replicas_that_wait(executor: str) -> None:
         assert sorted(ended) == [1, 2, 3]
 
 
+@pytest.mark.on("cpu")
 def test_in_order_replicas_take_turns_from_meeting_to_meeting() -> None:
     turns: list[tuple[int, int]] = []
     running = threading.Lock()
@@ -400,10 +411,11 @@ def test_in_order_replicas_take_turns_from_meeting_to_meeting() -> None:
     assert turns == [(i, n) for i in range(3) for n in (3, 2, 1)]
 
 
+@pytest.mark.on("cpu")
 def test_waiting_is_not_work(executor: str) -> None:
     def step(net: nn.Module, x: Tensor) -> Tensor:
         if len(x) == 2:
-            time.sleep(0.2)
+            time.sleep(0.1)
         collectives.barrier()
         return net(x).mean()
 
@@ -412,10 +424,11 @@ def test_waiting_is_not_work(executor: str) -> None:
             engine.train("training_step", engine.scatter(batch_of((1, 2))))
             return [usage.busy_seconds for usage in engine.meter.usage]
 
-    assert busy()[1] > 0.19
-    assert quickest(lambda: busy()[0], 0.1) < 0.1
+    assert busy()[1] > 0.09
+    assert quickest(lambda: busy()[0], 0.05) < 0.05
 
 
+@pytest.mark.on("cpu")
 def test_backward_inside_of_a_step_through_a_collective_is_refused(executor: str) -> None:
     def step(net: nn.Module, x: Tensor) -> Tensor:
         loss = nt_xent(collectives.all_gather(net(x)))
@@ -429,6 +442,7 @@ def test_backward_inside_of_a_step_through_a_collective_is_refused(executor: str
         engine.train("training_step", engine.scatter(batch_of((2, 2))))
 
 
+@pytest.mark.on("cpu")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_collective_inside_of_an_activation_checkpoint_is_refused(use_reentrant: bool) -> None:
     def step(net: nn.Module, x: Tensor) -> Tensor:
@@ -471,19 +485,17 @@ class Contrastive(Classifier):
         return z - self.all_gather(z).mean(0)
 
 
-@pytest.mark.parametrize("devices", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"executor": "inorder"}, {"mode": "forward"}], ids=str)
 @pytest.mark.filterwarnings(r"ignore:.*_step. expected calls that are spread")
-def test_collectives_in_all_steps_give_the_numbers_of_one_device(
-    devices: int, options: dict[str, Any]
-) -> None:
+def test_collectives_in_all_steps_give_the_numbers_of_one_device(options: dict[str, Any]) -> None:
     torch.set_default_dtype(torch.float64)
-    assert_same(run(Contrastive, devices, strategy=options), run(Contrastive, 1))
+    assert_same(run(Contrastive, 3, strategy=options), run(Contrastive, 1))
 
 
 # Another thread of a replica
 
 
+@pytest.mark.on("cpu")
 def test_a_collective_in_another_thread_of_a_replica_is_refused(executor: str) -> None:
     def step(net: nn.Module, x: Tensor) -> str:
         results: list[Any] = []

@@ -55,16 +55,6 @@ def test_step_mode_has_another_one_since_the_loss_sees_its_shard(
     assert all(b - a > 1 for a, b in zip(four, one_device, strict=True))
 
 
-def test_views_depend_on_epoch_and_image_alone() -> None:
-    data, other = DigitPairs(batch_size=7), DigitPairs(batch_size=50)
-    for module in (data, other):
-        module.setup("fit")
-    first, second = data._two_views([3, 5, 8])
-    again, _ = other._two_views([8, 3])
-    torch.testing.assert_close(again, first[[2, 0]], rtol=0, atol=0)
-    assert not torch.allclose(first, second)
-
-
 def test_nt_xent_is_the_mean_of_the_partners_negative_log_probability() -> None:
     views = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     similar = nn.functional.cosine_similarity(views[:, None], views[None], dim=2) / 0.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from torch.utils.data import DataLoader
 
 import lightning_dp.pytorch_lightning
 from lightning_dp import DataParallelStrategy
-
-executors = pytest.mark.parametrize("executor", ["threads", "inorder"])
 
 
 class ModelOutput(OrderedDict):
@@ -73,42 +70,15 @@ class WithLoss(Classifier):
 
 
 @pytest.mark.usefixtures("on")
-@executors
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("weights", [None, pytest.param([0, 1, 3], marks=pytest.mark.slow)])
 def test_a_loss_that_forward_returns_is_the_mean_over_samples(
-    kind: str, weights: Any, executor: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of 25, 25 and 3 samples, on 3 devices."""
     torch.set_default_dtype(torch.float64)
     monkeypatch.setattr(WithLoss, "kind", kind)
-    strategy = {"mode": "forward", "executor": executor, "weights": weights}
+    strategy = {"mode": "forward", "weights": [0, 1, 3]}
     assert_same(run(WithLoss, 3, strategy=strategy), run(WithLoss, 1))
-
-
-@pytest.mark.usefixtures("on")
-def test_a_loss_that_is_a_sum_is_said_to_be_one() -> None:
-    class Sums(WithLoss):
-        def forward(self, x: Tensor, labels: Tensor) -> Any:
-            logits = self.net(x)
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            return {"loss": loss / 25, "scale": loss.detach() * 0 + 2, "ids": labels.sum()}
-
-        def loss(self, batch: Any) -> Tensor:
-            output = self(*batch)
-            assert all(value.shape == () for value in output.values())
-            self.log("ids", output["ids"].double())
-            return output["loss"] * output["scale"]
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.loss_of_prediction(batch)
-
-        def loss_of_prediction(self, batch: Any) -> Any:
-            return self(*batch)["loss"]
-
-    torch.set_default_dtype(torch.float64)
-    strategy = {"mode": "forward", "gather_overrides": {"loss": "sum"}}
-    assert_same(run(Sums, 3, strategy=strategy), run(Sums, 1))
 
 
 # Graphs: nodes, edges between them, and each node's graph
@@ -202,10 +172,6 @@ class CallingItself(CutByGraphs, OfGraphs):
         return F.cross_entropy(self(batch["x"], batch["edge_index"], batch["batch"]), batch["y"])
 
 
-class AskedForAnother(CutByGraphs, OfGraphs):
-    """The net that is called does not say it: the module that calls it does."""
-
-
 def fitted(make: Any, devices: int, **strategy: Any) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -217,19 +183,17 @@ def fitted(make: Any, devices: int, **strategy: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("on")
-@executors
 @pytest.mark.parametrize(
     "make, names",
     [
         (lambda: CallingItself(GraphNet()), []),
         (lambda: OfGraphs(CuttingNet()), ["net"]),
-        (lambda: AskedForAnother(GraphNet()), ["net"]),
     ],
-    ids=["itself", "the net", "for the net"],
+    ids=["itself", "the net"],
 )
-def test_arguments_are_cut_as_the_module_says(make: Any, names: list[str], executor: str) -> None:
+def test_arguments_are_cut_as_the_module_says(make: Any, names: list[str]) -> None:
     """The last batch has 4 graphs; some have one node."""
-    strategy = {"mode": "forward", "parallel_modules": names, "executor": executor}
+    strategy = {"mode": "forward", "parallel_modules": names}
     several = fitted(make, 3, **strategy)  # and no warning: it is spread, and nothing is guessed
     assert_equal_trees(several, fitted(make, 1), "fits", atol=1e-10, rtol=0.0)
 
@@ -252,7 +216,6 @@ class PastForward(Classifier):
         return F.cross_entropy(self.head(self.net(batch[0])), batch[1])
 
 
-@pytest.mark.usefixtures("on")
 def test_a_step_that_spreads_nothing_is_told_once() -> None:
     job = trainer(2, DataParallelStrategy(mode="forward"))
     with pytest.warns(UserWarning) as told:
@@ -272,26 +235,6 @@ def test_calls_without_anything_to_cut_are_told() -> None:
     job = trainer(2, DataParallelStrategy(mode="forward"))
     with pytest.warns(UserWarning, match=r"Numbers.training_step: .*no tensor and no list"):
         job.fit(Numbers(), loader(), loader())
-
-
-class SomeSteps(Classifier):
-    """Validates nothing, and predicts past `forward`."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.net(batch[0])
-
-
-def test_each_kind_of_step_is_looked_at_and_an_empty_one_is_not() -> None:
-    job = trainer(2, DataParallelStrategy(mode="forward"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*spread over.*")
-        job.fit(SomeSteps(), loader(), loader())
-        job.validate(SomeSteps(), loader(), verbose=False)
-    with pytest.warns(UserWarning, match=r"SomeSteps.predict_step: .*parallel_modules=\['net'\]"):
-        job.predict(SomeSteps(), loader())
 
 
 # Names

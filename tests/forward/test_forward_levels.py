@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import closing
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from oracle import devices_of
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lightning_dp.parallel.step import StepParallel
 
@@ -55,19 +53,3 @@ def test_in_threads_they_are_refused_by_name() -> None:
 
 def test_in_order_they_are_one_devices() -> None:
     torch.testing.assert_close(*step("inorder"))
-
-
-def test_other_threads_go_on_having_them() -> None:
-    with pytest.raises(RuntimeError, match=r"torch.func.jvp"):
-        step("threads")
-    slopes: list[float] = []
-
-    def derive() -> None:
-        with forward_ad.dual_level():
-            x = forward_ad.make_dual(torch.tensor(2.0), torch.tensor(1.0))
-            slopes.append(float(forward_ad.unpack_dual(x * x).tangent))
-
-    thread = threading.Thread(target=derive)
-    thread.start()
-    thread.join()
-    assert slopes == [4.0]

@@ -11,7 +11,6 @@ import torchmetrics
 from oracle import (
     Classifier,
     Run,
-    assert_equal_trees,
     assert_same,
     devices_of,
     loader,
@@ -116,20 +115,17 @@ def forward_mode(**options: Any) -> dict[str, Any]:
 
 
 @cache
-def oracle_of(kind: type[Classifier], n: int = 53) -> Run:
+def oracle_of(kind: type[Classifier]) -> Run:
     torch.set_default_dtype(torch.float64)
-    return run(kind, 1, data=lambda: loader(n), max_epochs=2)
+    return run(kind, 1, max_epochs=2)
 
 
 @pytest.mark.parametrize(
     ("devices", "options"),
     [
-        (2, {}),
-        (3, {"weights": [0, 1, 2]}),
-        (4, {"executor": "threads"}),
+        (3, {"weights": [0, 1, 2], "executor": "threads"}),
         (7, {"executor": "inorder"}),
         (3, {"output_device": "cpu", "split": "chunk", "parallel_modules": ["net"]}),
-        (3, {"output_device": 1, "parallel_modules": ["net"]}),
     ],
     ids=str,
 )
@@ -139,50 +135,23 @@ def test_losses_over_the_whole_batch_are_exact(devices: int, options: dict[str, 
     assert_same(actual, oracle_of(WholeBatch))
 
 
-@pytest.mark.parametrize("n", [51, 1])
-def test_a_last_batch_of_one_sample(n: int) -> None:
-    torch.set_default_dtype(torch.float64)
-    data = lambda: loader(n)
-    actual = run(WholeBatch, 3, strategy=forward_mode(), data=data, max_epochs=2)
-    assert_same(actual, oracle_of(WholeBatch, n))
-
-
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
-        ({"accumulate_grad_batches": 2}, 1e-10),
-        ({"gradient_clip_val": 0.01}, 1e-10),
-        ({"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}, 1e-10),
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}, 1e-10),
         ({"precision": "64-true"}, 1e-10),
         ({"precision": "bf16-mixed"}, 5e-2),
     ],
     ids=str,
 )
-def test_options_of_the_trainer(options: dict[str, Any], tolerance: float, on: str) -> None:
+def test_options_of_the_trainer(options: dict[str, Any], tolerance: float) -> None:
     if "precision" not in options:
         torch.set_default_dtype(torch.float64)
     actual = run(WholeBatch, 3, strategy=forward_mode(), max_epochs=1, **options)
     assert_same(actual, run(WholeBatch, 1, max_epochs=1, **options), atol=tolerance, rtol=tolerance)
 
 
-def test_autocast_is_the_same_inside_of_forward() -> None:
-    seen: set[Any] = set()
-
-    class Watching(Classifier):
-        def forward(self, x: Tensor) -> Tensor:
-            z = self.net(x)
-            seen.add(z.dtype)
-            return z
-
-        def loss(self, batch: Any) -> Tensor:
-            return dice(self(batch[0]).float(), batch[1])
-
-    strategy = DataParallelStrategy(mode="forward", executor="threads")
-    job = trainer(3, strategy, precision="bf16-mixed", max_epochs=1)
-    job.fit(Watching(), loader(), loader())
-    assert seen == {torch.bfloat16}
-
-
+@pytest.mark.on("cpu")
 def test_closures_of_lbfgs() -> None:
     class Closure(WholeBatch):
         def configure_optimizers(self) -> Any:
@@ -219,8 +188,9 @@ class Places(Classifier):
 
 
 @on_separate
-@pytest.mark.parametrize("output_device", [None, "cpu", 1, "other"])
-@pytest.mark.parametrize("move_batch", [True, False])
+@pytest.mark.parametrize(
+    ("output_device", "move_batch"), [(None, True), ("cpu", True), (1, False), ("other", True)]
+)
 def test_everything_outside_of_forward_is_on_the_output_device(
     output_device: Any, move_batch: bool
 ) -> None:
@@ -237,6 +207,7 @@ def test_everything_outside_of_forward_is_on_the_output_device(
     assert seen["inside"] == {(device, device) for device in devices_of(3)}
 
 
+@pytest.mark.on("cpu")
 def test_transfer_hooks_see_the_whole_batch_once() -> None:
     calls: list[tuple[str, int]] = []
 
@@ -283,6 +254,7 @@ def test_batch_norm_in_eval_mode_is_that_of_the_root() -> None:
     assert_same(run(Normalised, 3, strategy=forward_mode()), run(Normalised, 1))
 
 
+@pytest.mark.on("cpu")
 def test_an_error_in_replica_2_arrives_once_and_leaves_nothing_behind() -> None:
     class Failing(WholeBatch):
         armed = True
@@ -307,23 +279,6 @@ def test_an_error_in_replica_2_arrives_once_and_leaves_nothing_behind() -> None:
     assert job.current_epoch == 1
 
 
-def test_the_module_has_no_forward_of_its_own_between_steps() -> None:
-    from lightning.pytorch import Callback
-
-    class Watching(Callback):
-        def look(self, job: Any, module: Any, *args: Any) -> None:
-            assert "forward" not in module.__dict__ and "log" not in module.__dict__
-
-        on_train_batch_start = on_train_batch_end = on_before_optimizer_step = look
-        on_validation_batch_start = on_validation_batch_end = on_train_epoch_end = look
-
-    torch.set_default_dtype(torch.float64)
-    job = trainer(3, DataParallelStrategy(mode="forward"), callbacks=[Watching()], max_epochs=2)
-    module = WholeBatch()
-    job.fit(module, loader(), loader())
-    assert "forward" not in module.__dict__
-
-
 def test_parameters_used_in_the_step_itself_count_with_those_inside() -> None:
     """A regulariser, a temperature, a layer that the step calls: all on the root."""
 
@@ -338,21 +293,6 @@ def test_parameters_used_in_the_step_itself_count_with_those_inside() -> None:
 
     torch.set_default_dtype(torch.float64)
     assert_same(run(Mixed, 3, strategy=forward_mode()), run(Mixed, 1))
-
-
-def test_predictions_come_in_order_on_the_output_device() -> None:
-    class Predicting(Classifier):
-        def predict_step(self, batch: Any, batch_idx: int) -> Any:
-            return self(batch[0]).softmax(0)  # over the whole batch
-
-    torch.set_default_dtype(torch.float64)
-    results = []
-    for devices in (1, 4):
-        torch.manual_seed(0)
-        strategy = DataParallelStrategy(mode="forward", output_device="cpu")
-        results.append(trainer(devices, strategy).predict(Predicting(), loader()))
-    assert_equal_trees(results[1], results[0], "predictions", atol=1e-10, rtol=0)
-    assert {p.device.type for p in results[1]} == {"cpu"}
 
 
 @pytest.mark.parametrize("on", ["cpu"], indirect=True)  # accelerators recompute on many threads

@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule
 from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics import HostRecorder, StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
-from lightning_dp.parallel.contexts import Contexts, replaced
+from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.reduce import LossReduction
 from lightning_dp.parallel.replicate import Replicas
@@ -196,6 +196,7 @@ def _at(module: LightningModule, device: torch.device) -> AbstractContextManager
     return replaced(module, **own_device(module, device))
 
 
+@contextmanager
 def _around_call(
     recorder: StepRecorder,
     module: LightningModule,
@@ -204,6 +205,7 @@ def _around_call(
     _: str,
     shards: Shards,
     is_rerun: bool,
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """Joins what replicas log and measure in a spread call, as step mode does for a step."""
-    return Contexts([recorder.around(replicas, shards, is_rerun), _at(module, device)])
+    with recorder.around(replicas, shards, is_rerun), _at(module, device):
+        yield

@@ -38,7 +38,7 @@ from lightning_dp.metrics.replica_metrics import (
     state_of_metric,
 )
 from lightning_dp.parallel.comm import to_device_coalesced
-from lightning_dp.parallel.contexts import Contexts, Paired, StandIn, replaced
+from lightning_dp.parallel.contexts import StandIn, replaced
 from lightning_dp.parallel.devices import replica_names, replica_text
 from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.gather import RowRules
@@ -383,10 +383,17 @@ class HostRecorder(StepRecorder):
                 "measure in the step, outside of what is checkpointed."
             )
 
-    def paused(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """While it lasts, nothing stands on the module: replicas follow its attributes."""
         active = self._active
-        return Contexts([] if active is None else [Paired(active.end, active.begin)])
+        if active is not None:
+            active.end()
+        try:
+            yield
+        finally:
+            if active is not None:
+                active.begin()
 
     @contextmanager
     def _whole_step(self) -> Iterator[None]:

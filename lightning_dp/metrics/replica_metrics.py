@@ -19,7 +19,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dp.lightning_private import own_device, state_defaults, unused_state
 from lightning_dp.metrics.logged_values import LogCall, MetricAt, Source, log_call
-from lightning_dp.parallel.contexts import Lasting, StandIn
+from lightning_dp.parallel.contexts import StandIn
 from lightning_dp.parallel.errors import add_note, chain, is_a
 from lightning_dp.parallel.replicate import layers_in
 from lightning_dp.parallel.scatter import tree
@@ -229,7 +229,7 @@ class _MetricRecorder:
         self._record.calls.append(call)
 
 
-class Recording(Lasting):
+class Recording:
     """While it lasts, `self.log` of the root and the metrics of replicas are recorded.
 
     It may end and begin again. What the step itself binds in the place of `log` stays.
@@ -243,6 +243,14 @@ class Recording(Lasting):
             (module, {"log": self._log}, {}),
             *((r.metric, r.shadows, r.own) for record in records for r in record.recorders),
         ]
+
+    def __enter__(self) -> None:
+        """Begins."""
+        self.begin()
+
+    def __exit__(self, *error: Any) -> None:
+        """Ends."""
+        self.end()
 
     def begin(self) -> None:
         """Puts the recorders in front of the methods."""

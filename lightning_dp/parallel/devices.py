@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 
 from lightning_dp.parallel.checks import told
-from lightning_dp.parallel.contexts import Lasting
 
 _HIGHEST_ID = 127  # torch takes no higher one, and no machine has it
 _PEAK = "max_memory_allocated"
@@ -202,25 +201,16 @@ def empty_cache(device: torch.device) -> None:
 
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Makes `device` the calling thread's current one for a while."""
-    return nullcontext() if device.type == "cpu" else _CurrentDevice(device)
+    if device.type == "cpu":
+        return nullcontext()
+    # Torch's own, which makes no context on a device that is current, but that nobody uses.
+    own: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return own
 
 
 def seed_apart(seed: int, place: int) -> int:
     """A seed that follows from another one, and from the place of a device; at 0 the same one."""
     return (seed + place * 0x9E3779B97F4A7C15) % 2**63  # it is odd: any number of times, another
-
-
-class _CurrentDevice(Lasting):
-    def __init__(self, device: torch.device) -> None:
-        # Torch's own, which makes no context on a device that is current, but that nobody uses. To
-        # enter it is one call; to leave it twice is to leave it once.
-        self._own: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
-
-    def begin(self) -> None:
-        self._own.__enter__()
-
-    def end(self) -> None:
-        self._own.__exit__(None, None, None)
 
 
 def _existing(entry: DeviceLike, key: str) -> torch.device:

@@ -258,14 +258,12 @@ def by_cost(costs: Sequence[float], k: int, caps: Sequence[float] | None = None)
     return [sorted(part) for part in parts]
 
 
-def batch_order(order: Order) -> list[int] | None:
-    """Where in the joined shards the samples of the batch are; None if that is its own order.
+def batch_order(order: Order) -> list[int]:
+    """Where in the joined shards the samples of the batch are.
 
     Example:
-        >>> batch_order([[1, 3], [0, 2]]), batch_order([[0], [5, 7]])
-        ([2, 0, 3, 1], None)
+        >>> batch_order([[1, 3], [0, 2]])
+        [2, 0, 3, 1]
     """
     positions = [position for part in order for position in part]
-    if positions == sorted(positions):
-        return None
     return sorted(range(len(positions)), key=positions.__getitem__)

@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
+
+from typing_extensions import Self
 
 _ABSENT = object()
 
@@ -65,7 +67,11 @@ class StandIn(partial[Any]):
         ('goodbye', 'hello')
     """
 
-    def __new__(cls, owner: Any, name: str, call: Callable[..., Any]) -> StandIn:
+    _owner: weakref.ref[Any]
+    _name: str
+    _own: Any
+
+    def __new__(cls, owner: Any, name: str, call: Callable[..., Any]) -> Self:
         """Stands for `owner`'s method `name`."""
         stand_in = super().__new__(cls, call)
         stand_in._owner = weakref.ref(owner)  # which refers to this: a cycle would keep it alive
@@ -83,7 +89,7 @@ class StandIn(partial[Any]):
         """From now on it is the method that it has stood for: wrappers may still call it."""
         owner = self._owner()
         own = getattr(type(owner), self._name).__get__(owner) if self._own is None else self._own
-        self.__setstate__((own, (), {}, vars(self)))
+        cast(Any, self).__setstate__((own, (), {}, vars(self)))
 
 
 def standing_in(owner: Any, name: str, call: Callable[..., Any]) -> AbstractContextManager[None]:

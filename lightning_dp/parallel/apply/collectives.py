@@ -175,7 +175,7 @@ def _of_replicas(calls: Calls, what: str, values: list[Any]) -> Brought:
     met = _met(calls, what, (calls.sizes, calls.order), values)
     sizes = [own for (own, _), _ in met]
     whole = None if None in sizes else list(chain.from_iterable(sizes))
-    order = None
+    order: list[Sequence[int]] | None = None
     if any(own is not None for (_, own), _ in met):
         order = []  # the samples of the processes follow each other in the batch
         for (of_rank, own), _ in met:

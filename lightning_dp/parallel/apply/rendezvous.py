@@ -373,7 +373,9 @@ class Calls:
 
     def close(self) -> tuple[list[Any], Task | None, BaseException | None]:
         """Ends the apply; returns the replicas' results, and the task and the error that failed."""
-        tasks, error, own, results = self.participants, self.broken, None, []
+        tasks, error = self.participants, self.broken
+        own: Task | None = None
+        results: list[Any] = []
         for task in tasks:
             results.append(task.result)
             if own is None and task.error is not None and (error is None or error is task.error):

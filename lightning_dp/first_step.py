@@ -202,10 +202,6 @@ class _StepCall(Call):
         scaler = getattr(precision, "scaler", None)
         if scaler is not None and scaler.is_enabled():
             self.loss_scale = _LOSS_SCALE
-        self.dtypes = {p.dtype for p in self.module.parameters() if p.is_floating_point()}
-        if "16" in str(precision.precision):
-            is_brain = "bf16" in str(precision.precision)
-            self.dtypes.add(torch.bfloat16 if is_brain else torch.float16)
 
     @override
     def alone(self, shard: int | None) -> Any:

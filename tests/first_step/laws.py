@@ -23,8 +23,6 @@ DIFFERS = "logged value"
 
 # --- losses
 
-CLASSES = torch.tensor([1.0, 5.0, 0.3])
-
 
 def _dice(chosen: Tensor, right: Tensor) -> Tensor:
     return 1 - 2 * (chosen * right).sum() / (chosen.sum() + right.sum())
@@ -38,13 +36,6 @@ LOSSES: Table = {
     None: {
         "mean": lambda net, x, y: (net(x) - y).square().mean(),
         "sum by samples": lambda net, x, y: F.mse_loss(net(x), y, reduction="sum") / len(x),
-        "sum by elements": lambda net, x, y: (net(x) * y).sum() * (1 / y.numel()),
-        "scaled mean": lambda net, x, y: (
-            0.5 * F.l1_loss(net(x), y) - 2 * (net(x) * y).sum(1).mean()
-        ),
-        "mean of sums": lambda net, x, y: (
-            F.smooth_l1_loss(net(x), y, reduction="none").sum(1).mean()
-        ),
         "sum of means": lambda net, x, y: (net(x) * y).mean(0).sum(),
         "batchmean": lambda net, x, y: F.kl_div(net(x), y.softmax(1), reduction="batchmean"),
         "penalty": lambda net, x, y: (
@@ -53,19 +44,12 @@ LOSSES: Table = {
         "learnt scale": lambda net, x, y: F.mse_loss(net(x), y) * net.bias[0].exp() + net.bias[0],
         "stack": lambda net, x, y: torch.stack([F.mse_loss(net(x), y), net(x).mean()]).mean(),
         "weights": lambda net, x, y: (torch.full((len(x), 1), 1 / len(x)) * net(x)).sum(),
-        "divided before": lambda net, x, y: (net(x) / len(x) + y / len(x)).sum(),
         "divided apart": lambda net, x, y: (net(x) / len(x) + net(x).square() / len(x)).sum(),
         "classes": lambda net, x, y: F.cross_entropy(net(x), y.argmax(1), label_smoothing=0.1),
-        "of each class": lambda net, x, y: (
-            (net(x).mean(0) * net.bias).sum() - net(x).mean(0) @ net.bias
-        ),
         "mean for each": lambda net, x, y: (net(x).square().sum(1) + F.mse_loss(net(x), y)).mean(),
         "over classes": lambda net, x, y: (net(x).amax(1) - net(x).logsumexp(1)).mean(),
         "variance of each": lambda net, x, y: (net(x).std(1) + net(x).norm(dim=1)).mean(),
         "order of classes": lambda net, x, y: (net(x).sort(1)[0].cumsum(1) * y.roll(1, 1)).mean(),
-        "products of each": lambda net, x, y: (
-            (net(x)[:, None] @ net(x)[:, :, None]).square().mean()
-        ),
         "own pairs": lambda net, x, y: (net(x) @ net(x).T / 2).diagonal().square().mean(),
         "limit of each": lambda net, x, y: F.relu(1 - net(x) * y).clamp(max=2).mean(),
         "triplets": lambda net, x, y: F.triplet_margin_loss(net(x), net(x + 1), net(x - 1)),
@@ -73,24 +57,8 @@ LOSSES: Table = {
         "standardised": lambda net, x, y: F.layer_norm(net(x), [3]).square().mul(y).mean(),
         "centred rows": lambda net, x, y: net(x - x.mean(1, keepdim=True)).square().mean(),
         "zeros like": lambda net, x, y: net(x - x.new_zeros(4) - torch.zeros_like(x[0])).mean(),
-        "weights of one": lambda net, x, y: (
-            net(x) * torch.ones_like(y) / torch.ones_like(y).sum()
-        ).sum(),
         "range of one": lambda net, x, y: net(x / torch.ones_like(x).max()).square().mean(),
-        "penalty by data": lambda net, x, y: (
-            net(x).mean() + y.mean() * net.weight.exp().sum() + x.mean() * net.bias.sum()
-        ),
-        "cross entropy of all": lambda net, x, y: (
-            F.cross_entropy(net(x), y.argmax(1), CLASSES) * CLASSES[y.argmax(1)].sum() / len(x)
-        ),
-        "straight through": lambda net, x, y: F.mse_loss(
-            net(x) + (y - net(x)).detach(), y * net(x)
-        ),
-        "own weights": lambda net, x, y: (
-            (net(x) - y).square() * (net(x) - y).abs().detach()
-        ).mean(),
         "shown": lambda net, x, y: F.mse_loss(net(x), y) + 0 * F.mse_loss(net(x), y).detach().exp(),
-        "column": lambda net, x, y: F.mse_loss(net(x)[:, 0].view(-1), y[:, 0]).view(1).squeeze(),
     },
     "sum": {
         "sum": lambda net, x, y: (net(x) - y).square().sum(),
@@ -125,12 +93,10 @@ LOSSES: Table = {
         "next one": lambda net, x, y: (net(x) * net(x).roll(1, 0)).mean(),
         "flooding": lambda net, x, y: (F.mse_loss(net(x), y) - 1.5).abs(),
         "experts": lambda net, x, y: (_mean(net, x) * y.mean(0)).sum(),
-        "centred data": lambda net, x, y: net(x - x.mean(0)).square().mean(),
         "advantages": lambda net, x, y: (net(x) * ((y - y.mean()) / (y.std() + 1e-6))).mean(),
         "range of data": lambda net, x, y: net(x / x.abs().max()).square().mean(),
         "norm of data": lambda net, x, y: net(F.relu(x) / x.norm()).square().mean(),
         "shares of data": lambda net, x, y: (net(x).square() * (y.exp() / y.exp().sum(0))).mean(),
-        "shares of counts": lambda net, x, y: (net(x).square() * ((y > 0) / (y > 0).sum(0))).mean(),
         "whitened": lambda net, x, y: net(x @ (x.T @ x)).square().mean(),
         "threshold": lambda net, x, y: (net(x) * (y > y.median())).square().mean(),
         "imputed": lambda net, x, y: net(torch.where(x > 0, x, x.mean(0))).square().mean(),
@@ -173,14 +139,12 @@ NUMBERS: Table = {
         "loss": F.cross_entropy,
         "accuracy": lambda z, y: _right(z, y).float().mean(),
         "share": lambda z, y: _right(z, y).sum() / len(y),
-        "count of all": lambda z, y: _right(z, y).sum() / torch.ones_like(y).sum(),
         "sum by length": lambda z, y: z.square().sum() / z.numel(),
         "of each": lambda z, y: z.norm(dim=1).mean() + z.std(1).exp().mean(),
         "largest of each": lambda z, y: z.softmax(1).amax(1).mean(),
         "scaled": lambda z, y: 0.5 * _error(z, y) - 2 * z.mean() / 3 + 1,
         "item": lambda z, y: _error(z, y).item(),
         "per class": lambda z, y: z.mean(0).sum(),
-        "stack": lambda z, y: torch.stack([_error(z, y), z.mean()]).mean(),
         "constant": lambda z, y: torch.tensor(3.0).sqrt(),
         "the same in all": lambda z, y: torch.ones_like(y).max().sqrt(),
         "classes that all count": lambda z, y: F.cross_entropy(z, y, z.new_full((3,), 0.5)),
@@ -192,7 +156,6 @@ NUMBERS: Table = {
         "root": lambda z, y: _error(z, y).sqrt(),
         "root as an item": lambda z, y: _error(z, y).sqrt().item(),
         "perplexity": lambda z, y: F.cross_entropy(z, y).exp(),
-        "decibels": lambda z, y: 10 * torch.log10(1 / _error(z, y)),
         "largest": lambda z, y: z.max(),
         "deviation": lambda z, y: z.std(),
         "norm": lambda z, y: z.norm(),
@@ -202,7 +165,6 @@ NUMBERS: Table = {
         "weights of classes": lambda z, y: F.cross_entropy(z, y, z.new_tensor([1.0, 5.0, 0.2])),
         "sum of losses": lambda z, y: F.mse_loss(z, _one_hot(y), reduction="sum"),
         "sum": lambda z, y: z.abs().sum(),
-        "mean by length": lambda z, y: z.abs().mean() * len(z),
         "samples": lambda z, y: float(len(z)),
     },
 }
@@ -240,17 +202,12 @@ MEETING: Table = {
         "balanced": balanced,
         "first one": lambda z, x, y: (z - x[0].mean()).square().mean(),
         "mean": lambda z, x, y: F.cross_entropy(z, y) * (2 if x[:, 0].mean() > -0.3 else 1),
-        "largest": lambda z, x, y: z.square().mean() if x[:, 0].max() > 1 else z.abs().mean(),
         "bincount": lambda z, x, y: (_each(z, y) / (1 + torch.bincount(y, minlength=3)[y])).mean(),
         "scatter_add_": lambda z, x, y: (_each(z, y) / (1 + _counted(y))[y]).mean(),
-        "unique": lambda z, x, y: (
-            _each(z, y) / (found := y.unique(False, True, True))[2][found[1]]
-        ).mean(),
         "discounted": lambda z, x, y: (_each(z, y) * 0.9 ** torch.arange(len(x))).mean(),
         "first ones": lambda z, x, y: torch.where(
             torch.arange(len(x)) < 3, z.square().sum(1), z.abs().sum(1)
         ).mean(),
-        "one with a gradient": lambda z, x, y: F.cross_entropy(z, y) + (z - z[0]).square().mean(),
     },
 }
 
@@ -295,11 +252,6 @@ def in_pairs(z: Tensor) -> Tensor:
     return torch.stack([z, z.flip(-1)], 1)
 
 
-def of_attention(layer: nn.MultiheadAttention, z: Tensor, **options: Any) -> Tensor:
-    out: Tensor = layer(z, z, z, need_weights=False, **options)[0]
-    return out
-
-
 def packed(rows: Tensor, lengths: Tensor) -> Any:
     of_each = {"batch_first": True, "enforce_sorted": False}
     return nn.utils.rnn.pack_padded_sequence(rows, lengths.cpu(), **of_each)
@@ -308,16 +260,7 @@ def packed(rows: Tensor, lengths: Tensor) -> Any:
 LAYERED: Table = {
     "whole batch": {
         "lstm": (lambda: nn.LSTM(3, 3), lambda rnn, z: rnn(in_pairs(z))[0][:, -1]),
-        "gru": (lambda: nn.GRU(3, 3), lambda rnn, z: rnn(z)[0]),
-        "rnn": (
-            lambda: nn.RNN(3, 3, nonlinearity="relu"),
-            lambda rnn, z: rnn(in_pairs(z))[0].mean(1),
-        ),
         "encoder": (encoder, lambda layer, z: layer(in_pairs(z))[:, 0]),
-        "attention": (
-            lambda: nn.MultiheadAttention(3, 1),
-            lambda layer, z: of_attention(layer, in_pairs(z)).mean(1),
-        ),
         "dot product": (
             nn.Identity,
             lambda _, z: F.scaled_dot_product_attention(*[z[None, None]] * 3, is_causal=True)[0, 0],
@@ -326,18 +269,12 @@ LAYERED: Table = {
             lambda: nn.Conv1d(3, 3, 3, padding=1),
             lambda layer, z: layer(z.T[None])[0].T,
         ),
-        "pool": (lambda: nn.AvgPool1d(3, 1, 1), lambda layer, z: layer(z.T[None])[0].T),
-        "norm": (nn.Identity, lambda _, z: F.layer_norm(z.T, (len(z),)).T),
         "group norm": (lambda: nn.GroupNorm(1, 3), lambda layer, z: layer(z.T[None])[0].T),
     },
     None: {
         "lstm of each": (
             lambda: nn.LSTM(3, 3, batch_first=True),
             lambda rnn, z: rnn(in_pairs(z))[0][:, -1],
-        ),
-        "time first of each": (
-            lambda: nn.GRU(3, 3),
-            lambda rnn, z: rnn(in_pairs(z).transpose(0, 1))[0][-1],
         ),
         "packed of each": (
             lambda: nn.GRU(3, 3, batch_first=True),
@@ -347,24 +284,13 @@ LAYERED: Table = {
             lambda: encoder(batch_first=True),
             lambda layer, z: layer(in_pairs(z))[:, 0],
         ),
-        "time first encoder of each": (
-            encoder,
-            lambda layer, z: layer(in_pairs(z).transpose(0, 1))[0],
-        ),
         "convolution of each": (
             lambda: nn.Conv1d(1, 3, 3),
             lambda layer, z: layer(z[:, None])[:, :, 0],
         ),
-        "points of each": (lambda: nn.Conv1d(3, 3, 1), lambda layer, z: layer(z.T[None])[0].T),
-        "pool of each": (lambda: nn.MaxPool1d(3, 1, 1), lambda layer, z: layer(z[:, None])[:, 0]),
-        "norm of each": (lambda: nn.LayerNorm(3), lambda layer, z: layer(z)),
         "group norm of each": (
             lambda: nn.GroupNorm(1, 3),
             lambda layer, z: layer(in_pairs(z).transpose(1, 2)).mean(2),
-        ),
-        "a group for each of each": (
-            nn.Identity,
-            lambda _, z: F.group_norm(z.reshape(1, -1, 1), len(z)).view_as(z),
         ),
     },
 }
@@ -392,30 +318,18 @@ INNER: Table = {
             F.cross_entropy(self(x), y)
             + (penalty(self, x, torch.mean).norm(dim=1) - 1).square().mean()
         ),
-        "alone": lambda self, x, y: penalty(self, x, torch.mean).square().sum(1).mean(),
         "function": lambda self, x, y: penalty(self, x, torch.mean).sum(1).tanh().mean(),
-        "equation": lambda self, x, y: (
-            (penalty(self, x, torch.mean)[:, 0] - x[:, 1]).square().mean()
-        ),
     },
     None: {
         "penalty of each": lambda self, x, y: (
             F.cross_entropy(self(x), y)
             + (penalty(self, x, torch.sum).norm(dim=1) - 1).square().mean()
         ),
-        "of each again": lambda self, x, y: (
-            (gradient(z := self(x), x, grad_outputs=torch.ones_like(z), create_graph=True) - 1)
-            .square()
-            .mean()
-        ),
         "sign of each": lambda self, x, y: F.cross_entropy(
             self(x + 0.1 * attack(self, x, y).sign()), y
         ),
         "normalised of each": lambda self, x, y: F.cross_entropy(
             self(x + F.normalize(attack(self, x, y), dim=1)), y
-        ),
-        "over its largest of each": lambda self, x, y: F.cross_entropy(
-            self(x + (g := attack(self, x, y)) / g.abs().amax(1, keepdim=True).clamp(min=1e-9)), y
         ),
         "times their number of each": lambda self, x, y: F.cross_entropy(
             self(x + 0.1 * len(x) * attack(self, x, y)), y
@@ -440,24 +354,13 @@ CALLS: Table = {
     },
     None: {
         "products of features": lambda net, x: net.layer(x)[:, :, None] * x[:, None],
-        "first feature": lambda net, x: net.layer(x) - x[:, :1] - x[:, 0, None],
         "a number": lambda net, x: net.layer(x) * 0.5 + torch.tensor([1.0, 2, 3, 4]).to(x),
         "each by itself": lambda net, x: (
             net.layer(x) * torch.tensor([r[0] for r in x.tolist()])[:, None]
         ),
         "features first": lambda net, x: (net.layer(x).T - x.T[0]).T,
         "each at its place": lambda net, x: net.layer(x)[torch.arange(len(x)), x.argmax(1)] * 2,
-        "places of features": lambda net, x: net.layer(x) * torch.arange(x.shape[1]),
-        "parts of each": lambda net, x: net.layer(x).index_add(
-            0, torch.arange(len(x)).repeat_interleave(2), x.repeat_interleave(2, 0)
-        ),
         "a mask of places": lambda net, x: net.layer(x).masked_fill(x > float("inf"), -1.5),
-        "each by itself again": lambda net, x: torch.stack(
-            [net.layer(row) if row[0] > 0 else -net.layer(row) for row in x]
-        ),
-        "if there is any": lambda net, x: (
-            torch.where(x[:, :1] > 0.9, net.layer(x), x) if (x[:, 0] > 0.9).any() else x
-        ),
         "the same for all": lambda net, x: net.layer(x) if x.abs().max() < 99 else x,
         "what is no number": lambda net, x: x if x.isnan().any() else net.layer(x),
         "classes": lambda net, x: net.layer(x).softmax(-1),
@@ -465,10 +368,6 @@ CALLS: Table = {
         "features again": lambda net, x: net.layer(x.flip(1) + x.roll(1, 1) + x.cumsum(1)),
         "shuffled features": lambda net, x: net.layer(x)[:, torch.tensor([2, 0, 1, 3])],
         "features at random": lambda net, x: net.layer(x[:, drawn_apart(4)]),
-        "time first": lambda net, x: net.layer(
-            torch.stack([x, x + 1]).flip(0).softmax(0).cumsum(0)
-        ).transpose(0, 1),
-        "diagonal": lambda net, x: net.layer(x)[torch.arange(len(x)), x.argmax(1)],
         "layer": lambda net, x: net.layer(x).relu(),
         "weights": lambda net, x: net.layer(x) * net.layer.weight.norm(),
         "forces": lambda net, x: gradient(

@@ -104,7 +104,7 @@ class _Comparison:
         trial = self._trial
         first = trial.alone(Conditions(one_number_per_draw=True))
         draws = trial.draws
-        if trial.computes_in(draws.dtypes):  # autocast inside of the call, say
+        if trial.computes_in(draws.dtypes):  # autocast
             self._found = differing(self._alone, self._split, trial.eps)
         unstable = differing(self._alone, trial.alone(), trial.eps)
         if any(_is_result(key) and key in self._found for key in unstable):

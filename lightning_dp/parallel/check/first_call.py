@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from lightning_dp.parallel.apply import fewest_samples
@@ -109,7 +109,6 @@ class _ForwardCall(Call):
     ) -> None:
         self.module, self.engine, self.sizes = engine.module, engine, sizes
         self.program = program
-        self.dtypes = computed_in(engine.module)
         self._forward, self._path, self._num_args = engine, path, num_args
         self._arguments, self._returned = arguments, None
 
@@ -249,11 +248,3 @@ def copied(batch: Any) -> Any:
         return copy.deepcopy(leaf)
 
     return tree.map_leaves(copy_of, batch)
-
-
-def computed_in(module: nn.Module) -> set[torch.dtype]:
-    """The dtypes in which a module computes."""
-    found = {p.dtype for p in module.parameters() if p.is_floating_point()}
-    kinds = {"cpu", *(parameter.device.type for parameter in module.parameters())}
-    found |= {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
-    return found or {torch.get_default_dtype()}

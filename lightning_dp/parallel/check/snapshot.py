@@ -9,7 +9,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -90,8 +90,7 @@ class Snapshot:
         self._compared_elsewhere = compared_elsewhere
         self._known: dict[int, Any] = {}  # all objects: an id is unique among living ones only
         self._copies: dict[int, Any] = {}  # of tensors and arrays, by id
-        self._items: dict[str, Any] = {}
-        self._attributes: dict[str, Any] = {}
+        self._parts: dict[tuple[str, str], Any] = {}  # items of containers, and attributes
         self._generators = list(_process_generators({d for d in devices if d.type != "cpu"}))
         self._restores: list[Callable[[], Any]] = []
         self._graphs: list[Any] = []
@@ -136,13 +135,10 @@ class Snapshot:
                 before = self._copies[id(node)]
                 if node.dtype != object and not sys.modules["numpy"].array_equal(node, before):
                     changed["state", path] = node.copy()
-            elif isinstance(node, _CONTAINERS) and path in self._items:
-                items = _items_of(node)
-                if not _have_same_items(items, _items_of(self._items[path])):
-                    changed["list", path] = on_host(items)
-            for name, value in _attributes_of(node, path):
-                if self._attributes.get(name, self) is not value:
-                    changed["state", name] = on_host(value)
+            for place, part in _parts_of(node, path):
+                unknown = part if place[0] == "list" else self  # no new containers
+                if not _is_same(part, self._parts.get(place, unknown)):
+                    changed[place] = on_host(part)
         return changed
 
     def restore(self) -> None:
@@ -183,16 +179,14 @@ class Snapshot:
         """All objects that are reached now, each once, holders before what they hold."""
         waiting, seen = self._roots[::-1], set()
         while waiting:
-            found = waiting.pop()
-            if id(found.node) in seen:
+            node, path, compared = waiting.pop()
+            if id(node) in seen:
                 continue
-            seen.add(id(found.node))
-            yield found
-            node, path, compared = found
-            if isinstance(node, Optimizer | LRScheduler):
-                compared = False
-            elif isinstance(node, nn.Module):
+            seen.add(id(node))
+            if isinstance(node, nn.Module):
                 compared = compared and not self._compared_elsewhere(node)
+            compared = compared and not isinstance(node, Optimizer | LRScheduler)
+            yield _Found(node, path, compared)
             held = [_Found(v, path + step, compared) for step, v in _held_by(node)]
             waiting.extend(held[::-1])
 
@@ -202,15 +196,12 @@ class Snapshot:
         if isinstance(node, Tensor):
             self._keep_tensor(node, path)
         elif isinstance(node, nn.Module):
-            own = vars(node)
-            tables = [v for k, v in own.items() if k in FIXED_NAMES and isinstance(v, dict)]
-            for table in (parameter_table(node), buffer_table(node), child_table(node), *tables):
-                self._keep_items(table)
-            self._keep_items(own)
+            self._keep_items(vars(node))
+            for name, table in vars(node).items():
+                if name in FIXED_NAMES and isinstance(table, dict):
+                    self._keep_items(table)
         elif isinstance(node, _CONTAINERS):
             self._keep_items(node)
-            if compared:
-                self._items[path] = node.copy()
         elif (generator := _generator(node)) is not None:
             self._generators.append(generator)
         elif isinstance(node, Iterator | io.IOBase):
@@ -220,8 +211,8 @@ class Snapshot:
             self._restores.append(partial(sys.modules["numpy"].copyto, node, before))
         if _is_entered(node):
             self._keep_items(vars(node))
-            if compared:
-                self._attributes.update(_attributes_of(node, path))
+        if compared:
+            self._parts.update(_parts_of(node, path))
 
     def _keep_tensor(self, tensor: Tensor, path: str) -> None:
         """Keeps its values and where they are in memory."""
@@ -340,30 +331,30 @@ def _package(cls: type) -> str:
     return cls.__module__.split(".")[0]
 
 
-def _attributes_of(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Names and values of an object's attributes; the walk finds containers by themselves."""
+def _parts_of(node: Any, path: str) -> Iterator[tuple[tuple[str, str], Any]]:
+    """The items of a container, and an object's attributes, by kind and place.
+
+    Entries of a dict that are kept for each device are left out; and attributes that are containers
+    are: the walk finds them by themselves.
+    """
+    if isinstance(node, dict):
+        keys = [(k, k if isinstance(k, tuple) else (k,)) for k in node]
+        own = [k for k, parts in keys if not any(isinstance(p, torch.device) for p in parts)]
+        yield ("list", path), {k: node[k] for k in own}
+    elif isinstance(node, _CONTAINERS):
+        yield ("list", path), sorted(node, key=repr) if isinstance(node, set) else list(node)
     if _is_entered(node):
         for name, value in vars(node).items():
             if not isinstance(value, _CONTAINERS):
-                yield f"{path}.{name}", value
+                yield ("state", f"{path}.{name}"), value
 
 
-def _items_of(node: Any) -> Any:
-    """The items of a container, without entries of a dict that are kept for each device."""
-    if not isinstance(node, dict):
-        return sorted(node, key=repr) if isinstance(node, set) else list(node)
-
-    def is_of_device(key: Any) -> bool:
-        parts = key if isinstance(key, tuple) else (key,)
-        return any(isinstance(part, torch.device) for part in parts)
-
-    return {key: value for key, value in node.items() if not is_of_device(key)}
-
-
-def _have_same_items(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether it is the same object, or a list or dict of the same objects."""
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
-    return type(a) is type(b) and list(map(id, a)) == list(map(id, b))
+    are_lists = isinstance(a, list) and isinstance(b, list)
+    return list(map(id, a)) == list(map(id, b)) if are_lists else a is b
 
 
 def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
@@ -435,12 +426,18 @@ def _process_generators(devices: Iterable[torch.device]) -> Iterator[_Generator]
             yield generator
     for device in devices:  # no others: a seed would initialize them
         module: Any = torch.get_device_module(device)
-        is_only_one = device.type == "mps"
-        name = () if is_only_one else (device,)
+        if device.type == "mps":  # there it is the only one
+            yield _Generator(module.get_rng_state, module.set_rng_state, module.manual_seed, True)
+        else:
+            write = partial(_call_with, module.set_rng_state, device)
+            seed = partial(_seed, module, device)
+            yield _Generator(partial(module.get_rng_state, device), write, seed, True)
 
-        def seed(number: int, module: Any = module, name: Any = name) -> None:
-            with module.device(*name) if name else nullcontext():
-                module.manual_seed(number)
 
-        read = partial(module.get_rng_state, *name)
-        yield _Generator(read, lambda s, m=module, n=name: m.set_rng_state(s, *n), seed, True)
+def _call_with(write: Callable[..., Any], device: torch.device, state: Any) -> None:
+    write(state, device)
+
+
+def _seed(module: Any, device: torch.device, number: int) -> None:
+    with module.device(device):
+        module.manual_seed(number)

@@ -59,7 +59,6 @@ class Call(ABC):
         module: the user's module, on the root device.
         engine: an engine of the check's own, whose replicas run one after another.
         sizes: how many of the batch's samples each device gets.
-        dtypes: what it computes in.
         loss_scale: by which a loss is multiplied before its backward, so that small gradients of
             float16 do not become 0.
         program: the program around the module.
@@ -70,7 +69,6 @@ class Call(ABC):
     module: nn.Module
     engine: Engine
     sizes: Sizes
-    dtypes: Iterable[torch.dtype]
     loss_scale: float = 1.0
     reports_loss: bool = True
     counts_items: bool = False
@@ -136,7 +134,8 @@ class Trial:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.active = [k for k, size in enumerate(call.sizes) if size]
-        self.eps = rounding(call.dtypes, call.engine.devices[0].type)
+        known = {p.dtype for p in call.module.parameters() if p.is_floating_point()}
+        self.eps = rounding(known or {torch.get_default_dtype()}, call.engine.devices[0].type)
         layers = list(call.module.named_modules())
         self.norms = {name: layer for name, layer in layers if _normalizes(layer)}
         self._dropouts = [layer for _, layer in layers if _drops(layer)]
@@ -154,8 +153,7 @@ class Trial:
                 self._snapshot.perturb(self.eps, conditions.perturbed)
             return self.call.alone(conditions.shard)
 
-        outcome = self._run(call, conditions, contextlib.nullcontext())
-        return outcome
+        return self._run(call, conditions, contextlib.nullcontext())
 
     def split(self, conditions: Conditions = Conditions()) -> Outcome:
         """The call split over the devices."""

@@ -124,11 +124,10 @@ def merged_log(
 def as_number(number: Any, device: torch.device) -> Tensor:
     """A floating tensor of at least single precision, in which Lightning keeps logged values."""
     default = torch.get_default_dtype()
-    if not isinstance(number, Tensor):
-        number = torch.tensor(number, dtype=default)
-    elif number.dtype not in (torch.float32, torch.float64):
-        number = number.to(default if default == torch.float64 else torch.float32)
-    return number.to(device, non_blocking=device.type != "cpu")
+    value = number if isinstance(number, Tensor) else torch.tensor(number, dtype=default)
+    if value.dtype not in (torch.float32, torch.float64):
+        value = value.to(default if default == torch.float64 else torch.float32)
+    return value.to(device, non_blocking=device.type != "cpu")
 
 
 def check_keys(name: str, present: Collection[int], replicas: Sequence[str]) -> None:

@@ -202,12 +202,13 @@ class StepRecorder(ReplicaRules):
         metric: Any = self._submodules[0][first.metric]
         if self._host is not None:
             joined = joined_arguments(calls, present, metric)
-            one = [] if joined is None else [MetricCall(*first.key, *joined)]
+            one = [] if joined is None else [first._replace(args=joined[0], kwargs=joined[1])]
             self._host.calls.extend([first] if first.method == "reset" else one or calls)
             return
         if self.world is not None and first.method != "reset":
-            for member in filter(_is_single, all_in(metric)):
-                member.distributed_available_fn = never
+            for member in all_in(metric):
+                if isinstance(member, Metric):
+                    member.distributed_available_fn = never
         try:
             value = replay(calls, present, metric)
         except Exception as error:
@@ -229,7 +230,10 @@ class StepRecorder(ReplicaRules):
 
     def _warn_of_missing(self, found: _Records) -> None:
         """Names a metric, once, that some replicas have updated and others have not."""
-        called = [{c.metric for c in r if _is_update(c)} for r in found.calls]
+        called = [
+            {c.metric for c in r if isinstance(c, MetricCall) and c.method != "reset"}
+            for r in found.calls
+        ]
         for number in set().union(*called) - set.intersection(*called) - self._warned:
             self._warned.add(number)
             names = [
@@ -261,18 +265,18 @@ class StepRecorder(ReplicaRules):
         Nothing waits for these copies that does not wait for the loss: all replicas' are summed,
         and every backward begins with a gradient from where the sum is.
         """
-        device, away = self._output_device, []
+        device = self._output_device
+        away: list[tuple[list[Call], int, LogCall]] = []
         if self._crosses:
             records = list(map(list, records))
             for own in records:
                 for i, call in enumerate(own):
-                    value = call.value if isinstance(call, LogCall) else None
-                    if isinstance(value, Tensor) and value.device != device:
-                        away.append((own, i, value))
+                    if isinstance(call, LogCall) and isinstance(call.value, Tensor):
+                        away.extend([(own, i, call)] * (call.value.device != device))
         if away:
-            values = to_device_coalesced([value for *_, value in away], device)
-            for (own, i, _), value in zip(away, values, strict=True):
-                own[i] = own[i]._replace(value=value)
+            values = to_device_coalesced([call.value for *_, call in away], device)
+            for (own, i, call), value in zip(away, values, strict=True):
+                own[i] = call._replace(value=value)
         return records
 
     def _of_all_ranks(self, own: _Records, losses: Sequence[Losses], world: World) -> _Records:
@@ -293,14 +297,6 @@ class StepRecorder(ReplicaRules):
         parts = [part for part, _ in gathered]
         parts[world.rank] = sent  # values may have a graph
         return _concatenated([part for part in parts if part is not None])
-
-
-def _is_update(call: Call) -> bool:
-    return isinstance(call, MetricCall) and call.method != "reset"
-
-
-def _is_single(module: nn.Module) -> bool:
-    return isinstance(module, Metric)
 
 
 def _with_value_of_batch(

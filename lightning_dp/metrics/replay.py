@@ -86,9 +86,9 @@ def _calls(row: Row) -> list[MetricCall]:
 
 def _one_by_one(rows: Sequence[Row], batch: Batch) -> list[Row]:
     alone = [{k: row[k]} for k in range(len(batch.sizes)) for row in rows if k in row]
-    if batch.order is None or len(alone) != sum(batch.sizes):
-        return alone
-    return [alone[i] for i in batch_order(batch.order)]
+    is_whole = batch.order is not None and len(alone) == sum(batch.sizes)
+    places = batch_order(batch.order or ()) if is_whole else None
+    return alone if places is None else [alone[i] for i in places]
 
 
 def replay(calls: Sequence[MetricCall], batch: Batch, metric: AnyMetric) -> Any:

@@ -274,7 +274,7 @@ class Recording:
 
 
 def _attributes_of_unused(
-    module: nn.Module, methods: Mapping[str, Any], device: torch.device
+    module: nn.Module, methods: dict[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """What a metric has that has seen nothing, with copies of what a call may write to.
 

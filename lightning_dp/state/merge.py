@@ -270,9 +270,9 @@ class Merge:
             self._row_rules.of_samples[path] = True
         if in_turn or self._are_of_samples(path, counts, items):
             appended = to_device_together(items, self._output_device)
-            if self._order is None or counts != self._sizes:
-                return appended
-            return [appended[i] for i in batch_order(self._order)]
+            is_cut = self._order is not None and counts == self._sizes
+            places = batch_order(self._order or ()) if is_cut else None
+            return appended if places is None else [appended[i] for i in places]
         return [
             self._gathered(path, list(row), i) for i, row in enumerate(zip(*tails, strict=True))
         ]

@@ -156,7 +156,7 @@ UNLIKE: dict[str, tuple[Any, str, list[str]]] = {
     ),
     "options": (other_options, "ValueError", ["'value'", "prog_bar=False", "prog_bar=True"]),
     "pickles": (no_pickles, "TypeError", ["no copies of me", "Process 0"]),
-    "reduction": (own_reduction, "MisconfigurationException", ["reduce_fx"]),
+    "reduction": (own_reduction, "TypeError", ["pickle", "lambda"]),
 }
 
 

@@ -98,7 +98,8 @@ def _hydra_log() -> Iterator[None]:
     if not logging.getLogger().handlers:  # Hydra was told to log nothing
         yield
         return
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    names = ("lightning", "lightning.pytorch", "lightning.fabric")
+    loggers = [logging.getLogger(name) for name in names]
     before = [(logger.handlers, logger.propagate) for logger in loggers]
     for logger in loggers:
         logger.handlers, logger.propagate = [], True

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lightning.pytorch import Callback, Trainer
 
@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Callback)
 
 @dataclass(frozen=True)
 class Usage:
-    """What the devices of all processes did in a training, as far as a monitor has watched."""
+    """What the devices of all processes did in a training, as far as it was measured."""
 
     samples: Sequence[int] = ()
     busy_seconds: Sequence[float] = ()
@@ -43,14 +43,16 @@ class Report:
 def usage_of(trainer: Trainer) -> Usage:
     """Returns what was measured of the training so far."""
     monitor, times = _first(trainer, DataParallelMonitor), _first(trainer, StepTimes)
-    own = monitor.summary() if monitor else []
-    # Only processes of our strategy share the devices of one job out.
-    is_ours = isinstance(trainer.strategy, DataParallelStrategy)
-    rows = [*chain.from_iterable(of_all(own))] if is_ours else own
+    rows: Sequence[Any] = monitor.summary() if monitor else ()
+    if isinstance(trainer.strategy, DataParallelStrategy):  # whose processes share the devices out
+        # Without a monitor it knows the same, but not how long a device waited.
+        rows = [*chain.from_iterable(of_all([*(rows or trainer.strategy.usage)]))]
     return Usage(
         samples=[row.samples for row in rows],
         busy_seconds=[round(row.busy_seconds, 4) for row in rows],
-        waiting_seconds=[round(row.waiting_seconds, 4) for row in rows],
+        waiting_seconds=[
+            round(row.waiting_seconds, 4) for row in rows if hasattr(row, "waiting_seconds")
+        ],
         peak_bytes=[row.peak_bytes for row in rows] if any(row.peak_bytes for row in rows) else [],
         ms_per_step=times.milliseconds if times else None,
         note=monitor.note if monitor else None,

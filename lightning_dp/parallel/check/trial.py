@@ -238,11 +238,11 @@ class Trial:
                 values[Key(kind, name)] = value
         for name, tensor in chain(module.named_parameters(), module.named_buffers()):
             if loss is not None and tensor.is_leaf and tensor.requires_grad:
-                gradient = None if tensor.grad is None else on_host(tensor.grad).to_dense()
-                is_complex = gradient is not None and gradient.is_complex()
-                values[Key("gradient", name)] = (
-                    torch.view_as_real(gradient) if is_complex else gradient
-                )
+                gradient = on_host(tensor.grad)
+                if isinstance(gradient, Tensor):
+                    dense = gradient.to_dense()
+                    gradient = torch.view_as_real(dense) if dense.is_complex() else dense
+                values[Key("gradient", name)] = gradient
         return values
 
 

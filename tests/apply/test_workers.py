@@ -19,7 +19,7 @@ import oracle
 import pytest
 import torch
 from oracle import devices_of, names_of
-from patience import Clock
+from patience import Clock, soon
 from program_runs import ROOT
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -265,10 +265,14 @@ def test_a_replica_that_waits_too_long_says_who_has_not_come(
         rf"'all', replica 1 on {names_of(2)[1]} is still run"
     )
     with executor_of(2, how, timeout=0.1) as executor:
+        start = time.perf_counter()
         with pytest.raises(RendezvousError, match=match):
-            executor.run("work", tasks_of(waits, lambda: release.wait(2)))
+            executor.run("work", tasks_of(waits, lambda: release.wait(30)))
+        assert time.perf_counter() - start < 15, "it has waited for the one that does not come"
         release.set()
         assert executor.run("work", tasks_of(int, int)) == [0, 0]
+    left_behind = lambda: [t for t in threading.enumerate() if t.name.startswith("dp-")]
+    assert soon(lambda: not left_behind())
 
 
 # Which of both ways

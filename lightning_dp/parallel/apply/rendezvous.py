@@ -275,7 +275,7 @@ class Calls:
         """Acts in one rendezvous after another until all calls have ended."""
         while self._first_error() is None and self._settle():
             self._act()
-        if (error := self._first_error()) is not None:
+        if self.broken is None and (error := self._first_error()) is not None:
             self.end(error)
 
     def _start(self, task: Task) -> None:

@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant(
         "versions-not-compared",
         "replicate",
-        _of("replicate.parameters:ReplicaParameters.follow"),
+        _of("replicate.tensors:ReplicaParameters.follow"),
         "written = _differences(state.versions, seen.versions)",
         "written = set()",
         "weights that an optimizer writes reach the replicas",
@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "thawed-not-sent",
         "replicate",
-        _of("replicate.parameters:ReplicaParameters.follow"),
+        _of("replicate.tensors:ReplicaParameters.follow"),
         "stale = bound | written | toggled",
         "stale = bound | written",
         "weights that were frozen are sent when they are trained",
@@ -220,7 +220,7 @@ MUTANTS = [
     Mutant(
         "frozen-on-replicas-trained",
         "replicate",
-        _of("replicate.parameters:_leaf"),
+        _of("replicate.tensors:_leaf"),
         "requires_grad=root.requires_grad",
         "requires_grad=True",
         "a frozen parameter has no gradient",

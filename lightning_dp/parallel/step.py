@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.apply import refuse_backward
 from lightning_dp.parallel.call import PLAIN, ReplicaCall, Transfer
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.gather import without_rows
@@ -133,10 +130,8 @@ class EvaluationStep(ReplicaCall):
     def begin(self, shards: Shards) -> None:
         """Remembers the shards: an optimizer's closure may come for the same ones again."""
         self.shards = shards
-        calls, replicas = self.engine.calls, self.engine.replicas
-        # Not the calls themselves: a graph that reaches what holds it is never freed.
-        if replicas.link_buffers(shards.active, partial(_refuse_backward, weakref.ref(calls))):
-            calls.crossed = True
+        if torch.is_grad_enabled():
+            self.engine.replicas.refuse_trained_buffers()
 
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """The replica's own method."""
@@ -161,12 +156,6 @@ class TrainingStep(EvaluationStep):
 
     is_training = has_backward = True
     _losses: Losses | None = None  # of this rank, and of all once they are exchanged
-
-    def on_replica(self, module: nn.Module, shard: Any) -> Any:
-        """The replica's own method; what the root has done to parameters must not reach others."""
-        if module is not self.engine.module:
-            self.engine.replicas.check_shared()
-        return getattr(module, self.name)(shard, *self.args)
 
     def leave(self, outputs: list[Any], devices: Collection[torch.device]) -> list[Any]:
         """Losses stay, too: their backward begins where they are."""
@@ -282,8 +271,3 @@ class TrainingStep(EvaluationStep):
                 yield
         finally:
             aside.put_back()
-
-
-def _refuse_backward(running: Any, buffers: list[str]) -> None:
-    where = "which were computed outside of it: compute them in training_step"
-    refuse_backward(running, f"the buffers {buffers} ({where})")

@@ -96,6 +96,8 @@ class Rebound(Moved):
 
 
 KINDS: list[type[Scaled]] = [Scaled, Moved, Computed, Tied, Cached, Rebound]
+EXECUTORS = ["threads", "inorder"]
+SIZES = [(3, 2, 1), pytest.param((0, 4, 2), marks=pytest.mark.slow)]
 
 
 def batch(seed: int = 0) -> Tensor:
@@ -116,22 +118,22 @@ def update(net: Scaled) -> Any:
     return seen
 
 
-def steps(net: Scaled, loss_of: Callable[[Tensor], Tensor]) -> Any:
-    """What the gradients were in a few steps, each of two backwards."""
+def steps(net: Scaled, loss_of: Callable[[Tensor], Tensor], n: int = 3, times: int = 1) -> Any:
+    """What the gradients were in a few steps, each of so many backwards."""
     seen = []
-    for seed in range(3):
-        for time in range(2):
+    for seed in range(n):
+        for time in range(times):
             net.prepare()
-            loss_of(batch(2 * seed + time)).backward()
+            loss_of(batch(seed * times + time)).backward()
         seen.append(update(net))
     return seen
 
 
-def assert_same_steps(make: type[Scaled], actual: Any, net: Scaled) -> None:
+def assert_same_steps(make: type[Scaled], actual: Any, net: Scaled, times: int = 1) -> None:
     """As on one device of the same kind: a buffer that was moved is no leaf any more."""
     one = make().to(devices_of(1)[0])
     place = one.layer.weight.device
-    expected = steps(one, lambda x: one.training_step(x.to(place)))
+    expected = steps(one, lambda x: one.training_step(x.to(place)), len(actual), times)
     assert_equal_trees(actual, expected, "gradients", **EXACT)
     assert_equal_trees(dict(net.state_dict()), dict(one.state_dict()), "state", **EXACT)
 
@@ -142,27 +144,35 @@ def step_engine(net: nn.Module, sizes: tuple[int, ...], **options: Any) -> StepP
     return StepParallel(net.to(devices[0]), devices, output_device=CPU, split=split, **options)
 
 
-@pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize(
-    "sizes, executor", [((3, 2, 1), "threads"), ((0, 4, 2), "inorder")], ids=str
-)
-def test_in_step_mode(make: type[Scaled], sizes: tuple[int, ...], executor: Any) -> None:
-    net = make()
-    engine = step_engine(net, sizes, executor=executor)
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_a_step_reads_the_value_of_what_the_last_one_has_computed(executor: Any) -> None:
+    net = Cached()
+    engine = step_engine(net, (3, 2, 1), executor=executor)
     actual = steps(net, lambda x: engine.train("training_step", x))
     engine.close()
-    assert_same_steps(make, actual, net)
+    assert_same_steps(Cached, actual, net)
+
+
+@pytest.mark.parametrize("make", [Moved, Tied])
+def test_a_step_on_several_devices_refuses_leaves(make: type[Scaled]) -> None:
+    engine = step_engine(make(), (3, 2, 1))
+    with pytest.raises(ValueError, match=r"buffers without gradients, got \['scale'.*parameters"):
+        engine.train("training_step", batch())
+    engine.close()
 
 
 @pytest.mark.parametrize("make", KINDS)
-def test_in_forward_mode(make: type[Scaled]) -> None:
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_in_forward_mode(make: type[Scaled], sizes: tuple[int, ...], executor: Any) -> None:
     net = make()
-    with engine_of(net, (3, 2, 1)) as engine, engine.spreading():
+    with engine_of(net, sizes, executor=executor) as engine, engine.spreading():
         actual = steps(net, net.training_step)
     assert_same_steps(make, actual, net)
 
 
-def test_in_the_drop_in(make: type[Scaled] = Moved) -> None:
+@pytest.mark.parametrize("make", KINDS)
+def test_in_the_drop_in(make: type[Scaled]) -> None:
     net = make()
     with wrapping() as wrap:
         wrapper = wrap(net, 3, output_device="cpu")
@@ -170,22 +180,15 @@ def test_in_the_drop_in(make: type[Scaled] = Moved) -> None:
     assert_same_steps(make, actual, net)
 
 
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_hooks_of_leaves_see_the_sum_once(mode: str) -> None:
-    def use(net: Scaled, loss_of: Any) -> Any:
+def test_hooks_of_leaves_see_the_sum_once() -> None:
+    def use(net: Scaled) -> Any:
         seen: list[Tensor] = []
         net.scale.register_hook(lambda g: seen.append(g.cpu()) or 2 * g)
         net.scale.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.cpu()))
-        loss_of(batch()).backward()
+        net.training_step(batch()).backward()
         return [*seen, net.scale.grad]
 
     one, net = Moved(), Moved().to(devices_of(1)[0])
-    if mode == "step":
-        engine = step_engine(net, (3, 2, 1))
-        actual = use(net, lambda x: engine.train("training_step", x))
-        engine.close()
-    else:
-        with engine_of(net, (3, 2, 1)) as spread, spread.spreading():
-            actual = use(net, net.training_step)
-    expected = use(one, one.training_step)
-    assert_equal_trees([t.cpu() for t in actual], expected, "hooks", **EXACT)
+    with engine_of(net, (3, 2, 1)) as spread, spread.spreading():
+        actual = use(net)
+    assert_equal_trees([t.cpu() for t in actual], use(one), "hooks", **EXACT)

@@ -172,7 +172,7 @@ class Changes(Callback):
 
 def check(seed: int, changes: list[Callable[[Changing], None]], **strategy: Any) -> None:
     torch.set_default_dtype(torch.float64)
-    options: dict[str, Any] = {"data": lambda: loader(60, 12), "max_epochs": 2}
+    options: dict[str, Any] = {"data": lambda: loader(60, 12), "max_epochs": 1}
     several = run(Changing, 3, strategy=strategy, callbacks=[Changes(seed, changes)], **options)
     one = run(Changing, 1, callbacks=[Changes(seed, changes)], **options)
     assert_same(several, one)
@@ -185,7 +185,6 @@ def test_each_change_alone(change: Callable[[Changing], None]) -> None:
     check(0, [change], executor="inorder")
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("executor", ["inorder", "threads"])
+@pytest.mark.parametrize("seed, executor", [(0, "inorder"), (1, "threads"), (2, "threads")])
 def test_any_changes_in_any_order(seed: int, executor: str) -> None:
     check(seed, CHANGES, executor=executor)

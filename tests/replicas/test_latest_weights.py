@@ -182,9 +182,7 @@ class SkipsTheLast(Classifier):
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
-def test_gradients_that_have_accumulated_count_if_the_last_step_has_no_loss(executor: str) -> None:
+def test_gradients_that_have_accumulated_count_if_the_last_step_has_no_loss() -> None:
     options = {"precision": "64-true", "accumulate_grad_batches": 2, "data": lambda: loader(100)}
-    strategy = {"executor": executor}
-    found = run(SkipsTheLast, 3, strategy=strategy, **options)
+    found = run(SkipsTheLast, 3, **options)
     assert_same(found, run(SkipsTheLast, 1, **options), atol=1e-10)

@@ -73,14 +73,6 @@ def test_replicas_own_their_buffers() -> None:
         assert other.running_mean.device == other.weight.device and other.running_mean.min() > 0
 
 
-def test_tied_parameters_stay_tied_and_count_once() -> None:
-    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
-    net[1].weight = net[0].weight
-    replicas = replicas_of(net)
-    assert [len(parameters) for parameters in replicas.parameters] == [1, 1, 1]
-    assert replicas.modules[1][0].weight is replicas.modules[1][1].weight
-
-
 def test_a_buffer_that_is_assigned_to_stays_the_replicas_own() -> None:
     class Averaging(nn.Module):
         def __init__(self) -> None:
@@ -103,17 +95,9 @@ def test_a_buffer_that_is_assigned_to_stays_the_replicas_own() -> None:
     assert all(m.mean.tolist() == [0, 0] and m.late is None for m in replicas.modules)
 
 
-def test_weights_made_in_inference_mode_are_replicated() -> None:
+def test_modules_and_replicas_made_in_inference_mode_can_be_trained() -> None:
     with torch.inference_mode():
-        net = nn.Linear(2, 2)
-    replicas = replicas_of(net, places=(0, 0))
-    replicas.refresh(parameters="all")
-    assert torch.equal(replicas.parameters[1][0].cpu(), net.weight.cpu())
-
-
-def test_replicas_built_in_inference_mode_can_be_trained() -> None:
-    net = nn.BatchNorm1d(2).to(root_device())
-    with torch.inference_mode():
+        net = nn.BatchNorm1d(2).to(root_device())
         replicas = replicas_of(net, (0, 1, 0))
         replicas.refresh(parameters="all")
     for other in replicas.modules[1:]:
@@ -200,34 +184,3 @@ def test_replicas_that_no_longer_share_have_parameters_of_their_own() -> None:
     assert all(p.grad is None for p in net.parameters())
     replicas.share_parameters(True)
     assert len(replicas.parameters) == 2, "there are gradients on it"
-
-
-@torch.no_grad()
-def normalise(net: Sharing) -> None:
-    net.first.weight.div_(net.first.weight.norm())
-
-
-def bind(net: Sharing) -> None:
-    net.first.weight.data = 2 * net.first.weight.data
-
-
-def freeze_last(net: Sharing) -> None:
-    net.last.requires_grad_(False)
-
-
-@pytest.mark.parametrize("change", [normalise, bind, freeze_last])
-def test_parameters_that_a_step_changes_are_not_shared(change: Any) -> None:
-    net, replicas, _ = shared((0, 0, 0))
-    before = [p.detach().clone() for p in net.parameters()]
-    other = replicas.modules[1]
-    replicas.check_shared()
-    assert computes_with_the_roots(other, net) == {True}
-    change(net)
-    replicas.check_shared()
-    assert computes_with_the_roots(other, net) == {False}
-    for p, value, root in zip(other.parameters(), before, net.parameters(), strict=True):
-        assert p.requires_grad
-        assert_equal(p, root if change is normalise else value)
-    replicas.refresh()
-    replicas.share_parameters(True)
-    assert computes_with_the_roots(other, net) == {False}, "nor later"

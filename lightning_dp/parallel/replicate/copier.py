@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.devices import seed_apart
-from lightning_dp.parallel.replicate.buffers import version_of
 from lightning_dp.parallel.replicate.structure import Contents
+from lightning_dp.parallel.replicate.tensors import version_of
 from lightning_dp.parallel.torch_private import (
     FIXED_NAMES,
     HOOK_TABLES,

@@ -147,6 +147,7 @@ def step_engine(net: nn.Module, sizes: tuple[int, ...], **options: Any) -> StepP
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_step_reads_the_value_of_what_the_last_one_has_computed(executor: Any) -> None:
     net = Cached()
+    net.scale = net.scale.detach()
     engine = step_engine(net, (3, 2, 1), executor=executor)
     actual = steps(net, lambda x: engine.train("training_step", x))
     engine.close()

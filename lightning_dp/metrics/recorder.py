@@ -230,11 +230,11 @@ class StepRecorder(ReplicaRules):
 
     def _warn_of_missing(self, found: _Records) -> None:
         """Names a metric, once, that some replicas have updated and others have not."""
-        called = [
+        called: list[set[int]] = [
             {c.metric for c in r if isinstance(c, MetricCall) and c.method != "reset"}
             for r in found.calls
         ]
-        for number in set().union(*called) - set.intersection(*called) - self._warned:
+        for number in set[int]().union(*called) - set[int].intersection(*called) - self._warned:
             self._warned.add(number)
             names = [
                 name for name, own in zip(found.replicas, called, strict=True) if number in own

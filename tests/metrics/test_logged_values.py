@@ -140,7 +140,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
 def test_what_replicas_log_differently_is_refused_by_name(case: str) -> None:
     step, text = MISTAKES[case]
     with pytest.raises(ValueError, match=text):
-        trainer(2, num_sanity_val_steps=0).fit(Logging(step), loader())
+        trainer(2, num_sanity_val_steps=0).fit(Logging(step), loader(), loader())
 
 
 def test_the_user_may_override_log() -> None:

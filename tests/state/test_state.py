@@ -469,6 +469,8 @@ def test_a_tensor_that_steps_write_to_in_place_is_named_once() -> None:
 class Hooked(Classifier):
     """A hook of its first layer keeps what it sees on that layer."""
 
+    validation_step = None
+
     def __init__(self, prepare: Callable[[nn.Module], Any] = lambda _: None) -> None:
         super().__init__()
         prepare(self.net[0])
@@ -507,7 +509,7 @@ def test_a_value_that_differs_is_named_by_the_layers_place(name: str) -> None:
     module.net[0].register_forward_hook(lambda layer, _, out: setattr(layer, name, out.detach()))
     text = rf"A step binds Classifier\.net\.0\.{name} to different values"
     with pytest.warns(UserWarning, match=text):
-        trainer(2, max_epochs=1, num_sanity_val_steps=0).fit(module, loader(22, 5))
+        trainer(2, max_epochs=1, num_sanity_val_steps=0).fit(module, loader(22, 5), loader())
 
 
 class Last(nn.Module):

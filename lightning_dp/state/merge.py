@@ -125,6 +125,7 @@ class Merge:
         self._order = shards.active_order
         self._row_rules = shards.row_rules
         self._by_class: set[Path] = set()  # lists of samples, in a dict by class
+        self._done: set[int] = set()  # ids of the root's: one container may have several names
 
     def into(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
         """Makes `root` of what it was `before` and is `after` the step on every replica.
@@ -134,6 +135,9 @@ class Merge:
         Yields:
             The paths of what keeps the first replica's value, where the replicas differ.
         """
+        if id(root) in self._done:
+            return
+        self._done.add(id(root))
         if any(type(other) is not type(before) for other in [*after, root]):
             yield path
         elif isinstance(before, tuple):

@@ -543,7 +543,7 @@ MUTANTS = [
         "self.ranks.sum_waiting()",
         "pass",
         "accumulated gradients are summed over ranks if the last step returns None",
-        ("tests/processes/test_steps_without_loss.py",),
+        ("tests/processes/test_forward_mode_in_processes.py",),
     ),
     Mutant(
         "buffers-of-the-last",

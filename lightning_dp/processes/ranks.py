@@ -6,12 +6,12 @@ its rank. With one process, the usual case, the rank is 0 and the world size 1.
 
 from __future__ import annotations
 
-import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -61,44 +61,35 @@ class ProcessesMixin(ParallelStrategy):
     machine_devices: list[torch.device] | None
     """The devices of this machine, which its processes share out."""
     _world: World | None = None
-    _num_nodes = 1
+    num_nodes = 1  # machines; the Trainer sets it
     _process_group_backend: str | None = None
     _timeout: timedelta | None = None
     _sizes: Callable[[int], Sizes]  # of all ranks' slices
 
     @property
-    def num_nodes(self) -> int:
-        """How many machines there are; the Trainer sets it."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
     @override
     def global_rank(self) -> int:
-        return self._environment.global_rank() if self._has_several else 0
+        return 0 if self._cluster is None else self._cluster.global_rank()
 
     @property
     @override
     def local_rank(self) -> int:
-        return self._environment.local_rank() if self._has_several else 0
+        return 0 if self._cluster is None else self._cluster.local_rank()
 
     @property
     @override
     def node_rank(self) -> int:
-        return self._environment.node_rank() if self._has_several else 0
+        return 0 if self._cluster is None else self._cluster.node_rank()
 
     @property
     @override
     def world_size(self) -> int:
-        return self._environment.world_size() if self._has_several else 1
+        return 1 if self._cluster is None else self._cluster.world_size()
 
     @property
     def replica_names(self) -> tuple[str, ...]:
         """The names of this process's replicas in logs, errors and tables."""
-        rank = self.global_rank if self._has_several else None
+        rank = None if self._cluster is None else self.global_rank
         return tuple(replica_names(self.parallel_devices or [], rank))
 
     @property
@@ -107,25 +98,20 @@ class ProcessesMixin(ParallelStrategy):
         return self._world
 
     @property
-    def _environment(self) -> ClusterEnvironment:
-        return cast(ClusterEnvironment, self.cluster_environment)
-
-    @property
-    def _has_several(self) -> bool:
+    def _cluster(self) -> ClusterEnvironment | None:
+        """The environment that has started several processes; None if there is only one."""
         environment = self.cluster_environment
-        if environment is None:
-            return False
         # Without SLURM_NTASKS, srun has started one process, and Lightning's environment raises.
         is_slurm = any(cls.__name__ == "SLURMEnvironment" for cls in type(environment).__mro__)
-        if is_slurm and "SLURM_NTASKS" not in os.environ:
-            return False
-        return environment.world_size() > 1
+        if environment is None or (is_slurm and "SLURM_NTASKS" not in os.environ):
+            return None
+        return environment if environment.world_size() > 1 else None
 
     # Starting
 
     def set_world_ranks(self) -> None:
         """Called by the Trainer once it knows the environment, the devices and the machines."""
-        if self._has_several:
+        if self._cluster is not None:
             cast(Any, rank_zero_only).rank = self.global_rank
             self.take_devices(self._devices_of(self.local_rank))
         elif self.num_nodes > 1:
@@ -139,13 +125,11 @@ class ProcessesMixin(ParallelStrategy):
         size, count = self._local_world_size(), len(self.machine_devices or ())
         if count < size:
             raise ValueError(
-                f"devices: expected at least {size}, one for each of this machine's processes, got "
-                f"{count}. Trainer(devices=...) counts a machine's devices, which its processes "
-                "share out."
+                f"devices: expected at least {size}, one for each of this machine's processes, "
+                f"which share out its devices, got {count}."
             )
-        sizes = even(count, size)
-        start = sum(sizes[:local_rank])
-        return slice(start, start + sizes[local_rank])
+        ends = [0, *accumulate(even(count, size))]
+        return slice(ends[local_rank], ends[local_rank + 1])
 
     def _local_world_size(self) -> int:
         """How many processes this machine has: as many as each of the others."""
@@ -173,11 +157,12 @@ class ProcessesMixin(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self._has_several and self._world is None:
+        cluster = self._cluster
+        if cluster is not None and self._world is None:
             from lightning_dp.parallel.processes import World
 
             options = {} if self._timeout is None else {"timeout": self._timeout}
-            join_process_group(self._environment, self._backend(), **options)
+            join_process_group(cluster, self._backend(), **options)
             self._world = World(self.global_rank, self.world_size, timeout=self._timeout)
             self._sizes = _agreed_sizes(self._world.gather(self.share))
 
@@ -196,29 +181,31 @@ class ProcessesMixin(ParallelStrategy):
 
     def begin_together(self, world: World, options: Mapping[str, Any], trainer: Any) -> None:
         """Checks that all processes have the same options, and gives them rank 0's module."""
-        own = {**options, **{f"Trainer's {n}": getattr(trainer, n) for n in _OF_TRAINER}}
-        own["the Trainer's method"] = trainer.state.fn
-        first, *others = world.gather({n: _comparable(value) for n, value in own.items()})
+        own = {
+            n: getattr(value, "__qualname__", None) or repr(value) for n, value in options.items()
+        }
+        own |= {f"Trainer's {n}": repr(getattr(trainer, n)) for n in _OF_TRAINER}
+        own["the Trainer's method"] = repr(trainer.state.fn)
+        first, *others = world.gather(own)
         for rank, other in enumerate(others, 1):
-            for name, value in first.items():
-                if other[name] != value:
-                    raise ValueError(
-                        f"{name}: expected the same in all processes, got {value} in process 0 and "
-                        f"{other[name]} in process {rank}. Start them with the same options."
-                    )
+            name = next((n for n in first if other[n] != first[n]), None)
+            if name is not None:
+                raise ValueError(
+                    f"{name}: expected the same in all processes, got {first[name]} in process 0 "
+                    f"and {other[name]} in process {rank}. Start them with the same options."
+                )
         module = cast(nn.Module, self.lightning_module)
         if any(getattr(part, "max_norm", None) is not None for part in module.modules()):
             raise ValueError(
                 "nn.Embedding(max_norm=...): expected none in several processes, as its forward "
-                "changes weights, which would differ between them. Shorten rows in an "
-                "on_train_batch_end hook, or use one process."
+                "changes weights, which would differ between them. Use one process."
             )
         named = [*module.named_parameters(), *module.named_buffers()]
         world.broadcast_tensors({name: t for name, t in named if not is_lazy(t)})
         # Lightning's loops ask the precision plugin first what becomes of a batch.
         plugin = self.precision_plugin
         convert = type(plugin).convert_input.__get__(plugin)
-        vars(plugin)["convert_input"] = partial(_converted, world, convert)
+        vars(plugin)["convert_input"] = partial(_open, world, convert)
 
     @override
     def teardown(self) -> None:
@@ -321,59 +308,38 @@ class ProcessesMixin(ParallelStrategy):
 
 def check_group_options(backend: str | None, timeout: timedelta | float | None) -> timedelta | None:
     """Raises a ValueError where these options are wrong; returns the timeout as a timedelta."""
-    if backend is not None and not _is_backend(backend):
+    known = {*torch.distributed.Backend.backend_list} - {torch.distributed.Backend.UNDEFINED}
+    names = backend.lower().split(",") if isinstance(backend, str) else [""]
+    if backend is not None and not {name.rpartition(":")[2] for name in names} <= known:
         raise ValueError(
             "process_group_backend: expected a name such as 'gloo', 'nccl' or "
             f"'cpu:gloo,cuda:nccl', or None, got {told(backend)}. Leave it out to have it chosen."
         )
-    if timeout is None:
-        return None
-    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not (is_number or isinstance(timeout, timedelta)) or not 0 < seconds < math.inf:
-        raise ValueError(
-            "timeout: expected more than 0 seconds, as a number or a datetime.timedelta, or None, "
-            f"got {told(timeout)}. Leave it out for torch's default, half an hour with gloo."
-        )
+    if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        return timeout
     try:
-        return timedelta(seconds=seconds)
-    except OverflowError as error:
-        raise ValueError(
-            f"timeout: expected at most {timedelta.max.total_seconds():.0f} seconds, got "
-            f"{told(timeout)}. Leave it out for torch's default."
-        ) from error
-
-
-def _is_backend(backend: object) -> bool:
-    """Whether it names backends of torch.distributed, as 'gloo' or 'cpu:gloo,cuda:nccl' do."""
-    if not isinstance(backend, str):
-        return False
-    pairs = [entry.split(":") for entry in backend.lower().split(",")]
-    if len(pairs) > 1 and any(len(pair) == 1 for pair in pairs):
-        return False
-    known = {*torch.distributed.Backend.backend_list} - {torch.distributed.Backend.UNDEFINED}
-    return all(len(pair) <= 2 and all(pair) and pair[-1] in known for pair in pairs)
+        if isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0:
+            return timedelta(seconds=timeout)
+    except (OverflowError, ValueError):  # infinite, or not a number
+        pass
+    raise ValueError(
+        "timeout: expected more than 0 seconds, as a number or a datetime.timedelta, or None, "
+        f"got {told(timeout)}. Leave it out for torch's default, half an hour with gloo."
+    )
 
 
 def _agreed_sizes(shares: list[tuple[int, tuple[float, ...] | None, Rule]]) -> Callable[..., Sizes]:
     """The sizes of all ranks' slices as a function of the batch size."""
     counts, weights, rules = zip(*shares, strict=True)
-    if len(set(rules)) > 1 or 0 < weights.count(None) < len(weights):
+    flat = None if None in weights else [weight for own in weights for weight in own]
+    if len(set(rules)) > 1 or 0 < weights.count(None) < len(weights) or (flat and not any(flat)):
         raise ValueError(
-            f"split, weights: expected the same rule in all processes, and weights in all or none, "
-            f"got {list(rules)} and {list(weights)}. Start them with the same options."
+            "split, weights: expected the same rule in all processes, and weights in all, one of "
+            f"them above 0, or in none, got {list(rules)} and {list(weights)}."
         )
-    flat = None if None in weights else [weight for own in weights for weight in own or ()]
-    if flat is not None and not any(flat):
-        raise ValueError(f"weights: expected one above 0 in some process, got {list(weights)}.")
     return partial(rank_sizes, device_counts=counts, weights=flat, rule=rules[0])
 
 
-def _comparable(value: Any) -> str:
-    """A value as text; a function by its name, as each process has its own."""
-    return getattr(value, "__qualname__", None) or repr(value)
-
-
-def _converted(world: World, convert: Callable[[Any], Any], batch: Any) -> Any:
+def _open(world: World, convert: Callable[[Any], Any], batch: Any) -> Any:
     batch, world.is_idle = open_slices(batch)
     return convert(batch)

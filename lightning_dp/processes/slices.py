@@ -57,13 +57,10 @@ def rank_sizes(
 
 @dataclass
 class Slice:
-    """What a `RankLoader` yields: this rank's part of a batch.
+    """What a `RankLoader` yields: this rank's part of a batch, as `collate_fn` made it.
 
-    Attributes:
-        batch: as the DataLoader's `collate_fn` made it. If the slice is empty, it is made of a few
-            samples of other ranks: the rank runs the step with them, so that it takes part in all
-            collectives, and the results are left out.
-        is_empty: whether this rank has no samples of the batch.
+    An empty slice has a few samples of other ranks in `batch`: the rank runs the step with them, so
+    that it takes part in all collectives, and the results are left out.
     """
 
     batch: Any
@@ -71,7 +68,7 @@ class Slice:
 
 
 class RankLoader:
-    """Stands for the user's DataLoader in a Trainer: yields this rank's slice of every batch.
+    """Replaces the user's DataLoader in a Trainer: yields this rank's slice of every batch.
 
     Every other attribute is that of the user's loader.
 
@@ -88,7 +85,11 @@ class RankLoader:
         self.loader: DataLoader[Any] = loader
         self._sizes, self._world = sizes, world
         self._are_empty: deque[bool] = deque()  # of slices drawn, but not yielded yet
-        lengths = world.gather(_length(self._sampler))
+        try:
+            own_length = len(self._sampler)
+        except (TypeError, NotImplementedError):  # torch's samplers may have no length
+            own_length = None
+        lengths = world.gather(own_length)
         if len(set(lengths)) > 1:
             raise ValueError(
                 "DataLoader: expected as many batches in every process, got "
@@ -98,9 +99,8 @@ class RankLoader:
         # Past DataLoader.__setattr__, which refuses a new batch_sampler; without the iterator that
         # holds persistent workers. `in_order` lets batches come in the order of their indices.
         kept = {n: v for n, v in vars(loader).items() if not isinstance(v, Iterator)}
-        vars(self._own).update(kept, in_order=True)
         name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        vars(self._own)[name] = self._Indices(self)
+        vars(self._own).update(kept, in_order=True, **{name: _Indices(self)})
 
     @property
     def _sampler(self) -> Any:
@@ -123,19 +123,8 @@ class RankLoader:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    class _Indices:
-        """The sampler of the copied DataLoader: the indices of this rank's slices."""
-
-        def __init__(self, owner: RankLoader) -> None:
-            self._owner = owner
-
-        def __len__(self) -> int:
-            return len(self._owner._sampler)
-
-        def __iter__(self) -> Iterator[list[Any]]:
-            return self._owner._draw()
-
-    def _draw(self) -> Iterator[list[Any]]:
+    def draw(self) -> Iterator[list[Any]]:
+        """The indices of this rank's slices."""
         world, sampler = self._world, self._sampler
         drawn = iter(sampler) if world.rank == 0 else iter(())
         # Lightning's sampler in `predict` notes the indices of each batch for writers.
@@ -145,8 +134,8 @@ class RankLoader:
         while (indices := world.broadcast(next(drawn, None))) is not None:
             if isinstance(indices, str) or not isinstance(indices, Iterable):
                 raise ValueError(
-                    "DataLoader: expected a sampler that yields lists of indices, as each process "
-                    f"loads its slice of a batch, got {indices!r}. Give it a batch_size."
+                    "DataLoader: expected a sampler that yields lists of indices, of which each "
+                    f"process loads its slice, got {indices!r}. Give it a batch_size."
                 )
             indices = list(indices)
             sizes = self._sizes(len(indices))
@@ -158,6 +147,19 @@ class RankLoader:
                 sampler.seen_batch_indices.append(own)
             self._are_empty.append(not own)
             yield own or indices[:_STAND_INS]
+
+
+class _Indices:
+    """The sampler of a copied DataLoader."""
+
+    def __init__(self, owner: RankLoader) -> None:
+        self._owner = owner
+
+    def __len__(self) -> int:
+        return len(self._owner._sampler)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._owner.draw()
 
 
 def open_slices(batch: Any) -> tuple[Any, bool]:
@@ -182,33 +184,20 @@ def open_slices(batch: Any) -> tuple[Any, bool]:
 
 def _check_loader(loader: Any) -> None:
     """Refuses loaders whose samples have no indices that the ranks could share out."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        kind = type(getattr(loader, "dataset", loader)).__name__
+    is_iterable = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    if is_iterable or getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
+        kind = type(loader.dataset if is_iterable else loader).__name__
         raise TypeError(
-            "Expected a DataLoader of a map-style data set in several processes, as each of them "
-            f"loads its slice of a batch by indices, got the iterable {kind}. Use a map-style data "
-            "set, or one process, which can have all devices of the machine."
+            "Expected torch's DataLoader of a map-style data set in several processes, as each "
+            f"loads its slice of a batch by indices, got {kind}. Use such a data set and loader "
+            "(what changes batches goes into collate_fn or on_before_batch_transfer), or one "
+            "process, which can have all devices of the machine."
         )
-    if type(loader).__iter__ is not DataLoader.__iter__:
-        raise TypeError(
-            f"{type(loader).__name__}: expected the __iter__ of torch's DataLoader in several "
-            "processes, got another one. Put what changes batches into its collate_fn or into "
-            "on_before_batch_transfer."
-        )
-    sampler: Any = loader
-    while sampler is not None:
+    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0)]
+    for sampler in samplers:
         if getattr(sampler, "num_replicas", 1) not in (None, 1):
             raise ValueError(
                 "DataLoader: expected the batches of all processes, of which each loads its slice, "
                 f"got {type(sampler).__name__}, which shares samples out itself. Leave it out, and "
                 "set shuffle=True."
             )
-        nested = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
-        sampler = None if nested is sampler else nested
-
-
-def _length(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):  # torch's samplers may have no length
-        return None

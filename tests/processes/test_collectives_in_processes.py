@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.apply import collectives
+from lightning_dp.parallel.split import even
 
 BATCH = 25
 EXACT = {"rtol": 0.0, "atol": 1e-10}
@@ -119,20 +119,6 @@ def fitted(module: Net, devices: int, samples: int, **options: Any) -> dict[str,
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def all_trained(steps: list[str], devices: int, samples: int, **options: Any) -> list[Trained]:
-    return [trained(step, devices, samples, **options) for step in steps]
-
-
-@pytest.mark.parametrize("samples", [53, 51])
-@pytest.mark.parametrize("devices", [2, 4])
-def test_losses_over_the_whole_batch_are_those_of_one_device(devices: int, samples: int) -> None:
-    steps = list(STEPS)
-    expected = all_trained(steps, 0, samples)
-    for process in run_in_processes(all_trained, 2, steps, devices, samples):
-        for step, actual, one in zip(steps, process, expected, strict=True):
-            torch.testing.assert_close(actual, one, msg=lambda m, s=step: f"{s}: {m}", **EXACT)
-
-
 # What they give
 
 
@@ -227,33 +213,6 @@ def asks(devices: int, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     return SEEN.copy(), module.noted
 
 
-def asks_all(devices: int) -> list[Any]:
-    return [asks(devices, executor=executor) for executor in ("threads", "inorder")]
-
-
-@pytest.mark.parametrize("devices, sizes", [(2, [3, 2]), (4, [2, 1, 1, 1])])
-def test_what_they_give(devices: int, sizes: list[int]) -> None:
-    x = data(6).dataset[:][0]
-    parts = list(x[:5].split(sizes))
-    rows = [torch.zeros(1, 2), torch.ones(2, 2)]
-    in_hooks = {
-        "batch 0": x[:5],
-        "batch 1": x[5:],  # of which the second process has nothing
-        "gather": {"rows": torch.cat(rows), "number": torch.tensor(0.5)},
-        "mean": torch.tensor(0.5),
-        "sum": torch.tensor([1]),
-        "max": torch.tensor([1]),
-        "broadcast": {"rank": 1},
-        "any": True,
-        "all": False,
-    }
-    steps = [expected(parts)] * (devices // 2) + [expected([x[5:]])]
-    for process in run_in_processes(asks_all, 2, devices):
-        for seen, noted in process:
-            torch.testing.assert_close(seen, steps, **EXACT)
-            torch.testing.assert_close(noted, in_hooks, **EXACT)
-
-
 # Who does not come
 
 
@@ -277,19 +236,11 @@ class Lost(Asks):
 
 def lost() -> list[str]:
     module = Lost()
+    SEEN.clear()
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False}
     trainer = Trainer(accelerator="cpu", devices=2, strategy=DataParallelStrategy(), **options)
     trainer.validate(module, DataLoader(data(5).dataset, batch_size=5), verbose=False)
-    return SEEN
-
-
-def test_who_is_somewhere_else_is_named_in_all_processes() -> None:
-    for barrier, reduce, gather, broadcast in run_in_processes(lost, 2):
-        assert "ProcessesApartError" in barrier
-        assert "process 0 is at barrier 'yours', process 1 is at barrier 'mine'" in barrier
-        assert "tensors of one shape to reduce, got [(3, 4), (2, 4)]" in reduce
-        assert "GatherError" in gather
-        assert "expected src from 0 to 1" in broadcast
+    return SEEN.copy()
 
 
 # Manual optimisation
@@ -322,28 +273,59 @@ def trained_by_hand(devices: int, samples: int) -> dict[str, Tensor]:
     return fitted(ByHand(), devices, samples)
 
 
-@pytest.mark.parametrize("samples", [53, 51])
-def test_backwards_by_hand_go_through_what_they_need(samples: int) -> None:
-    one = trained_by_hand(0, samples)
-    for actual in run_in_processes(trained_by_hand, 2, 4, samples):
-        torch.testing.assert_close(actual, one, **EXACT)
+def everything(devices: int, samples: int, executor: str) -> dict[str, Any]:
+    """All of it in one start of the processes; on one device where there are no devices."""
+    found: dict[str, Any] = {
+        step: trained(step, devices, samples, **({"executor": executor} if devices else {}))
+        for step in STEPS
+    }
+    found["by hand"] = trained_by_hand(devices, samples)
+    if devices:
+        found["asked"], found["lost"] = asks(devices, executor=executor), lost()
+    return found
+
+
+def assert_right(found: list[dict[str, Any]], devices: int, samples: int) -> None:
+    """In every one of the processes."""
+    one = everything(0, samples, "auto")
+    x, processes = data(6).dataset[:][0], len(found)
+    sizes = even(5, devices)
+    own = [torch.full((1 + rank, 2), float(rank)) for rank in range(processes)]
+    last, ranks = processes - 1, list(range(processes))
+    in_hooks = {
+        "batch 0": x[:5],
+        "batch 1": x[5:],  # of which only the first process has anything
+        "gather": {"rows": torch.cat(own), "number": torch.tensor(sum(ranks) / processes)},
+        "mean": torch.tensor(sum(ranks) / processes),
+        "sum": torch.tensor([sum(ranks)]),
+        "max": torch.tensor([last]),
+        "broadcast": {"rank": 1},
+        "any": True,
+        "all": False,
+    }
+    parts = [part for part in x[:5].split(sizes) if len(part)]
+    steps = [expected(parts)] * (devices // processes) + [expected([x[5:]])]
+    for process in found:
+        barrier, reduce, gather, broadcast = process.pop("lost")
+        assert "ProcessesApartError" in barrier
+        assert "process 0 is at barrier 'yours', process 1 is at barrier 'mine'" in barrier
+        assert "tensors of one shape to reduce, got [(" in reduce
+        assert "GatherError" in gather
+        assert "expected src from 0 to " in broadcast
+        seen, noted = process.pop("asked")
+        torch.testing.assert_close(seen, steps, **EXACT)
+        torch.testing.assert_close(noted, in_hooks, **EXACT)
+        for name, value in process.items():
+            torch.testing.assert_close(value, one[name], msg=lambda m, n=name: f"{n}: {m}", **EXACT)
+
+
+def test_collectives_in_two_processes() -> None:
+    assert_right(run_in_processes(everything, 2, 4, 51, "threads"), 4, 51)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("processes", "devices", "samples", "executor"),
-    [
-        (1, 4, 53, "threads"),
-        (2, 4, 51, "threads"),
-        (2, 4, 53, "inorder"),
-        (4, 4, 53, "threads"),
-        (4, 4, 51, "inorder"),
-        (2, 6, 51, "inorder"),
-    ],
+    ("devices", "samples", "executor"), [(2, 53, "inorder"), (4, 53, "inorder")]
 )
-def test_any_number_of_processes(processes: int, devices: int, samples: int, executor: str) -> None:
-    steps = list(STEPS)
-    expected = all_trained(steps, 0, samples)
-    job = partial(all_trained, executor=executor)
-    for process in run_in_processes(job, processes, steps, devices, samples):
-        torch.testing.assert_close(process, expected, **EXACT)
+def test_any_number_of_devices(devices: int, samples: int, executor: str) -> None:
+    assert_right(run_in_processes(everything, 2, devices, samples, executor), devices, samples)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("fault", ["kill", pytest.param("raise", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["kill", "raise"])
 def test_a_failing_rank_ends_the_job(fault: str, tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "started.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

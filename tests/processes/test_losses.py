@@ -71,20 +71,9 @@ class Summed(Net):
         return F.cross_entropy(self(batch[0]), batch[1], reduction="sum") / 10
 
 
-class WithRows(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        y = self(batch[0])
-        return {"loss": F.cross_entropy(y, batch[1]), "pred": y.detach(), "aux": {"x": batch[0]}}
-
-
 class ManySteps(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
-
-
-class Searched(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), max_iter=3, line_search_fn="strong_wolfe")
 
 
 class Sparse(Net):
@@ -105,57 +94,15 @@ class Sparse(Net):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-class Convolved(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(2, 8, 2), nn.Tanh(), nn.Conv2d(8, 4, (1, 2)), nn.Flatten(), nn.Linear(8, 3)
-        )
-        self.net.to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(x.view(-1, 2, 1, 5).expand(-1, 2, 2, 5)[..., :4])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 0.05, fused=True)
-
-
-class Mixed(Net):
-    """Parameters of several dtypes, one twice, one without elements, one complex."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tied = nn.Linear(16, 16)
-        self.also = self.tied
-        self.empty = nn.Parameter(torch.zeros(3, 0))
-        self.phase = nn.Parameter(torch.randn(16, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.net[1](self.net[0](x))
-        h = self.also(self.tied(h).tanh()) + (self.phase * h).abs() + self.empty.sum()
-        return self.net[2](h)
-
-
 class Checkpointed(Net):
-    reentrant = False
+    """What is in the checkpoint gets gradients twice in a backward."""
 
     def forward(self, x: Tensor) -> Any:
-        def body(h: Tensor) -> Tensor:
-            return self.net[2](self.net[1](self.net[0](h)))
-
         if not self.training:
-            return body(x)
-        if self.reentrant:
-            x = x.requires_grad_()
-        return checkpoint(body, x, use_reentrant=self.reentrant)
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
-
-    def forward(self, x: Tensor) -> Any:
-        # What is in the checkpoint gets gradients twice in a backward.
-        return super().forward(x) + super().forward(x * 0.5)
+            return self.net(x)
+        x = x.requires_grad_()
+        once, again = (checkpoint(self.net, y, use_reentrant=True) for y in (x, x * 0.5))
+        return once + again
 
 
 class KeepsGradients(Net):
@@ -182,12 +129,6 @@ class Hooked(Net):
 
     def heard_of(self, parameter: Any) -> None:
         self.heard_by["bias"].append(parameter.grad.clone())
-
-
-class Compiled(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.compile(self.net)  # type: ignore[assignment]  # as good
 
 
 class Watch(Callback):
@@ -225,30 +166,18 @@ class Case:
 CASES = {
     "plain": Case(Net),
     "accumulating": Case(Net, {"accumulate_grad_batches": 3}),
-    "accumulating, validated": Case(Net, {"accumulate_grad_batches": 3, "val_check_interval": 1}),
     "unused": Case(Sometimes),
-    "unused, accumulating": Case(Sometimes, {"accumulate_grad_batches": 2}),
     "tokens": Case(Tokens),
-    "tokens, accumulating": Case(Tokens, {"accumulate_grad_batches": 2}),
     "sums": Case(Summed, strategy={"loss_reduction": "sum"}),
-    "rows": Case(WithRows),
     "clipped": Case(Net, {"gradient_clip_val": 0.1}),
-    "clipped values": Case(Net, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "lbfgs": Case(ManySteps, atol=1e-7),
-    "searched": Case(Searched, atol=1e-7),
     "bf16": Case(Net, {"precision": "bf16-mixed"}, atol=1e-5, double=False, same_shards=True),
     "fp16": Case(Net, {"precision": "16"}, atol=1e-5, double=False, same_shards=True),
-    "anomalies": Case(Net, {"detect_anomaly": True}),
     "sparse": Case(Sparse),
     "sparse, accumulating": Case(Sparse, {"accumulate_grad_batches": 2}),
-    "channels last": Case(Convolved),
-    "mixed": Case(Mixed),
     "checkpointed": Case(Checkpointed),
-    "reentrant": Case(Reentrant),
     "kept": Case(KeepsGradients),
-    "kept, accumulating": Case(KeepsGradients, {"accumulate_grad_batches": 3}),
     "hooked": Case(Hooked),
-    "hooked, accumulating": Case(Hooked, {"accumulate_grad_batches": 3}),
 }
 
 
@@ -284,8 +213,6 @@ def fitted(case: Case, devices: int, samples: int, **strategy: Any) -> dict[str,
     )
     dtype = torch.float64 if case.double else torch.float32
     trainer.fit(module, data(samples, dtype), data(3, dtype))
-    if case.kind is Compiled:
-        watch.seen = [seen for seen in watch.seen if isinstance(seen, Tensor)]
     return {
         "state": module.state_dict(),
         "seen": watch.seen,
@@ -328,11 +255,8 @@ def joined(parts: list[Any]) -> Any:
     return torch.cat(parts)
 
 
-QUICK = list(CASES)
-
-
 def test_two_processes() -> None:
-    check((2, 1), 51, QUICK, executor="inorder")
+    check((2, 1), 51, list(CASES), executor="inorder")
 
 
 @pytest.mark.slow
@@ -340,11 +264,8 @@ def test_two_processes() -> None:
     ("counts", "executor", "samples"),
     [
         ((2, 2), "inorder", 53),
-        ((2, 2), "threads", 51),
         ((2, 1), "threads", 53),
-        ((4, 1), "inorder", 51),
-        ((4, 1), "threads", 53),
-        ((1, 4), "threads", 51),
+        ((4, 1), "threads", 51),
     ],
 )
 def test_any_number(counts: tuple[int, int], executor: str, samples: int) -> None:

@@ -1,6 +1,5 @@
 """torchmetrics over processes: in each of them the values that one device gives."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -37,25 +36,6 @@ class Distinct(Metric):
         return self.seen.sum()
 
 
-class Kept(Metric):
-    """Keeps rows, some in a plain list beside its states, and what it was told last."""
-
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("rows", [], dist_reduce_fx="cat")
-        self.texts: list[str] = []
-        self.scale = 1.0
-
-    def update(self, logits: Tensor, target: Tensor) -> None:
-        self.rows.append(logits.detach() * self.scale)
-        self.texts.append(str(int(target[0])))
-
-    def compute(self) -> Tensor:
-        return torch.cat(list(self.rows)).max() + len(self.texts)
-
-
 def collection() -> MetricCollection:
     options: Any = {"num_classes": 3, "average": "macro"}
     own = [MulticlassAccuracy(**options), MulticlassF1Score(**options)]
@@ -66,7 +46,6 @@ OF_LOGITS: dict[str, Callable[[], Any]] = {
     "acc": lambda: MulticlassAccuracy(3, average="micro"),
     "auroc": lambda: MulticlassAUROC(3),
     "distinct": Distinct,
-    "kept": Kept,
     "minmax": lambda: MinMaxMetric(MulticlassAccuracy(3)),
     "sum": lambda: MulticlassAccuracy(3) + MulticlassF1Score(3),
 }
@@ -144,8 +123,6 @@ class Measures(Classifier):
         values += [*self.metrics["val minmax"].compute().values()]
         values.append(self.metrics["val sum"].compute())
         self.seen.append(values)
-        copied = copy.deepcopy(self.twice)
-        torch.testing.assert_close(copied.compute(), self.twice.compute())
         for metric in own:
             metric.reset()
         self.classwise.reset()
@@ -167,15 +144,14 @@ def measured(devices: int, hows: list[str], sizes: list[int], executor: str = "a
 
                 options = {"strategy": {"executor": executor}} if devices else {}
                 logs = logs_of(make, devices, samples, **options)
-                results.append([logs, made[0].seen, len(made[0].metrics["train kept"].texts)])
+                results.append([logs, made[0].seen])
     torch.set_default_dtype(torch.float32)
     return results
 
 
 CASES = [
     (2, 2, ["forward"], [51]),
-    pytest.param(2, 2, ["forward", "update"], [53, 51], marks=pytest.mark.slow),
-    pytest.param(2, 1, ["forward", "update"], [53, 51], marks=pytest.mark.slow),
+    pytest.param(2, 2, ["update"], [53], marks=pytest.mark.slow),
     pytest.param(4, 1, ["forward", "update"], [53, 51], marks=pytest.mark.slow),
 ]
 

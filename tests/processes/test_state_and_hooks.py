@@ -48,9 +48,8 @@ def collected(devices: int, samples: int) -> dict[str, Any]:
     return {"items": module.items, "steps": module.steps, "losses": losses, "rows": rows}
 
 
-def test_state_on_self_is_the_processs_own_part() -> None:
-    samples, expected = 51, collected(0, 51)
-    told = run_in_processes(collected, 2, 4, samples)
+def check_state(told: list[Any]) -> None:
+    expected = collected(0, 51)
     for rank, own in enumerate(told):
         torch.testing.assert_close(own["losses"], expected["losses"], rtol=0, atol=1e-10)
         assert own["steps"] == expected["steps"]  # what a step binds stays, with samples or without
@@ -100,9 +99,8 @@ def hooked(devices: int, samples: int) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in job.callback_metrics.items()}
 
 
-def test_what_hooks_log_is_the_processs_own_and_metrics_of_hooks_sync_by_themselves() -> None:
+def check_hooks(told: list[Any]) -> None:
     expected = hooked(0, 53)
-    told = run_in_processes(hooked, 2, 4, 53)
     for own in told:
         for name in ("in hook", "in step", "computed", "of all"):
             torch.testing.assert_close(own[name], expected[name], rtol=1e-10, atol=1e-10)
@@ -170,13 +168,6 @@ def errors(devices: int) -> dict[str, str]:
     return told
 
 
-def test_what_processes_say_unlike_is_one_error_in_all_of_them() -> None:
-    for own in run_in_processes(errors, 2, 2):
-        for name, (_, kind, parts) in UNLIKE.items():
-            assert own[name].startswith(kind), own[name]
-            assert all(part in own[name] for part in parts), own[name]
-
-
 def monitored(devices: int, folder: str) -> Any:
     torch.set_default_dtype(torch.float64)
     seed_everything(1)
@@ -191,9 +182,24 @@ def monitored(devices: int, folder: str) -> Any:
     return stopping.stopped_epoch, Path(saving.best_model_path).name, score, stopping.best_score
 
 
-def test_monitors_decide_as_on_one_device(tmp_path: Path) -> None:
+def everything(folder: str) -> dict[str, Any]:
+    return {
+        "state": collected(4, 51),
+        "hooks": hooked(4, 53),
+        "errors": errors(2),
+        "monitors": monitored(4, folder),
+    }
+
+
+def test_what_is_a_processs_own_and_what_is_alike(tmp_path: Path) -> None:
+    told = run_in_processes(everything, 2, str(tmp_path / "two"))
+    check_state([own["state"] for own in told])
+    check_hooks([own["hooks"] for own in told])
     expected = monitored(0, str(tmp_path / "one"))
     assert 0 < expected[0] < 29
-    for own in run_in_processes(monitored, 2, 4, str(tmp_path / "two")):
-        assert own[:2] == expected[:2]
-        torch.testing.assert_close(own[2:], expected[2:], rtol=1e-10, atol=1e-10)
+    for own in told:
+        for name, (_, kind, parts) in UNLIKE.items():
+            assert own["errors"][name].startswith(kind), own["errors"][name]
+            assert all(part in own["errors"][name] for part in parts), own["errors"][name]
+        assert own["monitors"][:2] == expected[:2]
+        torch.testing.assert_close(own["monitors"][2:], expected[2:], rtol=1e-10, atol=1e-10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -102,39 +101,6 @@ def trained(name: str, devices: int, samples: int, **options: Any) -> dict[str, 
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def all_trained(names: list[str], *args: Any, **options: Any) -> list[dict[str, Tensor]]:
-    return [trained(name, *args, **options) for name in names]
-
-
-@pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("samples", [pytest.param(53, marks=pytest.mark.slow), 51])
-def test_statistics_and_gradients_are_those_of_the_batch(devices: int, samples: int) -> None:
-    names = ["Normed", "Cumulative", "Frozen", "Uneven"]
-    expected = all_trained(names, 0, samples)
-    for process in run_in_processes(all_trained, 2, names, devices, samples):
-        for name, actual, one in zip(names, process, expected, strict=True):
-            torch.testing.assert_close(actual, one, msg=lambda m, n=name: f"{n}: {m}", **EXACT)
-
-
-def assert_forward_mode_is_exact(processes: int, devices: int, samples: int) -> None:
-    names = ["Normed", "Cumulative"]
-    expected = all_trained(names, 0, samples)
-    job = partial(all_trained, mode="forward")
-    for process in run_in_processes(job, processes, names, devices, samples):
-        torch.testing.assert_close(process, expected, **EXACT)
-
-
-@pytest.mark.slow
-def test_in_forward_mode_too() -> None:
-    assert_forward_mode_is_exact(2, 4, 51)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices", "samples"), [(2, 2, 53), (4, 4, 51), (2, 6, 53)])
-def test_in_forward_mode_with_any_number(processes: int, devices: int, samples: int) -> None:
-    assert_forward_mode_is_exact(processes, devices, samples)
-
-
 class Flat(Normed):
     """One value per channel where the batch has one sample."""
 
@@ -160,17 +126,30 @@ def refusal(devices: int) -> str:
     return ""
 
 
-def test_one_sample_in_the_whole_batch_is_too_few_in_every_process() -> None:
-    for text in [refusal(0), *run_in_processes(refusal, 2, 2)]:
-        assert "Expected more than 1 value per channel" in text
+NAMES = ("Normed", "Cumulative", "Frozen", "Uneven")
 
 
-@pytest.mark.slow
+def everything(devices: int, samples: int) -> dict[str, Any]:
+    """In both modes, in one start of the processes."""
+    found: dict[str, Any] = {name: trained(name, devices, samples) for name in NAMES}
+    for name in NAMES[:2]:
+        mode = {"mode": "forward"} if devices else {}
+        found[f"{name}, forward mode"] = trained(name, devices, samples, **mode)
+    return {**found, "refusal": refusal(devices)}
+
+
 @pytest.mark.parametrize(
-    ("processes", "devices", "samples"), [(1, 4, 53), (4, 4, 52), (2, 6, 53), (3, 3, 52)]
+    ("processes", "devices", "samples"),
+    [(2, 2, 51), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((2, 6, 53), (3, 3, 52)))],
 )
-def test_any_number_of_processes(processes: int, devices: int, samples: int) -> None:
-    names = list(MODULES)
-    expected = all_trained(names, 0, samples)
-    for process in run_in_processes(all_trained, processes, names, devices, samples):
-        torch.testing.assert_close(process, expected, **EXACT)
+def test_statistics_and_gradients_are_those_of_the_batch(
+    processes: int, devices: int, samples: int
+) -> None:
+    expected = everything(0, samples)
+    assert "Expected more than 1 value per channel" in expected.pop("refusal")
+    for process in run_in_processes(everything, processes, devices, samples):
+        assert "Expected more than 1 value per channel" in process.pop("refusal")
+        for name, one in expected.items():
+            torch.testing.assert_close(
+                process[name], one, msg=lambda m, n=name: f"{n}: {m}", **EXACT
+            )

@@ -9,15 +9,11 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader, grad_norm
 from oracle import Classifier, assert_equal_trees, loader
 from several_processes import run_in_processes
-from torch import Tensor
 
 from lightning_dp import DataParallelStrategy
 
@@ -57,12 +53,6 @@ def left(trainer: Any, *more: Any) -> Any:
     return dict(module.state_dict()), dict(trainer.callback_metrics), counts, *more
 
 
-@job
-def accumulation_by_schedule(devices: int, folder: Path) -> Any:
-    callback = GradientAccumulationScheduler({0: 1, 1: 3})
-    return left(trained(devices, callbacks=[callback], max_epochs=3))
-
-
 class OneCycle(Net):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
@@ -74,21 +64,6 @@ class OneCycle(Net):
 @job
 def one_cycle(devices: int, folder: Path) -> Any:
     return left(trained(devices, OneCycle(), loader(shuffle=True), loader()))
-
-
-class Plateau(Net):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.5)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "monitor": "val/loss"},
-        }
-
-
-@job
-def plateau(devices: int, folder: Path) -> Any:
-    return left(trained(devices, Plateau(), max_epochs=5))
 
 
 class Outputs(Net):
@@ -139,44 +114,6 @@ def loaders_by_name(devices: int, folder: Path) -> Any:
     return left(trained(devices, Several(), data, [loader(53), loader(31)]))
 
 
-class ScalesLosses(Net):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        (2 * loss).backward()
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
-        if batch_idx % 2 == 0:
-            optimizer.step(closure)
-        else:
-            closure()
-
-
-@job
-def own_backward_and_step(devices: int, folder: Path) -> Any:
-    return left(trained(devices, ScalesLosses(), max_epochs=3))
-
-
-class Summing(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        self.log("seen", float(len(batch[1])), reduce_fx="sum", on_epoch=True, on_step=False)
-        self.log("most", batch[0].max(), reduce_fx="max", on_epoch=True, sync_dist=True)
-        return loss
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("lr", self.optimizers().param_groups[0]["lr"], sync_dist=True)
-        self.log("rank_zero", 3.0, rank_zero_only=True)
-
-
-@job
-def reductions(devices: int, folder: Path) -> Any:
-    return left(trained(devices, Summing()))
-
-
-@job
-def few_and_overfitted(devices: int, folder: Path) -> Any:
-    return left(trained(devices, None, loader(53, 8), loader(), overfit_batches=0.5))
-
-
 class Resumed(Net):
     """Keeps more in its checkpoints."""
 
@@ -222,20 +159,15 @@ def check(names: list[str], processes: int, devices: int, folder: Path) -> None:
     several = run_in_processes(found_by, processes, names, processes * devices, f"{folder}/more")
     for rank, answers in enumerate(several):
         for name in names:
-            assert_equal_trees(
-                answers[name], one[name], f"{name}, process {rank}", atol=1e-10, rtol=0
-            )
+            what = f"{name}, process {rank}"
+            assert_equal_trees(answers[name], one[name], what, atol=1e-10, rtol=0)
 
 
-def names() -> list[str]:
-    return list(JOBS)
-
-
-def test_steps_are_counted_before_training(tmp_path: Path) -> None:
-    check(["one_cycle"], 2, 2, tmp_path)
+def test_some_of_them(tmp_path: Path) -> None:
+    check(["one_cycle", "gone_on"], 2, 2, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("processes", "devices"), [(2, 1), (3, 1)])
 def test_all_of_them(processes: int, devices: int, tmp_path: Path) -> None:
-    check(names(), processes, devices, tmp_path)
+    check(list(JOBS), processes, devices, tmp_path)

@@ -69,9 +69,15 @@ def summed() -> list[Any]:
     return results
 
 
+def everything() -> tuple[list[Any], list[Any]]:
+    return summed(), exchanged()
+
+
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_gradients_are_the_sums_of_all_ranks(count: int) -> None:
-    for whole, pieces, twice in run_in_processes(summed, count):
+def test_gradients_are_summed_and_values_arrive_as_they_are(count: int) -> None:
+    told = run_in_processes(everything, count)
+    assert_exchanged([values for _, values in told], count)
+    for whole, pieces, twice in [sums for sums, _ in told]:
         for got in (whole, pieces):
             for i, grad in enumerate(got):
                 terms = [g for r in range(count) if (g := gradients(r)[i]) is not None]
@@ -91,24 +97,24 @@ class Refuses:
 
 def exchanged() -> list[Any]:
     everyone = world()
-    x = torch.arange(6.0, requires_grad=True).view(2, 3).t()[:, everyone.rank : everyone.rank + 1]
+    x = torch.arange(6.0, requires_grad=True).view(2, 3)[:, everyone.rank : everyone.rank + 1]
     values = {"x": x * 2, "flags": torch.tensor([True]), "half": torch.ones(2).bfloat16(), "n": 3}
     first = everyone.broadcast(values, 1)
     got = [everyone.gather(values), first, everyone.gather(torch.zeros(0, 2))]
     for value in (Refuses(), Refuses() if everyone.rank else 1):
-        with pytest.raises(TypeError, match=r"Process [01]: expected .* stays here"):
+        with pytest.raises(TypeError, match=r"Process [012]: expected .* stays here"):
             everyone.gather(value)
     return got
 
 
-def test_values_arrive_as_they_are() -> None:
-    for ranks, first, empty in run_in_processes(exchanged, 2):
+def assert_exchanged(told: list[Any], count: int) -> None:
+    for ranks, first, empty in told:
         for rank, values in enumerate(ranks):
-            expected = 2 * torch.arange(6.0).view(2, 3).t()[:, rank : rank + 1]
+            expected = 2 * torch.arange(6.0).view(2, 3)[:, rank : rank + 1]
             assert torch.equal(values["x"], expected) and not values["x"].requires_grad
             assert values["flags"].dtype is torch.bool and values["half"].dtype is torch.bfloat16
         assert torch.equal(first["x"].detach(), ranks[1]["x"]) and first["n"] == 3
-        assert [t.shape for t in empty] == [(0, 2), (0, 2)]
+        assert [t.shape for t in empty] == [(0, 2)] * count
 
 
 class At:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +15,6 @@ if TYPE_CHECKING:
     from lightning_dp.parallel.processes.graph import JointLoss
 
 BUCKET_BYTES = 4 * 2**20
-_IN_FLIGHT = 8  # buckets: bounds the memory beside the gradients
-
-_GRAD = attrgetter("grad")
 
 
 @torch.no_grad()
@@ -29,9 +24,8 @@ def sum_over_ranks(
     """The sums of the ranks' tensors; None for one that no rank has.
 
     A first small all_reduce tells which tensors exist in any rank, and which are sparse there.
-    These are gathered as objects. The others are added up in buckets: one is on its way while the
-    next is packed. Sums are written in place where a tensor has the strides of `like`, as fused
-    optimizers need them.
+    These are gathered as objects; the others are added up in buckets that travel together. Sums are
+    written in place where a tensor has the strides of `like`, as fused optimizers need them.
     """
     sums = list(tensors)
     dense = [t is not None and t.layout is torch.strided for t in sums]
@@ -39,16 +33,26 @@ def sum_over_ranks(
     flags = torch.tensor([dense, sparse], dtype=torch.int32)
     world.sum_async(flags)()
     is_dense, is_sparse = flags.bool().tolist()
-    in_flight: deque[Callable[[], None]] = deque()
-    for bucket in _buckets(like, [i for i, there in enumerate(is_dense) if there]):
-        if len(in_flight) == _IN_FLIGHT:
-            in_flight.popleft()()
-        in_flight.append(_send(sums, like, bucket, [dense[i] for i in bucket], world))
-    while in_flight:
-        in_flight.popleft()()
+    buckets = _buckets(like, [i for i, there in enumerate(is_dense) if there])
+    sent = [_send(sums, like, bucket, [dense[i] for i in bucket], world) for bucket in buckets]
+    for finish in sent:
+        finish()
     for i in [i for i, there in enumerate(is_sparse) if there]:
-        _add_sparse(sums, i, tensors[i] if sparse[i] else None, is_dense[i], world)
+        sums[i] = _sum_sparse(
+            tensors[i] if sparse[i] else None, sums[i] if is_dense[i] else None, world
+        )
     return sums
+
+
+def _sum_sparse(own: Tensor | None, total: Tensor | None, world: World) -> Tensor | None:
+    """The sum of the ranks' sparse tensors, and of the dense ones' `total` where there are any."""
+    own = None if own is None else own.coalesce()
+    parts = world.gather(None if own is None else (own.indices(), own.values(), tuple(own.shape)))
+    for part in [part for part in parts if part is not None]:
+        # The explicit argument keeps torch from warning about its default.
+        term = torch.sparse_coo_tensor(*part, check_invariants=False)
+        total = term if total is None else total + term.to(total.device)
+    return total.coalesce() if total is not None and total.is_sparse else total
 
 
 def _buckets(like: Sequence[Tensor], positions: Sequence[int]) -> Iterator[list[int]]:
@@ -95,19 +99,6 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def _add_sparse(
-    sums: list[Tensor | None], i: int, own: Tensor | None, has_dense: bool, world: World
-) -> None:
-    total = sums[i] if has_dense else None
-    own = None if own is None else own.coalesce()
-    sent = None if own is None else (own.indices(), own.values(), tuple(own.shape))
-    for part in [part for part in world.gather(sent) if part is not None]:
-        # The explicit argument keeps torch from warning about its default.
-        term = torch.sparse_coo_tensor(*part, check_invariants=False)
-        total = term if total is None else total + term.to(total.device)
-    sums[i] = total.coalesce() if total is not None and total.is_sparse else total
-
-
 class RankReducer:
     """Makes the root's gradients those of all ranks.
 
@@ -152,7 +143,7 @@ class RankReducer:
         """Adds up the gradients of parameters, which are this rank's own."""
         if not parameters:
             return
-        grads = sum_over_ranks(list(map(_GRAD, parameters)), parameters, self._world)
+        grads = sum_over_ranks([p.grad for p in parameters], parameters, self._world)
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
             self._own.pop(id(parameter), None)

@@ -263,8 +263,7 @@ class _Gather(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "Expected no create_graph=True in a backward through a collective over several "
-                "processes: gradients that come from other processes have no graph. Take second "
-                "derivatives of what the step computes from its own samples."
+                "processes: gradients that come from other processes have no graph."
             )
         arrived = iter(gradients)
         sent: list[Tensor | None] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -52,24 +51,16 @@ class World:
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in the order of the ranks. Tensors arrive on the host, detached."""
-        own = _pickled(value)
         received: list[Any] = [None] * self.size
-        dist.all_gather_object(received, own, group=self._host_group)
-        for rank, data in enumerate(received):
-            if isinstance(data, _Unsendable):
-                raise TypeError(
-                    f"Process {rank}: expected a value that can be pickled, to be sent to the "
-                    f"other processes, got {data.reason}. Use tensors and plain values."
-                )
-        return [pickle.loads(data) for data in received]
+        dist.all_gather_object(received, _pickled(value), group=self._host_group)
+        return [_unpickled(data, rank) for rank, data in enumerate(received)]
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """The value of one rank in all of them; that rank gets the same object again."""
         data: list[Any] = [_pickled(value) if self.rank == src else None]
         dist.broadcast_object_list(data, src, group=self._host_group)
-        if isinstance(data[0], _Unsendable):
-            raise TypeError(f"Expected a value that can be pickled, got {data[0].reason}.")
-        return value if self.rank == src else pickle.loads(data[0])
+        is_own = self.rank == src and isinstance(data[0], bytes)
+        return value if is_own else _unpickled(data[0], src)
 
     @torch.no_grad()
     def broadcast_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -127,20 +118,23 @@ def check_together(values: Sequence[Any]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Unsendable:
-    """Is sent in place of a value that cannot be pickled, so that no rank waits for it."""
-
-    reason: str
-
-
-def _pickled(value: Any) -> bytes | _Unsendable:
+def _pickled(value: Any) -> bytes | str:
+    """The value's pickle; where it has none the reason, so that no rank waits for it."""
     file = io.BytesIO()
     try:
         _Pickler(file, protocol=5).dump(value)
     except Exception as error:  # a user's object may raise anything
-        return _Unsendable(f"{type(error).__name__}: {error}")
+        return f"{type(error).__name__}: {error}"
     return file.getvalue()
+
+
+def _unpickled(data: bytes | str, rank: int) -> Any:
+    if isinstance(data, str):
+        raise TypeError(
+            f"Process {rank}: expected a value that can be pickled, to be sent to the other "
+            f"processes, got {data}. Use tensors and plain values."
+        )
+    return pickle.loads(data)
 
 
 class _Pickler(pickle.Pickler):
@@ -149,16 +143,14 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return NotImplemented
-        is_plain = type(obj) in (Tensor, nn.Parameter) and obj.layout is torch.strided
-        if not is_plain or obj.is_quantized or obj.is_nested:
+        if type(obj) not in (Tensor, nn.Parameter) or obj.layout is not torch.strided:
             return obj.detach().cpu().__reduce_ex__(4)
         own = torch.empty(obj.numel(), dtype=obj.dtype, device="cpu")
         own.copy_(obj.detach().reshape(-1))
-        data = own.view(torch.uint8).numpy().tobytes()
-        return _unpickled, (data, obj.dtype, tuple(obj.shape))
+        return _tensor, (own.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape))
 
 
-def _unpickled(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype, device="cpu")
     with torch.inference_mode(False):

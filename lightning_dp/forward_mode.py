@@ -32,9 +32,7 @@ class ForwardMode(Mode):
     """Runs each step once, with the whole batch; its engine is a `ForwardParallel`.
 
     Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first.
-        transfer: Lightning's transfer hooks.
+        module, devices, transfer: as for every mode.
         output_device: where the batch and the step's own computations are.
         move_batch: whether the batch is brought there, or stays where the DataLoader left it.
         loss_reduction: what the loss is over its samples, for several processes.

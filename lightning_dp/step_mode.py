@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from lightning_dp.metrics import StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.gather import give_back_added
-from lightning_dp.parallel.reduce import LossReduction, NoLossError
+from lightning_dp.parallel.reduce import NoLossError
 from lightning_dp.parallel.replicate import Replicas, layers_in
 from lightning_dp.parallel.scatter import Shards
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
@@ -30,13 +30,10 @@ class StepMode(Mode):
     """Runs each step in every replica; its engine is a `StepParallel`.
 
     Args:
-        module: the user's module, on the root device.
-        devices: the replicas' devices, root first.
-        transfer: Lightning's transfer hooks.
+        module, devices, transfer: as for every mode.
         output_device: where loss, logs and outputs end up.
-        loss_reduction: what the loss is over its samples.
         world: the processes that train together; None if this is the only one.
-        options: of the engine, see `Engine`.
+        options: of the engine, see `StepParallel`.
     """
 
     def __init__(
@@ -46,7 +43,6 @@ class StepMode(Mode):
         *,
         transfer: Transfer,
         output_device: torch.device,
-        loss_reduction: LossReduction = "mean",
         world: World | None = None,
         **options: Any,
     ) -> None:
@@ -57,7 +53,6 @@ class StepMode(Mode):
             module,
             devices,
             output_device=output_device,
-            loss_reduction=loss_reduction,
             world=world,
             rules=recorder,
             context=partial(_recording, recorder),

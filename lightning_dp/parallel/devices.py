@@ -17,12 +17,28 @@ _PEAK = "max_memory_allocated"
 DeviceLike: TypeAlias = torch.device | str | int
 """A device as people write it: `torch.device("cuda", 1)`, `"cuda:1"`, `1` or `"cpu"`."""
 
+CPU = torch.device("cpu")
+
+
+def accelerator_type() -> str | None:
+    """The type of this machine's accelerator (`"cuda"`, say), or None on a machine without one."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
+
+
+def device_count(device_type: str) -> int:
+    """How many devices of a type this process sees; 0 for a type without a usable backend."""
+    if device_type == "cpu":
+        return 1
+    module: Any = getattr(torch, device_type, None)
+    return int(module.device_count()) if hasattr(module, "device_count") else 0
+
 
 def all_devices() -> list[torch.device]:
     """Every accelerator that this process sees, or the CPU if there is none."""
     kind = accelerator_type()
     gpus = [torch.device(kind, i) for i in range(device_count(kind))] if kind else []
-    return gpus or [torch.device("cpu")]
+    return gpus or [CPU]
 
 
 def cores() -> int:
@@ -30,6 +46,9 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# What users write
 
 
 def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list[torch.device]:
@@ -68,170 +87,44 @@ def resolve_output_device(
     return devices[output_device]
 
 
-def replica_names(devices: Sequence[torch.device], process: int | None = None) -> list[str]:
-    """What each replica is called everywhere: in logs, errors, tables and pictures.
-
-    The device's name; where several replicas share it, their numbers on it follow. Of several
-    processes each says which it is.
-
-    Example:
-        >>> replica_names([torch.device("cpu")] * 2)
-        ['cpu:0', 'cpu:1']
-        >>> replica_names([torch.device(name) for name in ("cuda:0", "cuda:0", "cuda:1")], 3)
-        ['process3/cuda:0:0', 'process3/cuda:0:1', 'process3/cuda:1']
-    """
-    before = "" if process is None else f"process{process}/"
-    own = list(devices)
-    numbers = [
-        f":{own[:k].count(device)}" if own.count(device) > 1 else "" for k, device in enumerate(own)
-    ]
-    return [f"{before}{device}{number}" for device, number in zip(own, numbers, strict=True)]
-
-
-def replica_text(k: int, names: Sequence[str]) -> str:
-    """A replica for people: its number and its name, of the names of all."""
-    return f"replica {k} on {names[k]}"
-
-
 def minus_one_is_cpu(device: Any) -> Any:
     """What stands for a device that may be given as in `torch.nn.parallel`."""
     return "cpu" if type(device) is int and device == -1 else device
 
 
-def accelerator_type() -> str | None:
-    """The type of this machine's accelerator (`"cuda"`, say), or None on a machine without one."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return None if accelerator is None else accelerator.type
-
-
-def device_count(device_type: str) -> int:
-    """How many devices of a type this process sees; 0 for a type without a usable backend."""
-    if device_type == "cpu":
-        return 1
-    module: Any = getattr(torch, device_type, None)
-    return int(module.device_count()) if hasattr(module, "device_count") else 0
-
-
-def _module(device: torch.device) -> Any:
-    """What torch has for the device's type, `torch.cuda` say; None for the CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device)
-
-
-def _figure(device: torch.device, name: str) -> Any:
-    """What a function of that module says of a device; 0 where there is no such function."""
-    module = _module(device)
-    return getattr(module, name)(device) if hasattr(module, name) else 0
-
-
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that were in use on a device since `reset_peak_memory`; 0 if none counts."""
-    return int(_figure(device, _PEAK))
-
-
-def allocated_memory(device: torch.device) -> int:
-    """The bytes in use on a device now; 0 if none counts."""
-    return int(_figure(device, "memory_allocated"))
-
-
-def busy_clock(device: torch.device) -> float:
-    """Seconds that a device has worked so far, where it counts them itself; 0 elsewhere."""
-    return float(_figure(device, "busy_seconds"))
-
-
-def hand_over(device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
-    """What threads enter that work for the calling one, which waits for them; None: nothing.
-
-    Devices that compute their time have to know.
-    """
-    own = getattr(_module(device), "hand_over", None)
-    return None if own is None else own()
-
-
-def counts_memory(device: torch.device) -> bool:
-    """Whether a device tells what is in use on it, and how much it has."""
-    module = _module(device)
-    return all(hasattr(module, name) for name in (_PEAK, "memory_stats", "mem_get_info"))
-
-
-def out_of_memory_count(device: torch.device) -> int:
-    """How often a device has run out of memory so far; 0 if none counts."""
-    stats = _module(device).memory_stats(device) if counts_memory(device) else {}
-    return int(stats.get("num_ooms", 0))
-
-
-def memory_capacity(device: torch.device) -> int:
-    """The bytes that this process can have on a device, with what it has; 0 if none counts."""
-    if not counts_memory(device):
-        return 0
-    free, _ = _module(device).mem_get_info(device)
-    return int(free + _module(device).memory_reserved(device))
-
-
-def memory_capacities(devices: Sequence[torch.device], *, must_count: bool = True) -> list[int]:
-    """The `memory_capacity` of each device; zeros if all are the CPU, whose memory is shared."""
-    on_cpu = all(device.type == "cpu" for device in devices)
-    unknown = [] if on_cpu or not must_count else [str(d) for d in devices if not counts_memory(d)]
-    if unknown:
-        raise ValueError(
-            "split='memory': expected devices that count their memory, such as GPUs, got "
-            f"{', '.join(unknown)} among them. Use weights=[...] for fixed shares."
-        )
-    return list(map(memory_capacity, devices))
-
-
-def memory_text(device: torch.device) -> str:
-    """What a device has in use and can have, for people."""
-    mib = 2**20
-    used, total = allocated_memory(device) / mib, memory_capacity(device) / mib
-    return f"{device} {used:.1f} of {total:.1f} MiB in use"
-
-
-def reset_peak_memory(device: torch.device) -> None:
-    """Starts a new peak where devices count their memory."""
-    if hasattr(_module(device), _PEAK):
-        _module(device).reset_peak_memory_stats(device)
-
-
-def empty_cache(device: torch.device) -> None:
-    """Gives memory that is kept for later back to a device."""
-    if hasattr(_module(device), "empty_cache"):
-        with current_device(device):
-            _module(device).empty_cache()
-
-
-def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes `device` the calling thread's current one for a while."""
-    if device.type == "cpu":
-        return nullcontext()
-    # Torch's own, which makes no context on a device that is current, but that nobody uses.
-    own: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
-    return own
-
-
-def seed_apart(seed: int, place: int) -> int:
-    """A seed that follows from another one, and from the place of a device; at 0 the same one."""
-    return (seed + place * 0x9E3779B97F4A7C15) % 2**63  # it is odd: any number of times, another
-
-
 def _existing(entry: DeviceLike, key: str) -> torch.device:
     device = _parse(entry, key)
     count = device_count(device.type)
-    index = device.index or 0
-    if index >= count:
-        raise ValueError(
-            f"{key}: {_expected(device.type, count)}, got {told(entry)}.{_hint(device)}"
+    if (device.index or 0) < count:
+        return CPU if device.type == "cpu" else torch.device(device.type, device.index or 0)
+    if device.type == "cpu":
+        expected, hint = "'cpu' (the CPU is one device)", "Repeat 'cpu' for more replicas on it."
+    else:
+        expected = f"one of {device.type}:0 to {device.type}:{count - 1}"
+        hint = "Choose a device that exists, or 'cpu'."
+    if count == 0:
+        expected = f"a device of this machine, which has no usable {device.type!r} device"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device.type == "cuda" and visible:
+        first, *others = [f"GPU {n.strip()} is id {i}" for i, n in enumerate(visible.split(","))]
+        ids = ", ".join([f"{first} in this process", *others])
+        hint = (
+            f"CUDA_VISIBLE_DEVICES={visible} hides all other GPUs and renumbers these: {ids}. "
+            "Write the new ids, or unset the variable and write the machine's own."
         )
-    return device if device.type == "cpu" else torch.device(device.type, index)
+    elif device.type == "cuda":
+        hint = "Ids count this machine's GPUs from 0, as nvidia-smi lists them. Choose one of them."
+    raise ValueError(f"{key}: expected {expected}, got {told(entry)}. {hint}")
 
 
 def _parse(entry: DeviceLike, key: str) -> torch.device:
     if isinstance(entry, torch.device):
-        return torch.device("cpu") if entry.type == "cpu" and not entry.index else entry
+        return CPU if entry.type == "cpu" and not entry.index else entry
     if isinstance(entry, bool) or not isinstance(entry, int | str):
         raise ValueError(f"{key}: expected a device, its name or its id, got {told(entry)}.")
     if isinstance(entry, str) and not entry.lstrip("-").isdigit():
         try:
-            return torch.device("cpu") if entry == "cpu:0" else torch.device(entry)
+            return CPU if entry == "cpu:0" else torch.device(entry)
         except RuntimeError as error:
             raise ValueError(
                 f"{key}: expected a device name such as 'cuda:1' or 'cpu', got {told(entry)}. "
@@ -250,34 +143,120 @@ def _parse(entry: DeviceLike, key: str) -> torch.device:
     return torch.device(kind, min(number, _HIGHEST_ID))
 
 
-def _expected(device_type: str, count: int) -> str:
-    if device_type == "cpu":
-        return "expected 'cpu' (the CPU is one device)"
-    if count == 0:
-        return f"expected a device of this machine, which has no usable {device_type!r} device"
-    return f"expected one of {device_type}:0 to {device_type}:{count - 1}"
+def replica_names(devices: Sequence[torch.device], process: int | None = None) -> list[str]:
+    """What each replica is called everywhere: in logs, errors, tables and pictures.
+
+    The device's name; where several replicas share it, their numbers on it follow. Of several
+    processes each says which it is.
+
+    Example:
+        >>> replica_names([torch.device("cpu")] * 2)
+        ['cpu:0', 'cpu:1']
+        >>> replica_names([torch.device(name) for name in ("cuda:0", "cuda:0", "cuda:1")], 3)
+        ['process3/cuda:0:0', 'process3/cuda:0:1', 'process3/cuda:1']
+    """
+    before, own = "" if process is None else f"process{process}/", list(devices)
+    numbers = [
+        f":{own[:k].count(device)}" if own.count(device) > 1 else "" for k, device in enumerate(own)
+    ]
+    return [f"{before}{device}{number}" for device, number in zip(own, numbers, strict=True)]
 
 
-def _hint(device: torch.device) -> str:
-    if device.type == "cpu":
-        return " Repeat 'cpu' for more replicas on the CPU."
-    if device.type != "cuda":
-        return " Choose a device that exists, or 'cpu'."
-    return f" {explain_cuda_ids()}"
+def replica_text(k: int, names: Sequence[str]) -> str:
+    """A replica for people: its number and its name, of the names of all."""
+    return f"replica {k} on {names[k]}"
 
 
-def explain_cuda_ids() -> str:
-    """Which GPU an id means, for errors about ids."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not visible:
-        return (
-            "Ids count the machine's GPUs from 0, as nvidia-smi lists them. Choose among those, "
-            "or 'cpu'."
+# What devices say of themselves
+
+
+def _call(device: torch.device, name: str) -> Any:
+    """Calls a function of what torch has for a device's type; 0 where there is none."""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    return getattr(module, name)(device) if hasattr(module, name) else 0
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that were in use on a device since `reset_peak_memory`; 0 if none counts."""
+    return int(_call(device, _PEAK))
+
+
+def allocated_memory(device: torch.device) -> int:
+    """The bytes in use on a device now; 0 if none counts."""
+    return int(_call(device, "memory_allocated"))
+
+
+def busy_clock(device: torch.device) -> float:
+    """Seconds that a device has worked so far, where it counts them itself; 0 elsewhere."""
+    return float(_call(device, "busy_seconds"))
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Starts a new peak where devices count their memory."""
+    _call(device, "reset_peak_memory_stats")
+
+
+def hand_over(device: torch.device) -> Callable[[], AbstractContextManager[None]] | None:
+    """What threads enter that work for the calling one, which waits for them; None: nothing.
+
+    Devices that compute their time have to know.
+    """
+    own = getattr(torch.get_device_module(device), "hand_over", None)
+    return None if own is None else own()
+
+
+def counts_memory(device: torch.device) -> bool:
+    """Whether a device tells what is in use on it, and how much it has."""
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    return all(hasattr(module, name) for name in (_PEAK, "memory_stats", "mem_get_info"))
+
+
+def out_of_memory_count(device: torch.device) -> int:
+    """How often a device has run out of memory so far; 0 if none counts."""
+    return int(_call(device, "memory_stats").get("num_ooms", 0)) if counts_memory(device) else 0
+
+
+def memory_capacity(device: torch.device) -> int:
+    """The bytes that this process can have on a device, with what it has; 0 if none counts."""
+    if not counts_memory(device):
+        return 0
+    free, _ = _call(device, "mem_get_info")
+    return int(free + _call(device, "memory_reserved"))
+
+
+def memory_capacities(devices: Sequence[torch.device], *, must_count: bool = True) -> list[int]:
+    """The `memory_capacity` of each device; zeros if all are the CPU, whose memory is shared."""
+    on_cpu = all(device.type == "cpu" for device in devices)
+    unknown = [] if on_cpu or not must_count else [str(d) for d in devices if not counts_memory(d)]
+    if unknown:
+        raise ValueError(
+            "split='memory': expected devices that count their memory, such as GPUs, got "
+            f"{', '.join(unknown)} among them. Use weights=[...] for fixed shares."
         )
-    names = [name.strip() for name in visible.split(",")]
-    first, *others = (f"GPU {name} is id {i}" for i, name in enumerate(names))
-    listed = ", ".join([f"{first} in this process", *others])
-    return (
-        f"CUDA_VISIBLE_DEVICES={visible} hides all other GPUs and renumbers these: the machine's "
-        f"{listed}. Write the new ids, or unset the variable and write the machine's own."
-    )
+    return list(map(memory_capacity, devices))
+
+
+def memory_text(device: torch.device) -> str:
+    """What a device has in use and can have, for people."""
+    used, total = allocated_memory(device) / 2**20, memory_capacity(device) / 2**20
+    return f"{device} {used:.1f} of {total:.1f} MiB in use"
+
+
+def empty_cache(device: torch.device) -> None:
+    """Gives memory that is kept for later back to a device."""
+    if device.type != "cpu" and hasattr(torch.get_device_module(device), "empty_cache"):
+        with current_device(device):
+            torch.get_device_module(device).empty_cache()
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes `device` the calling thread's current one for a while."""
+    if device.type == "cpu":
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.get_device_module(device).device(device)
+    return context
+
+
+def seed_apart(seed: int, place: int) -> int:
+    """A seed that follows from another one, and from the place of a device; at 0 the same one."""
+    return (seed + place * 0x9E3779B97F4A7C15) % 2**63  # it is odd: any number of times, another

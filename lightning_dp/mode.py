@@ -45,7 +45,7 @@ class Mode(ABC):
         """Ends the engine's threads."""
         self.engine.close()
 
-    def during_backward(self) -> AbstractContextManager[None]:
+    def during_backward(self) -> AbstractContextManager[Any]:
         """Surrounds Lightning's backward of a step's loss."""
         return self.engine.profiler_range("lightning_dp.backward")
 

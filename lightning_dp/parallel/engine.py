@@ -90,6 +90,57 @@ class Engine:
     expects_samples: ClassVar[bool] = False  # a batch is cut, and not the arguments of some call
     frozen_may_change = True  # code between steps may write to parameters that are not trained
 
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        *,
+        output_device: torch.device,
+        split: SplitPolicy,
+        dim: int = 0,
+        columns: bool = False,
+        cost_key: str | None = None,
+        buffers: Buffers = "first",
+        executor: ExecutorName = "auto",
+        scalars: Scalars = "merge",
+        overrides: Mapping[str, Override] | None = None,
+        rules: ReplicaRules | None = None,
+        context: StepContext = lambda *_: nullcontext(),
+        overlap: bool = True,
+        world: World | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self.module = self.asked = module
+        self.devices, self.output_device, self.world = list(devices), output_device, world
+        self.on_cpu = all(device.type == "cpu" for device in devices)
+        self.accelerators = [d for d in (*devices, output_device) if d.type != "cpu"]
+        self.last_sizes: Sizes = ()
+        self.interrupted: Tensor | None = None
+        self.before_replica: Callable[[], object] | None = None
+        self.profile: Callable[[str], AbstractContextManager[None]] | None = None
+        self.is_rerun = self._compiles = False
+        self.replicas = Replicas(module, devices, rules, reduce_gradients)
+        self.meter = UsageMeter(devices, None if world is None else world.rank)
+        is_timed = self.meter.is_by_counts if overlap and not self.on_cpu else None
+        self.reducer = Reducer(self.replicas, buffers, self.devices, is_timed, world)
+        self.calls = Calls()  # of the replicas, in the latest apply
+        self.planner = Planner(len(devices), split)
+        if self.planner.learns:
+            self.meter.watch()
+        self.snapshot = None if self.on_cpu else Snapshot()
+        # Two threads would limit the norm of the same row of a weight twice.
+        in_order = self.on_cpu and limits_norms(module)
+        how: ExecutorName = "inorder" if in_order else executor
+        seconds = Calls.timeout if timeout is None else timeout.total_seconds()
+        self.executor = Executor(devices, how, self.replicas.lose, self.meter.names, seconds)
+        self.row_rules = RowRules(dim, overrides or {})
+        self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
+        self._kept_memory = KeptMemory() if self.on_cpu else None
+        self._dim, self._columns, self._cost_key = dim, columns, cost_key
+        self._context = context
+        self._to_host = output_device.type == "cpu" and not self.on_cpu
+        self._stale = set(range(len(devices)))  # replicas that get everything at their next step
+
     # One step
 
     def run(self, call: ReplicaCall, batch: Any, shards: Shards | None = None) -> Any:
@@ -274,57 +325,6 @@ class Engine:
 
     # Around it
 
-    def __init__(
-        self,
-        module: nn.Module,
-        devices: Sequence[torch.device],
-        *,
-        output_device: torch.device,
-        split: SplitPolicy,
-        dim: int = 0,
-        columns: bool = False,
-        cost_key: str | None = None,
-        buffers: Buffers = "first",
-        executor: ExecutorName = "auto",
-        scalars: Scalars = "merge",
-        overrides: Mapping[str, Override] | None = None,
-        rules: ReplicaRules | None = None,
-        context: StepContext = lambda *_: nullcontext(),
-        overlap: bool = True,
-        world: World | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
-        self.module = self.asked = module
-        self.devices, self.output_device, self.world = list(devices), output_device, world
-        self.on_cpu = all(device.type == "cpu" for device in devices)
-        self.accelerators = [d for d in (*devices, output_device) if d.type != "cpu"]
-        self.last_sizes: Sizes = ()
-        self.interrupted: Tensor | None = None
-        self.before_replica: Callable[[], object] | None = None
-        self.profile: Callable[[str], AbstractContextManager[None]] | None = None
-        self.is_rerun = self._compiles = False
-        self.replicas = Replicas(module, devices, rules, reduce_gradients)
-        self.meter = UsageMeter(devices, None if world is None else world.rank)
-        is_timed = self.meter.is_by_counts if overlap and not self.on_cpu else None
-        self.reducer = Reducer(self.replicas, buffers, self.devices, is_timed, world)
-        self.calls = Calls()  # of the replicas, in the latest apply
-        self.planner = Planner(len(devices), split)
-        if self.planner.learns:
-            self.meter.watch()
-        self.snapshot = None if self.on_cpu else Snapshot()
-        # Two threads would limit the norm of the same row of a weight twice.
-        in_order = self.on_cpu and limits_norms(module)
-        how: ExecutorName = "inorder" if in_order else executor
-        seconds = Calls.timeout if timeout is None else timeout.total_seconds()
-        self.executor = Executor(devices, how, self.replicas.lose, self.meter.names, seconds)
-        self.row_rules = RowRules(dim, overrides or {})
-        self.join = partial(gather, output_device=output_device, dim=dim, scalars=scalars)
-        self._kept_memory = KeptMemory() if self.on_cpu else None
-        self._dim, self._columns, self._cost_key = dim, columns, cost_key
-        self._context = context
-        self._to_host = output_device.type == "cpu" and not self.on_cpu
-        self._stale = set(range(len(devices)))  # replicas that get everything at their next step
-
     def count_samples(self, batch: Any) -> int | None:
         """How many samples a batch has; None if there is nothing to cut."""
         return infer_for(self.asked, batch, self._dim, columns=self._columns).size
@@ -334,7 +334,7 @@ class Engine:
         inferred = infer_for(self.asked, batch, self._dim, columns=self._columns)
         return cut_for(self.asked, batch, inferred, sizes, self._dim)
 
-    def profiler_range(self, name: str) -> AbstractContextManager[None]:
+    def profiler_range(self, name: str) -> AbstractContextManager[Any]:
         """A range of `torch.profiler` and of the Trainer's profiler, if they record."""
         stack = ExitStack()
         if is_profiling():

@@ -215,12 +215,11 @@ class TrainingStep(EvaluationStep):
         )
         if world is not None and world.is_idle:
             extras = without_rows(extras, shards.row_rules.dim, sum(shards.sizes))
-        whole = {"loss": joint, **extras}
+        whole: dict[str, Any] = {"loss": joint, **extras}
         if steps[0].has_items_entry:
-            given = steps[0].num_items  # the count of all replicas is a tensor if that is one
-            if items is not None and isinstance(given, Tensor):
-                items = torch.full_like(given, items, device=engine.output_device)
-            whole["num_items"] = items
+            given, whole["num_items"] = steps[0].num_items, items
+            if items is not None and isinstance(given, Tensor):  # then that of all is one, too
+                whole["num_items"] = torch.full_like(given, items, device=engine.output_device)
         return whole
 
     def _join(self, outputs: list[Any], shards: Shards) -> _Joined:
@@ -248,7 +247,7 @@ class TrainingStep(EvaluationStep):
             graphs.append(Graph(k, step.loss, weight, step.value))
             has_graph = has_graph or step.loss.requires_grad
         loss = join_losses(graphs, self.engine.output_device)
-        return _Joined(sizes, steps, graphs, loss, items and sum(items), has_graph)
+        return _Joined(sizes, steps, graphs, loss, None if items is None else sum(items), has_graph)
 
     def finish(self, result: Any, gradient: Tensor | None = None) -> None:
         """The joint loss's backward."""

@@ -323,7 +323,8 @@ def shares(sizes: Sequence[int], n: int) -> list[slice]:
         >>> shares([4, 1, 1, 2], 2)
         [slice(0, 1, None), slice(1, 4, None)]
     """
-    ends, total, done = [], sum(sizes), 0
+    ends: list[int] = []
+    total, done = sum(sizes), 0
     for i, size in enumerate(sizes):
         done += size
         while done * n >= total * (len(ends) + 1) and len(ends) < n - 1:

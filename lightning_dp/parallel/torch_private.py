@@ -383,7 +383,9 @@ def compilation_counts() -> Callable[[], Mapping[str, int]]:
     """A function whose result has in "total" how many frames were compiled so far."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None:
-        return cast(Any, partial(getitem, dynamo.counters, "frames"))
+        frames: Any = partial(getitem, dynamo.counters, "frames")
+        known: Callable[[], Mapping[str, int]] = frames
+        return known
 
     def counts() -> Mapping[str, int]:
         dynamo: Any = sys.modules.get("torch._dynamo.utils")

@@ -47,7 +47,7 @@ from lightning_dp.app.scripts import (
     short_fits,
     train_and_test,
 )
-from lightning_dp.parallel.split.arithmetic import by_cost, chunk, even
+from lightning_dp.parallel.split import by_cost, chunk, even
 
 Batch: TypeAlias = dict[str, Tensor]
 """`text`, padded to the longest sample, uint8 of shape [B, L], and `lengths`, of shape [B]."""
@@ -268,7 +268,8 @@ def collate(samples: list[bytes]) -> Batch:
 def loads(lengths: Sequence[int], k: int, split: str) -> list[int]:
     """The characters that each of k devices gets of a batch."""
     if split == "cost":
-        return [sum(lengths[i] for i in part) for part in by_cost(lengths, k)]
+        shares = by_cost(lengths, k)
+        return [] if shares is None else [round(load) for load in shares.loads]
     sizes = (chunk if split == "chunk" else even)(len(lengths), k)
     ends = list(accumulate(sizes))
     return [sum(lengths[end - n : end]) for n, end in zip(sizes, ends, strict=True)]

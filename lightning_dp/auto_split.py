@@ -1,8 +1,8 @@
 """split="auto" in a Trainer: times the steps, and runs those of the root alone without the engine.
 
 The engine takes 0.5 to 1 ms for a step on one device, and models for which one device is fastest
-have steps of a few milliseconds. Where the root would be more than 70 % full, or outputs are needed
-elsewhere, the engine runs the step all the same: it can undo one that ran out of memory.
+have steps of a few milliseconds. Where outputs are needed elsewhere the engine runs the step all
+the same.
 With several processes nothing is timed, since their steps wait for each other: all devices work.
 """
 
@@ -30,9 +30,6 @@ STEPS = {  # of Lightning's stages
     "test": "test_step",
     "predict": "predict_step",
 }
-
-SAFE = 0.7
-"""Share of the root's memory up to which a step may run where nothing can undo it."""
 
 
 class AutoSplitSteps:
@@ -68,8 +65,7 @@ class AutoSplitSteps:
     def batch(self, batch: Any, dataloader_idx: int, move: Callable[..., Any]) -> Any:
         """The batch for the loop: on the root if it will work alone."""
         n = self._num_samples(batch)
-        is_alone = self._begin(n) and self._can_be_alone and self._split.root_memory(n) <= SAFE
-        if not is_alone:
+        if not (self._begin(n) and self._can_be_alone):
             self._root_batch = None
             return self._mode.batch(batch, dataloader_idx)
         self._root_batch = move(batch, None, dataloader_idx)

@@ -71,10 +71,11 @@ class OptionsMixin(CheckpointMixin):
             `torch.chunk`, as in `torch.nn.DataParallel`. `"memory"`: learns from the peaks of the
             first steps, and leaves equally much memory free on every device. `"adaptive"`: begins
             even, learns from the times of the steps how fast every device is, and lets all end at
-            the same time; what a split has learnt is saved in checkpoints. `"cost"`: samples of
-            unequal cost (sequence length, nodes) go where there is least to do; nobody sees the
-            other order. Costs are told by the module's method `sample_cost(batch)`, which returns
-            a 1-D tensor, or by an entry of the batch, see `sample_cost`. Or a function
+            the same time. What they learn is of one fit: it goes into no checkpoint. `"cost"`:
+            samples of unequal cost (sequence length, nodes) go where there is least to do, and
+            results are in the batch's order. Costs are told by the module's method
+            `sample_cost(batch)`, which returns a 1-D tensor, or by an entry of the batch, see
+            `sample_cost`. Or a function
             `(batch_size, devices) -> sizes`. Where memory runs out, every split gives the device
             fewer samples, and the step runs again. Between processes shares are as the numbers of
             devices; `"chunk"` goes by all devices of all processes.

@@ -97,8 +97,8 @@ MUTANTS = [
     Mutant(
         "costs-ignored",
         "split",
-        _of("split.arithmetic:by_cost"),
-        "heapreplace(heap, (load + costs[sample], count + 1, i))",
+        _of("split.arithmetic:_placed"),
+        "heapreplace(heap, (load + cost, count + 1, i))",
         "heapreplace(heap, (load + 1, count + 1, i))",
         "costly samples are shared out evenly",
         ("tests/splitting/test_split_by_cost.py", "tests/splitting/test_split.py"),

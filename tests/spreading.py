@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import DataParallel
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.split.arithmetic import weighted
+from lightning_dp.parallel.split import weighted
 
 CPU = torch.device("cpu")
 SIZES = (3, 2, 1)

@@ -17,7 +17,6 @@ from lightning_dp.checkpointing import files
 from lightning_dp.lightning_private import given_io, set_io
 from lightning_dp.parallel.checks import check_choice
 from lightning_dp.parallel.errors import add_note, is_a
-from lightning_dp.parallel.split import LearningSplit, SplitPolicy
 from lightning_dp.parallel.state_keys import PREFIXES, keys_of, match_keys, rename, without_outer
 from lightning_dp.processes import ProcessesMixin
 
@@ -219,9 +218,8 @@ def nothing_to_resume(path: Any) -> str:
 
 
 class CheckpointMixin(ProcessesMixin):
-    """The strategy's checkpoints: names that fit the module, and what a split has learnt."""
+    """The strategy's checkpoints: names that fit the module."""
 
-    split_policy: SplitPolicy
     _weights_only_path: Any = None  # of a checkpoint without the training state that a fit needs
 
     @property
@@ -240,21 +238,9 @@ class CheckpointMixin(ProcessesMixin):
         set_io(self, io)
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
-    ) -> None:
-        """Adds what a split has learnt; with several processes each learns anew."""
-        if isinstance(self.split_policy, LearningSplit) and self._world is None:
-            checkpoint[_NOTES] = {"split": self.split_policy.state_dict()}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         files.weights_in(checkpoint, checkpoint_path)
-        learnt = checkpoint.get(_NOTES, {}).get("split")
-        if learnt and isinstance(self.split_policy, LearningSplit) and self._world is None:
-            self.split_policy.load_state_dict(learnt)
         return checkpoint
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -64,7 +64,3 @@ class ReplicaCall(ABC):
     def finish(self, result: Any, gradient: Tensor | None = None) -> None:
         """Does what comes after a step whose result nobody else gets: its backward, if any."""
         return None
-
-    def without_trace(self) -> AbstractContextManager[None]:
-        """What surrounds a step that only tries whether it fits."""
-        return nullcontext()

@@ -150,7 +150,7 @@ class Engine:
         except torch.OutOfMemoryError as error:
             return self.recover(call, batch, error)
 
-    def step(self, call: ReplicaCall, batch: Any, plan: Plan | None = None) -> Any:
+    def step(self, call: ReplicaCall, batch: Any) -> Any:
         """Runs a call on all replicas; returns what one device would for the whole batch.
 
         If that is a joint loss, its backward calls `backward` here.
@@ -158,13 +158,12 @@ class Engine:
         Args:
             call: what runs on a replica, and how results are joined.
             batch: as the user's code has it; or `Shards`, which are cut already.
-            plan: sizes that were decided already; samples beyond their sum are left out.
         """
         if (self.profile is not None or is_profiling()) and "apply" not in vars(self):
             with self._in_ranges():
-                return self.step(call, batch, plan)
+                return self.step(call, batch)
         if not isinstance(batch, Shards):
-            plan = plan or self.plan(batch, call.path, training=call.training)
+            plan = self.plan(batch, call.path, training=call.training)
             batch = self.scatter(batch, call.transfer, plan)
         modules = self.replicate(call, batch)
         outputs = self.apply(call, modules, batch)
@@ -195,8 +194,6 @@ class Engine:
         except BaseException:
             self.reducer.fail()
             raise
-        if not self.on_cpu:
-            self.planner.record_success(training=True)
         self.interrupted = None
 
     def recover(self, call: ReplicaCall, batch: Any, error: torch.OutOfMemoryError) -> Any:
@@ -216,17 +213,13 @@ class Engine:
         if self.meter.is_watched:
             self.planner.learn(self.meter.latest())  # reads it, too: unread steps are dropped
         n, reading = infer_for(self.asked, batch, self._dim, columns=self._columns)
-        kind = (n, reading, path, training)
-        if kind == self.planner.repeated:
-            return self.planner.latest
         if n is None and self.expects_samples:
             warn_of_nothing_to_cut(self._dim)
         if not n:
             return self.planner.whole()
         costs = partial(sample_costs, self.asked, batch, n, self._cost_key)
         least = partial(fewest_samples, self.module, path)
-        plan = partial(self.planner.plan, n, costs, least=least, kind=kind)
-        return plan(training=training, reading=reading)
+        return self.planner.plan(n, costs, training=training, reading=reading, least=least)
 
     def scatter(self, batch: Any, transfer: Transfer = PLAIN, plan: Plan | None = None) -> Shards:
         """Cuts a batch and moves each shard to its device.
@@ -238,10 +231,8 @@ class Engine:
         if plan.whole:
             parts = [transfer(batch, self.devices[0])]
         else:
-            sizes = (*plan.sizes, plan.left_out) if plan.left_out else plan.sizes
-            inferred = Inferred(sum(sizes), plan.reading)
-            parts = cut_for(self.asked, batch, inferred, sizes, self._dim, plan.order)
-            parts = parts[: len(self.devices)]
+            inferred = Inferred(sum(plan.sizes), plan.reading)
+            parts = list(cut_for(self.asked, batch, inferred, plan.sizes, self._dim, plan.order))
             for k, device in enumerate(self.devices):
                 parts[k] = transfer(parts[k], device) if plan.sizes[k] else None
         order, rules = plan.order, self.row_rules
@@ -314,10 +305,7 @@ class Engine:
 
     def gather(self, call: ReplicaCall, outputs: list[Any], shards: Shards) -> Any:
         """What one device would have returned for the whole batch, on the output device."""
-        result = call.gather(outputs, shards)
-        if not call.has_backward:
-            self.planner.record_success(training=call.training)
-        return result
+        return call.gather(outputs, shards)
 
     def reduce(self, parallel_for: ParallelFor | None = None) -> None:
         """Adds the replicas' gradients to the root's."""

@@ -24,7 +24,6 @@ from lightning_dp.parallel.devices import (
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.errors import described, forget_frames
 from lightning_dp.parallel.reduce import wait_for_autograd
-from lightning_dp.parallel.split import Plan, Sizes
 
 T = TypeVar("T")
 
@@ -34,20 +33,18 @@ log = logging.getLogger("lightning_dp")
 class RecoveringEngine(Engine):
     """An engine whose steps run again where a device ran out of memory.
 
-    The device's cap is lowered, its samples go to the others. If no split has room for the batch,
-    parts of the batch are tried until the largest batch that fits is known, for the error. It costs
-    nothing until memory runs out, but for a snapshot of buffers where devices can.
+    The device's cap is lowered, its samples go to the others. It costs nothing until memory runs
+    out, but for a snapshot of buffers where devices can.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device], **options: Any) -> None:
         super().__init__(module, devices, **options)
         self._failures = self._count_failures()
         self._clean: dict[torch.device, int] = {}  # bytes in use after the latest cleaning up
-        self._excused: set[Sizes] = set()
 
     def recover(self, call: ReplicaCall, batch: Any, error: torch.OutOfMemoryError) -> Any:
         """The step again, with fewer samples where memory ran out."""
-        return self._retry(call, call.name, partial(self.step, call, batch), batch, error)
+        return self._retry(call, call.name, partial(self.step, call, batch), error)
 
     def rerun(
         self,
@@ -71,94 +68,50 @@ class RecoveringEngine(Engine):
                 result = self.step(call, batch)
             call.finish(result, gradient)
 
-        self._retry(call, f"{call.name}'s backward", attempt, batch, error)
+        self._retry(call, f"{call.name}'s backward", attempt, error)
 
     def _retry(
-        self,
-        call: ReplicaCall,
-        name: str,
-        attempt: Callable[[], T],
-        batch: Any,
-        error: torch.OutOfMemoryError,
+        self, call: ReplicaCall, name: str, attempt: Callable[[], T], error: torch.OutOfMemoryError
     ) -> T:
-        """Makes further attempts at a step until one fits.
+        """Makes further attempts at a step until one fits, or no sizes are left that may fit.
 
-        If no split fits, the error says the largest batch that does: all its parts were tried at
-        once, and with one sample more each device ran out, with no garbage in its memory. It is
-        an upper bound: what a step logs or keeps is left out of trials, and takes as many samples
-        from each device as have its bytes, one as a rule. If no replica used up the memory, the
-        first error is raised again.
+        Sizes that failed with garbage in a device's memory get a second chance, once per step. If
+        no replica used up the memory, the error is raised again.
         """
         events: list[str] = []
-        self._clean, self._excused = {}, set()
+        self._clean, had_garbage = {}, False
         while True:
-            failed, text = self._failed(error), _forget(error)
-            sizes = self.planner.latest.sizes
-            if not self._is_excused(self._clean_up(failed)):
-                of = f"of {sum(sizes)} samples"
-                events.append(", ".join(f"{self.devices[k]} with {sizes[k]} {of}" for k in failed))
+            failed = self._failed(error)
+            forget_frames(error)  # which hold the half-done work
+            text, sizes = described(error, str), self.planner.latest.sizes
+            if self._clean_up(failed) and not had_garbage:
+                had_garbage = True
+            else:
+                where = ", ".join(f"{self.devices[k]} with {sizes[k]}" for k in failed)
+                events.append(f"{where} of {sum(sizes)} samples")
                 self.planner.record_oom(failed, training=call.training)
                 if not self.planner.has_room(sum(sizes), training=call.training):
-                    self._try_parts(call, batch, sum(sizes))
-                    self._check_room(name, sum(sizes), text, call.training)
+                    raise torch.OutOfMemoryError(
+                        f"{name}: expected a batch that fits in some split, got one that ran out "
+                        f"of memory on {'; then on '.join(events)}. Make the batch smaller "
+                        "(accumulate_grad_batches keeps the effective size), or use more or larger "
+                        f"devices. The last device said: {text}"
+                    )
             try:
                 result = attempt()
             except torch.OutOfMemoryError as again:
                 error = again
-            else:
-                self._report(name, events)
-                return result
-
-    def _try_parts(self, call: ReplicaCall, batch: Any, n: int) -> None:
-        """Finds out what fits, unless the module refuses parts (batch norm, one sample)."""
-        training = call.training
-        while (plan := self.planner.trial(n, training=training)) is not None:
-            failed: list[int] = []
-            try:
-                self._try_part(call, batch, plan)
-            except torch.OutOfMemoryError as error:
-                failed = self._failed(error)
-                _forget(error)
-            except Exception as error:
-                log.info("Looking for the largest batch that fits ended: %s", described(error))
-                self._clean_up(failed)
-                break
-            else:
-                self.planner.record_success(training=training)
-            had_garbage = self._clean_up(failed)
-            if failed and not self._is_excused(had_garbage):
-                self.planner.record_oom(failed, training=training)
-
-    def _try_part(self, call: ReplicaCall, batch: Any, plan: Plan) -> None:
-        """Does a step with a part of its batch, and leaves no trace of it but in buffers."""
-        with call.without_trace():
-            with self.rerunning():
-                result = self.step(call, batch, plan)
-            call.finish(result)
-
-    def _check_room(self, name: str, n: int, text: str, training: bool) -> None:
-        most = self.planner.most(n, training=training)
-        if most >= n:
-            return
-        fits = self.planner.fits(training=training)
-        shares = ", ".join(f"{d} {size}" for d, size in zip(self.devices, fits, strict=True))
-        raise torch.OutOfMemoryError(
-            f"{name}: expected a batch of at most {most} samples ({shares}; more do not fit now, "
-            f"and what a step logs or keeps may cost about one of each device's), got {n}. Make "
-            f"the batch smaller (accumulate_grad_batches keeps the effective size), or use more or "
-            f"larger devices. The last device said: {text}"
-        )
-
-    def _report(self, name: str, events: list[str]) -> None:
-        if events:
-            log.warning(
-                "%s: out of memory on %s. The step was run again with the sizes %s; these devices "
-                "get less from now on. Memory now: %s.",
-                name,
-                "; then on ".join(events),
-                self.planner.latest.sizes,
-                ", ".join(map(memory_text, dict.fromkeys(self.devices))),
-            )
+                continue
+            if events:
+                log.warning(
+                    "%s: out of memory on %s. The step was run again with the sizes %s; these "
+                    "devices get less from now on. Memory now: %s.",
+                    name,
+                    "; then on ".join(events),
+                    self.planner.latest.sizes,
+                    ", ".join(map(memory_text, dict.fromkeys(self.devices))),
+                )
+            return result
 
     def _failed(self, error: torch.OutOfMemoryError) -> list[int]:
         """The replicas with samples on the devices that have run out since the last look.
@@ -206,19 +159,5 @@ class RecoveringEngine(Engine):
         self._clean = self._in_use()
         return any(self._clean[self.devices[k]] < before[self.devices[k]] for k in failed)
 
-    def _is_excused(self, had_garbage: bool) -> bool:
-        """Whether sizes that failed with garbage in memory get another chance, which is one."""
-        sizes = self.planner.latest.sizes
-        if not had_garbage or sizes in self._excused:
-            return False
-        self._excused.add(sizes)
-        return True
-
     def _in_use(self) -> dict[torch.device, int]:
         return {device: allocated_memory(device) for device in self.devices}
-
-
-def _forget(error: BaseException) -> str:
-    """Lets go of the half-done work that an error's frames hold; what it said."""
-    forget_frames(error)
-    return described(error, str)

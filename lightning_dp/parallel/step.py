@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import chain
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.call import PLAIN, ReplicaCall, Transfer
-from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.gather import without_rows
 from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.reduce import (
     Graph,
     JointBackward,
     LossReduction,
-    StashedGradients,
     StepOutput,
     agreed_items,
     join_losses,
@@ -259,14 +255,3 @@ class TrainingStep(EvaluationStep):
         except torch.OutOfMemoryError:
             wait_for_autograd(self.engine.devices)
             raise
-
-    @contextmanager
-    def without_trace(self) -> Iterator[None]:
-        """Gradients are afterwards as they were, and other processes do not hear of it."""
-        engine = self.engine
-        aside = StashedGradients(chain.from_iterable(engine.replicas.parameters))
-        try:
-            with replaced(engine, world=None), replaced(engine.reducer, ranks=None):
-                yield
-        finally:
-            aside.put_back()

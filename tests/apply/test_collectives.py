@@ -188,7 +188,7 @@ def test_outside_of_replicas_they_return_what_they_were_given() -> None:
 
 
 def test_samples_in_another_order_are_gathered_in_the_batchs() -> None:
-    from lightning_dp.parallel.split.policies import split_policy
+    from lightning_dp.parallel.split import split_policy
 
     batch = batch_of((6,)).abs()
     batch[:, 0] = torch.tensor([5.0, 1, 1, 1, 1, 1])

@@ -19,7 +19,7 @@ from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.scatter import BatchSizeError, scatter, to_device
 from lightning_dp.parallel.scatter.shards import cut
-from lightning_dp.parallel.split.arithmetic import even
+from lightning_dp.parallel.split import even
 
 
 def test_every_leaf_is_cut_by_the_same_sizes() -> None:

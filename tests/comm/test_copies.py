@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_dp.parallel.comm import gradients_on
 from lightning_dp.parallel.devices import allocated_memory, reset_peak_memory
 from lightning_dp.parallel.replicate import Replicas
-from lightning_dp.parallel.split.policies import split_policy
+from lightning_dp.parallel.split import split_policy
 from lightning_dp.parallel.step import StepParallel
 
 LAYERS = 20

@@ -26,7 +26,7 @@ from spreading import CHECKPOINTED, EXACT, inputs, layers, perceptron, said, wra
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel
-from lightning_dp.parallel.split.arithmetic import chunk, even
+from lightning_dp.parallel.split import chunk, even
 
 pytestmark = pytest.mark.usefixtures("on")
 

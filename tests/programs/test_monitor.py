@@ -32,7 +32,7 @@ from lightning_dp.parallel import usage
 from lightning_dp.parallel.apply import Executor
 from lightning_dp.parallel.apply.executor import Trial
 from lightning_dp.parallel.devices import replica_names
-from lightning_dp.parallel.split.usage import StepUsage
+from lightning_dp.parallel.split import StepUsage
 
 STEPS = EPOCHS * 3
 PNG = b"\x89PNG\r\n\x1a\n"

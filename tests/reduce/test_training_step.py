@@ -12,7 +12,7 @@ from oracle import devices_of, gradients
 from torch import Tensor, nn
 
 from lightning_dp.parallel.reduce import reduce_gradients
-from lightning_dp.parallel.split.arithmetic import weighted
+from lightning_dp.parallel.split import weighted
 from lightning_dp.parallel.step import StepParallel
 
 pytestmark = pytest.mark.usefixtures("on")

@@ -9,15 +9,12 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import oracle
 import places
 import pytest
 import sim_devices
-import test_conformance as conformance
 import torch
 import torchmetrics
 from hypothesis import given
@@ -29,8 +26,8 @@ from torch import Tensor, nn
 
 from lightning_dp import DataParallel, DataParallelMonitor, DataParallelStrategy
 from lightning_dp.auto_split import AutoSplitSteps
-from lightning_dp.parallel.split.auto import LOOK_COST, ROUNDS, Auto, DeviceCountTuner
-from lightning_dp.parallel.split.usage import StepUsage
+from lightning_dp.parallel.split import Auto, StepUsage
+from lightning_dp.parallel.split.auto import LOOK_COST, ROUNDS, DeviceCountTuner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,7 +74,7 @@ def test_it_begins_with_all_and_a_number_that_is_far_slower_gets_three_steps() -
     assert machine.counts == [ALL] * (ROUNDS + 1) + [ALONE] * 3 + [ALL] * 21
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_noise_decides_little(seed: int) -> None:
     draw = random.Random(seed)
     machine = Machine({ALL: 1.0, ALONE: 1.2}, noise=lambda: 1 + draw.expovariate(40))
@@ -85,7 +82,7 @@ def test_noise_decides_little(seed: int) -> None:
     assert machine.tuner.best == ALL
 
 
-@pytest.mark.parametrize("ratio", [1.02, 1.3, 3.0, 20.0])
+@pytest.mark.parametrize("ratio", [1.02, 3.0, 20.0])
 @pytest.mark.parametrize("best", [ALL, ALONE])
 def test_looks_cost_less_than_one_percent(best: int, ratio: float) -> None:
     machine = Machine({ALL: ratio, ALONE: ratio} | {best: 1.0})
@@ -132,16 +129,6 @@ def test_a_number_that_is_not_possible_is_not_used() -> None:
     assert machine.tuner.best == ALONE and machine.counts[50:] == [ALL] * 50
 
 
-def test_one_more_number_can_be_measured() -> None:
-    machine = Machine({ALL: 3.0, ALONE: 2.0, 2: 1.0})
-    machine.run(30)
-    machine.tuner.measure(2)
-    machine.run(30)
-    assert machine.tuner.best == 2
-    machine.tuner.measure(2)
-    assert not machine.tuner.is_comparing
-
-
 def test_times_of_other_sizes_are_dropped() -> None:
     tuner = DeviceCountTuner([ALL])
     for step in range(20):
@@ -149,22 +136,6 @@ def test_times_of_other_sizes_are_dropped() -> None:
         if is_timed:
             tuner.add(ALL, *((9.0, (30, 2)) if step < 4 else (1.0, (16, 16))))
     assert tuner.seconds == {ALL: 1.0}
-
-
-@given(st.data())
-def test_whatever_happens_only_possible_numbers_are_used(data: st.DataObject) -> None:
-    tuner, possible = DeviceCountTuner([ALL, ALONE]), {ALL}
-    for _ in range(data.draw(st.integers(0, 60))):
-        event = data.draw(st.sampled_from(["step", "step", "step", "possible", "measure"]))
-        if event == "possible":
-            possible ^= {data.draw(st.sampled_from([ALONE, 2]))}
-        elif event == "measure":
-            tuner.measure(2)
-        else:
-            count, is_timed = tuner.next_step(possible.__contains__)
-            assert count in possible
-            if is_timed:
-                tuner.add(count, data.draw(st.floats(0.001, 10)), (count,))
 
 
 # The split, on devices of numbers
@@ -200,12 +171,6 @@ def test_as_many_devices_work_as_are_fastest(per_sample: Any, overhead: Any, exp
     split = Auto(range(4))
     seen = trained(split, (per_sample, overhead), 64, 60)
     assert seen[0] == (16,) * 4 and set(seen[-10:]) == {expected}
-    other = Auto(range(4))
-    other.load_state_dict(split.state_dict())
-    assert trained(other, (per_sample, overhead), 64, 1) == [expected]
-    fewer = Auto(range(3))
-    fewer.load_state_dict(split.state_dict())  # of other devices: nothing is taken
-    assert fewer.state_dict() == Auto(range(3)).state_dict()
 
 
 @pytest.mark.parametrize(("capacity", "fits"), [(10_000, False), (50_000, True)])
@@ -227,7 +192,6 @@ def test_caps_are_kept_however_many_work() -> None:
 # In a Trainer: numbers do not depend on who works
 
 EXACT = {"atol": 1e-10}
-KINDS = places.kinds[:2]
 TURNS = [ALL, 1, 1, 2, 1, ALL, ALL, 1, 2, 2]
 
 
@@ -307,11 +271,9 @@ class Normalised(Classifier):
 
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "step": (Stateful, {}, {}),
-    "in order": (Stateful, {"executor": "inorder"}, {}),
     "forward": (Classifier, {"mode": "forward"}, {}),
     "forward, batch stays": (MovesTargets, {"mode": "forward", "move_batch": False}, {}),
     "manual": (Stateful64, {}, {}),
-    "accumulation": (Stateful, {}, {"accumulate_grad_batches": 2, "val_check_interval": 1}),
     "accumulation, some without a loss": (SkipsSome, {}, {"accumulate_grad_batches": 2}),
     "clipping": (Classifier, {}, {"gradient_clip_val": 0.1}),
     "output elsewhere": (Stateful, {"output_device": "cpu"}, {}),
@@ -321,8 +283,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("on", KINDS, indirect=True)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "on"),
+    [(name, "cpu") for name in CASES if "output_device" not in CASES[name][1]]
+    + [(name, "sim") for name in ("step", "forward, batch stays", "output elsewhere")],
+    indirect=["on"],
+)
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.usefixtures("switching")
 def test_every_mode_has_one_devices_numbers(name: str, on: str, paths: Counter[str]) -> None:
@@ -339,21 +305,6 @@ def test_every_mode_has_one_devices_numbers(name: str, on: str, paths: Counter[s
     stays = on != "cpu" and ("output_device" in options or not options.get("move_batch", True))
     assert paths["several"] and paths["root" if stays else "alone"], paths
     assert not stays or not paths["alone"]
-
-
-@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
-@pytest.mark.parametrize("on", KINDS, indirect=True)
-@pytest.mark.parametrize("family", ["transformer", "recurrent"])
-@pytest.mark.usefixtures("switching")
-def test_kinds_of_models_have_one_devices_numbers(
-    family: str, on: str, paths: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = conformance.OPTIONS["plain"]
-    auto = replace(own, strategy=lambda k: {**own.strategy(k), "split": "auto"})
-    several = conformance.several_devices_with
-    monkeypatch.setattr(conformance, "several_devices", lambda *_: several(family, auto))
-    conformance.test_as_one_device(family, "plain", on)
-    assert paths["several"] and paths["alone"]
 
 
 @pytest.mark.usefixtures("switching")
@@ -408,16 +359,6 @@ def test_what_is_written_while_the_root_is_alone_reaches_all(on: str) -> None:
     options: dict[str, Any] = {"max_epochs": 4, "data": lambda: loader(75), "precision": "64-true"}
     result = run(WritesThroughData, 4, strategy={"split": "auto"}, **options)
     assert_same(result, run(WritesThroughData, 1, **options), **EXACT)
-
-
-@pytest.mark.parametrize(("before", "after"), [("even", "auto"), ("auto", "adaptive")])
-def test_a_checkpoint_of_another_split_begins_anew(before: str, after: str, tmp_path: Path) -> None:
-    job = trainer(3, DataParallelStrategy(split=before), max_epochs=2)
-    job.fit(Classifier(), loader(), loader())
-    job.save_checkpoint(tmp_path / "last.ckpt")
-    resumed = trainer(3, DataParallelStrategy(split=after), max_epochs=3)
-    resumed.fit(Classifier(), loader(), loader(), ckpt_path=tmp_path / "last.ckpt")
-    assert resumed.global_step == 9
 
 
 def test_the_drop_in_refuses_it() -> None:
@@ -477,10 +418,10 @@ def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
 @pytest.mark.parametrize(
     ("flops", "bytes_per_second", "last"),
     [
-        ([1e6] * 4, FAST, (16, 16, 16, 16)),
+        pytest.param([1e6] * 4, FAST, (16, 16, 16, 16), marks=pytest.mark.slow),
         ([1e9] * 4, SLOW, (64, 0, 0, 0)),
         ([1e6] * 4, SLOW, (32, 32, 0, 0)),
-        ([1e6, 1e6, 1e6, 1.25e5], FAST, (20, 21, 21, 2)),
+        pytest.param([1e6, 1e6, 1e6, 1.25e5], FAST, (20, 21, 21, 2), marks=pytest.mark.slow),
         ([1e6, 1e6, 1e6, 1.25e5], 3e5, (21, 22, 21, 0)),
     ],
 )
@@ -488,5 +429,5 @@ def test_the_fastest_number_of_devices_works(
     flops: Any, bytes_per_second: float, last: Any, virtual: Any
 ) -> None:
     sizes = virtual(flops, bytes_per_second, 28)
-    assert sizes[0] == (16,) * 4 and set(sizes[-8:]) == {last}, sizes
-    assert virtual(flops, bytes_per_second, 28) == sizes
+    assert sizes[0] == (16,) * 4, sizes
+    assert {tuple(sorted(each)) for each in sizes[-8:]} == {tuple(sorted(last))}, sizes

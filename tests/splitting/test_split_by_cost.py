@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.scatter.shards import cut
-from lightning_dp.parallel.split.policies import CostSplit
+from lightning_dp.parallel.split import CostSplit
 from lightning_dp.parallel.step import StepParallel
 
 pytestmark = pytest.mark.usefixtures("on")

@@ -21,7 +21,7 @@ from lightning_dp.examples.stdlib_lm import (
     definitions,
     loads,
 )
-from lightning_dp.parallel.split.policies import split_policy
+from lightning_dp.parallel.split import split_policy
 from lightning_dp.parallel.step import StepParallel
 
 LENGTH = 150

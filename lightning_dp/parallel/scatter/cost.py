@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dp.parallel.scatter import tree
 
@@ -14,14 +15,14 @@ class CostError(ValueError):
     """There is no cost for each sample; the message says what was found."""
 
 
-def sample_costs(module: nn.Module, batch: Any, n: int, key: str | None = None) -> list[float]:
+def sample_costs(module: nn.Module, batch: Any, n: int, key: str | None = None) -> Tensor:
     """The costs of a batch's samples, by `module.sample_cost(batch)` or an entry of the batch.
 
     Dots in the key lead into nested entries ("text.lengths"), numbers into lists ("1").
 
     Example:
         >>> sample_costs(nn.Identity(), {"lengths": torch.tensor([3, 9])}, 2, "lengths")
-        [3.0, 9.0]
+        tensor([3., 9.], dtype=torch.float64)
     """
     name = type(module).__qualname__
     if hasattr(module, "split_batch"):
@@ -42,9 +43,9 @@ def sample_costs(module: nn.Module, batch: Any, n: int, key: str | None = None) 
         costs = torch.as_tensor(found, dtype=torch.double, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError):
         raise error from None
-    if costs.shape != (n,) or not (costs.isfinite() & (costs >= 0)).all():
+    if costs.shape != (n,) or not 0 <= costs.amin() <= costs.amax() < math.inf:
         raise error
-    return [float(cost) for cost in costs]
+    return costs
 
 
 def no_costs(module: nn.Module) -> CostError:

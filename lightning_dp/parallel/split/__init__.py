@@ -1,9 +1,8 @@
 """Split: how many samples of a batch, or which of them, each device gets. Plain numbers alone.
 
-`planner` decides once per batch. It asks a policy (`policies` makes one of what the user wrote) and
-keeps to what has fitted so far, and to the fewest samples that a replica can work with. Fixed
-policies are functions of `arithmetic`; `adaptive`, `memory` and `auto` learn from `usage`, what the
-devices did in the latest steps.
+`planner` decides once per batch. It asks the policy that the options name, and keeps to what has
+fitted so far and to the fewest samples that a replica can work with. Fixed policies are functions
+of `arithmetic`; those of `learning` and `auto` learn from what the devices did in the latest steps.
 """
 
 from lightning_dp.parallel.split.arithmetic import Caps as Caps
@@ -19,11 +18,14 @@ from lightning_dp.parallel.split.arithmetic import minimax as minimax
 from lightning_dp.parallel.split.arithmetic import weighted as weighted
 from lightning_dp.parallel.split.auto import Auto as Auto
 from lightning_dp.parallel.split.auto import Timing as Timing
+from lightning_dp.parallel.split.learning import Adaptive as Adaptive
+from lightning_dp.parallel.split.learning import LearningSplit as LearningSplit
+from lightning_dp.parallel.split.learning import Memory as Memory
+from lightning_dp.parallel.split.learning import StepUsage as StepUsage
+from lightning_dp.parallel.split.planner import CostSplit as CostSplit
+from lightning_dp.parallel.split.planner import OwnSplit as OwnSplit
 from lightning_dp.parallel.split.planner import Plan as Plan
 from lightning_dp.parallel.split.planner import Planner as Planner
-from lightning_dp.parallel.split.policies import OwnSplit as OwnSplit
-from lightning_dp.parallel.split.policies import check_split as check_split
-from lightning_dp.parallel.split.policies import is_fixed as is_fixed
-from lightning_dp.parallel.split.policies import split_policy as split_policy
-from lightning_dp.parallel.split.usage import LearningSplit as LearningSplit
-from lightning_dp.parallel.split.usage import StepUsage as StepUsage
+from lightning_dp.parallel.split.planner import check_split as check_split
+from lightning_dp.parallel.split.planner import is_fixed as is_fixed
+from lightning_dp.parallel.split.planner import split_policy as split_policy

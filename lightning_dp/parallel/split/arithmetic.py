@@ -1,18 +1,21 @@
-"""How many samples each device gets: arithmetic on plain numbers.
+"""How many samples each device gets: functions of numbers alone.
 
 Every function returns one size per device; the sizes sum to the batch size, and a size may be 0.
-No function's work grows with the number of samples, except `by_cost` and `batch_order`, which sort.
+None loops over samples in Python: `by_cost` does so for the few that cost much, at most
+`PLACED_SINGLY` per device.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from heapq import heappop, heappush, heapreplace
-from itertools import accumulate
-from typing import TypeAlias
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
 
 Sizes: TypeAlias = tuple[int, ...]
 Order: TypeAlias = Sequence[Sequence[int]]
@@ -24,8 +27,10 @@ Caps: TypeAlias = Sequence[int | None]
 SplitPolicy: TypeAlias = Callable[[int], Sizes]
 """Batch size in, sizes out."""
 
-PLACED_SINGLY = 256
-"""Samples per device that `by_cost` places one at a time; it deals the cheaper rest in blocks."""
+PLACED_SINGLY = 128
+"""`by_cost` places a sample by itself if it costs more than this part of a device's fair load."""
+
+ROW = 1024  # samples whose costs are summed at once
 
 
 def even(n: int, k: int) -> Sizes:
@@ -78,8 +83,8 @@ def minimax(
     """The sizes that make the slowest device as fast as possible.
 
     A device with m samples takes `fixed + per_sample * m`, and nothing if m is 0. The makespan (the
-    largest of these times) is bisected down to neighbouring floats, so the optimum is exact. Of
-    devices that end at the makespan, the earlier ones get the samples.
+    largest of these times) is bisected down to neighbouring floats. Of devices that end at the
+    makespan, the earlier ones get the samples.
 
     Args:
         n: the batch size, in samples.
@@ -107,10 +112,7 @@ def minimax(
     if not usable:
         return (0,) * len(lines)
     # No device ends a sample by `low`; all devices end all they can take by `high`.
-    first_end = min(a + b for a, b, _ in usable)
-    low, high = math.nextafter(first_end, -math.inf), max(a + b * m for a, b, m in usable)
-    if sum(_samples_within(first_end, lines)) >= n:
-        high = first_end
+    low, high = min(a + b for a, b, _ in usable) - 1, max(a + b * m for a, b, m in usable)
     while low < (middle := low + (high - low) / 2) < high:
         low, high = (low, middle) if sum(_samples_within(middle, lines)) >= n else (middle, high)
     sizes = _samples_within(low, lines)
@@ -120,62 +122,31 @@ def minimax(
 
 
 def _samples_within(seconds: float, lines: Sequence[tuple[float, float, int]]) -> list[int]:
-    """The most samples that each device ends in so many seconds."""
+    """The most samples that each device ends in this time, but for rounding."""
     sizes = []
     for fixed, per_sample, limit in lines:
         if limit < 1 or fixed + per_sample > seconds:
             sizes.append(0)
-            continue
-        if fixed + per_sample * limit <= seconds:
+        elif fixed + per_sample * limit <= seconds:
             sizes.append(limit)
-            continue
-        m = min(limit, int((seconds - fixed) / per_sample))
-        # The quotient is rounded and may be off by one; the sum is what counts.
-        while m < limit and fixed + per_sample * (m + 1) <= seconds:
-            m += 1
-        while fixed + per_sample * m > seconds:
-            m -= 1
-        sizes.append(m)
+        else:
+            sizes.append(min(limit, max(1, int((seconds - fixed) / per_sample))))
     return sizes
-
-
-def has_room(n: int, caps: Caps, least: int = 1) -> bool:
-    """Whether devices with these caps can take n samples, each at least `least` or none.
-
-    Example:
-        >>> has_room(3, [2, 2], 1), has_room(3, [2, 2], 2), has_room(1, [2, 2], 2)
-        (True, False, True)
-    """
-    return n == 0 or _roomiest(n, caps, min(least, n)) is not None
-
-
-def _roomiest(n: int, caps: Caps, least: int) -> list[int] | None:
-    """The fewest devices with room for n samples, at least `least` on each; None if there are none.
-
-    If any devices have room, then the same number of those with the largest caps has it, too.
-    """
-    limits = [n if cap is None else cap for cap in caps]
-    able = sorted((i for i, m in enumerate(limits) if m >= least), key=lambda i: (-limits[i], i))
-    rooms = accumulate(limits[i] for i in able)
-    counts = (j for j, room in enumerate(rooms, start=1) if least * j <= n <= room)
-    count = next(counts, None)
-    return None if count is None else able[:count]
 
 
 def fitted(wanted: Sizes, caps: Caps | None = None, least: int = 1) -> Sizes | None:
     """Sizes near the wanted ones, of which none is above its cap or between 0 and `least`.
 
-    A device that would have too few samples gives them to the others; if several would, some of
-    them get `least`. A batch of fewer samples than `least` stays together. Samples above a cap go
-    to the other devices in proportion to their wanted sizes; a device that was to have none comes
-    last.
+    If there are not enough samples for all devices that were to have some, those that were to
+    have most get them. Samples above a cap go to the other devices in proportion to their wanted
+    sizes; a device that was to have none comes last.
 
     Returns:
         The sizes, with the same sum; None if the caps leave no room for such sizes.
 
     Example:
         >>> fitted((2, 1, 1, 1), least=2), fitted((7, 1), least=2), fitted((1, 0), least=2)
-        ((3, 2, 0, 0), (8, 0), (1, 0))
+        ((3, 2, 0, 0), (6, 2), (1, 0))
         >>> fitted((32, 16, 16), caps=[28, None, None]), fitted((2, 1), caps=[2, 2], least=2)
         ((28, 18, 18), None)
     """
@@ -187,15 +158,16 @@ def fitted(wanted: Sizes, caps: Caps | None = None, least: int = 1) -> Sizes | N
     ):
         return wanted
     able = [i for i, limit in enumerate(limits) if limit >= least]
-    able.sort(key=lambda i: (-wanted[i], -limits[i], i))
-    enough = [i for i in able if wanted[i] >= least]
-    spare = n - sum(wanted[i] for i in enough)
-    count = min(len(enough) + spare // least, sum(wanted[i] > 0 for i in able))
-    while count < len(able) and sum(limits[i] for i in able[:count]) < n:
-        count += 1
-    working: list[int] | None = able[:count]
-    if least * count > n or sum(limits[i] for i in able[:count]) < n:
-        working = _roomiest(n, limits, least)
+    count = max(1, min(n // least, sum(wanted[i] > 0 for i in able)))
+    counts = [*range(count, len(able) + 1), *range(1, count)]
+    # If any devices have room, then the same number of those with the largest caps has it, too.
+    ranks: list[Callable[[int], tuple[int, int]]] = [
+        lambda i: (-wanted[i], -limits[i]),
+        lambda i: (-limits[i], -wanted[i]),
+    ]
+    choices = (sorted(able, key=rank)[:count] for rank in ranks for count in counts)
+    fit = (some for some in choices if least * len(some) <= n <= sum(limits[i] for i in some))
+    working = next(fit, None)
     if working is None:
         return None
     rates = [1 / wanted[i] if wanted[i] else 2.0 * n for i in working]
@@ -211,12 +183,22 @@ def fitted(wanted: Sizes, caps: Caps | None = None, least: int = 1) -> Sizes | N
     return tuple(sizes)
 
 
-def by_cost(costs: Sequence[float], k: int, caps: Sequence[float] | None = None) -> list[list[int]]:
+class CostShares(NamedTuple):
+    """A split by cost."""
+
+    parts: Order  # ranges where a shard is a slice of the batch, else lists in ascending order
+    loads: tuple[float, ...]  # of each device the sum of its costs
+
+
+def by_cost(
+    costs: Sequence[float] | Tensor, k: int, caps: Sequence[float] | None = None
+) -> CostShares | None:
     """Shares out samples of unequal cost: which samples each of k devices gets.
 
-    The costliest sample comes first, and each goes to the device with the smallest load (longest
-    processing time first: at most 4/3 - 1/(3k) of the best possible, Graham 1969). Without caps
-    the rest, of which each sample is at most 1/256 of a load, is dealt in blocks that level them.
+    Samples that cost more than 1/128 of a device's fair load are placed one by one, the costliest
+    first, each where the load is smallest (longest processing time first: at most 4/3 - 1/(3k) of
+    the best possible, Graham 1969). The others are cut, in the batch's order, into one slice per
+    device that levels the loads. So a large batch of samples of similar cost is not reordered.
 
     Args:
         costs: of each sample, in any unit, at least 0.
@@ -224,46 +206,113 @@ def by_cost(costs: Sequence[float], k: int, caps: Sequence[float] | None = None)
         caps: of each device, the largest sum of costs that it can take; None for no limits.
 
     Returns:
-        For each device the positions of its samples, in ascending order. A sample for which no
-        device has room is nowhere.
+        The shares; None if the caps leave no room for them.
 
     Example:
-        >>> by_cost([9, 1, 1, 1, 8, 4], 2), by_cost([9, 1, 1], 2, caps=[5, 20])
-        ([[0, 1, 2, 3], [4, 5]], [[1, 2], [0]])
+        >>> by_cost([9, 1, 1, 1, 8, 4], 2)
+        CostShares(parts=[[0, 1, 2, 3], [4, 5]], loads=(12.0, 12.0))
+        >>> by_cost([1.0] * 300, 2).parts
+        [range(0, 150), range(150, 300)]
     """
-    order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
-    singly = order if caps else order[: PLACED_SINGLY * k]
-    parts: list[list[int]] = [[] for _ in range(k)]
-    heap = [(0.0, 0, i) for i in range(k)]  # load, samples, device
-    for sample in singly:
+    costs = torch.as_tensor(costs, dtype=torch.float64)
+    n, limits = len(costs), list(caps or [math.inf] * k)
+    rows = _row_sums(costs)
+    total = float(rows[-1])
+    if not total:
+        return CostShares(_ranges([0, *accumulate(even(n, k))]), (0.0,) * k)
+    threshold = total / (k * PLACED_SINGLY)
+    small, is_large = costs, None
+    single: list[list[int]] = [[] for _ in range(k)]
+    loads = [0.0] * k
+    if float(costs.amax()) > threshold:
+        is_large = costs > threshold
+        small = costs.masked_fill(is_large, 0)
+        rows = _row_sums(small)
+        for sample, cost, i in _placed(is_large.nonzero().flatten(), costs, limits):
+            if i is None:
+                return None
+            single[i].append(sample)
+            loads[i] += cost
+    level, dealt, ends = _level(loads, limits, float(rows[-1])), 0.0, [0]
+    for i in range(k):
+        end, reached = n, float(rows[-1])
+        if i < k - 1:
+            room = max(0.0, min(level, limits[i]) - loads[i])
+            end, reached = _cut(small, rows, dealt + room, is_below=caps is not None)
+        loads[i] += reached - dealt
+        dealt = reached
+        ends.append(end)
+    # Sums of slices are rounded, each in its own way.
+    if any(load > limit * (1 + 1e-12) for load, limit in zip(loads, limits, strict=True)):
+        return None
+    slices = _ranges(ends)
+    if is_large is None:
+        return CostShares(slices, tuple(loads))
+    parts = []
+    for own, piece in zip(single, slices, strict=True):
+        inside = (~is_large[piece.start : piece.stop]).nonzero().flatten() + piece.start
+        parts.append(sorted([*own, *inside.tolist()]))
+    return CostShares(parts, tuple(loads))
+
+
+def _row_sums(costs: Tensor) -> Tensor:
+    """The sums of costs up to the end of each row of `ROW` samples; the last one may be shorter."""
+    whole = len(costs) - len(costs) % ROW
+    return torch.cat([costs[:whole].view(-1, ROW).sum(1), costs[whole:].sum()[None]]).cumsum(0)
+
+
+def _ranges(ends: Sequence[int]) -> list[range]:
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def _placed(
+    samples: Tensor, costs: Tensor, limits: Sequence[float]
+) -> Iterator[tuple[int, float, int | None]]:
+    """Each sample, its cost, and the device that gets it; None where no device has room for it."""
+    heap = [(0.0, 0, i) for i in range(len(limits))]  # load, samples, device
+    ranked = samples[costs[samples].argsort(descending=True, stable=True)]
+    for sample, cost in zip(ranked.tolist(), costs[ranked].tolist(), strict=True):
         full = []
-        while caps and heap and heap[0][0] + costs[sample] > caps[heap[0][2]]:
-            full.append(heappop(heap))
-        if heap:
-            load, count, i = heap[0]
-            parts[i].append(sample)
-            heapreplace(heap, (load + costs[sample], count + 1, i))
+        while heap and heap[0][0] + cost > limits[heap[0][2]]:
+            full.append(heappop(heap))  # it may have room for a cheaper one
+        if not heap:
+            yield sample, cost, None
+            return
+        load, count, i = heap[0]
+        yield sample, cost, i
+        heapreplace(heap, (load + cost, count + 1, i))
         for entry in full:
             heappush(heap, entry)
-    rest = order[len(singly) :]
-    if rest:
-        sums = list(accumulate(map(costs.__getitem__, rest), initial=0.0))
-        level, start, dealt = (sum(load for load, *_ in heap) + sums[-1]) / k, 0, 0.0
-        for load, _, i in heap[:-1]:
-            dealt += level - load
-            end = bisect_left(sums, dealt, start, len(rest))
-            parts[i] += rest[start:end]
-            start = end
-        parts[heap[-1][2]] += rest[start:]
-    return [sorted(part) for part in parts]
+
+
+def _level(loads: Sequence[float], limits: Sequence[float], more: float) -> float:
+    """The load up to which devices are filled that have these loads and get `more` together."""
+    low, high = min(loads), max(loads) + more
+    while low < (middle := low + (high - low) / 2) < high:
+        room = sum(
+            max(0.0, min(middle, limit) - load) for load, limit in zip(loads, limits, strict=True)
+        )
+        low, high = (low, middle) if room >= more else (middle, high)
+    return high
+
+
+def _cut(costs: Tensor, rows: Tensor, load: float, *, is_below: bool) -> tuple[int, float]:
+    """The end of the first samples that cost about this much, or at most this, and their sum."""
+    row = int(torch.searchsorted(rows, load, right=True))
+    start, before = row * ROW, float(rows[row - 1]) if row else 0.0
+    sums = before + costs[start : start + ROW].cumsum(0)
+    end = int(torch.searchsorted(sums, load, right=True))
+    if end < len(sums) and not is_below:  # the nearer one
+        end += float(sums[end]) - load < load - (float(sums[end - 1]) if end else before)
+    return min(len(costs), start + end), float(sums[end - 1]) if end else before
 
 
 def batch_order(order: Order) -> list[int]:
     """Where in the joined shards the samples of the batch are.
 
     Example:
-        >>> batch_order([[1, 3], [0, 2]])
-        [2, 0, 3, 1]
+        >>> batch_order([[1, 3], [0, 2]]), batch_order([[0], [5, 7]])
+        ([2, 0, 3, 1], [0, 1, 2])
     """
     positions = [position for part in order for position in part]
     return sorted(range(len(positions)), key=positions.__getitem__)

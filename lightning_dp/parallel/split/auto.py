@@ -1,7 +1,7 @@
 """split="auto": as many devices work as make a step shortest, the root alone maybe.
 
-Measured, not modelled: all devices, the root alone, and one number in between if a model of the
-step promises much of it. The fastest number is kept, and another one is measured again seldom.
+Measured are all devices, the root alone, and one number in between if a model of the step promises
+much of it. The fastest number is kept, and the next best is measured again seldom.
 """
 
 from __future__ import annotations
@@ -10,39 +10,20 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from lightning_dp.parallel.split.adaptive import Adaptive
 from lightning_dp.parallel.split.arithmetic import Caps, Sizes, even, fitted
-from lightning_dp.parallel.split.memory import Capacities
-from lightning_dp.parallel.split.usage import StepUsage
+from lightning_dp.parallel.split.learning import Adaptive, Capacities, LearningSplit, StepUsage
 
-ROUNDS = 5
-"""Measured steps of each number of devices in a turn; the first step after a change is not used."""
-
-FAR = 1.5
-"""How many times the best time a number takes for which two measured steps are enough."""
-
-CLOSE = 0.1
-"""Relative difference of the two best times below which both are measured again, once."""
-
-LOOK = 2
-"""Measured steps of another number in a look, to see whether it has become faster."""
-
-GAIN = 0.05
-"""What another number has to gain in a look for both to be measured anew."""
-
-LOOK_COST = 0.01
-"""Share of the time that looks may take."""
-
-PROMISING = 0.9
-"""Share of the best measured time below which a number that the model promises is measured."""
-
-MOVED = 32
-"""Times of a number are dropped if more than one in so many of its samples changed device."""
-
-FULL = 0.9
-"""Share of a device's memory up to which a trial may fill it, by the peaks of earlier steps."""
+ROUNDS = 5  # measured steps of each number of devices; the first step after a change is not used
+FAR = 1.5  # times the best time that a number takes for which two measured steps are enough
+CLOSE = 0.1  # relative difference of the two best times below which both are measured again, once
+LOOK = 2  # measured steps of another number in a look, to see whether it has become faster
+GAIN = 0.05  # what another number has to gain in a look for both to be measured anew
+LOOK_COST = 0.01  # share of the time that looks may take
+PROMISING = 0.9  # share of the best time below which a number that the model promises is measured
+MOVED = 32  # times are dropped if more than one in 32 of a number's samples changed device
+SAFE = 0.7
+"""Share of the root's memory up to which fewer devices than all may be tried."""
 
 
 class DeviceCountTuner:
@@ -61,18 +42,13 @@ class DeviceCountTuner:
     def __init__(self, counts: Sequence[int]) -> None:
         self.best: int | None = None  # None until all counts were measured
         self.seconds: dict[int, float] = {}  # the median of each count's latest turn
-        self.sizes: dict[int, Sizes] = {}
         self._all = max(counts)
         self._turns = list(counts)  # counts to be measured; the first one is being measured
         self._times: list[float] = []  # of this turn; between turns, the best count's latest
+        self.sizes: dict[int, Sizes] = {}
         self._is_look = self._was_close = False
         self._latest: int | None = None  # count of the latest step
         self._steps_to_look = 0
-
-    @property
-    def is_comparing(self) -> bool:
-        """Whether counts are being measured now."""
-        return bool(self._turns)
 
     def next_step(self, can: Callable[[int], bool] = lambda count: True) -> tuple[int, bool]:
         """The number of devices for the next step, and whether its time is wanted.
@@ -95,38 +71,35 @@ class DeviceCountTuner:
         count = self._turns[0] if self._turns else self._best
         count = count if can(count) else self._all
         is_first, self._latest = count != self._latest, count
-        return count, not is_first and (self.is_comparing or self._steps_to_look < 2 * ROUNDS)
+        return count, not is_first and (bool(self._turns) or self._steps_to_look < 2 * ROUNDS)
 
     def add(self, count: int, seconds: float, sizes: Sizes) -> None:
-        """A step whose time was wanted took so long."""
+        """Takes in a step whose time was wanted."""
         if count != (self._turns[0] if self._turns else self.best):
             return  # a late one: devices were still at it when the next turn began
         before = self.sizes.get(count, sizes)
         self.sizes[count] = sizes
-        if sum(before) == sum(sizes) and _num_moved(before, sizes) > max(1, sum(sizes) // MOVED):
+        moved = sum(abs(a - b) for a, b in zip(before, sizes, strict=True)) // 2
+        if sum(before) == sum(sizes) and moved > max(1, sum(sizes) // MOVED):
             self._times = []
         self._times.append(seconds)
         if self._turns and self._has_enough():
             del self._turns[0]
             self.seconds[count], self._times = statistics.median(self._times), []
-            if not self._turns:
-                self._end_look(count) if self._is_look else self._settle()
+            if self._is_look:
+                self._end_look(count)
+            elif not self._turns:
+                self._settle()
 
     def measure(self, count: int) -> None:
         """Measures one more count, and then compares again."""
         if count not in self.seconds:
             self._turns.append(count)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What has been measured, in plain numbers."""
-        return {"best": self.best, "seconds": [list(pair) for pair in self.seconds.items()]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues with what another one has measured, if it had compared all."""
-        if state["best"] is not None:
-            self.seconds = {int(count): float(seconds) for count, seconds in state["seconds"]}
-            self._turns = []
-            self._settle()
+    @property
+    def is_comparing(self) -> bool:
+        """Whether counts are being measured now."""
+        return bool(self._turns)
 
     @property
     def _best(self) -> int:
@@ -175,7 +148,7 @@ class Timing:
     n: int
 
 
-class Auto:
+class Auto(LearningSplit):
     """A split that lets as many devices work as make a step shortest.
 
     Those that work share the samples by their speeds, as `Adaptive`. Each kind of step, and each
@@ -219,13 +192,13 @@ class Auto:
             is_settled: whether the executor runs this kind by now as it will run it later.
         """
         self._is_even = False
-        size = round(math.log(n, 1.25))
-        tuner = self._tuners.setdefault((kind, size), DeviceCountTuner([self._k, 1]))
-
-        def can(count: int) -> bool:
-            return count == self._k or self.root_memory(n / count) <= FULL
-
-        self.num_devices, is_timed = tuner.next_step(can)
+        key = kind, round(math.log(n, 1.25))
+        if key not in self._tuners:
+            self._tuners[key] = DeviceCountTuner([self._k, 1])
+        tuner = self._tuners[key]
+        self.num_devices, is_timed = tuner.next_step(
+            lambda count: count == self._k or self._root_memory(n / count) <= SAFE
+        )
         is_timed &= is_settled or self.num_devices == 1
         return Timing(tuner, self.num_devices, n) if is_timed else None
 
@@ -234,11 +207,10 @@ class Auto:
         self.num_devices, self._is_even = self._k, evenly
 
     def end(self, timing: Timing, seconds: float, sizes: Sizes) -> None:
-        """A step whose time was wanted took so long, with these sizes."""
-        tuner = timing.tuner
-        was_comparing = tuner.is_comparing
+        """Takes in the time of a step that `begin` asked for, and its sizes."""
+        tuner, was_comparing = timing.tuner, timing.tuner.is_comparing
         tuner.add(timing.num_devices, seconds, sizes)
-        if was_comparing and not tuner.is_comparing and tuner.best is not None:
+        if was_comparing and not tuner.is_comparing:
             promising = self._promising(tuner, timing.n)
             if promising is not None:
                 tuner.measure(promising)
@@ -249,8 +221,8 @@ class Auto:
         if any(step.sizes[1:]):  # a device may be faster alone than beside others
             self._adaptive.learn(step)
 
-    def root_memory(self, samples: float) -> float:
-        """The share of the root's memory that so many samples would take, by the latest step.
+    def _root_memory(self, samples: float) -> float:
+        """The share of the root's memory that this many samples would take, by the latest step.
 
         All that the step added counts as its samples'. 0 where devices do not count their memory,
         infinite as long as no step was measured.
@@ -264,20 +236,6 @@ class Auto:
         before = sum(step.sizes[k] for k in self._beside)
         added = (step.peak_bytes[0] - step.start_bytes[0]) * max(1.0, samples / before)
         return (step.start_bytes[0] + added) / capacities[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has been learnt, in plain numbers."""
-        tuners = [[kind, n, tuner.state_dict()] for (kind, n), tuner in self._tuners.items()]
-        return {"k": self._k, "speeds": self._adaptive.state_dict(), "tuners": tuners}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues with what another one has learnt, unless it had another number of devices."""
-        if state.get("k") != self._k or "tuners" not in state:
-            return
-        self._adaptive.load_state_dict(state["speeds"])
-        for kind, n, own in state["tuners"]:
-            tuner = self._tuners[kind, n] = DeviceCountTuner([self._k, 1])
-            tuner.load_state_dict(own)
 
     def _promising(self, tuner: DeviceCountTuner, n: int) -> int | None:
         """A number in between that should be faster by much than all, and than the root alone.
@@ -297,7 +255,3 @@ class Auto:
             if seconds < promised:
                 best, promised = count, seconds
         return best
-
-
-def _num_moved(before: Sizes, after: Sizes) -> int:
-    return sum(abs(a - b) for a, b in zip(before, after, strict=True)) // 2

@@ -1,32 +1,56 @@
 """The planner: which samples of a batch go where, by the policy and within what fits.
 
-What fits on each device is learnt from the steps that ran out of memory.
+What fits on each device is known from the steps that ran out of memory.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from numbers import Integral, Real
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
+from lightning_dp.parallel.checks import told
 from lightning_dp.parallel.split.arithmetic import (
     Caps,
     Order,
     Sizes,
     SplitPolicy,
     by_cost,
+    chunk,
+    even,
     fitted,
-    has_room,
+    weighted,
 )
-from lightning_dp.parallel.split.policies import CostSplit, is_fixed
-from lightning_dp.parallel.split.usage import LearningSplit, StepUsage
+from lightning_dp.parallel.split.auto import Auto
+from lightning_dp.parallel.split.learning import (
+    Adaptive,
+    Capacities,
+    LearningSplit,
+    Memory,
+    StepUsage,
+)
 
 MARGIN = 8
 """A device that ran out of memory with n samples gets n / 8 less the next time."""
 
+OwnSplit: TypeAlias = Callable[[int, Sequence[Any]], Sequence[int]]
+"""`(batch_size, devices) -> sizes`, one size per device."""
+
 Least: TypeAlias = Callable[[], int]
 """Returns the fewest samples that a replica can work with."""
+
+SPLITS = ("even", "chunk", "auto", "memory", "adaptive", "cost")
+
+
+@lru_cache(maxsize=256)
+def _weighted(n: int, weights: tuple[float, ...]) -> Sizes:
+    return weighted(n, weights)
 
 
 @dataclass(frozen=True)
@@ -36,89 +60,27 @@ class Plan:
     sizes: Sizes
     order: Order | None = None  # None for the batch's own order
     loads: tuple[float, ...] = field(default=(), repr=False)  # summed costs, in a split by cost
-    left_out: int = 0  # samples that no device gets
     whole: bool = False  # nothing can be cut: the root gets the batch as it is
     reading: Any = "columns"  # how the batch was read, for `cut`
 
 
-class Capacity:
-    """What fits on the devices, as far as steps have shown.
+class Planner:
+    """Decides for every batch, once, which samples each device gets.
 
     Example:
-        >>> capacity = Capacity(2)
-        >>> capacity.record_oom((32, 32), [1])
-        >>> capacity.caps
-        [None, 28]
+        >>> planner = Planner(2, split_policy("even", None, ["cpu"] * 2))
+        >>> planner.plan(8, list, training=True).sizes
+        (4, 4)
+        >>> planner.record_oom([0], training=True)
+        >>> planner.plan(8, list, training=True).sizes
+        (3, 5)
     """
-
-    def __init__(self, k: int) -> None:
-        self.fits: Sizes = (0,) * k  # the most samples that each device has taken
-        self._fails: list[int | None] = [None] * k  # the fewest with which it ran out
-        self.max_loads = [math.inf] * k  # in a split by cost
-        self._latest: Sizes = ()  # of the latest step, if it was done
-
-    @property
-    def caps(self) -> Caps | None:
-        """Of each device the most samples to give it, None for no limit; None if all have none."""
-        if not any(self._fails):
-            return None
-        return [
-            None if fails is None else max(fits, fails - max(1, fails // MARGIN))
-            for fits, fails in zip(self.fits, self._fails, strict=True)
-        ]
-
-    def record_success(self, sizes: Sizes) -> None:
-        """A step with these sizes was done."""
-        if sizes != self._latest:
-            self.fits, self._latest = tuple(map(max, self.fits, sizes)), sizes
-
-    def record_oom(self, sizes: Sizes, devices: Sequence[int]) -> None:
-        """In a step with these sizes, these devices ran out of memory.
-
-        The heaviest batch is to fit, so that as many samples of another one have fitted does not
-        count any more.
-        """
-        self._latest, fits = (), list(self.fits)
-        for k in devices:
-            self._fails[k] = min(sizes[k], self._fails[k] or sizes[k])
-            fits[k] = min(fits[k], sizes[k] - 1)
-        self.fits = tuple(fits)
-
-    def has_room(self, n: int, least: int = 1) -> bool:
-        """Whether the caps leave room for n samples, each device with at least `least` or none."""
-        return has_room(n, self.caps or [None], least)
-
-    def most(self, n: int, least: int = 1) -> int:
-        """The largest batch of at most n samples that is known to fit."""
-        return next(m for m in range(n, -1, -1) if has_room(m, self.fits, least))
-
-    def trial(self, n: int, least: int = 1) -> Sizes | None:
-        """Sizes, of n samples at most, that show most about what fits; None if all is known.
-
-        Halves for each device the range between what fits and what does not; at last, all that
-        has fitted on some device is tried at once.
-        """
-        sizes, left = [], n
-        for fits, fails in zip(self.fits, self._fails, strict=True):
-            low = max(fits, least - 1)
-            size = fits if fails is None or fails - low <= 1 else (low + fails) // 2
-            sizes.append(min(left, size) if min(left, size) >= least else 0)
-            left -= sizes[-1]
-        is_news = any(map(int.__gt__, sizes, self.fits)) or self._latest != tuple(sizes)
-        return tuple(sizes) if is_news and any(sizes) else None
-
-
-class Planner:
-    """Decides for every batch, once, which samples each device gets."""
 
     def __init__(self, k: int, policy: SplitPolicy) -> None:
         self.policy = policy
         self.latest = Plan((0,) * k)
-        self.repeated: Hashable = None  # the kind of batch for which `latest` may be used again
-        # Tested once: isinstance with a protocol takes as long as cutting a batch.
         self._learner = policy if isinstance(policy, LearningSplit) else None
         self.learns = self._learner is not None
-        self._is_fixed = is_fixed(policy)
         # By `training`: evaluation keeps no graphs, so more fits.
         self._capacity = {training: Capacity(k) for training in (True, False)}
         self._learnt: StepUsage | None = None
@@ -127,12 +89,11 @@ class Planner:
     def plan(
         self,
         n: int,
-        costs: Callable[[], Sequence[float]],
+        costs: Callable[[], Sequence[float] | Tensor],
         *,
         training: bool,
         reading: Any = "columns",
         least: Least = lambda: 1,
-        kind: Hashable = None,
     ) -> Plan:
         """Decides for a batch of n samples.
 
@@ -142,32 +103,20 @@ class Planner:
             training: whether the step keeps a graph.
             reading: how the batch was read; it becomes the plan's.
             least: returns the fewest samples that a replica can work with; called if a device
-                would have one sample.
-            kind: equal for batches that a fixed policy splits alike.
+                would have one sample, or caps are known.
         """
         self._least = least
         plan = None
         if isinstance(self.policy, CostSplit):
             plan = self._by_cost(costs(), self._capacity[training].max_loads)
-        plan = plan or Plan(self._sizes(n, training))
-        self._set(replace(plan, reading=reading))
-        can_repeat = self._is_fixed and self._capacity[training].caps is None
-        if can_repeat and not _has_single(self.policy(n)):
-            self.repeated = kind
-        return self.latest
-
-    def trial(self, n: int, *, training: bool) -> Plan | None:
-        """A part of a batch of n samples that shows more about what fits; None if all is known."""
-        sizes = self._capacity[training].trial(n, self._least())
-        if sizes is None:
-            return None
-        self._set(Plan(sizes, left_out=n - sum(sizes), reading=self.latest.reading))
+        plan = plan or Plan(self._sizes(n, self._capacity[training]))
+        self.latest = replace(plan, reading=reading)
         return self.latest
 
     def whole(self) -> Plan:
         """For a batch in which nothing can be cut, and which shows nothing about what fits."""
         k = len(self.latest.sizes)
-        self._set(Plan((0,) * k))
+        self.latest = Plan((0,) * k)
         return Plan((1, *[0] * (k - 1)), whole=True)
 
     def learn(self, step: StepUsage | None) -> None:
@@ -176,13 +125,9 @@ class Planner:
             self._learner.learn(step)
             self._learnt = step
 
-    def record_success(self, *, training: bool) -> None:
-        """The latest plan's step was done."""
-        self._capacity[training].record_success(self.latest.sizes)
-
     def record_oom(self, devices: Sequence[int], *, training: bool) -> None:
         """In the latest plan's step these devices ran out of memory: they get less from now on."""
-        self.repeated, capacity = None, self._capacity[training]
+        capacity = self._capacity[training]
         if not self.latest.loads:
             capacity.record_oom(self.latest.sizes, devices)
             return
@@ -191,40 +136,64 @@ class Planner:
 
     def has_room(self, n: int, *, training: bool) -> bool:
         """Whether there may be a split of n samples that fits."""
-        return self._capacity[training].has_room(n, self._least())
-
-    def fits(self, *, training: bool) -> Sizes:
-        """The most samples that each device is known to take."""
-        return self._capacity[training].fits
-
-    def most(self, n: int, *, training: bool) -> int:
-        """The largest batch of at most n samples that is known to fit."""
-        return self._capacity[training].most(n, self._least())
-
-    def _set(self, plan: Plan) -> None:
-        self.repeated, self.latest = None, plan
-
-    def _sizes(self, n: int, training: bool) -> Sizes:
         capacity = self._capacity[training]
-        caps = capacity.caps if capacity.has_room(n) else None
+        return not any(capacity.fails) or capacity.caps(n, self._least()) is not None
+
+    def _sizes(self, n: int, capacity: Capacity) -> Sizes:
+        least = self._least() if any(capacity.fails) else 1
+        # None without room within the caps: memory may have room now; if not, its error is clear.
+        caps = capacity.caps(n, least)
         wanted = self.policy(n) if self._learner is None else self._learner(n, caps)
-        least = self._least() if _has_single(wanted) or caps is not None else 1
-        # Without room within the caps, memory may have room now; if not, its error is clear.
+        if _has_single(wanted):
+            least = self._least()
         return fitted(wanted, caps, least) or fitted(wanted, None, least) or wanted
 
-    def _by_cost(self, costs: Sequence[float], max_loads: Sequence[float]) -> Plan | None:
-        """None if the largest loads leave no room for a split by cost."""
+    def _by_cost(self, costs: Sequence[float] | Tensor, max_loads: Sequence[float]) -> Plan | None:
+        """None where it is split by number: loads do not fit, or a replica needs two samples."""
         caps = max_loads if min(max_loads) < math.inf else None
-        order: Order = by_cost(costs, len(max_loads), caps)
-        sizes = tuple(map(len, order))
-        if sum(sizes) < len(costs):
+        shares = by_cost(costs, len(max_loads), caps)
+        if shares is None:
             return None
-        if _has_single(sizes):
-            sizes = fitted(sizes, None, self._least()) or sizes
-            order = _moved(order, sizes, costs)
-        loads = tuple(math.fsum(costs[i] for i in part) for part in order)
-        fits = not caps or all(map(float.__le__, loads, caps))
-        return Plan(sizes, order, loads) if fits else None
+        sizes = tuple(map(len, shares.parts))
+        if _has_single(sizes) and self._least() > 1:
+            return None
+        is_sliced = all(isinstance(part, range) for part in shares.parts)
+        return Plan(sizes, None if is_sliced else shares.parts, shares.loads)
+
+
+class Capacity:
+    """What does not fit on the devices, as far as steps have shown.
+
+    Example:
+        >>> capacity = Capacity(2)
+        >>> capacity.record_oom((32, 32), [1])
+        >>> capacity.caps(64)
+        [None, 28]
+    """
+
+    def __init__(self, k: int) -> None:
+        self.fails: list[int | None] = [None] * k  # the fewest samples with which it ran out
+        self.max_loads = [math.inf] * k  # in a split by cost
+
+    def record_oom(self, sizes: Sizes, devices: Sequence[int]) -> None:
+        """In a step with these sizes, these devices ran out of memory."""
+        for k in devices:
+            self.fails[k] = min(sizes[k], self.fails[k] or sizes[k])
+
+    def caps(self, n: int, least: int = 1) -> Caps | None:
+        """Of each device the most samples to give it; None if all have no limit, or none has room.
+
+        The margin below what did not fit is an eighth, or less if n samples need the room.
+        """
+        margin, most = MARGIN, max((fails or 0 for fails in self.fails), default=0)
+        while most:
+            caps = [f if f is None else f - max(1, f // margin) for f in self.fails]
+            if fitted(even(n, len(caps)), caps, least):
+                return caps
+            if margin > most:  # each cap is one below what failed
+                break
+            margin *= 2
+        return None
 
 
 def _has_single(sizes: Sizes) -> bool:
@@ -232,12 +201,162 @@ def _has_single(sizes: Sizes) -> bool:
     return 1 in sizes and sum(sizes) > 1
 
 
-def _moved(order: Order, sizes: Sizes, costs: Sequence[float]) -> Order:
-    """The same samples in shards of other sizes: where there are too many, the cheapest go."""
-    parts = [sorted(part, key=costs.__getitem__, reverse=True) for part in order]
-    spare = [i for part, size in zip(parts, sizes, strict=True) for i in part[size:]]
-    kept = [part[:size] for part, size in zip(parts, sizes, strict=True)]
-    return [
-        sorted([*part, *(spare.pop() for _ in range(size - len(part)))])
-        for part, size in zip(kept, sizes, strict=True)
-    ]
+# The options `split`, `weights` and `sample_cost`
+
+
+class CostSplit:
+    """The policy of split="cost"; where the planner cannot split by cost it is even."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+
+    def __call__(self, n: int) -> Sizes:
+        """The sizes for n samples of equal cost."""
+        return even(n, self._k)
+
+
+def check_split(
+    split: str | OwnSplit,
+    weights: Sequence[float] | None,
+    sample_cost: str | None = None,
+    *,
+    is_timed: bool = True,
+) -> None:
+    """Raises a ValueError where these options are wrong whatever the devices are."""
+    if not (_is_function(split) or (isinstance(split, str) and split in SPLITS)):
+        raise ValueError(
+            f"split: expected one of {sorted(SPLITS)} or a function (batch_size, devices) -> "
+            f"sizes, got {told(split)}. Use 'even', or weights=[...] for fixed shares."
+        )
+    if split == "auto" and not is_timed:
+        raise ValueError(
+            "split: expected another one than 'auto' outside of Lightning, where nothing says when "
+            "a step ends, got 'auto'. Use 'adaptive', or DataParallelStrategy."
+        )
+    if sample_cost is not None and not (isinstance(sample_cost, str) and sample_cost):
+        raise ValueError(
+            f"sample_cost: expected the name of an entry of the batch, got {told(sample_cost)}. "
+            "Write a key or dotted path, such as 'lengths', or leave it out to ask the module."
+        )
+    if sample_cost is not None and split != "cost":
+        raise ValueError(
+            f"sample_cost: expected None with split={told(split)}, got {sample_cost!r}. "
+            "Use split='cost', or leave it out."
+        )
+    if weights is None:
+        return
+    if split not in ("even", "adaptive"):
+        raise ValueError(
+            f"weights: expected None with split={told(split)}, got {told(weights)}. Leave out one "
+            "of the two: weights are a split of their own, or what split='adaptive' begins with."
+        )
+    is_list = isinstance(weights, Sequence) and not isinstance(weights, str | bytes)
+    if not is_list or not all(map(_is_weight, weights)) or not any(weights):
+        raise ValueError(
+            f"weights: expected a list of finite numbers of at least 0, not all 0, got "
+            f"{told(weights)}. Give each device its share, such as [1, 3, 3, 3]."
+        )
+    if split == "adaptive" and not all(weights):
+        raise ValueError(
+            f"weights: expected numbers above 0 with split='adaptive', got {told(weights)}. It "
+            "tries every device; leave devices out, or use split='even'."
+        )
+
+
+def split_policy(
+    split: str | OwnSplit,
+    weights: Sequence[float] | None,
+    devices: Sequence[Any],
+    capacities: Capacities | None = None,
+) -> SplitPolicy:
+    """The function that splits every batch over the devices.
+
+    Args:
+        split: the option, see `DataParallelStrategy`.
+        weights: the option.
+        devices: a user's function gets them; else only which of them are equal matters.
+        capacities: returns the bytes that this process can have on each device. `"memory"` needs
+            it; `"auto"` asks it before it gives a device more samples than that had before.
+
+    Example:
+        >>> split_policy("even", [1, 2, 3], ["cpu"] * 3)(12)
+        (2, 4, 6)
+        >>> split_policy(lambda n, devices: (n - 1, 1), None, ["cpu"] * 2)(12)
+        (11, 1)
+    """
+    check_split(split, weights)
+    k, places = len(devices), [list(devices).index(device) for device in devices]
+    if callable(split):
+        return partial(_checked, split, list(devices))
+    if split == "cost":
+        return CostSplit(k)
+    if split == "auto":
+        return Auto(places, capacities)
+    if split == "memory":
+        if capacities is None:
+            raise ValueError(
+                "split='memory': expected capacities, the bytes that each device has, got None. "
+                "Give a function that returns them."
+            )
+        capacities()  # raises an error now where devices do not count their memory
+        return Memory(places, capacities)
+    shares = None if weights is None else tuple(map(plain_weight, weights))
+    if shares is not None and len(shares) != k:
+        raise ValueError(
+            f"weights: expected {k} numbers, one per device, got {len(shares)}: {list(shares)}. "
+            "Give every device a weight (0 leaves it idle)."
+        )
+    if split == "adaptive":
+        return Adaptive(k, shares)
+    if shares is not None:
+        return partial(_weighted, weights=shares)
+    return partial(chunk if split == "chunk" else even, k=k)
+
+
+def is_fixed(policy: SplitPolicy) -> bool:
+    """Whether sizes follow from the batch size alone."""
+    return isinstance(policy, partial) and policy.func in (even, chunk, _weighted)
+
+
+def _checked(split: OwnSplit, devices: Sequence[Any], n: int) -> Sizes:
+    """The answer of a user's function."""
+    sizes, k = split(n, list(devices)), len(devices)
+    are_sizes = isinstance(sizes, Sequence) and all(map(_is_size, sizes))
+    if not are_sizes or len(sizes) != k or sum(sizes) != n:
+        raise ValueError(
+            f"split: expected {k} integers of at least 0, one per device, with sum {n}, from "
+            f"{getattr(split, '__qualname__', split)}({n}, devices), got {sizes!r}. Return a size "
+            "for every device; 0 leaves it idle."
+        )
+    return tuple(int(size) for size in sizes)
+
+
+def _is_function(split: object) -> bool:
+    """Whether it can be called with a batch size and devices; a class makes no sizes."""
+    if not callable(split) or isinstance(split, type):
+        return False
+    try:
+        inspect.signature(split).bind(1, [])
+    except TypeError:
+        return False
+    except ValueError:  # a function in C, which has no signature
+        return True
+    return True
+
+
+def _is_size(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
+
+
+def plain_weight(weight: Any) -> float:
+    """A weight as a number that `Fraction` takes, which those of NumPy are not."""
+    return int(weight) if isinstance(weight, Integral) else float(weight)
+
+
+def _is_weight(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value) and float(value) >= 0
+    except OverflowError:  # an integer that is too large for a float
+        return False

@@ -1,0 +1,400 @@
+"""Splits that learn: by time they find the best split and follow drift, by memory they level it.
+
+First on devices of numbers, then in a Trainer on simulated devices of given speeds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from lightning.pytorch import Callback
+from oracle import Classifier, assert_same, loader, run, trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dp import DataParallel, DataParallelStrategy
+from lightning_dp.parallel.split import (
+    Adaptive,
+    Memory,
+    Sizes,
+    StepUsage,
+    even,
+    minimax,
+    split_policy,
+)
+from lightning_dp.parallel.split.learning import PROBE_EVERY
+
+Speeds = list[tuple[float, float]]
+"""Of each device `(fixed, per_sample)`, in seconds."""
+
+Noise = Callable[[], float]
+
+
+def seconds(sizes: Sizes, speeds: Speeds, noise: Noise = lambda: 0.0) -> tuple[float, ...]:
+    return tuple(
+        (fixed + per_sample * n) * (1 + noise()) if n else 0.0
+        for n, (fixed, per_sample) in zip(sizes, speeds, strict=True)
+    )
+
+
+def steps(split: Adaptive, n: int, speeds: Speeds, count: int, **kwargs: Noise) -> list[Sizes]:
+    seen = []
+    for _ in range(count):
+        seen.append(sizes := split(n))
+        split.learn(StepUsage(sizes, seconds(sizes, speeds, **kwargs)))
+    return seen
+
+
+def excess(sizes: Sizes, speeds: Speeds) -> float:
+    """How much longer a step takes than with the best of all splits, relative to that."""
+    best = minimax(sum(sizes), *map(list, zip(*speeds, strict=True)))
+    return max(seconds(sizes, speeds)) / max(seconds(best, speeds)) - 1
+
+
+SLOW_LAST: Speeds = [(0.0, 0.01)] * 3 + [(0.0, 0.04)]
+
+
+@pytest.mark.parametrize(
+    "speeds",
+    [
+        pytest.param(SLOW_LAST, id="one at a quarter"),
+        pytest.param([(0.05, 0.01)] * 3 + [(0.2, 0.04)], id="fixed costs"),
+        pytest.param([(0.01, 0.01), (0.05, 0.02), (0.02, 0.03), (0.1, 0.005)], id="all different"),
+        pytest.param([(0.0, 0.01), (0.03, 0.02)], id="two"),
+        pytest.param([(0.0, 0.001), (0.0, 0.01)], id="ten times"),
+    ],
+)
+def test_from_a_cold_start_it_is_near_the_best_split_within_10_steps_and_stays(
+    speeds: Speeds,
+) -> None:
+    split = Adaptive(len(speeds))
+    steps(split, 64, speeds, 10)
+    assert max(excess(sizes, speeds) for sizes in steps(split, 64, speeds, 39)) <= 0.05
+    assert sum(split(7)) == 7 and split(0) == (0,) * len(speeds)
+
+
+def test_within_15_steps_it_is_near_the_best_split_of_nearly_any_devices() -> None:
+    """There are devices for which it takes longer: the times of two near sizes tell little."""
+    draw, above = random.Random(0), []
+    for _ in range(100):
+        speeds = [(draw.uniform(0, 100), draw.uniform(0.5, 6)) for _ in range(draw.randint(2, 8))]
+        n, split = draw.choice([64, 128, 512, 1000]), Adaptive(len(speeds))
+        steps(split, n, speeds, 15)
+        best = max(seconds(minimax(n, *map(list, zip(*speeds, strict=True))), speeds))
+        one_sample = max(per_sample for _, per_sample in speeds) / best
+        above.append(excess(split(n), speeds) - one_sample)
+    assert sum(each > 0.02 for each in above) <= 2 and max(above) <= 0.1, sorted(above)[-5:]
+
+
+def test_what_a_step_takes_with_far_fewer_samples_is_no_change_of_the_device() -> None:
+    """What is fixed in a step shows only there, and both sizes together tell it."""
+    split = Adaptive(4)
+    steps(split, 512, [(24.5, 0.447)] * 3 + [(117.9, 2.149)], 5)
+    assert split(512) == (171, 171, 170, 0)
+
+
+@pytest.mark.parametrize("factor", [1.5, 4.0, 0.3])
+def test_it_recovers_within_20_steps_after_a_device_has_changed(factor: float) -> None:
+    split, speeds = Adaptive(4), list(SLOW_LAST)
+    steps(split, 64, speeds, 30)
+    speeds[1] = (speeds[1][0] * factor, speeds[1][1] * factor)
+    assert excess(steps(split, 64, speeds, 21)[-1], speeds) <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("per_sample", "fixed", "noise", "share"),
+    [
+        (0.01, 0.02, lambda draw: draw.uniform(0, 0.0), 0.0),
+        (0.01, 0.02, lambda draw: draw.uniform(0, 0.03), 0.0),
+        (0.0, 0.01, lambda draw: draw.expovariate(2), 0.1),  # the time is Python's
+        (0.0001, 0.01, lambda draw: draw.expovariate(2), 0.1),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_equal_devices_stay_even_however_noisy_the_times_are(
+    per_sample: float, fixed: float, noise: Any, share: float, seed: int
+) -> None:
+    draw = random.Random(seed)
+    seen = steps(Adaptive(4), 64, [(fixed, per_sample)] * 4, 300, noise=lambda: noise(draw))
+    assert sum(max(sizes) - min(sizes) > 2 for sizes in seen) <= share * len(seen)
+
+
+def test_a_device_of_much_less_speed_stays_one_however_noisy_the_times_are() -> None:
+    draw, split = random.Random(0), Adaptive(4)
+    seen = steps(split, 512, SLOW_LAST, 300, noise=lambda: draw.uniform(0, 0.2))
+    assert max(excess(sizes, SLOW_LAST) for sizes in seen[15:]) < 0.25
+
+
+def test_one_odd_step_moves_nothing_much() -> None:
+    split = Adaptive(2)
+    steps(split, 20, [(0.0, 0.01)] * 2, 10)
+    split.learn(StepUsage((10, 10), (0.1, 1.0)))
+    assert steps(split, 20, [(0.0, 0.01)] * 2, 6)[-1] == (10, 10)
+
+
+def test_idle_devices_are_probed_with_two_samples_and_found_if_they_became_fast() -> None:
+    split = Adaptive(2)
+    seen = {*steps(split, 8, [(0.0, 0.01), (0.0, 9.0)], 2 * PROBE_EVERY)}
+    assert (8, 0) in seen and (6, 2) in seen and not {s for s in seen if 1 in s and s != (7, 1)}
+    assert max(steps(split, 8, [(0.0, 0.01)] * 2, 3 * PROBE_EVERY)[-1]) <= 5
+
+
+def test_caps_are_kept_and_the_others_share_the_rest() -> None:
+    split, caps = Adaptive(4), [None, 8, None, None]
+    for _ in range(20):
+        sizes = split(64, caps)
+        assert sizes[1] <= 8 and sum(sizes) == 64
+        split.learn(StepUsage(sizes, seconds(sizes, SLOW_LAST)))
+    best = minimax(64, *map(list, zip(*SLOW_LAST, strict=True)), caps=caps)
+    assert max(seconds(split(64, caps), SLOW_LAST)) <= 1.05 * max(seconds(best, SLOW_LAST))
+
+
+def test_it_begins_with_given_shares_and_learns_from_there() -> None:
+    split = split_policy("adaptive", [1, 2, 3], ["cpu"] * 3)
+    assert split(12) == (2, 4, 6)
+    assert steps(split, 12, [(0.0, 0.01)] * 3, 16)[-1] == (4, 4, 4)
+    right = split_policy("adaptive", [3, 1], ["cpu"] * 2)
+    assert {*steps(right, 8, [(0.0, 0.01), (0.0, 0.03)], 100)} == {(6, 2)}
+
+
+# By memory
+
+
+def peaks(sizes: Sizes, fixed: list[int], per_sample: int) -> tuple[int, ...]:
+    return tuple(a + per_sample * n for n, a in zip(sizes, fixed, strict=True))
+
+
+def learn(split: Memory, n: int, fixed: list[int], per_sample: int, added: int, count: int) -> None:
+    """Steps on devices whose fixed bytes are there before it, but for some that it adds."""
+    before = tuple(bytes_ - added for bytes_ in fixed)
+    for _ in range(count):
+        sizes = split(n)
+        busy = (1.0,) * len(sizes)
+        split.learn(StepUsage(sizes, busy, 1.0, peaks(sizes, fixed, per_sample), before))
+
+
+@given(
+    st.lists(st.integers(1000, 3000), min_size=2, max_size=6),
+    st.integers(20, 100),
+    st.integers(0, 1000),
+    st.integers(0, 6).map(lambda i: i * 500),
+)
+@example([1000, 1113, 1773, 2373, 2374], 60, 158, 0)  # the fullest device stays as full
+def test_free_memory_is_equal_within_a_sample_or_two_percent(
+    fixed: list[int], per_sample: int, added: int, smaller: int
+) -> None:
+    capacities = [20_000] * (len(fixed) - 1) + [20_000 - smaller]
+    split, n = Memory(range(len(fixed)), lambda: capacities), 64 * len(fixed)
+    assert split(n) == even(n, len(fixed))
+    learn(split, n, fixed, per_sample, added, 14)
+    sizes = split(n)
+    used = peaks(sizes, fixed, per_sample)
+    free = [c - peak for c, peak in zip(capacities, used, strict=True)]
+    assert sum(sizes) == n
+    if min(sizes) > 0:
+        assert max(free) - min(free) <= max(per_sample, 0.02 * max(used)) + 1
+
+
+def test_it_keeps_still_when_all_is_equal() -> None:
+    split = Memory(range(4), lambda: [10_000] * 4)
+    learn(split, 64, [3000, 1000, 1000, 1000], 100, 500, 8)
+    sizes = split(64)
+    for heavier in (1.0, 0.8, 0.9, 1.0):
+        learn(split, 64, [3000, 1000, 1000, 1000], int(100 * heavier), 500, 1)
+        assert split(64) == sizes
+
+
+def test_devices_that_are_equal_but_for_some_bytes_do_not_change_places() -> None:
+    """Of three, two have a sample more than the third; the root has 1 byte less for each."""
+    fixed, per_sample = (1920, 1000, 1000, 1000), (399, 400, 400, 400)
+    split = Memory(range(4), lambda: [10_000] * 4)
+    seen = []
+    for _ in range(12):
+        seen.append(sizes := split(32))
+        used = tuple(a + b * n for a, b, n in zip(fixed, per_sample, sizes, strict=True))
+        split.learn(StepUsage(sizes, (1.0,) * 4, 1.0, used, fixed))
+    assert sorted(seen[-1]) == [6, 8, 9, 9] and len({*seen[6:]}) == 1, seen
+
+
+def test_the_heaviest_batches_count() -> None:
+    """As many samples of other lengths: now and then a batch takes three times the memory."""
+    split = Memory(range(2), lambda: [10_000] * 2)
+    for step in range(40):
+        learn(split, 20, [2000, 1000], 150 if step % 4 == 3 else 50, 0, 1)
+    first, second = peaks(split(20), [2000, 1000], 150)
+    assert abs(first - second) <= 150
+
+
+def test_replicas_on_one_device_share_what_it_has_and_caps_are_kept() -> None:
+    split = Memory([0, 1, 1], lambda: [5000, 5000, 5000])
+    for _ in range(6):
+        a, b, c = split(40)
+        used = (1000 + 50 * a, 1000 + 50 * (b + c), 1000 + 50 * (b + c))
+        split.learn(StepUsage((a, b, c), (1.0,) * 3, 1.0, used, (1000,) * 3))
+    assert split(40) == (20, 10, 10) and split(40, [4, None, 10]) == (4, 26, 10)
+    assert Memory(range(3), lambda: [10_000] * 3)(30, [4, None, None]) == (4, 13, 13)
+
+
+# In a Trainer
+
+
+class LanguageModel(Classifier):
+    """Predicts each next word of many; what takes memory is the scores of all of them."""
+
+    classes = 8192
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Embedding(self.classes, 32), nn.Linear(32, self.classes))
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]).transpose(1, 2), batch[1])
+
+
+class Small(LanguageModel):
+    classes = 512
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores: Tensor = self(batch[0])[:, -1, :50]
+        return scores
+
+
+def words(n: int, batches: int = 1, classes: int = 8192) -> DataLoader[Any]:
+    draw = torch.Generator().manual_seed(0)
+    text = torch.randint(0, classes, (n * batches, 17), generator=draw)
+    return DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=n)
+
+
+class Seen(Callback):
+    """The sizes and the peaks of every batch, and what happens before one of them."""
+
+    def __init__(self, at: int = -1, do: Callable[[], object] = int) -> None:
+        self.sizes: list[Sizes] = []
+        self.peaks: list[list[int]] = []
+        self._at, self._do = at, do
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if len(self.sizes) == self._at:
+            self._do()
+
+    def on_train_batch_end(self, job: Any, *args: Any) -> None:
+        self.sizes.append(job.strategy.last_sizes)
+        if oracle.accelerator() == "sim":
+            devices = job.strategy.parallel_devices
+            self.peaks.append([torch.sim.max_memory_allocated(d) for d in devices])
+
+
+on_sim = pytest.mark.sim_only("GPUs cannot be given a speed, nor a memory for a test.")
+SECONDS = 2e-7
+"""Per element of an op's output, on a fast device."""
+
+
+def set_speeds(*factors: float) -> None:
+    for i, factor in enumerate(factors):
+        torch.sim.set_speed(i, seconds_per_element=SECONDS * factor)
+
+
+@pytest.fixture
+def speeds(on: str) -> Iterator[None]:
+    yield
+    set_speeds(*[0.0] * 8)
+
+
+def line() -> tuple[float, float]:
+    """What a step takes on a fast device: fixed seconds, and seconds per sample."""
+    module = Classifier().to("sim:7")
+    torch.sim.set_speed(7, seconds_per_element=SECONDS)
+
+    def taken(n: int) -> float:
+        module.zero_grad()
+        x, y = torch.randn(n, 10).to("sim:7"), torch.zeros(n, dtype=torch.long).to("sim:7")
+        before = torch.sim.busy_seconds(7)
+        module.loss((x, y)).backward()
+        return float(torch.sim.busy_seconds(7) - before)
+
+    per_sample = (taken(32) - taken(16)) / 16
+    return taken(16) - 16 * per_sample, per_sample
+
+
+@on_sim
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [([1, 1, 1, 4], [1, 1, 1, 4]), ([1, 1, 1, 1], [1, 3, 1, 1]), ([1, 1, 1, 1], [1, 1, 1, 1])],
+    ids=["slow", "slows down", "equal"],
+)
+def test_the_times_of_devices_are_followed(first: Any, then: Any, speeds: None) -> None:
+    """A slow device gets less within 10 steps; of one that slows down 20 are enough."""
+    set_speeds(*first)
+    changes = first != then
+    seen = Seen(at=10 if changes else -1, do=lambda: set_speeds(*then))
+    strategy = DataParallelStrategy(split="adaptive", executor="threads")
+    options = {"max_steps": 32 if changes else 14, "max_epochs": -1, "callbacks": [seen]}
+    trainer(4, strategy, **options).fit(Classifier(), loader(64 * 8, 64), loader(8))
+    assert seen.sizes[0] == (16, 16, 16, 16)
+    fixed, per_sample = line()
+    of = [(fixed * factor, per_sample * factor) for factor in then]
+    last = seen.sizes[31 if changes else 10 :]
+    assert all(excess(sizes, of) <= 0.05 for sizes in last), seen.sizes
+    assert then != [1] * 4 or max(map(max, seen.sizes)) <= 17
+
+
+@on_sim
+@pytest.mark.parametrize("split", ["adaptive", "memory"])
+def test_it_trains_as_one_device_does(split: str, speeds: None) -> None:
+    make, data = Classifier, loader
+    if split == "adaptive":
+        set_speeds(1, 2, 1, 4)
+    else:
+        make, data = Small, lambda: words(25, 2, Small.classes)
+    several = run(make, 4, strategy={"split": split}, data=data, precision="64-true")
+    samples = [usage.samples for usage in several.trainer.strategy.usage]
+    assert min(samples) < max(samples) and (split != "memory" or samples[0] == min(samples))
+    set_speeds(*[0.0] * 4)
+    assert_same(several, run(make, 1, data=data, precision="64-true"), atol=1e-8)
+
+
+def imbalance(split: str) -> float:
+    seen = Seen(
+        at=6,
+        do=lambda: [torch.sim.reset_peak_memory_stats(device) for device in range(4)],
+    )
+    strategy = DataParallelStrategy(split=split)
+    job = trainer(4, strategy, max_steps=10, max_epochs=-1, callbacks=[seen])
+    job.fit(LanguageModel(), words(64, 10))
+    return max(seen.peaks[-1]) / (sum(seen.peaks[-1]) / 4)
+
+
+@pytest.mark.slow
+@on_sim
+def test_peaks_are_equal_where_the_scores_of_8192_words_take_the_memory(on: str) -> None:
+    even_, memory = imbalance("even"), imbalance("memory")
+    print(f"max/mean peak: even {even_:.3f}, memory {memory:.3f}")
+    assert memory <= 1.05 < even_
+
+
+SHARED = "share one memory"
+
+
+@pytest.mark.on("cpu")
+@pytest.mark.parametrize(("split", "times"), [("memory", 1), ("even", 0)])
+def test_replicas_on_the_cpu_are_told_once_that_there_is_nothing_to_learn(
+    split: str, times: int, on: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = DataParallelStrategy(split=split)
+    job = trainer(2, strategy, max_steps=3, max_epochs=-1)
+    job.fit(Classifier(), loader(24, 8), loader(8))
+    net = DataParallel(nn.Linear(4, 1), ["cpu", "cpu"], split=split)
+    for _ in range(3):
+        net(torch.ones(5, 4)).sum().backward()
+    net.close()
+    said = [r.getMessage() for r in caplog.records if SHARED in r.getMessage()]
+    assert len(said) == 2 * times and not any("\n" in text for text in said)
+    assert strategy.last_sizes == (4, 4) and net.last_sizes == (3, 2)

@@ -116,6 +116,11 @@ copy_to_each: Callable[[Tensors, Tensors], None] = _found("_foreach_copy_")
 """Copies sources[i] into targets[i], in few kernels."""
 
 
+def set_batch_shape(distribution: Any, shape: torch.Size) -> None:
+    """Sets the shape that a distribution's `batch_shape` gives; it follows from no parameter."""
+    distribution._batch_shape = shape
+
+
 def is_alone_in_memory(tensor: Tensor) -> bool:
     """Whether no other tensor, such as a view, shares the tensor's memory."""
     memory = cast(Any, tensor.untyped_storage())

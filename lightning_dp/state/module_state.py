@@ -62,11 +62,13 @@ class ModuleState:
         self._apart = apart
         self._warned: set[tuple[int, str]] = set()
         self._submodules: list[list[nn.Module]] = []
+        self._active: Sequence[int] = ()
 
     def begin(self, replicas: Replicas, active: Sequence[int]) -> None:
         """Notes what the modules of all replicas, which have just followed the root, have."""
         now = replicas.attributes.versions
-        if replicas.submodules is not self._submodules:
+        if replicas.submodules is not self._submodules or active != self._active:
+            self._active = active
             self._modules = list(self._watched(replicas))
             self._submodules, self._versions = replicas.submodules, list(now)
             self._list()
@@ -122,7 +124,9 @@ class ModuleState:
                 label = (type(root).__qualname__, places.get(id(own), ""))
                 apart = _torchs_own(own) | self._apart(own)
                 dicts = [vars(module) for module in modules]
-                yield ModuleAttributes(number, dicts, ".".join(filter(None, label)), apart)
+                yield ModuleAttributes(
+                    number, dicts, self._active, ".".join(filter(None, label)), apart
+                )
 
     def _list(self) -> None:
         """Finds what is compared in every step."""
@@ -181,9 +185,14 @@ class ModuleAttributes:
     """The attributes of one module, on the root and on all other replicas, as a step begins."""
 
     def __init__(
-        self, number: int, replicas: list[Attributes], label: str, apart: frozenset[str]
+        self,
+        number: int,
+        replicas: list[Attributes],
+        active: Sequence[int],
+        label: str,
+        apart: frozenset[str],
     ) -> None:
-        self.number, self.label, self.apart = number, label, apart
+        self.number, self.label, self.apart, self.active = number, label, apart, active
         self.replicas, self.root = replicas, replicas[0]
         self.look()
 
@@ -194,8 +203,8 @@ class ModuleAttributes:
         for name, value in self.bound.items():
             if is_container(value):
                 own = [replica.get(name) for replica in self.replicas]
-                # A replica may refer to its own layers there.
-                if all(have_same_items(value, other) for other in own[1:]):
+                # A replica may refer to its own layers there. Those without samples lag behind.
+                if all(have_same_items(value, own[k]) for k in self.active if k):
                     self.containers[name] = Container(name, value, copied(value), own)
         self.tensors = [
             (replica, name, value)
@@ -212,9 +221,10 @@ class ModuleAttributes:
 
     def has_changed(self) -> bool:
         """Whether a container, or what a replica has in place of one, is not as it was."""
-        return self._contents.differ() or any(
-            replica.get(name) is not own for replica, name, own in self.places
-        )
+        for replica, name, own in self.places:
+            if replica.get(name) is not own:
+                return True
+        return self._contents.differ()
 
     def of(self, name: str, active: Sequence[int]) -> list[Any]:
         """An attribute of the replicas that work."""

@@ -7,7 +7,7 @@ from benchmarks.step import files_of, plain_step
 from several_processes import in_another_process
 
 
-@pytest.mark.parametrize("executor, files, most", [("inorder", 26, 320), ("threads", 28, 400)])
+@pytest.mark.parametrize("executor, files, most", [("inorder", 29, 290), ("threads", 31, 370)])
 @pytest.mark.usefixtures("unchecked")
 def test_a_plain_step_enters_few_functions_and_no_meeting(
     executor: Any, files: int, most: int

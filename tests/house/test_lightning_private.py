@@ -248,3 +248,8 @@ def test_IndexBatchSamplerWrapper_notes_the_indices_of_predict() -> None:
     trainer = _trainer(limit_predict_batches=2, callbacks=[Looking()])
     trainer.predict(BoringModel())
     assert seen[0][0] == [0] and not private.is_index_sampler(seen)
+
+
+def test_accelerator_connector_devices_flag_is_what_was_asked_for() -> None:
+    assert private.devices_asked_for(_trainer(devices=3)) == 3
+    assert private.devices_asked_for(_trainer(devices="auto")) is None

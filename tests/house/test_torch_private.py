@@ -161,6 +161,12 @@ def test_foreach_add_and_foreach_copy() -> None:
     assert [t.tolist() for t in targets] == [[3, 4], [0]]
 
 
+def test_batch_shape_of_a_distribution() -> None:
+    normal = torch.distributions.Normal(torch.zeros(3), torch.ones(3))
+    private.set_batch_shape(normal, torch.Size([2]))
+    assert normal.batch_shape == (2,)
+
+
 def test_storage_Use_Count_of_a_cdata_tells_of_views() -> None:
     tensor = torch.ones(4)
     assert private.is_alone_in_memory(tensor)

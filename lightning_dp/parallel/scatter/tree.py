@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from lightning_dp.parallel.scatter.leaves import PLAIN, is_array, leaf_type
-from lightning_dp.parallel.torch_private import flatten_node, unflatten_node
+from lightning_dp.parallel.torch_private import flatten_node, set_batch_shape, unflatten_node
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys, indices and field names that lead from the root of a tree to one of its nodes."""
@@ -186,6 +186,6 @@ def _rebuild_distribution(node: Distribution, items: Mapping[str, Any]) -> Distr
             getattr(x, "batch_shape", getattr(x, "shape", ())) for x in (vars(node)[key], after)
         ]
         if shapes[0][: len(old)] == old:
-            clone._batch_shape = torch.Size(shapes[1][: len(old)])
+            set_batch_shape(clone, torch.Size(shapes[1][: len(old)]))
             break
     return clone

@@ -37,8 +37,8 @@ class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):  # noqa: D101  
     __doc__ = ModulePrefixMixin.__doc__
 
 
-class DataParallelMonitor(_Monitor, Callback):  # type: ignore[misc]  # two bases  # noqa: D101  # `__doc__`
-    __doc__ = _Monitor.__doc__
+class DataParallelMonitor(_Monitor, Callback):  # type: ignore[misc]  # two bases
+    """`lightning_dp.DataParallelMonitor` for a Trainer of `pytorch_lightning`."""
 
 
 DataParallelStrategy.register_strategies(StrategyRegistry)

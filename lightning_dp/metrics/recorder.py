@@ -45,7 +45,7 @@ from lightning_dp.parallel.gather import RowRules
 from lightning_dp.parallel.replicate import ModuleStructure, ReplicaRules, Replicas
 from lightning_dp.parallel.scatter import Shards, tree
 from lightning_dp.parallel.split import Order
-from lightning_dp.state import ModuleState
+from lightning_dp.state import ModuleState, OwnOptimizers
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import Losses, World
@@ -111,10 +111,11 @@ class StepRecorder(ReplicaRules):
     def own_attributes(
         self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
     ) -> dict[str, Any]:
-        """`self.device` and `log` of a replica, and the state of a metric."""
+        """`self.device`, `log` and `optimizers` of a replica, and the state of a metric."""
         own: dict[str, Any] = {**own_device(module, device), **state_of_metric(module, device)}
         if module is self._module:
             own["log"] = StandIn(twin, "log", self._records[k].log)
+            own["optimizers"] = StandIn(twin, "optimizers", OwnOptimizers(module, twin))
         return own
 
     @contextmanager

@@ -14,7 +14,10 @@ from torchmetrics import Metric
 
 from lightning_dp import DataParallelStrategy
 
-pytestmark = pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte.")
+pytestmark = [
+    pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte."),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
+]
 
 fails: set[str] = set()
 """Where memory still runs out, once each."""

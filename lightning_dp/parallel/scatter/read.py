@@ -188,8 +188,8 @@ def _entries(batch: Any, dim: int, size: int | None, names: set[int]) -> list[_P
         rows = {size_of(item, dim) for item in node}
         return all(map(_is_tensor, node)) and len(rows) == 1 and rows.isdisjoint({None, 1})
 
-    known = {part.size for part in entries(lambda node: not are_columns(node), size) if part.items}
-    known |= names | ({size} - {None})
+    parts = entries(lambda node: not are_columns(node), size)
+    known = {part.size for part in parts if part.items} | names | {size} - {None}
 
     def is_whole(node: Any) -> bool:
         return len(node) in known or not are_columns(node)

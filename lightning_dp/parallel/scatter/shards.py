@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dp.parallel.comm import to_device_coalesced
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
+from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.scatter.leaves import (
     CannotCut,
@@ -323,7 +324,7 @@ class _Cut(NamedTuple):
                 f"Change it in the collate function. {WAY_OUT}"
             ) from None
         except Exception as error:  # of a library's own class
-            error.add_note(f"[cutting {tree.name(path)}, a {type(leaf).__qualname__}]")
+            add_note(error, f"[cutting {tree.name(path)}, a {type(leaf).__qualname__}]")
             raise
 
 

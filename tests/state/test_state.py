@@ -235,7 +235,11 @@ def test_containers_are_filled_as_on_one_device(case: str, devices: int, on: str
     assert told == []
 
 
-@pytest.mark.parametrize("options", [(("weights", (0, 2, 1)),), (("split", "chunk"),)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [(("weights", (0, 2, 1)),), (("weights", (2, 1, 0)),), (("split", "chunk"),)],
+    ids=str,
+)
 @pytest.mark.parametrize("case", ["numbers", "means", "window", "counts", "bound: means"])
 @pytest.mark.usefixtures("unchecked")
 def test_whoever_has_samples(case: str, options: Any, on: str) -> None:

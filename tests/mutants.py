@@ -297,7 +297,7 @@ MUTANTS = [
         "if task.error is not None or self.broken is not None:",
         "if False:",
         "an exception stops the replicas behind it",
-        ("tests/faults/test_faults.py", "tests/apply"),
+        ("tests/apply/test_workers.py",),
     ),
     Mutant(
         "note-without-samples",
@@ -306,7 +306,7 @@ MUTANTS = [
         'return f", {stage}, {self.samples(k)}"',
         'return f", {stage}"',
         "an error names replica, device, stage and samples",
-        ("tests/faults/test_faults.py",),
+        ("tests/forward/test_forward_engine.py", "tests/faults/test_faults.py"),
     ),
     Mutant(
         "all-gather-in-wrong-order",

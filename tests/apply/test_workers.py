@@ -210,6 +210,18 @@ def test_an_exception_arrives_as_it_is_with_a_note(how: ExecutorName) -> None:
 
 
 @on_cpu
+@on_cpu
+def test_in_order_an_exception_stops_the_replicas_behind_it() -> None:
+    ran: list[int] = []
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(partial(ran.append, 0), fails, partial(ran.append, 2), how="inorder")
+    assert ran == [0]
+
+
 def test_of_several_exceptions_the_first_replicas_arrives_when_all_have_ended() -> None:
     ended: list[int] = []
 

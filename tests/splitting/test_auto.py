@@ -286,7 +286,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "on"),
     [(name, "cpu") for name in CASES if "output_device" not in CASES[name][1]]
-    + [(name, "sim") for name in ("step", "forward, batch stays", "output elsewhere")],
+    + [
+        (name, kind)
+        for name in ("step", "forward, batch stays", "output elsewhere")
+        for kind in places.kinds
+        if kind == "sim"
+    ],
     indirect=["on"],
 )
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

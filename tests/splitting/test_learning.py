@@ -374,6 +374,7 @@ def imbalance(split: str) -> float:
 
 @pytest.mark.slow
 @on_sim
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 def test_peaks_are_equal_where_the_scores_of_8192_words_take_the_memory(on: str) -> None:
     even_, memory = imbalance("even"), imbalance("memory")
     print(f"max/mean peak: even {even_:.3f}, memory {memory:.3f}")

@@ -184,7 +184,11 @@ def _entries(batch: Any, dim: int, size: int | None, names: set[int]) -> list[_P
             ),
         )
 
+    outside = {part.size for part in entries(lambda _: True, None) if not part.items}
+
     def are_columns(node: Any) -> bool:
+        if len(node) == 1 and outside == {1}:  # a batch of one sample, such as [image], [label]
+            return False
         rows = {size_of(item, dim) for item in node}
         return all(map(_is_tensor, node)) and len(rows) == 1 and rows.isdisjoint({None, 1})
 

@@ -356,7 +356,7 @@ def test_it_trains_as_one_device_does(split: str, speeds: None) -> None:
         make, data = Small, lambda: words(25, 2, Small.classes)
     several = run(make, 4, strategy={"split": split}, data=data, precision="64-true")
     samples = [usage.samples for usage in several.trainer.strategy.usage]
-    assert min(samples) < max(samples) and (split != "memory" or samples[0] == min(samples))
+    assert min(samples) < max(samples)
     set_speeds(*[0.0] * 4)
     assert_same(several, run(make, 1, data=data, precision="64-true"), atol=1e-8)
 

@@ -42,7 +42,7 @@ from lightning_dp.parallel.check import (
     on_host,
     small_sizes,
 )
-from lightning_dp.parallel.contexts import replaced, standing_in
+from lightning_dp.parallel.contexts import ObjectProxy, replaced, standing_in
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.reduce import LossReduction, StepOutput
 from lightning_dp.parallel.split import Sizes
@@ -299,29 +299,21 @@ def _metric_states(module: nn.Module) -> Iterator[tuple[Key, Any]]:
             yield Key("metric", f"{name}.{state}"), on_host(value)
 
 
-class _SilentLogger:
+class _SilentLogger(ObjectProxy):
     """A logger that counts how it is used, and keeps nothing."""
 
     def __init__(self, logger: Any, used: Counter[str]) -> None:
-        self._logger, self._used = logger, used
-
-    @property  # type: ignore[misc]  # it cannot be set
-    def __class__(self) -> type[Any]:
-        """The logger's, for code that asks."""
-        return type(self._logger)
+        super().__init__(logger)
+        self._used = used
 
     def __getattr__(self, name: str) -> Any:
         """The logger's attributes; methods that write are counted and write nothing."""
         if name == "experiment":
             self._used[name] += 1
             return DummyLogger().experiment
-        value = getattr(self._logger, name)
+        value = super().__getattr__(name)
         writes = name.startswith("log_") or name in ("save", "finalize", "after_save_checkpoint")
         if not (writes and callable(value)):
             return value
         self._used[name] += 1
         return lambda *args, **kwargs: None
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is one of the logger."""
-        return self._logger.__reduce_ex__(protocol)

@@ -20,11 +20,11 @@ _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlist = 16
 
 
-def told(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value in one line of an error, however long it is, and whatever its `repr` does.
 
     Example:
-        >>> told([1, 10**400])[:20]
+        >>> short_repr([1, 10**400])[:20]
         '[1, 1000000000000000'
     """
     try:
@@ -44,7 +44,7 @@ def check_choice(key: str, value: object, choices: Sequence[object]) -> None:
     """
     if not is_choice(value, choices):
         raise ValueError(
-            f"{key}: expected one of {list(choices)}, got {told(value)}. Write one of these."
+            f"{key}: expected one of {list(choices)}, got {short_repr(value)}. Write one of these."
         )
 
 
@@ -58,7 +58,8 @@ def check_dim(dim: Any) -> None:
     is_int = isinstance(dim, int) and not isinstance(dim, bool)
     if not is_int or not -_MOST_DIMS <= dim < _MOST_DIMS:
         raise ValueError(
-            f"dim: expected an integer from {-_MOST_DIMS} to {_MOST_DIMS - 1}, got {told(dim)}. "
+            f"dim: expected an integer from {-_MOST_DIMS} to {_MOST_DIMS - 1}, got "
+            f"{short_repr(dim)}. "
             "Write the dimension that counts the samples."
         )
 
@@ -83,7 +84,7 @@ def check_names(key: str, names: object) -> None:
     listed = list(names) if isinstance(names, Sequence) else [None]
     if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
         one = f"[{names!r}]" if isinstance(names, str) else "['generator', 'discriminator']"
-        raise ValueError(f"{key}: expected a list of names, got {told(names)}. Write {one}.")
+        raise ValueError(f"{key}: expected a list of names, got {short_repr(names)}. Write {one}.")
 
 
 def named_options(init: Callable[P, None]) -> Callable[P, None]:
@@ -92,7 +93,7 @@ def named_options(init: Callable[P, None]) -> Callable[P, None]:
     Options that differ from their defaults are kept in `given_options`, as text.
     """
     parameters = list(inspect.signature(init).parameters.values())[1:]
-    defaults = {parameter.name: told(parameter.default) for parameter in parameters}
+    defaults = {parameter.name: short_repr(parameter.default) for parameter in parameters}
 
     @wraps(init)
     def checked(*args: P.args, **options: P.kwargs) -> None:
@@ -100,13 +101,14 @@ def named_options(init: Callable[P, None]) -> Callable[P, None]:
         owner = type(this).__qualname__
         if unnamed:
             raise TypeError(
-                f"{owner}: expected options by name, got {told(unnamed[0])} without one. Write "
-                f"{next(iter(defaults))}={told(unnamed[0])}, or the name that you mean."
+                f"{owner}: expected options by name, got {short_repr(unnamed[0])} without one. "
+                "Write "
+                f"{next(iter(defaults))}={short_repr(unnamed[0])}, or the name that you mean."
             )
         for name in options.keys() - defaults.keys():
             raise TypeError(f"{owner}: expected one of its options, got {name!r}. {_hint(name)}")
         # By what they look like: a comparison of arrays is no answer.
-        texts = {name: told(value) for name, value in options.items()}
+        texts = {name: short_repr(value) for name, value in options.items()}
         this.given_options = {n: text for n, text in texts.items() if text != defaults[n]}
         init(*args, **options)
 

@@ -99,3 +99,26 @@ def standing_in(owner: Any, name: str, call: Callable[..., Any]) -> AbstractCont
 
 def _itself(value: Any) -> Any:
     return value
+
+
+class ObjectProxy:
+    """Has the class and the attributes of another object; copies and pickles are the other's.
+
+    A subclass replaces some of its methods.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    @property  # type: ignore[misc]  # it cannot be set
+    def __class__(self) -> type[Any]:
+        """The original's, for `isinstance`."""
+        return type(self._original)
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is the original's."""
+        return getattr(self._original, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy or a pickle is one of the original."""
+        return self._original.__reduce_ex__(protocol)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_dp.parallel.checks import told
+from lightning_dp.parallel.checks import short_repr
 
 _HIGHEST_ID = 127  # torch takes no higher one, and no machine has it
 _PEAK = "max_memory_allocated"
@@ -56,7 +56,7 @@ def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
         raise ValueError(
             f"{key}: expected a list such as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu'], "
-            f"got {told(devices)}. Put the device into a list."
+            f"got {short_repr(devices)}. Put the device into a list."
         )
     if not devices:
         raise ValueError(f"{key}: expected at least one device, got an empty list.")
@@ -66,7 +66,7 @@ def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list
 def resolve_output_device(
     output_device: DeviceLike | None, devices: Sequence[torch.device]
 ) -> torch.device:
-    """The device where loss, logs and gathered outputs end up: the root, unless told otherwise.
+    """The device where loss, logs and gathered outputs end up: the root by default.
 
     An integer is the id of a device of the root's type; for CPU replicas, the index of a replica.
     """
@@ -77,11 +77,12 @@ def resolve_output_device(
     if isinstance(output_device, bool) or not isinstance(output_device, int):
         return _existing(output_device, "output_device")
     if devices[0].type != "cpu":
-        return _existing(f"{devices[0].type}:{told(output_device)}", "output_device")
+        return _existing(f"{devices[0].type}:{short_repr(output_device)}", "output_device")
     if not 0 <= output_device < len(devices):
         raise ValueError(
             f"output_device: expected an index from 0 to {len(devices) - 1} (there are "
-            f"{len(devices)} CPU replicas), a device name or None, got {told(output_device)}. "
+            f"{len(devices)} CPU replicas), a device name or None, got "
+            f"{short_repr(output_device)}. "
             "Use 'cpu', or leave it out for the root device."
         )
     return devices[output_device]
@@ -114,30 +115,32 @@ def _existing(entry: DeviceLike, key: str) -> torch.device:
         )
     elif device.type == "cuda":
         hint = "Ids count this machine's GPUs from 0, as nvidia-smi lists them. Choose one of them."
-    raise ValueError(f"{key}: expected {expected}, got {told(entry)}. {hint}")
+    raise ValueError(f"{key}: expected {expected}, got {short_repr(entry)}. {hint}")
 
 
 def _parse(entry: DeviceLike, key: str) -> torch.device:
     if isinstance(entry, torch.device):
         return CPU if entry.type == "cpu" and not entry.index else entry
     if isinstance(entry, bool) or not isinstance(entry, int | str):
-        raise ValueError(f"{key}: expected a device, its name or its id, got {told(entry)}.")
+        raise ValueError(f"{key}: expected a device, its name or its id, got {short_repr(entry)}.")
     if isinstance(entry, str) and not entry.lstrip("-").isdigit():
         try:
             return CPU if entry == "cpu:0" else torch.device(entry)
         except RuntimeError as error:
             raise ValueError(
-                f"{key}: expected a device name such as 'cuda:1' or 'cpu', got {told(entry)}. "
+                f"{key}: expected a device name such as 'cuda:1' or 'cpu', got "
+                f"{short_repr(entry)}. "
                 "Correct the spelling."
             ) from error
     number, kind = int(entry), accelerator_type()
     if number < 0:
         raise ValueError(
-            f"{key}: expected an id of 0 or more, got {told(number)}. Leave out the minus."
+            f"{key}: expected an id of 0 or more, got {short_repr(number)}. Leave out the minus."
         )
     if kind is None:
         raise ValueError(
-            f"{key}: expected 'cpu', since this machine has no accelerator, got id {told(number)}. "
+            f"{key}: expected 'cpu', since this machine has no accelerator, got id "
+            f"{short_repr(number)}. "
             "Write ['cpu'] * K for K replicas on the CPU."
         )
     return torch.device(kind, min(number, _HIGHEST_ID))

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dp.parallel.checks import told
+from lightning_dp.parallel.checks import short_repr
 from lightning_dp.parallel.torch_private import format_versions, set_format_versions
 
 PREFIXES = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.")
@@ -60,7 +60,7 @@ def normalize_state_dict(
     if isinstance(prefixes, str) or any(p.find(".") != len(p) - 1 or len(p) < 2 for p in prefixes):
         raise ValueError(
             "prefixes: expected names of one step with a dot at their end, such as ('module.',), "
-            f"got {told(prefixes)}."
+            f"got {short_repr(prefixes)}."
         )
     if reference is None:
         return rename(state_dict, without_outer(keys, prefixes))
@@ -77,7 +77,9 @@ def keys_of(state: Any, what: str = "state_dict") -> list[str]:
     is_keys = isinstance(keys, Iterable) and not isinstance(keys, str | Tensor)
     found: list[Any] = list(keys) if is_keys else [None]
     if not all(isinstance(key, str) for key in found):
-        raise TypeError(f"{what}: expected a module's state dict or its keys, got {told(state)}.")
+        raise TypeError(
+            f"{what}: expected a module's state dict or its keys, got {short_repr(state)}."
+        )
     return found
 
 

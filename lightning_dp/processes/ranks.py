@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_dp.lightning_private import join_process_group, may_log, running_hook
 from lightning_dp.parallel.apply import collectives, current_participant, fewest_samples
-from lightning_dp.parallel.checks import told
+from lightning_dp.parallel.checks import short_repr
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.gather import without_rows
 from lightning_dp.parallel.split import Sizes, even, fitted
@@ -313,7 +313,8 @@ def check_group_options(backend: str | None, timeout: timedelta | float | None) 
     if backend is not None and not {name.rpartition(":")[2] for name in names} <= known:
         raise ValueError(
             "process_group_backend: expected a name such as 'gloo', 'nccl' or "
-            f"'cpu:gloo,cuda:nccl', or None, got {told(backend)}. Leave it out to have it chosen."
+            f"'cpu:gloo,cuda:nccl', or None, got {short_repr(backend)}. Leave it out to have it "
+            "chosen."
         )
     if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         return timeout
@@ -324,7 +325,7 @@ def check_group_options(backend: str | None, timeout: timedelta | float | None) 
         pass
     raise ValueError(
         "timeout: expected more than 0 seconds, as a number or a datetime.timedelta, or None, "
-        f"got {told(timeout)}. Leave it out for torch's default, half an hour with gloo."
+        f"got {short_repr(timeout)}. Leave it out for torch's default, half an hour with gloo."
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_dp.parallel.contexts import ObjectProxy
+
 
 class OwnOptimizers:
     """Stands in for `optimizers` of a replica whose step runs a backward of its own.
@@ -32,23 +34,16 @@ class OwnOptimizers:
         return _OwnGradients(found, self._module, replica)
 
 
-class _OwnGradients:
+class _OwnGradients(ObjectProxy):
     """An optimizer of which `zero_grad` is about a replica's gradients, and all else as it is."""
 
     def __init__(self, optimizer: Any, module: nn.Module, replica: nn.Module) -> None:
-        self._optimizer, self._module, self._replica = optimizer, module, replica
-
-    @property  # type: ignore[misc]  # it cannot be set
-    def __class__(self) -> type[Any]:
-        """The optimizer's, for `isinstance`."""
-        return type(self._optimizer)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
+        super().__init__(optimizer)
+        self._module, self._replica = module, replica
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Empties the replica's gradients of the optimizer's parameters."""
-        groups = self._optimizer.param_groups
+        groups = self._original.param_groups
         theirs = {id(parameter) for group in groups for parameter in group["params"]}
         pairs = zip(self._module.parameters(), self._replica.parameters(), strict=True)
         for own in [own for original, own in pairs if id(original) in theirs]:

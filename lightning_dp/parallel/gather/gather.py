@@ -8,7 +8,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.checks import check_choice, is_choice, told
+from lightning_dp.parallel.checks import check_choice, is_choice, short_repr
 from lightning_dp.parallel.devices import DeviceLike, minus_one_is_cpu, resolve_devices
 from lightning_dp.parallel.gather.join import GatherError, Join, Scalars
 from lightning_dp.parallel.scatter import (
@@ -110,14 +110,16 @@ def check_overrides(overrides: Mapping[str, str] | None, option: str = "override
     """Raises a ValueError, which names the option, unless it maps keys to `Override`."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError(
-            f"{option}: expected a mapping such as {{'loss': 'mean'}}, got {told(overrides)}. "
+            f"{option}: expected a mapping such as {{'loss': 'mean'}}, got "
+            f"{short_repr(overrides)}. "
             "Map keys or dotted paths of the outputs to how they are joined."
         )
     for key, override in (overrides or {}).items():
         if not isinstance(key, str) or not is_choice(override, get_args(Override)):
             raise ValueError(
-                f"{option}[{told(key)}]: expected a key or dotted path, and one of "
-                f"{sorted(get_args(Override))}, got {told(override)}. Correct it, or leave it out "
+                f"{option}[{short_repr(key)}]: expected a key or dotted path, and one of "
+                f"{sorted(get_args(Override))}, got {short_repr(override)}. Correct it, or "
+                "leave it out "
                 "for gather's own rule."
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -50,16 +51,16 @@ class StepUsage:
         return tuple(self.step_seconds - busy for busy in self.busy_seconds)
 
 
-class LearningSplit:
+class LearningSplit(ABC):
     """A split that learns from the training steps of one fit."""
 
+    @abstractmethod
     def __call__(self, n: int, caps: Caps | None = None) -> Sizes:
         """The sizes for a batch of n samples, none above its cap."""
-        raise NotImplementedError
 
+    @abstractmethod
     def learn(self, step: StepUsage) -> None:
         """Takes in a training step."""
-        raise NotImplementedError
 
 
 # split="adaptive": by time

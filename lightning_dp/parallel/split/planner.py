@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from lightning_dp.parallel.checks import told
+from lightning_dp.parallel.checks import short_repr
 from lightning_dp.parallel.split.arithmetic import (
     Caps,
     Order,
@@ -226,7 +226,7 @@ def check_split(
     if not (_is_function(split) or (isinstance(split, str) and split in SPLITS)):
         raise ValueError(
             f"split: expected one of {sorted(SPLITS)} or a function (batch_size, devices) -> "
-            f"sizes, got {told(split)}. Use 'even', or weights=[...] for fixed shares."
+            f"sizes, got {short_repr(split)}. Use 'even', or weights=[...] for fixed shares."
         )
     if split == "auto" and not is_timed:
         raise ValueError(
@@ -235,30 +235,33 @@ def check_split(
         )
     if sample_cost is not None and not (isinstance(sample_cost, str) and sample_cost):
         raise ValueError(
-            f"sample_cost: expected the name of an entry of the batch, got {told(sample_cost)}. "
+            "sample_cost: expected the name of an entry of the batch, got "
+            f"{short_repr(sample_cost)}. "
             "Write a key or dotted path, such as 'lengths', or leave it out to ask the module."
         )
     if sample_cost is not None and split != "cost":
         raise ValueError(
-            f"sample_cost: expected None with split={told(split)}, got {sample_cost!r}. "
+            f"sample_cost: expected None with split={short_repr(split)}, got {sample_cost!r}. "
             "Use split='cost', or leave it out."
         )
     if weights is None:
         return
     if split not in ("even", "adaptive"):
         raise ValueError(
-            f"weights: expected None with split={told(split)}, got {told(weights)}. Leave out one "
+            f"weights: expected None with split={short_repr(split)}, got {short_repr(weights)}. "
+            "Leave out one "
             "of the two: weights are a split of their own, or what split='adaptive' begins with."
         )
     is_list = isinstance(weights, Sequence) and not isinstance(weights, str | bytes)
     if not is_list or not all(map(_is_weight, weights)) or not any(weights):
         raise ValueError(
             f"weights: expected a list of finite numbers of at least 0, not all 0, got "
-            f"{told(weights)}. Give each device its share, such as [1, 3, 3, 3]."
+            f"{short_repr(weights)}. Give each device its share, such as [1, 3, 3, 3]."
         )
     if split == "adaptive" and not all(weights):
         raise ValueError(
-            f"weights: expected numbers above 0 with split='adaptive', got {told(weights)}. It "
+            "weights: expected numbers above 0 with split='adaptive', got "
+            f"{short_repr(weights)}. It "
             "tries every device; leave devices out, or use split='even'."
         )
 

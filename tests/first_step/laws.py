@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torchmetrics
+from oracle import Classifier
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -832,3 +833,21 @@ CALLS: dict[str, tuple[Callable[[Any, Tensor], Any], Cause]] = {
         None,
     ),
 }
+
+
+# --- modules that several files of tests use
+
+
+class Contrastive(Classifier):
+    def loss(self, batch: Any) -> Tensor:
+        z = F.normalize(self(batch[0]), dim=1)
+        return (z @ z.T).exp().mean()
+
+
+class Normed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(self.norm(x))

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
+from laws import Contrastive, Normed
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -65,21 +66,6 @@ def fit(
     job = trainer(k, strategy, **{"max_epochs": 1, "limit_train_batches": 1, **own})
     job.fit(module, data(), data())
     return strategy.first_step
-
-
-class Contrastive(Classifier):
-    def loss(self, batch: Any) -> Tensor:
-        z = F.normalize(self(batch[0]), dim=1)
-        return (z @ z.T).exp().mean()
-
-
-class Normed(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(10)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(self.norm(x))
 
 
 # --- when it runs ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import laws
 import numpy as np
 import pytest
 import torch
-from laws import Cause, Number
+from laws import Cause, Contrastive, Normed, Number
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from oracle import Classifier, trainer
@@ -306,21 +306,6 @@ class Miscounting(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": self.loss(batch), "num_items": (batch[0] > 0.5).sum()}
-
-
-class Contrastive(Classifier):
-    def loss(self, batch: Any) -> Tensor:
-        z = F.normalize(self(batch[0]), dim=1)
-        return (z @ z.T).exp().mean()
-
-
-class Normed(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(10)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.net(self.norm(x))
 
 
 class NormedSum(Normed):

@@ -1,6 +1,6 @@
 """Private names of Lightning and torchmetrics: all that the package uses stand here, nowhere else.
 
-A release may take any of them away. What asks for it then raises an error that tells the name and
+A release may take any of them away. What asks for it then raises an error that names it and
 the release, unless it is said below what happens instead.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def found(owner: Any, name: str) -> Any:
-    """A private attribute of an object, or a RuntimeError that tells the release without it."""
+    """A private attribute of an object, or a RuntimeError that names the release without it."""
     if not hasattr(owner, name):
         package = type(owner).__module__.partition(".")[0]
         release = getattr(sys.modules.get(package), "__version__", "of an unknown release")
@@ -47,7 +47,7 @@ def state_defaults(metric: nn.Module) -> dict[str, Any]:
 def unused_state(defaults: dict[str, Any]) -> dict[str, Any]:
     """What makes a metric one that has seen nothing, put into its `__dict__`, for these defaults.
 
-    Gone: one of these names is an attribute that nobody reads.
+    Gone: one of these names is an attribute that no code reads.
     """
     states: dict[str, Any] = {
         n: v.clone() if isinstance(v, Tensor) else [] for n, v in defaults.items()

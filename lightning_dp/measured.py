@@ -1,4 +1,4 @@
-"""Measured: what a strategy tells of the steps that its devices have done."""
+"""Measured: what a strategy reports of the steps that its devices have done."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class OptionsMixin(CheckpointMixin):
             even, learns from the times of the steps how fast every device is, and lets all end at
             the same time. What they learn is of one fit: it goes into no checkpoint. `"cost"`:
             samples of unequal cost (sequence length, nodes) go where there is least to do, and
-            results are in the batch's order. Costs are told by the module's method
+            results are in the batch's order. Costs come from the module's method
             `sample_cost(batch)`, which returns a 1-D tensor, or by an entry of the batch, see
             `sample_cost`. Or a function
             `(batch_size, devices) -> sizes`. Where memory runs out, every split gives the device
@@ -245,9 +245,9 @@ class OptionsMixin(CheckpointMixin):
         return split_policy(self._split, weights, devices, capacities)
 
     def check_costs(self, module: nn.Module) -> None:
-        """Raises a ValueError if nobody is going to tell the costs by which batches are split.
+        """Raises a ValueError if no method or option gives the costs by which batches are split.
 
-        In forward mode each module whose call is spread may tell them, also one made later.
+        In forward mode each module whose call is spread may give them, also one made later.
         """
         is_told = self._cost_key is not None or hasattr(module, "sample_cost")
         is_split = self._split == "cost" and len(self.machine_devices or ()) > 1

@@ -47,12 +47,12 @@ class InterruptedCheckpoint(Callback):
             _validate_anew(trainer)
             try:
                 trainer.save_checkpoint(self.path, weights_only=False)
-            except OSError as error:  # what has ended the training is to be told, not this
+            except OSError as error:  # the error that ended the training is reported, not this
                 log.warning("%s was not written: %s", self.path, error)
 
 
 def _validate_anew(trainer: Trainer) -> None:
-    """A validation without its end begins anew when training goes on.
+    """A validation without its end begins anew when training resumes.
 
     Of what it has logged nothing is in the checkpoint. Without this Lightning would validate on the
     rest alone, or not at all, and callbacks that monitor would find nothing.

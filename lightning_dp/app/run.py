@@ -44,7 +44,7 @@ def as_program(task: Callable[[DictConfig], R]) -> Callable[[DictConfig], R]:
     Ctrl-C and SIGTERM end it with the run folder's name, the checkpoint to resume from and exit
     status 130 or 143. Errors are left to Hydra, which prints one about an option in a few lines and
     any other with its traceback; the log file has every traceback. Jobs of a sweep do not see each
-    other, and go on without one that fails.
+    other, and continue after one that fails.
     """
 
     @functools.wraps(task)
@@ -95,7 +95,7 @@ def _own_process_state() -> Iterator[None]:
 @contextmanager
 def _hydra_log() -> Iterator[None]:
     """Sends warnings and Lightning's messages to Hydra's log: the screen and the run's log file."""
-    if not logging.getLogger().handlers:  # Hydra was told to log nothing
+    if not logging.getLogger().handlers:  # Hydra is configured to log nothing
         yield
         return
     names = ("lightning", "lightning.pytorch", "lightning.fabric")
@@ -137,7 +137,7 @@ def _missing_extra(error: BaseException | None) -> str | None:
 
 @rank_zero_only
 def _print_way_on(what: str, folder: Path) -> None:
-    """Names the run folder, and the state to go on from: the latest one."""
+    """Names the run folder, and the latest checkpoint to resume from."""
     print(f"{what}. Run folder: {folder}", file=sys.stderr)
     names = ("interrupted.ckpt", "last.ckpt")
     found = [path for name in names if (path := folder / "checkpoints" / name).is_file()]

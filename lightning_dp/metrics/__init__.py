@@ -2,7 +2,7 @@
 
 The replicas record their calls of `self.log` and of torchmetrics metrics (`replica_metrics`). After
 the step the calls are merged (`logged_values`, `replay`) and made once, on the user's own module
-(`recorder`). With several processes each tells the others its records first.
+(`recorder`). With several processes each sends the others its records first.
 """
 
 from lightning_dp.metrics.recorder import HostRecorder as HostRecorder

@@ -154,7 +154,7 @@ class ReplicaRecord:
         elif isinstance(value, NoValue):
             value = value.error
         options = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        leaving = self._leaving if backward_id() == -1 else ()  # after a backward nobody waits
+        leaving = self._leaving if backward_id() == -1 else ()  # else no copy is pending
         self.calls.append(log_call(name, value, options, leaving, source))
 
     def note(self, value: Any, metric: int) -> None:

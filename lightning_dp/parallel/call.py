@@ -62,5 +62,5 @@ class ReplicaCall(ABC):
         """What one device would have returned, where the replicas that work returned `outputs`."""
 
     def finish(self, result: Any, gradient: Tensor | None = None) -> None:
-        """Does what comes after a step whose result nobody else gets: its backward, if any."""
+        """Does what comes after a step whose result no other code gets: its backward, if any."""
         return None

@@ -59,7 +59,7 @@ class DataParallel(nn.Module, Generic[Module]):
         split: `"even"`: sizes differ by at most one; `"chunk"`: those of `torch.chunk`, as in
             `torch.nn.DataParallel`; `"adaptive"`: learnt from the times of calls in training;
             `"cost"`: by what the module's method `sample_cost(arguments)` says; or a function
-            `(batch_size, devices) -> sizes`. Not `"auto"`: nobody tells when a step ends.
+            `(batch_size, devices) -> sizes`. Not `"auto"`: no Trainer ends steps here.
         weights: fixed shares, one number per device; None for equal ones.
         buffers: which buffers stay after a call in training: those of the `"first"` replica, or
             the `"mean"` of all.
@@ -127,7 +127,7 @@ class DataParallel(nn.Module, Generic[Module]):
             "executor": executor,
             "overrides": gather_overrides,
         }
-        # A wrong number of weights is told now. A copy's engine has a policy of its own.
+        # A wrong number of weights raises here. A copy's engine has a policy of its own.
         self._split = (split, weights, self.devices, partial(memory_capacities, self.devices))
         split_policy(*self._split)
         self._check_first_call: bool | Literal["auto"] = check_first_call

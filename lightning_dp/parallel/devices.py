@@ -209,7 +209,7 @@ def hand_over(device: torch.device) -> Callable[[], AbstractContextManager[None]
 
 
 def counts_memory(device: torch.device) -> bool:
-    """Whether a device tells what is in use on it, and how much it has."""
+    """Whether a device reports the memory in use on it, and its total."""
     module: Any = None if device.type == "cpu" else torch.get_device_module(device)
     return all(hasattr(module, name) for name in (_PEAK, "memory_stats", "mem_get_info"))
 

@@ -79,7 +79,7 @@ class Stages:
         return [next(outputs) if size else None for size in sizes]
 
     def sizes(self, inputs: Sequence[Any], kwargs: Sequence[Any]) -> Sizes:
-        """The samples of each shard, by what is in it; () unless that can be told of all."""
+        """The samples of each shard, by what is in it; () unless all have a known number."""
         parts = [shard and _arguments(*shard) for shard in _shards(inputs, kwargs)]
         return own_sizes(parts, self._dim)
 

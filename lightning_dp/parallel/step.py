@@ -143,7 +143,7 @@ class TrainingStep(EvaluationStep):
     """Calls a method of the module with each shard, and joins the losses that it returns.
 
     The method returns a loss, or a mapping with the key "loss", or None to leave its shard out. If
-    the loss is a mean over something else than samples, "num_items" tells how many: an entry of
+    the loss is a mean over something else than samples, "num_items" says how many: an entry of
     the mapping or an attribute of the loss.
 
     What comes of it is as the method returns it: the joint loss, whose backward fills the root's

@@ -104,7 +104,7 @@ class ModuleState:
                 else:
                     module.take_back(container)
             for name, differs in module.rebound(shards.active, before):
-                if module.has_tensors(name, shards.active):  # each goes on from its own
+                if module.has_tensors(name, shards.active):  # each continues from its own
                     for k in filter(None, shards.active):
                         replicas.keep(k, module.number, name)
                 if differs:
@@ -231,7 +231,7 @@ class ModuleAttributes:
         return [self.replicas[k].get(name) for k in active]
 
     def goes_on(self, container: Container, active: Sequence[int]) -> bool:
-        """Whether what replicas have in place of a container goes on from it.
+        """Whether what replicas have in place of a container continues it.
 
         If they have bound others, these have some of its items, or another number of them: a state
         that is bound anew has as many.

@@ -23,7 +23,7 @@ def sum_over_ranks(
 ) -> list[Tensor | None]:
     """The sums of the ranks' tensors; None for one that no rank has.
 
-    A first small all_reduce tells which tensors exist in any rank, and which are sparse there.
+    A first small all_reduce shows which tensors exist in any rank, and which are sparse there.
     These are gathered as objects; the others are added up in buckets that travel together. Sums are
     written in place where a tensor has the strides of `like`, as fused optimizers need them.
     """

@@ -18,16 +18,15 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
-import oracle
-import places
 import pytest
 import sim_devices
 import torch
-from conformance_table import table
 from hypothesis import HealthCheck, settings
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from pairs import covering
-from places import SIM_DEVICES
+from support import device_kinds, oracle
+from support.conformance_table import table
+from support.device_kinds import SIM_DEVICES
+from support.pairwise import covering
 
 from lightning_dp.first_step import FirstSteps
 from lightning_dp.parallel.check import FirstCalls
@@ -99,14 +98,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    places.choose(config.option.on, config.option.markexpr)
-    if "cuda" in places.kinds:
+    device_kinds.choose(config.option.on, config.option.markexpr)
+    if "cuda" in device_kinds.kinds:
         # Convolutions would have 10 bits of a float32.
         torch.backends.cudnn.allow_tf32 = False
 
 
 def pytest_report_header() -> str:
-    return places.header()
+    return device_kinds.header()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -114,10 +113,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "on" not in metafunc.fixturenames or _chooses_itself(metafunc.definition):
         return
     mark = metafunc.definition.get_closest_marker("on")
-    wanted = mark.args if mark else places.ALL
+    wanted = mark.args if mark else device_kinds.ALL
     if metafunc.definition.get_closest_marker("sim_only"):
         wanted = ("sim",)
-    found = places.as_parameters(wanted)
+    found = device_kinds.as_parameters(wanted)
     metafunc.parametrize("on", found or [ELSEWHERE], indirect=True)
 
 
@@ -159,7 +158,7 @@ def _elsewhere(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             if folder not in ABOUT_DEVICES or item.path.stem in SIM_IS_SLOW:
                 item.add_marker(pytest.mark.slow)
         of_sim = item.get_closest_marker("sim_only") or item.path.parent.name == "sim"
-        if kind == ELSEWHERE or (of_sim and "sim" not in places.kinds):
+        if kind == ELSEWHERE or (of_sim and "sim" not in device_kinds.kinds):
             yield item
 
 
@@ -210,7 +209,7 @@ def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if kind == "sim":
         sim_devices.enable(SIM_DEVICES)
     if kind == "multigpu":
-        places.devices(kind, 2)  # else skipped before it has done anything
+        device_kinds.devices(kind, 2)  # else skipped before it has done anything
     monkeypatch.setattr(oracle, "ON", kind)
     return kind
 
@@ -239,9 +238,9 @@ def side_stream(device: torch.device) -> torch.Stream:
 @pytest.fixture
 def on_side_streams() -> Iterator[None]:
     """The test is on a stream of its own on every device: what only default streams order shows."""
-    if "sim" in places.kinds:
+    if "sim" in device_kinds.kinds:
         sim_devices.enable(SIM_DEVICES)
-    devices = places.devices(places.kinds[-1], places.accelerator_count())
+    devices = device_kinds.devices(device_kinds.kinds[-1], device_kinds.accelerator_count())
     pairs = [(torch.accelerator.current_stream(device), side_stream(device)) for device in devices]
     # Of weights that were made on another stream. It is right, and torch says so at no loss.
     warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")

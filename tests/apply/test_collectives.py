@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import (
+from support.oracle import (
     Classifier,
     assert_equal_trees,
     assert_same,
@@ -21,7 +21,7 @@ from oracle import (
     names_of,
     run,
 )
-from patience import quickest, soon
+from support.waiting import quickest, soon
 from torch import Tensor, nn
 from torch.nn import functional as F
 

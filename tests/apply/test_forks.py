@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from program_runs import ROOT
+from support.programs import ROOT
 
 from lightning_dp.parallel.apply import Executor, Task
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Classifier, devices_of, loader, trainer
+from support.oracle import Classifier, devices_of, loader, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from oracle import Classifier, assert_same, devices_of, loader, run, trainer
+from support.oracle import Classifier, assert_same, devices_of, loader, run, trainer
 
 from lightning_dp import DataParallelStrategy
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from oracle import (
+from support.oracle import (
     Classifier,
     assert_equal_trees,
     assert_same,

@@ -15,12 +15,12 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import devices_of, names_of
-from patience import Clock, soon
-from program_runs import ROOT
+from support import oracle
+from support.oracle import devices_of, names_of
+from support.programs import ROOT
+from support.waiting import Clock, soon
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import accelerator, assert_equal_trees, devices_of, gradients
-from places import on_separate
-from spreading import CPU, EXACT, inputs, perceptron, said, update
+from support.device_kinds import on_separate
+from support.forward_twins import CPU, EXACT, inputs, perceptron, said, update
+from support.oracle import accelerator, assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
 
 from lightning_dp import gather, parallel_apply, replicate, scatter

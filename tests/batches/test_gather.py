@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from containers import Boxes, Fixed, ModelOutput, Pair, Rows, Sample
 from lightning.pytorch import Callback
-from nested_batches import devices_in
-from oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
+from support.containers import Boxes, Fixed, ModelOutput, Pair, Rows, Sample
+from support.nested_batches import devices_in
+from support.oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
 from torch import Tensor, distributions
 from torch.nn import functional as F
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node

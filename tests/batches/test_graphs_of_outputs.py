@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from oracle import assert_equal_trees, gradients, loader, trainer
-from spreading import EXACT, compare, inputs, wrapping
+from support.forward_twins import EXACT, compare, inputs, wrapping
+from support.oracle import assert_equal_trees, gradients, loader, trainer
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy

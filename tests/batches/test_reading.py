@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from containers import Boxes, Graph, Pair, Sample, graph
+from support.containers import Boxes, Graph, Pair, Sample, graph
 from torch import Tensor, nn, zeros
 
 from lightning_dp.parallel.scatter import BatchSizeError, cut_for, infer_batch_size, infer_for

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nested_batches import MAKERS, assert_equal, batches, devices_in
-from oracle import devices_of
+from support.nested_batches import MAKERS, assert_equal, batches, devices_in
+from support.oracle import devices_of
 from torch import Tensor
 
 from lightning_dp.parallel.gather import gather

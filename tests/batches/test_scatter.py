@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from containers import Built, Sample, Slotted, Table
-from nested_batches import devices_in
-from oracle import Classifier, assert_same, devices_of, run
+from support.containers import Built, Sample, Slotted, Table
+from support.nested_batches import devices_in
+from support.oracle import Classifier, assert_same, devices_of, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

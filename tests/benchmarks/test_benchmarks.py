@@ -14,8 +14,8 @@ import torch
 from benchmarks.models import WORKLOADS
 from benchmarks.peers import PEERS, Job, Pace, Ring, moved, share
 from benchmarks.step import overheads
-from oracle import gradients
-from places import SIM_DEVICES
+from support.device_kinds import SIM_DEVICES
+from support.oracle import gradients
 
 RUN = Path(__file__).with_name("run.py")
 MODELS = [name for name in WORKLOADS if name not in ("wide", "language_model", "even_layers")]

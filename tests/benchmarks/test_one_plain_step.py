@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from benchmarks.step import files_of, plain_step
-from several_processes import in_another_process
+from support.processes import in_another_process
 
 
 @pytest.mark.parametrize("executor, files, most", [("inorder", 29, 290), ("threads", 31, 370)])

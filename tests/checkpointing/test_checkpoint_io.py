@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
-from oracle import Classifier, assert_equal_trees, loader, trainer
+from support.oracle import Classifier, assert_equal_trees, loader, trainer
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_avg_fn
 

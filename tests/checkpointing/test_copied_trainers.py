@@ -16,7 +16,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
+from support.oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy

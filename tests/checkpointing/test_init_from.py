@@ -8,7 +8,7 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from oracle import assert_equal_trees
+from support.oracle import assert_equal_trees
 from torch import nn
 
 from lightning_dp.app.build import build, settle

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
-from oracle import assert_equal_trees, loader, trainer
+from support.oracle import assert_equal_trees, loader, trainer
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from oracle import devices_of
-from places import on_separate
+from support.device_kinds import on_separate
+from support.oracle import devices_of
 from torch import Tensor
 
 from lightning_dp.parallel.comm import Packing, buckets, chain, wait_for_copies

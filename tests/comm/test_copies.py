@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from places import on_accelerators, on_separate
+from support import oracle
+from support.device_kinds import on_accelerators, on_separate
 from torch import Tensor, nn
 
 from lightning_dp.parallel.comm import gradients_on

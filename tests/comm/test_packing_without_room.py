@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Classifier, assert_same, devices_of, run
+from support.oracle import Classifier, assert_same, devices_of, run
 from torch import Tensor, nn
 
 from lightning_dp.parallel.comm import Packing, to_device_coalesced

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import ByHand, Classifier, assert_equal_trees, assert_same, devices_of, run
-from places import on_accelerators
-from spreading import CHECKPOINTED, EXACT, engine_of, layers, perceptron
+from support.device_kinds import on_accelerators
+from support.forward_twins import CHECKPOINTED, EXACT, engine_of, layers, perceptron
+from support.oracle import ByHand, Classifier, assert_equal_trees, assert_same, devices_of, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

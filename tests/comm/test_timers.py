@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from oracle import Classifier, devices_of, loader, trainer
-from places import on_separate
-from side_streams import devices_at_work
+from support.device_kinds import on_separate
+from support.oracle import Classifier, devices_of, loader, trainer
+from support.sim_streams import devices_at_work
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy

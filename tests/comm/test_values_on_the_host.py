@@ -6,13 +6,13 @@ import threading
 import warnings
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
-from places import on_accelerators
+from support import oracle
+from support.device_kinds import on_accelerators
+from support.oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from oracle import devices_of
-from places import on_accelerators
+from support.device_kinds import on_accelerators
+from support.oracle import devices_of
 from torch import nn
 
 from lightning_dp.parallel.apply import Executor, Task

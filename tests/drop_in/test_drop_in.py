@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import (
+from support.device_kinds import accelerator_count, on_accelerators, on_separate
+from support.forward_twins import CHECKPOINTED, EXACT, inputs, layers, perceptron, said, wrapping
+from support.oracle import (
     accelerator,
     are_separate,
     assert_close,
@@ -20,9 +22,7 @@ from oracle import (
     devices_of,
     gradients,
 )
-from patience import soon, tensors
-from places import accelerator_count, on_accelerators, on_separate
-from spreading import CHECKPOINTED, EXACT, inputs, layers, perceptron, said, wrapping
+from support.waiting import soon, tensors
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel

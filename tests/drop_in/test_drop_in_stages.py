@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of, gradients
-from patience import soon, tensors
-from places import on_accelerators
-from spreading import CPU, EXACT, inputs, perceptron, said
+from support import oracle
+from support.device_kinds import on_accelerators
+from support.forward_twins import CPU, EXACT, inputs, perceptron, said
+from support.oracle import assert_equal_trees, devices_of, gradients
+from support.waiting import soon, tensors
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 

@@ -8,12 +8,12 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from fault_cases import Setting, thread_state, threads_left
-from oracle import devices_of
-from spreading import inputs, perceptron
+from support import oracle
+from support.fault_cases import Setting, thread_state, threads_left
+from support.forward_twins import inputs, perceptron
+from support.oracle import devices_of
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel, gather, parallel_apply, replicate, scatter

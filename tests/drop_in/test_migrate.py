@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import devices_of
-from places import on_separate
-from program_runs import in_here
+from support.device_kinds import on_separate
+from support.oracle import devices_of
+from support.programs import in_here
 
 from lightning_dp import DataParallel
 from lightning_dp.examples import migrate

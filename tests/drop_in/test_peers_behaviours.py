@@ -25,9 +25,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import accelerator, assert_equal_trees, devices_of, gradients
-from places import on_separate
-from spreading import CPU, EXACT, inputs, said
+from support.device_kinds import on_separate
+from support.forward_twins import CPU, EXACT, inputs, said
+from support.oracle import accelerator, assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.nn import functional as F

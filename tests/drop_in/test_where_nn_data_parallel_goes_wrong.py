@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import accelerator, assert_equal_trees, devices_of, gradients
-from places import on_separate
-from spreading import EXACT, inputs, wrapping
+from support.device_kinds import on_separate
+from support.forward_twins import EXACT, inputs, wrapping
+from support.oracle import accelerator, assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
 
 import lightning_dp.parallel.devices

@@ -7,7 +7,7 @@ the numbers of one device.
 from __future__ import annotations
 
 import pytest
-from fault_cases import ERRORS, EXECUTORS, IN_MODES, FaultCase, Setting, run_fault
+from support.fault_cases import ERRORS, EXECUTORS, IN_MODES, FaultCase, Setting, run_fault
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 

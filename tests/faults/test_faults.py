@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from oracle import Classifier, loader
-from patience import not_kept
-from spreading import said
+from support import oracle
+from support.forward_twins import said
+from support.oracle import Classifier, loader
+from support.waiting import not_kept
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -15,7 +15,7 @@ import torchmetrics
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
-from oracle import Classifier, loader, trainer
+from support.oracle import Classifier, loader, trainer
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_dp import DataParallelStrategy

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Classifier, assert_same, devices_of, loader, run, trainer
-from patience import soon
+from support.oracle import Classifier, assert_same, devices_of, loader, run, trainer
+from support.waiting import soon
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import Classifier, loader
+from support import oracle
+from support.oracle import Classifier, loader
 from torch import Tensor
 from torchmetrics import Metric
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from program_runs import ROOT
+from support.programs import ROOT
 
 PROGRAM = """
 import signal, sys, threading, time

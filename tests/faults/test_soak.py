@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 
-import oracle
 import pytest
-from long_runs import Busy, Count, check_flat
-from oracle import loader
+from support import oracle
+from support.long_runs import Busy, Count, check_flat
+from support.oracle import loader
 
 from lightning_dp import DataParallelStrategy
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import Classifier, assert_same, devices_of, loader, names_of
-from patience import soon
-from spreading import EXACT, engine_of, inputs
+from support import oracle
+from support.forward_twins import EXACT, engine_of, inputs
+from support.oracle import Classifier, assert_same, devices_of, loader, names_of
+from support.waiting import soon
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy

@@ -11,13 +11,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import CompactHydraException
 from lightning.pytorch import Trainer
-from oracle import Classifier, loader
+from support import oracle
+from support.oracle import Classifier, loader
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

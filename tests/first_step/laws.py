@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torchmetrics
-from oracle import Classifier
+from support.oracle import Classifier
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -27,7 +27,8 @@ from laws import Contrastive, Normed
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from oracle import (
+from support.device_kinds import on_accelerators
+from support.oracle import (
     Classifier,
     accelerator,
     assert_equal_trees,
@@ -38,8 +39,7 @@ from oracle import (
     run,
     trainer,
 )
-from places import on_accelerators
-from several_processes import run_in_processes
+from support.processes import run_in_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

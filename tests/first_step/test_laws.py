@@ -14,7 +14,7 @@ import torch
 from laws import Cause, Contrastive, Normed, Number
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
-from oracle import Classifier, trainer
+from support.oracle import Classifier, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import devices_of, loader, trainer
-from places import on_separate
-from spreading import inputs, said, wrapping
+from support import oracle
+from support.device_kinds import on_separate
+from support.forward_twins import inputs, said, wrapping
+from support.oracle import devices_of, loader, trainer
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import pytest
 import torch
-from oracle import devices_of
+from support.oracle import devices_of
 from torch import Tensor, nn
 
 from lightning_dp.parallel.check.snapshot import Snapshot

@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from oracle import trainer
+from support.oracle import trainer
 from torch import nn
 
 from lightning_dp import DataParallelStrategy

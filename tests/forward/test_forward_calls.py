@@ -12,7 +12,7 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch import LightningModule
-from oracle import QUIET, Classifier, assert_equal_trees, assert_same, loader, run, trainer
+from support.oracle import QUIET, Classifier, assert_equal_trees, assert_same, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

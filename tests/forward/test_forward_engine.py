@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of, gradients, names_of
-from patience import soon, tensors
-from places import as_parameters, not_on_sim, on_separate
-from spreading import (
+from support.device_kinds import as_parameters, not_on_sim, on_separate
+from support.forward_twins import (
     CHECKPOINTED,
     EXACT,
     SIZES,
@@ -25,6 +23,8 @@ from spreading import (
     said,
     update,
 )
+from support.oracle import assert_equal_trees, devices_of, gradients, names_of
+from support.waiting import soon, tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

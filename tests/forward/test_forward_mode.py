@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from oracle import (
+from support.device_kinds import on_separate
+from support.forward_twins import said
+from support.oracle import (
     Classifier,
     Run,
     assert_same,
@@ -17,8 +19,6 @@ from oracle import (
     run,
     trainer,
 )
-from places import on_separate
-from spreading import said
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of, gradients
-from places import on_separate
-from spreading import CPU, EXACT, compare, engine_of, inputs, law, perceptron, update
+from support.device_kinds import on_separate
+from support.forward_twins import CPU, EXACT, compare, engine_of, inputs, law, perceptron, update
+from support.oracle import assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
 
 from lightning_dp.parallel.forward import ForwardParallel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from program_runs import ROOT
+from support.programs import ROOT
 
 PYTHON, CPP = (".py",), (".cpp", ".h")
 BUDGETS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from program_runs import ROOT
+from support.programs import ROOT
 
 PACKAGE = ROOT / "lightning_dp"
 

@@ -18,7 +18,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from several_processes import run_in_processes
+from support.processes import run_in_processes
 from torch import nn
 from torchmetrics import MeanMetric
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mutants
 import pytest
-from program_runs import ROOT
+from support.programs import ROOT
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name)

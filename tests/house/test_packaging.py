@@ -12,7 +12,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
-from program_runs import ROOT
+from support.programs import ROOT
 
 import lightning_dp
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from program_runs import ROOT
+from support.programs import ROOT
 
 PACKAGE = ROOT / "lightning_dp"
 FILES = {str(f.relative_to(PACKAGE)): ast.parse(f.read_text()) for f in PACKAGE.rglob("*.py")}

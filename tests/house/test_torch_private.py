@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from several_processes import in_another_process
+from support.processes import in_another_process
 from torch import Tensor, nn
 from torch.autograd import backward as imported_by_name
 from torch.nn.utils import parametrizations, parametrize

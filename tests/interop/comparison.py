@@ -12,8 +12,8 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-import oracle
 import torch
+from support import oracle
 from torch import Tensor, nn
 from torchmetrics import Metric
 

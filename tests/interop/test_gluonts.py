@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 import torch
 from comparison import Job, compare, distance
 from lightning.pytorch import LightningModule
+from support import oracle
 from torch.utils.data import DataLoader
 
 pytest.importorskip("gluonts.torch")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from oracle import trainer
+from support.oracle import trainer
 from torch.utils.data import DataLoader
 
 from lightning_dp import DataParallelStrategy

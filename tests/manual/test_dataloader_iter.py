@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Classifier, assert_same, loader, run, samples, trainer
+from support.oracle import Classifier, assert_same, loader, run, samples, trainer
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset

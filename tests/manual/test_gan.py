@@ -1,9 +1,9 @@
 """examples/gan.py: manual optimisation with two optimizers has the loss curves of one device."""
 
-import oracle
 import pytest
 import torch
-from places import not_repeated
+from support import oracle
+from support.device_kinds import not_repeated
 
 from lightning_dp.examples.gan import Recorder, frechet_distance, learn
 

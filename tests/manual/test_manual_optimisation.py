@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import MixedPrecision
-from oracle import ByHand, Classifier, assert_same, devices_of, loader, run, trainer
+from support.oracle import ByHand, Classifier, assert_same, devices_of, loader, run, trainer
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from oracle import Classifier, assert_equal_trees, loader, samples, trainer
+from support.oracle import Classifier, assert_equal_trees, loader, samples, trainer
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")

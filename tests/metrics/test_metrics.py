@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from oracle import (
+from support.oracle import (
     ByHand,
     Classifier,
     assert_equal_trees,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from oracle import assert_equal_trees, loader, run
-from several_processes import run_in_processes
+from support.oracle import assert_equal_trees, loader, run
+from support.processes import run_in_processes
 
 METRICS = ("callback_metrics", "logged_metrics", "validated", "tested")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from again_in_processes import assert_passed, run_again
+from support.rerun_in_processes import assert_passed, run_again
 from test_conformance import OPTIONS
 from test_conformance import cases as everything
 

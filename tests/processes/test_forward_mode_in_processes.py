@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Case, assert_as_on_one_device
-from oracle import ByHand, Classifier
+from support.oracle import ByHand, Classifier
 from test_forward_mode import contrastive, dice
 from test_manual_optimisation import PARTS, Accumulating, Adversarial, Clamped, Clipping, Lbfgs
 from torch import Tensor, nn

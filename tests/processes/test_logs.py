@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
-from oracle import BATCH, SAMPLES, Classifier
-from several_processes import run_in_processes
+from support.oracle import BATCH, SAMPLES, Classifier
+from support.processes import run_in_processes
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_dp

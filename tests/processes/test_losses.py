@@ -9,8 +9,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
-from oracle import BATCH, QUIET, assert_equal_trees
-from several_processes import run_in_processes
+from support.oracle import BATCH, QUIET, assert_equal_trees
+from support.processes import run_in_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

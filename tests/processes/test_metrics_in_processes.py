@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Classifier
-from several_processes import run_in_processes
+from support.oracle import Classifier
+from support.processes import run_in_processes
 from test_logs import logs_of
 from torch import Tensor, nn
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, SumMetric

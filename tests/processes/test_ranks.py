@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
-from oracle import QUIET, Classifier, loader
-from several_processes import run_in_processes
+from support.oracle import QUIET, Classifier, loader
+from support.processes import run_in_processes
 from torch import nn
 
 from lightning_dp import DataParallelStrategy

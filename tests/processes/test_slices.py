@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from several_processes import run_in_processes
+from support.processes import run_in_processes
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from oracle import Classifier
-from several_processes import run_in_processes
+from support.oracle import Classifier
+from support.processes import run_in_processes
 from test_logs import data, trainer
 from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader, grad_norm
-from oracle import Classifier, assert_equal_trees, loader
-from several_processes import run_in_processes
+from support import oracle
+from support.oracle import Classifier, assert_equal_trees, loader
+from support.processes import run_in_processes
 
 from lightning_dp import DataParallelStrategy
 

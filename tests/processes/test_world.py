@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from several_processes import run_in_processes
+from support.processes import run_in_processes
 from torch import Tensor, nn
 
 from lightning_dp.parallel.processes import ProcessesApartError, RankReducer, World, check_together

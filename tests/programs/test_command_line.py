@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from program_runs import ROOT, command_line, read_json
+from support.programs import ROOT, command_line, read_json
 
 from lightning_dp import __main__ as program
 from lightning_dp.app.run import INTERRUPTED, TERMINATED

@@ -18,7 +18,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import ParallelStrategy
 from omegaconf import DictConfig, OmegaConf, open_dict
-from program_runs import ROOT
+from support.programs import ROOT
 
 import lightning_dp
 from lightning_dp.app import devices

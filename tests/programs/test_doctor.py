@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import places
 import pytest
 import torch
-from program_runs import read_json
+from support import device_kinds
+from support.programs import read_json
 from torch import Tensor
 
 from lightning_dp import DataParallel, __version__, doctor
@@ -48,10 +48,10 @@ def test_every_law_holds_on_the_cpu(name: str) -> None:
     assert laws.LAWS[name]([torch.device("cpu")] * 3)
 
 
-@places.on_accelerators
+@device_kinds.on_accelerators
 @pytest.mark.parametrize("name", sorted(laws.LAWS.keys() - {"out of memory"}))
 def test_every_law_holds_on_separate_devices(name: str, on: str) -> None:
-    devices = places.devices(on, 4)
+    devices = device_kinds.devices(on, 4)
     assert laws.LAWS[name](devices)
 
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from pages import (
+from support.doc_blocks import (
     GUIDES,
     Block,
     as_loud_as_before,
@@ -22,7 +22,7 @@ from pages import (
     shell,
     without_noise,
 )
-from program_runs import ROOT
+from support.programs import ROOT
 
 each_guide = pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
 

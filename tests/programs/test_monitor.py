@@ -21,8 +21,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.loggers import Logger
 from matplotlib.text import Text
-from oracle import BATCH, EPOCHS, SAMPLES, Classifier, assert_same, loader, names_of, run, trainer
-from program_runs import ROOT
+from support.oracle import (
+    BATCH,
+    EPOCHS,
+    SAMPLES,
+    Classifier,
+    assert_same,
+    loader,
+    names_of,
+    run,
+    trainer,
+)
+from support.programs import ROOT
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy

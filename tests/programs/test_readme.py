@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pages import (
+from support.doc_blocks import (
     GUIDES,
     README,
     Block,
@@ -24,7 +24,7 @@ from pages import (
     shell,
     without_noise,
 )
-from program_runs import ROOT
+from support.programs import ROOT
 
 TESTS = "python -m pytest"
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
-from oracle import assert_equal_trees
-from program_runs import read_json
+from support.oracle import assert_equal_trees
+from support.programs import read_json
 from torch.utils.data import DataLoader
 
 from lightning_dp.app import run as program

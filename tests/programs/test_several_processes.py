@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from several_processes import run_in_processes
+from support.processes import run_in_processes
 from torch.distributed import TCPStore
 
 from lightning_dp.app.together import STARTED, agree_on_run_folder, of_all

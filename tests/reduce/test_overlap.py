@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from oracle import devices_of
-from places import on_accelerators, on_separate
+from support.device_kinds import on_accelerators, on_separate
+from support.oracle import devices_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

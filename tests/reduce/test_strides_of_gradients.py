@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of, gradients
-from spreading import EXACT
+from support.forward_twins import EXACT
+from support.oracle import assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
 
 from lightning_dp.parallel.reduce import reduce_gradients

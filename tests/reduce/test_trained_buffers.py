@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of
-from spreading import EXACT, engine_of, inputs, wrapping
+from support.forward_twins import EXACT, engine_of, inputs, wrapping
+from support.oracle import assert_equal_trees, devices_of
 from torch import Tensor, nn
 
 from lightning_dp.parallel.step import StepParallel

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import devices_of, gradients
+from support.oracle import devices_of, gradients
 from torch import Tensor, nn
 
 from lightning_dp.parallel.reduce import reduce_gradients

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Classifier, assert_same, devices_of, loader, run, trainer
+from support.oracle import Classifier, assert_same, devices_of, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 

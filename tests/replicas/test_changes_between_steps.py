@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from oracle import Classifier, assert_same, loader, run
+from support.oracle import Classifier, assert_same, loader, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import assert_equal_trees, assert_same, gradients, loader, run
-from spreading import EXACT, inputs, wrapping
+from support import oracle
+from support.forward_twins import EXACT, inputs, wrapping
+from support.oracle import assert_equal_trees, assert_same, gradients, loader, run
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy

@@ -7,10 +7,10 @@ of another replica is none. Only GPUs have graphs.
 from collections.abc import Iterator
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import ByHand, assert_same, run
+from support import oracle
+from support.oracle import ByHand, assert_same, run
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel

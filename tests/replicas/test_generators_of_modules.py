@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import devices_of
-from places import on_separate
-from spreading import wrapping
+from support.device_kinds import on_separate
+from support.forward_twins import wrapping
+from support.oracle import devices_of
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from oracle import Classifier, assert_same, devices_of, gradients, loader, run
+from support.oracle import Classifier, assert_same, devices_of, gradients, loader, run
 from torch import Tensor, nn
 
 from lightning_dp.parallel.step import StepParallel

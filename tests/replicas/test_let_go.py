@@ -8,11 +8,11 @@ from contextlib import suppress
 from itertools import cycle, product
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import Callback
-from oracle import ByHand, Classifier, loader
+from support import oracle
+from support.oracle import ByHand, Classifier, loader
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import devices_of
+from support.oracle import devices_of
 from torch import Tensor, nn
 
 from lightning_dp.parallel.replicate import Replicas

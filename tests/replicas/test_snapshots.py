@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-import oracle
 import pytest
 import torch
+from support import oracle
 from torch import Tensor
 
 from lightning_dp.parallel.reduce import Snapshot

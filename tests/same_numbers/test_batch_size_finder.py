@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch.tuner import Tuner
-from oracle import Classifier, loader
+from support import oracle
+from support.oracle import Classifier, loader
 from torch import nn
 
 from lightning_dp import DataParallelStrategy

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -30,7 +29,8 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers import Logger
-from oracle import Classifier, assert_equal_trees, assert_same, loader, run
+from support import oracle
+from support.oracle import Classifier, assert_equal_trees, assert_same, loader, run
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 

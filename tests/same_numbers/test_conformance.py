@@ -19,15 +19,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
-import oracle
 import pytest
 import torch
-from families import FAMILIES, Family
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.plugins.precision import MixedPrecision
-from oracle import GPU_ROUNDING, assert_equal_trees, closeness, devices_of
-from places import as_parameters
+from support import oracle
+from support.device_kinds import as_parameters
+from support.families import FAMILIES, Family
+from support.oracle import GPU_ROUNDING, assert_equal_trees, closeness, devices_of
 from torch import Tensor
 
 from lightning_dp import DataParallelStrategy

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.demos import boring_classes as boring
 from lightning.pytorch.demos.lstm import LightningLSTM, SequenceSampler, SimpleLSTM
 from lightning.pytorch.demos.transformer import LightningTransformer, Transformer
-from oracle import assert_equal_trees
+from support import oracle
+from support.oracle import assert_equal_trees
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import Classifier, assert_same, loader, run
-from places import not_on_sim
+from support import oracle
+from support.device_kinds import not_on_sim
+from support.oracle import Classifier, assert_same, loader, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

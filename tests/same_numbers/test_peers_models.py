@@ -19,12 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from oracle import assert_equal_trees, devices_of, gradients
-from spreading import EXACT, inputs, update, wrapping
+from support import oracle
+from support.forward_twins import EXACT, inputs, update, wrapping
+from support.oracle import assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm

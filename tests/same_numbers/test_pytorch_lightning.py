@@ -7,21 +7,42 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import lightning.pytorch
-import oracle
 import pytest
 import pytorch_lightning as pl
 import torch
-from other_package import for_pytorch_lightning
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.strategies import StrategyRegistry
+from support import device_kinds, oracle
 
 import lightning_dp
 import lightning_dp.pytorch_lightning
 from lightning_dp.pytorch_lightning import DataParallelStrategy
 from lightning_dp.strategy import DataParallelMixin
+
+WORDS = {
+    "lightning.pytorch": "pytorch_lightning",
+    "from lightning_dp import DataParallelStrategy": (
+        "from lightning_dp.pytorch_lightning import DataParallelStrategy"
+    ),
+    "from support.oracle import": "from oracle_for_pytorch_lightning import",
+}
+
+
+def for_pytorch_lightning(name: str) -> ModuleType:
+    """A module of the tests, with the imports of `lightning` replaced by `pytorch_lightning`."""
+    translated = ModuleType(f"{name}_for_pytorch_lightning")
+    (path,) = Path(__file__).parents[1].rglob(f"{name}.py")
+    source = path.read_text(encoding="utf-8")
+    for word, other in WORDS.items():
+        source = source.replace(word, other)
+    sys.modules[translated.__name__] = translated
+    exec(compile(source, str(path), "exec"), translated.__dict__)
+    return translated
+
 
 pl_oracle = for_pytorch_lightning("oracle")
 same_numbers = for_pytorch_lightning("test_same_numbers")
@@ -33,7 +54,7 @@ MODELS = {**same_numbers.MODELS, "whole batch": forward_mode.WholeBatch}
 
 @pytest.fixture
 def on(on: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    if oracle.places.type_of(on) == "sim":
+    if device_kinds.type_of(on) == "sim":
         importlib.import_module("sim_devices.pytorch_lightning")  # registers the accelerator
     monkeypatch.setattr(pl_oracle, "ON", on)
     return on

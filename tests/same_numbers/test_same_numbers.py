@@ -7,8 +7,17 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torchmetrics
-from oracle import EPOCHS, Classifier, Run, assert_same, devices_of, in_processes, loader, run
-from places import not_on_sim
+from support.device_kinds import not_on_sim
+from support.oracle import (
+    EPOCHS,
+    Classifier,
+    Run,
+    assert_same,
+    devices_of,
+    in_processes,
+    loader,
+    run,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 

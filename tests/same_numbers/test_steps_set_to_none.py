@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Classifier, assert_equal_trees, loader, trainer
+from support.oracle import Classifier, assert_equal_trees, loader, trainer
 
 from lightning_dp import DataParallelStrategy
 

@@ -10,7 +10,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
-from oracle import (
+from support.device_kinds import accelerator_count, not_repeated
+from support.oracle import (
     EPOCHS,
     Classifier,
     accelerator,
@@ -23,8 +24,7 @@ from oracle import (
     samples,
     trainer,
 )
-from patience import not_kept
-from places import accelerator_count, not_repeated
+from support.waiting import not_kept
 from torch import Tensor
 
 import lightning_dp

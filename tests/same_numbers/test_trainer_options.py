@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities import CombinedLoader
-from oracle import Classifier, assert_equal_trees, assert_same, loader, run, samples
-from places import not_on_sim
+from support import oracle
+from support.device_kinds import not_on_sim
+from support.oracle import Classifier, assert_equal_trees, assert_same, loader, run, samples
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

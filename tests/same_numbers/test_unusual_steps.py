@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from oracle import Classifier, Run, assert_same, loader, run
+from support.oracle import Classifier, Run, assert_same, loader, run
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")

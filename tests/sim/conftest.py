@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import sim_devices
 import torch
-from places import SIM_DEVICES
-from side_streams import SIM
+from support.device_kinds import SIM_DEVICES
+from support.sim_streams import SIM
 
 
 @pytest.fixture(scope="session", autouse=True)

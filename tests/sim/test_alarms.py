@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from side_streams import SIM, devices_at_work, main
+from support.sim_streams import SIM, devices_at_work, main
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

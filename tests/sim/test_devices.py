@@ -18,8 +18,8 @@ import pytest
 import sim_devices
 import torch
 import torch.nn.functional as F
-from patience import quickest, soon
-from several_processes import in_another_process
+from support.processes import in_another_process
+from support.waiting import quickest, soon
 from torch import nn
 
 MIB = 2**20

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from side_streams import SIM, main
+from support.sim_streams import SIM, main
 from torch import Tensor, nn
 
 # --- races: each of these fails on a GPU now and then, and here always ---------------------------

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import oracle
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from oracle import Classifier, loader, trainer
 from sim_devices.links import PRESETS
+from support import oracle
+from support.oracle import Classifier, loader, trainer
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy

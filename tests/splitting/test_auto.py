@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import oracle
-import places
 import pytest
 import sim_devices
 import torch
@@ -20,8 +18,9 @@ import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
-from oracle import ByHand, Classifier, assert_same, devices_of, loader, run, trainer
-from places import SIM_DEVICES
+from support import device_kinds, oracle
+from support.device_kinds import SIM_DEVICES
+from support.oracle import ByHand, Classifier, assert_same, devices_of, loader, run, trainer
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel, DataParallelMonitor, DataParallelStrategy
@@ -289,7 +288,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     + [
         (name, kind)
         for name in ("step", "forward, batch stays", "output elsewhere")
-        for kind in places.kinds
+        for kind in device_kinds.kinds
         if kind == "sim"
     ],
     indirect=["on"],
@@ -358,7 +357,7 @@ class WritesThroughData(Classifier):
             self.scale.data.fill_(0.5)
 
 
-@places.on_separate
+@device_kinds.on_separate
 @pytest.mark.usefixtures("switching", "unchecked")
 def test_what_is_written_while_the_root_is_alone_reaches_all(on: str) -> None:
     options: dict[str, Any] = {"max_epochs": 4, "data": lambda: loader(75), "precision": "64-true"}

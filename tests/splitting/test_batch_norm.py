@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import ByHand, Classifier, devices_of, loader, run, trainer
+from support import oracle
+from support.oracle import ByHand, Classifier, devices_of, loader, run, trainer
 from test_planner import SPLITS
 from torch import Tensor, nn
 

@@ -4,13 +4,13 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import oracle
 import pytest
 import sim_devices
 import torch
-from oracle import assert_same, run
-from places import not_repeated
-from several_processes import in_another_process
+from support import oracle
+from support.device_kinds import not_repeated
+from support.oracle import assert_same, run
+from support.processes import in_another_process
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp.app.scripts import short_fits

@@ -9,13 +9,13 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
-from oracle import Classifier, assert_same, loader, run, trainer
+from support import oracle
+from support.oracle import Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
-from oracle import trainer
+from support.oracle import trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import Classifier, assert_same, devices_of, run
+from support.oracle import Classifier, assert_same, devices_of, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence

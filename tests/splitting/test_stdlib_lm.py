@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import oracle
 import pytest
 import torch
-from oracle import assert_same, devices_of, run
-from places import not_repeated
+from support import oracle
+from support.device_kinds import not_repeated
+from support.oracle import assert_same, devices_of, run
 from torch.utils.data import DataLoader
 
 from lightning_dp.examples import stdlib_lm

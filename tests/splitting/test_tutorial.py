@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from program_runs import in_here
+from support.programs import in_here
 
 from lightning_dp.app import scripts
 from lightning_dp.examples import tutorial

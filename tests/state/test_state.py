@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
-from oracle import EPOCHS, Classifier, assert_equal_trees, assert_same, loader, run, trainer
+from support.oracle import EPOCHS, Classifier, assert_equal_trees, assert_same, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune

@@ -11,11 +11,12 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-import oracle
 import pytest
-from several_processes import run_in_processes
 
-TESTS = Path(__file__).parent
+from support import oracle
+from support.processes import run_in_processes
+
+TESTS = Path(__file__).parents[1]
 PASSED = "passed"
 
 

@@ -80,7 +80,7 @@ def server() -> Any:
     if "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["lightning_dp", "oracle", "torchmetrics"])
+    context.set_forkserver_preload(["lightning_dp", "support.oracle", "torchmetrics"])
     return context
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal_trees, devices_of, gradients
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import DataParallel
 from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.split import weighted
+from support.oracle import assert_equal_trees, devices_of, gradients
 
 CPU = torch.device("cpu")
 SIZES = (3, 2, 1)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from oracle import Classifier
 from torch import Tensor, nn
 
 from lightning_dp.parallel.apply import Executor
 from lightning_dp.parallel.devices import allocated_memory
+from support.oracle import Classifier
 
 SLACK = {"objects": 200, "resident MiB": 16}
 """Lightning keeps a little of every epoch; memory is given back in large parts, or is not."""

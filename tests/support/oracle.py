@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import places
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -23,9 +22,10 @@ from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.gather import gather
 from lightning_dp.strategy import DataParallelMixin
+from support import device_kinds
 
-ON = "cpu"  # the kind of devices that a test is on, see `places`; the oracle is always the CPU
-TOGETHER = False  # whether several processes run the same test, see `again_in_processes`
+ON = "cpu"  # the kind of devices a test is on (see `device_kinds`); the oracle is always the CPU
+TOGETHER = False  # whether several processes run the same test, see `rerun_in_processes`
 DEVICES: int | None = None  # that these have together; None for what the test says
 EPOCHS = 2  # what an epoch leaves must reach the next one
 SAMPLES = 53  # in batches of 25: 25, 25 and a last batch of 3, smaller than K = 4
@@ -83,7 +83,7 @@ class ByHand:
 
 def devices_of(k: int) -> list[torch.device]:
     """The devices of K replicas, of the kind that the test is on."""
-    return places.devices(ON, k)
+    return device_kinds.devices(ON, k)
 
 
 def names_of(k: int) -> list[str]:
@@ -93,12 +93,12 @@ def names_of(k: int) -> list[str]:
 
 def accelerator() -> str:
     """What torch, and a Trainer, call the devices that the test is on: their type."""
-    return places.type_of(ON)
+    return device_kinds.type_of(ON)
 
 
 def are_separate() -> bool:
     """Whether each replica has a device of its own, and with it parameters of its own."""
-    return ON in places.SEPARATE
+    return ON in device_kinds.SEPARATE
 
 
 def on_devices(k: int, strategy: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from itertools import combinations, product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pairs import covering
+from support.pairwise import covering
 
 Row = tuple[int, ...]
 

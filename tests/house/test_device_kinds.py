@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import places
 import pytest
-from program_runs import ROOT
+from support import device_kinds
+from support.programs import ROOT
 
 TESTS = Path(__file__).parents[1]
 
@@ -17,7 +17,7 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """To say how many GPUs there are; what is chosen is forgotten again."""
-    monkeypatch.setattr(places, "kinds", places.kinds)
+    monkeypatch.setattr(device_kinds, "kinds", device_kinds.kinds)
     return monkeypatch
 
 
@@ -35,9 +35,9 @@ def test_kinds_are_those_asked_for(
     asked: str | None, markers: str, count: int, kinds: tuple[str, ...], gpus: pytest.MonkeyPatch
 ) -> None:
     gpus.setattr("torch.cuda.device_count", lambda: count)
-    places.choose(asked, markers)
-    assert places.kinds == kinds
-    shown = places.header()
+    device_kinds.choose(asked, markers)
+    assert device_kinds.kinds == kinds
+    shown = device_kinds.header()
     assert shown.startswith(f"devices: {', '.join(kinds)}")
     assert ("pytest --on cuda" in shown) == (count > 0 and "sim" in kinds)
 
@@ -48,16 +48,16 @@ def test_without_a_gpu_it_is_an_error(
 ) -> None:
     gpus.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(pytest.UsageError, match=r"expected a GPU, but torch \S+ finds none"):
-        places.choose(asked, markers)
+        device_kinds.choose(asked, markers)
 
 
 def test_devices_of_a_kind(gpus: pytest.MonkeyPatch) -> None:
     gpus.setattr("torch.cuda.device_count", lambda: 2)
-    assert list(map(str, places.devices("cpu", 2))) == ["cpu", "cpu"]
-    assert list(map(str, places.devices("cuda", 3))) == ["cuda:0"] * 3
-    assert list(map(str, places.devices("multigpu", 2))) == ["cuda:0", "cuda:1"]
+    assert list(map(str, device_kinds.devices("cpu", 2))) == ["cpu", "cpu"]
+    assert list(map(str, device_kinds.devices("cuda", 3))) == ["cuda:0"] * 3
+    assert list(map(str, device_kinds.devices("multigpu", 2))) == ["cuda:0", "cuda:1"]
     with pytest.raises(pytest.skip.Exception, match="needs 3 GPUs, found 2"):
-        places.devices("multigpu", 3)
+        device_kinds.devices("multigpu", 3)
 
 
 FAKED = """
@@ -67,8 +67,8 @@ torch.cuda.device_count = lambda: 2
 """
 TWO_GPUS = """
 import pytest
-from oracle import accelerator, devices_of
-from places import on_separate
+from support.oracle import accelerator, devices_of
+from support.device_kinds import on_separate
 
 
 def test_three(on):
@@ -123,5 +123,5 @@ def test_cases_on_several_gpus_are_marked_and_none_is_of_simulated_devices(tmp_p
     found = pytest_with_two_gpus(tmp_path, *here, "--on", "cuda").splitlines()
     assert len(found) > 3000
     of_sim = [line for line in found if "tests/sim/" in line or re.search(r"[\[-]sim[\]-]", line)]
-    named = ("test_house", "test_places")  # they are about folders, and about kinds
+    named = ("test_house", "test_device_kinds")  # they are about folders, and about kinds
     assert not [line for line in of_sim if not any(name in line for name in named)]

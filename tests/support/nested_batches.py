@@ -14,7 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from containers import (
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_dp.parallel.scatter import tree
+from support.containers import (
     Boxes,
     Built,
     Encoding,
@@ -29,11 +34,6 @@ from containers import (
     graph,
     packed,
 )
-from hypothesis import strategies as st
-from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
-
-from lightning_dp.parallel.scatter import tree
 
 # Items of ragged lists have more rows than any test has samples: fewer could be columns.
 MAKERS: dict[str, Callable[[int], Any]] = {

@@ -21,11 +21,9 @@ from itertools import chain
 from typing import Any
 from unittest import mock
 
-import oracle
 import sim_devices
 import torch
 from lightning.pytorch import LightningModule
-from oracle import loader
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
@@ -35,6 +33,8 @@ from lightning_dp.parallel.apply import collectives, current_participant
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.reduce import Reducer
 from lightning_dp.parallel.replicate import Replicas
+from support import oracle
+from support.oracle import loader
 
 K = 3
 BATCH = 12  # 4 samples each

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from program_runs import ROOT
+from support.programs import ROOT
 
 README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "examples" / "guides").glob("*.md"))

@@ -54,7 +54,7 @@ SIM_IS_SLOW = {
     "test_callbacks",
     "test_changes_between_steps",
     "test_classes_made_at_run_time",
-    "test_drop_in_stages",
+    "test_own_stages",
     "test_forward_calls",
     "test_forward_mode",
     "test_let_go",

@@ -147,7 +147,7 @@ MUTANTS = [
         "if len(sizes) == 1 and None not in sizes:",
         "if None not in sizes:",
         "two lengths in one batch are refused",
-        ("tests/batches", "tests/drop_in/test_where_nn_data_parallel_goes_wrong.py"),
+        ("tests/batches", "tests/drop_in"),
     ),
     Mutant(
         "split-batch-ignored",
@@ -243,7 +243,7 @@ MUTANTS = [
         "torch.autocast(kind, dtype, cache_enabled=caches)",
         "torch.autocast(kind, cache_enabled=caches)",
         "replicas compute in the autocast dtype of the caller",
-        ("tests/drop_in/test_where_nn_data_parallel_goes_wrong.py", "tests/apply"),
+        ("tests/drop_in", "tests/apply"),
     ),
     Mutant(
         "inference-mode-lost",
@@ -252,7 +252,7 @@ MUTANTS = [
         "stack.enter_context(torch.inference_mode(self.inference))",
         "",
         "inference mode is on in every replica",
-        ("tests/drop_in/test_where_nn_data_parallel_goes_wrong.py", "tests/apply"),
+        ("tests/drop_in", "tests/apply"),
     ),
     Mutant(
         "grad-mode-lost",

@@ -12,10 +12,9 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 from torch import nn
 
-from lightning_dp.parallel.apply import EXECUTORS, ExecutorName
+from lightning_dp.parallel.apply import EXECUTORS, ExecutorName, fewest_samples
 from lightning_dp.parallel.check import FirstCalls, Report, announce
 from lightning_dp.parallel.checks import check_choice, check_dim, check_module
-from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import (
     DeviceLike,
     all_devices,
@@ -25,16 +24,17 @@ from lightning_dp.parallel.devices import (
     resolve_output_device,
 )
 from lightning_dp.parallel.forward import ForwardParallel
-from lightning_dp.parallel.functional import gather
+from lightning_dp.parallel.functional import gather, parallel_apply, replicate
 from lightning_dp.parallel.gather import Override, check_overrides
 from lightning_dp.parallel.reduce import BUFFERS, Buffers
-from lightning_dp.parallel.scatter import to_device
-from lightning_dp.parallel.split import OwnSplit, Sizes, SplitPolicy, check_split, split_policy
-from lightning_dp.parallel.stages import Stages, replaces_stages
+from lightning_dp.parallel.scatter import cut_for, infer_for, to_device
+from lightning_dp.parallel.split import OwnSplit, Planner, SplitPolicy, check_split, split_policy
 from lightning_dp.parallel.state_keys import match_keys, normalize_state_dict
 from lightning_dp.parallel.torch_private import not_compiled
 
 Module = TypeVar("Module", bound=nn.Module)
+
+STAGES = ("scatter", "replicate", "parallel_apply", "gather")
 
 
 class DataParallel(nn.Module, Generic[Module]):
@@ -46,6 +46,9 @@ class DataParallel(nn.Module, Generic[Module]):
     or dropped silently; dtypes of autocast and inference mode reach the replicas; parameters that
     a call did not use keep the gradient None; hooks of `module` itself see whole batches; it works
     on the CPU; and `state_dict()` has no prefix `module.`.
+
+    A subclass may replace `scatter`, `replicate`, `parallel_apply` or `gather`. Its calls then go
+    through these four, as in `torch.nn.DataParallel`: with new replicas and threads in each call.
 
     Args:
         module: the module. If it does not lie on the first device when it is called, it is moved
@@ -74,6 +77,7 @@ class DataParallel(nn.Module, Generic[Module]):
 
     Attributes:
         first_call: what that check has found in the latest call that it looked at.
+        last_sizes: samples per device in the latest call; () before the first.
         module: the module; its parameters are the ones to optimise.
         device_ids: the indices of the devices (of CPU devices, None).
         devices: the devices.
@@ -119,6 +123,7 @@ class DataParallel(nn.Module, Generic[Module]):
         self.src_device_obj = self.devices[0]
         self.output_device = resolve_output_device(minus_one_is_cpu(output_device), self.devices)
         self.dim = dim
+        self.last_sizes: tuple[int, ...] = ()
         self._options: dict[str, Any] = {
             "output_device": self.output_device,
             "dim": dim,
@@ -127,13 +132,11 @@ class DataParallel(nn.Module, Generic[Module]):
             "executor": executor,
             "overrides": gather_overrides,
         }
-        # A wrong number of weights raises here. A copy's engine has a policy of its own.
-        self._split = (split, weights, self.devices, partial(memory_capacities, self.devices))
-        split_policy(*self._split)
+        self._split, self._weights = split, weights
+        self._policy()  # raises for a wrong number of weights
         self._check_first_call: bool | Literal["auto"] = check_first_call
         self._reports: list[Report] = []
         self._engine: ForwardParallel | None = None
-        self._sizes: Sizes = ()  # of the shards whose outputs are gathered
         self._identity = id(self)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]  # torch's
 
@@ -142,83 +145,110 @@ class DataParallel(nn.Module, Generic[Module]):
         """What `check_first_call` has found; None before the first call."""
         return self._reports[-1] if self._reports else None
 
-    @property
-    def last_sizes(self) -> tuple[int, ...]:
-        """Samples per device in the latest call; () before the first."""
-        return self._engine.last_sizes if self._engine is not None else ()
-
     @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What `module(*inputs, **kwargs)` returns, computed on all devices."""
         if self._identity != id(self):  # a wrapper around this one has replicated it
             return self.module(*inputs, **kwargs)
         self._move_module()
-        if replaces_stages(self, DataParallel):
-            return self._by_stages(inputs, kwargs)
+        if any(
+            name in vars(self) or getattr(type(self), name) is not getattr(DataParallel, name)
+            for name in STAGES
+        ):
+            return self._forward_by_stages(inputs, kwargs)
         if len(self.devices) == 1:
             args, options = to_device((inputs, kwargs), self.devices[0])
             return to_device(self.module(*args, **options), self.output_device)
-        engine = self._spreader()
-        with engine.turn(), engine.spreading():
-            return self.module(*inputs, **kwargs)
+        if self._engine is None:
+            self._engine = self._make_engine()
+        with self._engine.turn(), self._engine.spreading():
+            output = self.module(*inputs, **kwargs)
+            self.last_sizes = self._engine.last_sizes
+            return output
 
-    # The stages, for subclasses
+    def _make_engine(self) -> ForwardParallel:
+        make = partial(_engine, self.module, self.devices, self._options)
+        engine = make(self._policy())
+        if self._check_first_call:
+            is_asked = self._check_first_call is True
+            engine.first_calls = FirstCalls(
+                partial(make, executor="inorder"),
+                "check_first_call",
+                always=is_asked,
+                report=partial(_announce, self._reports, is_asked),
+            )
+        return engine
+
+    def _policy(self) -> SplitPolicy:
+        capacities = partial(memory_capacities, self.devices)
+        return split_policy(self._split, self._weights, self.devices, capacities)
+
+    # The stages, for subclasses. Arguments come in two sequences, positional and named ones, with
+    # an entry per device. Of devices without samples those at the end have no entry, the others
+    # have None.
 
     def scatter(
         self, inputs: Any, kwargs: Any, device_ids: Sequence[DeviceLike | None]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Cuts the arguments of a call: the positional ones of each device, and the named ones.
-
-        At the end devices without samples are left out, elsewhere they have None.
-        """
-        return self._stages().scatter(inputs, kwargs or {}, self._places(device_ids))
+        """Cuts the arguments of a call; evenly, if they are not for all devices."""
+        devices, kwargs = _resolved(device_ids), kwargs or {}
+        arguments = {**dict(enumerate(inputs)), **kwargs}
+        n, reading = inferred = infer_for(self.module, arguments, self.dim, columns=True)
+        parts, sizes = [arguments], (1,)
+        if n:
+            policy = (
+                self._policy() if devices == self.devices else split_policy("even", None, devices)
+            )
+            planner = Planner(len(devices), policy)
+            least = partial(fewest_samples, self.module)
+            plan = planner.plan(n, list, training=self.training, reading=reading, least=least)
+            sizes = plan.sizes
+            parts = cut_for(self.module, arguments, inferred, sizes, self.dim)
+        self.last_sizes = tuple(sizes)
+        while parts[-1] is None:
+            parts.pop()
+        moved = [p and to_device(p, device) for p, device in zip(parts, devices, strict=False)]
+        args = (p and tuple(p[i] for i in range(len(inputs))) for p in moved)
+        return tuple(args), tuple(p and {name: p[name] for name in kwargs} for p in moved)
 
     def replicate(self, module: Any, device_ids: Sequence[DeviceLike | None]) -> list[Any]:
-        """A module on these devices."""
-        return self._stages().replicate(module, self._places(device_ids))
+        """A module on these devices; without gradients its replicas are detached."""
+        return replicate(module, _resolved(device_ids), detach=not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Any, kwargs: Any) -> list[Any]:
         """The outputs of the replicas; None of those whose arguments are None."""
-        return self._stages().parallel_apply(replicas, inputs, kwargs)
+        return parallel_apply(replicas, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: DeviceLike) -> Any:
         """Joins the outputs, see `lightning_dp.gather`; 0-dim ones are stacked."""
-        sizes = self._sizes if len(self._sizes) == len(outputs) else None
-        overrides = self._options["overrides"]
+        sizes = self.last_sizes[: len(outputs)]
+        is_known = len(sizes) == len(outputs) and sum(sizes) == sum(self.last_sizes)
         return gather(
-            outputs, output_device, self.dim, sizes=sizes, scalars="stack", overrides=overrides
+            outputs,
+            output_device,
+            self.dim,
+            sizes=sizes if is_known else None,
+            scalars="stack",
+            overrides=self._options["overrides"],
         )
 
-    def _by_stages(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward_by_stages(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._split in ("adaptive", "cost") or self._options["buffers"] != "first":
+            raise ValueError(
+                f"{type(self).__qualname__}: expected a split by numbers and buffers='first', as "
+                f"it replaces stages of DataParallel, got split={self._split!r} and "
+                f"buffers={self._options['buffers']!r}. Leave these options out."
+            )
+        self.last_sizes = ()  # `scatter` sets it, unless the subclass's cuts in its own way
         args, named = self.scatter(inputs, kwargs, self.device_ids)
         if not args and not named:
             args, named = ((),), ({},)
         if len(self.device_ids) == 1:
             return to_device(self.module(*args[0], **named[0]), self.output_device)
         replicas = self.replicate(self.module, self.device_ids[: len(args)])
-        outputs = self.parallel_apply(replicas, args, named)
-        with replaced(self, _sizes=self._stages().sizes(args, named)):
-            return self.gather(outputs, self.output_device)
+        return self.gather(self.parallel_apply(replicas, args, named), self.output_device)
 
-    def _places(self, device_ids: Sequence[DeviceLike | None]) -> list[torch.device]:
-        """The devices of ids as `device_ids` has them, where CPU devices are None."""
-        return resolve_devices(["cpu" if d is None else d for d in device_ids], "device_ids")
-
-    def _stages(self) -> Stages:
-        return Stages(self._spreader(), self.dim)
-
-    def _spreader(self) -> ForwardParallel:
-        if self._engine is None:
-            make = partial(_engine, self.module, self.devices, self._options)
-            self._engine = make(split_policy(*self._split))
-            if self._check_first_call:
-                self._engine.first_calls = FirstCalls(
-                    partial(make, executor="inorder"),
-                    "check_first_call",
-                    always=self._check_first_call is True,
-                    report=partial(_announce, self._reports, self._check_first_call is True),
-                )
-        return self._engine
+    # Its life and its state
 
     def close(self) -> None:
         """Ends the worker threads; a later call starts new ones."""
@@ -264,22 +294,6 @@ class DataParallel(nn.Module, Generic[Module]):
             self.module.to(root)
 
 
-def _engine(
-    module: nn.Module,
-    devices: Sequence[torch.device],
-    options: dict[str, Any],
-    split: SplitPolicy,
-    **others: Any,
-) -> ForwardParallel:
-    own = {**options, **others}
-    return ForwardParallel(module, devices, split=split, **own)
-
-
-def _announce(reports: list[Report], asked: bool, report: Report) -> None:
-    reports.append(report)
-    announce(report, asked=asked, stacklevel=3)
-
-
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -323,12 +337,34 @@ def check_engine_options(
     check_overrides(overrides, "gather_overrides")
 
 
+# Functions, since bound methods would keep the wrapper alive as long as its engine.
+
+
+def _engine(
+    module: nn.Module,
+    devices: Sequence[torch.device],
+    options: dict[str, Any],
+    split: SplitPolicy,
+    **others: Any,
+) -> ForwardParallel:
+    return ForwardParallel(module, devices, split=split, **{**options, **others})
+
+
+def _announce(reports: list[Report], asked: bool, report: Report) -> None:
+    reports.append(report)
+    announce(report, asked=asked, stacklevel=3)
+
+
+def _resolved(device_ids: Sequence[DeviceLike | None]) -> list[torch.device]:
+    """The devices of ids as `device_ids` has them, where CPU devices are None."""
+    return resolve_devices(["cpu" if d is None else d for d in device_ids], "device_ids")
+
+
 def _add_prefix(
     wrapper: DataParallel[Any], state_dict: dict[str, Any], prefix: str, *args: Any
 ) -> None:
     """Lets a bigger module load its state into the wrapper, whichever prefixes keys have."""
-    own = [f"module.{key}" for key in wrapper.module.state_dict()]
     keys = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
-    names = {key: name for key, name in match_keys(keys, own).items() if key != name}
-    values = [state_dict.pop(prefix + key) for key in names]
-    state_dict.update(zip([prefix + name for name in names.values()], values, strict=True))
+    names = match_keys(keys, list(wrapper.module.state_dict()))
+    values = {f"{prefix}module.{names[key]}": state_dict.pop(prefix + key) for key in keys}
+    state_dict.update(values)

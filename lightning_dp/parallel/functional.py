@@ -1,60 +1,23 @@
-"""`scatter`, `replicate`, `parallel_apply` and `gather` for plain PyTorch.
-
-Their arguments have the names of `torch.nn.parallel`, too.
-"""
+"""`replicate` and `parallel_apply` for plain PyTorch; with `scatter` and `gather`, all stages."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_dp.parallel.apply import Executor, Task
 from lightning_dp.parallel.devices import DeviceLike, resolve_devices
-from lightning_dp.parallel.gather import gather as _gather
+from lightning_dp.parallel.gather import gather as gather
 from lightning_dp.parallel.replicate import Replicas
-from lightning_dp.parallel.scatter import scatter as _scatter
+from lightning_dp.parallel.scatter import scatter as scatter
 from lightning_dp.parallel.torch_private import buffer_table
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
-
-def also_named(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a function take arguments under other names: `also_named(theirs="ours")`."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        parameters = list(inspect.signature(function).parameters)
-
-        @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            given = {*parameters[: len(args)], *kwargs}
-            for theirs, ours in names.items():
-                if theirs not in kwargs:
-                    continue
-                if ours in given:
-                    raise TypeError(
-                        f"{function.__name__}: expected one of two names of the same argument, got "
-                        f"both {theirs!r} and {ours!r}. Leave one out."
-                    )
-                kwargs[ours] = kwargs.pop(theirs)
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
-
-
-scatter = also_named(inputs="batch", target_gpus="devices")(_scatter)
-gather = also_named(target_device="output_device")(_gather)
-
-
-@also_named(network="module")
 def replicate(
     module: nn.Module, devices: Sequence[DeviceLike], detach: bool = False
 ) -> list[nn.Module]:
@@ -111,7 +74,6 @@ def _detached(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     return replicas.modules[1:]
 
 
-@also_named(modules="replicas", kwargs_tup="kwargs")
 def parallel_apply(
     replicas: Sequence[nn.Module],
     inputs: Sequence[Any],

@@ -29,7 +29,6 @@ FLOORS = [
     ["lightning_private", "user_hooks"],
     ["parallel.data_parallel"],
     ["parallel.check"],
-    ["parallel.stages"],
     ["parallel.forward_losses"],
     ["parallel.step", "parallel.forward", "parallel.functional"],
     ["parallel.out_of_memory"],

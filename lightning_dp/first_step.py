@@ -26,13 +26,13 @@ from typing_extensions import override
 from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.lightning_private import own_device, state_defaults
 from lightning_dp.metrics import is_metric
-from lightning_dp.mode import Mode, Transfer, own_hooks
+from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.check import (
     Call,
     FirstCalls,
+    ForwardCall,
     Key,
     NotChecked,
-    Program,
     Report,
     announce,
     check,
@@ -157,9 +157,8 @@ class FirstSteps:
             OPTION,
             always=self._option is True,
             report=self._found,
+            make_call=partial(_SpreadCall, self._trainer),
             around=self._around_check,
-            # The step's own code is on the output device, and the call's on the root.
-            program=_TrainerAround(mode.module, self._trainer, mode.engine.devices[0]),
         )
 
     @contextmanager
@@ -179,7 +178,56 @@ class FirstSteps:
         announce(report, asked=self._option is True, info=rank_zero_info, stacklevel=4)
 
 
-class _StepCall(Call):
+class _InTrainer(Call):
+    """A call of a LightningModule, with the Trainer's log, metrics, loggers and optimizers."""
+
+    module: LightningModule
+    trainer: Trainer
+
+    def _surround(self, module: LightningModule, trainer: Trainer) -> None:
+        self.module, self.trainer = module, trainer
+        self.compared_elsewhere = [m for m in module.modules() if is_metric(m)]
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        self.others = [*trainer.strategy.optimizers, *schedulers]
+
+    @override
+    @contextmanager
+    def recording(self) -> Iterator[dict[Key, Any]]:
+        """Records what a step logs, measures, and does with loggers; none of it reaches anything.
+
+        The module's snapshot puts metrics back.
+        """
+        values: dict[Key, Any] = {}
+        used: Counter[str] = Counter()
+        trainer: Any = self.trainer
+        loggers = trainer.loggers
+        trainer.loggers = [_SilentLogger(logger, used) for logger in loggers]
+        log = standing_in(self.module, "log", partial(_record, values))
+        # In forward mode the step's own code is on the output device, but the call's on the root.
+        on_root = own_device(self.module, self.engine.devices[0])
+        try:
+            with log, replaced(self.module, **on_root):
+                yield values
+            values.update({Key("logger", name): count for name, count in used.items()})
+            values.update(_metric_states(self.module))
+            for i, optimizer in enumerate(trainer.optimizers):
+                for j, group in enumerate(optimizer.param_groups):
+                    of = f"optimizer {i}" + (f", group {j}" if j else "")
+                    numbers = [(n, v) for n, v in group.items() if isinstance(v, float)]
+                    values.update({Key("option", f"{name} of {of}"): v for name, v in numbers})
+        finally:
+            trainer.loggers = loggers
+
+
+class _SpreadCall(_InTrainer, ForwardCall):
+    """A call that forward mode spreads."""
+
+    def __init__(self, trainer: Trainer, *args: Any) -> None:
+        super().__init__(*args)
+        self._surround(self.module, trainer)
+
+
+class _StepCall(_InTrainer):
     """One step of a LightningModule with a few samples, in step mode."""
 
     def __init__(
@@ -192,8 +240,8 @@ class _StepCall(Call):
         transfer: Callable[[Any, torch.device], Any],
         trainer: Trainer,
     ) -> None:
-        self.module, self.engine, self.sizes = mode.module, mode.engine, sizes
-        self.program = _TrainerAround(mode.module, trainer, mode.engine.devices[0])
+        self.engine, self.sizes = mode.engine, sizes
+        self._surround(mode.module, trainer)
         self._mode, self._method, self._transfer = mode, method, transfer
         self._batch, self._args = batch, args
         precision = trainer.precision_plugin
@@ -205,19 +253,12 @@ class _StepCall(Call):
 
     @override
     def alone(self, shard: int | None) -> Any:
-        batch = self._moved(shard)
-        with self._context():
-            return getattr(self.module, self._method)(batch, *self._args)
-
-    @override
-    def transferred(self, shard: int | None) -> Any:
-        return self._moved(shard) if own_hooks(self._mode.module) else None
-
-    def _moved(self, shard: int | None) -> Any:
         batch = copied(self._batch)
         if shard is not None:
             batch = self.engine.cut(batch, self.sizes)[shard]
-        return self._transfer(batch, self.engine.devices[0])
+        batch = self._transfer(batch, self.engine.devices[0])
+        with self._context():
+            return getattr(self.module, self._method)(batch, *self._args)
 
     @override
     def split(self) -> Any:
@@ -236,45 +277,6 @@ class _StepCall(Call):
     @override
     def during_backward(self) -> AbstractContextManager[None]:
         return self._mode.during_backward()
-
-
-class _TrainerAround(Program):
-    """The Trainer around a module: its log, metrics, loggers, optimizers and schedulers."""
-
-    def __init__(self, module: LightningModule, trainer: Trainer, device: torch.device) -> None:
-        self._module, self._trainer, self._device = module, trainer, device
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
-        self.containers = [*trainer.strategy.optimizers, *schedulers]
-
-    @override
-    def compares(self, module: nn.Module) -> bool:
-        return is_metric(module)
-
-    @override
-    @contextmanager
-    def recording(self) -> Iterator[dict[Key, Any]]:
-        """Records what a step logs, measures, and does with loggers; none of it reaches anything.
-
-        The module's snapshot puts metrics back.
-        """
-        values: dict[Key, Any] = {}
-        used: Counter[str] = Counter()
-        trainer: Any = self._trainer
-        loggers = trainer.loggers
-        trainer.loggers = [_SilentLogger(logger, used) for logger in loggers]
-        log = standing_in(self._module, "log", partial(_record, values))
-        try:
-            with log, replaced(self._module, **own_device(self._module, self._device)):
-                yield values
-            values.update({Key("logger", name): count for name, count in used.items()})
-            values.update(_metric_states(self._module))
-            for i, optimizer in enumerate(trainer.optimizers):
-                for j, group in enumerate(optimizer.param_groups):
-                    of = f"optimizer {i}" + (f", group {j}" if j else "")
-                    numbers = [(n, v) for n, v in group.items() if isinstance(v, float)]
-                    values.update({Key("option", f"{name} of {of}"): v for name, v in numbers})
-        finally:
-            trainer.loggers = loggers
 
 
 def _record(values: dict[Key, Any], name: str, value: Any, *args: Any, **options: Any) -> None:

@@ -276,7 +276,7 @@ class Engine:
                     run = partial(call.on_replica, modules[k], shards.parts[k])
                     if self.before_replica is not None:
                         run = partial(_after, self.before_replica, run)
-                    cause = partial(likely_cause, modules[k], self.devices[k], shards.sizes, k)
+                    cause = partial(likely_cause, shards.sizes)
                     place = partial(shards.place, call.name, k)
                     tasks.append(Task(k, self.devices[k], run, place, cause))
                 if call.training and self.meter.is_watched:

@@ -47,8 +47,8 @@ from torch.utils.data import DataLoader
 from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.parallel.check import Key, Report, first_call
 from lightning_dp.parallel.check.compare import distance, rounding
-from lightning_dp.parallel.check.draws import OneNumberPerDraw
 from lightning_dp.parallel.check.report import Difference
+from lightning_dp.parallel.check.trial import ConstantDraws
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -363,7 +363,7 @@ def test_shards_draw_what_the_whole_batch_does(name: str) -> None:
     draw, found = DRAWS[name], []
     for n in (5, 3):
         torch.manual_seed(7)
-        with OneNumberPerDraw() as draws:
+        with ConstantDraws() as draws:
             found.append([draw(n), draw(n)])
         assert draws.names and not draws.uncontrolled
     for a, b in zip(*found, strict=True):
@@ -371,7 +371,7 @@ def test_shards_draw_what_the_whole_batch_does(name: str) -> None:
 
 
 def test_a_permutation_reverses_and_a_multinomial_is_drawn_as_it_is() -> None:
-    with OneNumberPerDraw() as draws:
+    with ConstantDraws() as draws:
         assert torch.randperm(5).tolist() == [4, 3, 2, 1, 0] and not draws.uncontrolled
         torch.multinomial(torch.ones(5), 2)
     assert list(draws.names) == ["randperm", "multinomial"] and draws.uncontrolled

@@ -604,11 +604,11 @@ STEPS: dict[str, tuple[type[Classifier], str, dict[str, Any], Cause]] = {
         None,
     ),
     "mixup in the step": (MixedUpInStep, "training_step", {}, "whole batch"),
-    "mixup after the transfer": (MixedUp, "training_step", {}, "transfer hook"),
+    "mixup after the transfer": (MixedUp, "training_step", {}, "whole batch"),
     "mixup before the transfer": (MixedBefore, "training_step", {}, None),
-    "centred in the transfer": (CentringTransfer, "training_step", {}, "transfer hook"),
+    "centred in the transfer": (CentringTransfer, "training_step", {}, "whole batch"),
     "each in the transfer": (EachInTransfer, "training_step", {}, None),
-    "makes a layer": (MakesHead, "training_step", {}, "made in step"),
+    "makes a layer": (MakesHead, "training_step", {}, "replicas"),
     "makes a buffer": (MakesBuffer, "training_step", {}, "buffer"),
     "makes a constant": (MakesConstant, "training_step", {}, None),
     "queue": (Queue, "training_step", {}, "buffer"),
@@ -622,7 +622,7 @@ STEPS: dict[str, tuple[type[Classifier], str, dict[str, Any], Cause]] = {
     "centred predictions": (Centred, "predict_step", {}, "output"),
     "shares as predictions": (Shared, "predict_step", {}, "output"),
     "predictions of each": (Alone, "predict_step", {}, None),
-    "padded predictions": (Padded, "predict_step", {}, "shapes"),
+    "padded predictions": (Padded, "predict_step", {}, "output"),
     "confusion in validation": (Confusion, "validation_step", {}, "buffer"),
     "confusion in test": (Confusion, "test_step", {}, "buffer"),
     "confusion in predict": (Confusion, "predict_step", {}, "buffer"),
@@ -660,4 +660,4 @@ def test_hooks_of_a_data_module() -> None:
     strategy = DataParallelStrategy(check_first_step=True)
     with silently():
         trainer(K, strategy, max_epochs=1, limit_val_batches=0).fit(Classifier(), Data())
-    assert_named(strategy.first_step["training_step"], "transfer hook")
+    assert_named(strategy.first_step["training_step"], "whole batch")

@@ -1,9 +1,8 @@
 """Check: does a split call give the numbers of one device, and if not, why?
 
-Decided here: what a call may change and how that is put back (`snapshot`), what is compared and
-how closely (`compare`), how both calls run (`trial`, with random numbers that do not depend on the
-number of samples: `draws`), why they differ (`causes`), in which words (`report`), and how a module
-is checked whose calls are spread over the devices (`first_call`).
+Decided here: what a call may change and how that is put back (`snapshot`), how both calls run
+(`trial`), what is compared and how closely (`compare`), why they differ (`causes`), in which words
+(`report`), and how a module is checked whose calls are spread over the devices (`first_call`).
 
 The *root* is the first device, on which the user's module is. *Alone* is a call on the root, with
 the whole small batch or with one shard of it; *split* is the same call on the replicas.
@@ -12,6 +11,7 @@ the whole small batch or with one shard of it; *split* is the same call on the r
 from lightning_dp.parallel.check.causes import check as check
 from lightning_dp.parallel.check.compare import Key as Key
 from lightning_dp.parallel.check.first_call import FirstCalls as FirstCalls
+from lightning_dp.parallel.check.first_call import ForwardCall as ForwardCall
 from lightning_dp.parallel.check.first_call import check_is_cheap as check_is_cheap
 from lightning_dp.parallel.check.first_call import copied as copied
 from lightning_dp.parallel.check.first_call import first_samples as first_samples
@@ -21,4 +21,3 @@ from lightning_dp.parallel.check.report import announce as announce
 from lightning_dp.parallel.check.snapshot import NotChecked as NotChecked
 from lightning_dp.parallel.check.snapshot import on_host as on_host
 from lightning_dp.parallel.check.trial import Call as Call
-from lightning_dp.parallel.check.trial import Program as Program

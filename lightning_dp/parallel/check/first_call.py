@@ -17,7 +17,7 @@ from lightning_dp.parallel.apply import fewest_samples
 from lightning_dp.parallel.check.causes import check
 from lightning_dp.parallel.check.report import Report
 from lightning_dp.parallel.check.snapshot import NotChecked, on_host
-from lightning_dp.parallel.check.trial import Call, Program, is_checking
+from lightning_dp.parallel.check.trial import Call, is_checking
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.errors import described
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
@@ -30,9 +30,6 @@ SAMPLES = 3
 MOST_BYTES = 4 * 2**30
 """Of parameters and buffers, which the check copies: above that `"auto"` leaves it out."""
 
-_GOLDEN_RATIO = 0.6180339887498949
-"""Its multiples modulo 1 are spread evenly, without drawing random numbers."""
-
 
 class FirstCalls:
     """Checks the first call of each spread module, in training and otherwise.
@@ -43,8 +40,8 @@ class FirstCalls:
         option: the option that asks for the check, for messages.
         always: whether also modules are checked that `"auto"` leaves out.
         report: receives each report.
+        make_call: makes what is checked, as `ForwardCall`.
         around: surrounds each check.
-        program: the program around the module.
     """
 
     def __init__(
@@ -54,12 +51,11 @@ class FirstCalls:
         *,
         always: bool,
         report: Callable[[Report], object],
+        make_call: Callable[..., Call] | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
-        program: Program | None = None,
     ) -> None:
         self._make_engine, self._option, self._always = make_engine, option, always
-        self._report, self._around = report, around
-        self._program = program or Program()
+        self._report, self._around, self._make_call = report, around, make_call or ForwardCall
         self._seen: set[tuple[str, bool]] = set()
 
     def before(
@@ -85,7 +81,7 @@ class FirstCalls:
 
             def make_call() -> Call:
                 own = self._make_engine(lambda n: sizes)
-                return _ForwardCall(own, path, num_args, part, sizes, self._program)
+                return self._make_call(own, path, num_args, part, sizes)
 
             with self._around():
                 report = check(make_call, replace(report, sizes=sizes))
@@ -93,26 +89,28 @@ class FirstCalls:
         self._report(report)
 
 
-class _ForwardCall(Call):
-    """The call of a module's `forward`, and in training the backward of a random sum of outputs."""
+class ForwardCall(Call):
+    """The call of a module's `forward`, and in training the backward of a weighted sum of outputs.
+
+    Args:
+        engine: an engine for the check alone.
+        path: the submodule that is called.
+        num_args: how many of the arguments are positional.
+        arguments: by position or name.
+        sizes: how many samples each device gets.
+    """
 
     reports_loss = False
 
     def __init__(
-        self,
-        engine: ForwardParallel,
-        path: str,
-        num_args: int,
-        arguments: Any,
-        sizes: Sizes,
-        program: Program,
+        self, engine: ForwardParallel, path: str, num_args: int, arguments: Any, sizes: Sizes
     ) -> None:
         self.module, self.engine, self.sizes = engine.module, engine, sizes
-        self.program = program
         self._forward, self._path, self._num_args = engine, path, num_args
         self._arguments, self._returned = arguments, None
 
     def alone(self, shard: int | None) -> Any:
+        """Calls `forward` on the root."""
         arguments = copied(self._arguments)
         if shard is not None:
             arguments = self.engine.cut(arguments, self.sizes)[shard]
@@ -123,10 +121,25 @@ class _ForwardCall(Call):
         return output
 
     def split(self) -> Any:
+        """Spreads the call; outputs of one number, stacked to one per replica, are joined."""
         arguments = copied(self._arguments)
         args = tuple(arguments.pop(i) for i in range(self._num_args))
         output = self._forward.call(self._path, args, arguments)
-        return _unstacked(output, self._returned, [size for size in self.sizes if size])
+        sizes = torch.tensor([size for size in self.sizes if size], dtype=torch.float64)
+        returned = dict(tree.places(self._returned))
+
+        def joined(path: Any, leaf: Any) -> Any:
+            one = returned.get(path)
+            if not (isinstance(one, Tensor) and not one.shape and isinstance(leaf, Tensor)):
+                return leaf
+            if leaf.shape != sizes.shape:
+                return leaf
+            # As the user joins them: as a sum or as a mean, whichever is nearer to one device's.
+            ways = leaf.sum(), (leaf * (sizes / sizes.sum()).to(leaf)).sum()
+            return min(ways, key=lambda value: abs(complex(value) - complex(one)))
+
+        leaves = iter([joined(path, leaf) for path, leaf in tree.places(output)])
+        return tree.map_leaves(lambda _: next(leaves), output)
 
     def parse(self, output: Any) -> tuple[Tensor | None, Any]:
         """A weighted sum of all outputs.
@@ -137,29 +150,11 @@ class _ForwardCall(Call):
         trains = torch.is_grad_enabled() and any(m.training for m in self.module.modules())
         for leaf in tree.leaves(output) if trains else ():
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout is torch.strided:
-                spread = torch.arange(1, leaf.numel() + 1, dtype=torch.float64) * _GOLDEN_RATIO
+                # Multiples of the golden ratio are spread evenly, without drawing random numbers.
+                spread = torch.arange(1, leaf.numel() + 1, dtype=torch.float64) * 0.6180339887498949
                 weights = (spread.frac() - 0.5).view(leaf.shape).to(leaf)
                 terms.append((leaf * weights).sum().to(self.engine.output_device).double().real)
         return torch.stack(terms).sum() if terms else None, on_host(output)
-
-
-def _unstacked(output: Any, alone: Any, sizes: Sequence[int]) -> Any:
-    """Joins outputs of one number, which gathering stacks to one per replica.
-
-    As a sum or as a mean over samples, whichever is nearer to what one device returned.
-    """
-    expected = dict(tree.places(alone))
-    weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
-    joined = []
-    for path, leaf in tree.places(output):
-        one = expected.get(path)
-        is_stacked = isinstance(leaf, Tensor) and leaf.shape == (len(sizes),)
-        if is_stacked and isinstance(one, Tensor) and not one.shape:
-            total, mean = leaf.sum(), (leaf * weights.to(leaf)).sum()
-            leaf = min(total, mean, key=lambda value: abs(complex(value) - complex(one)))
-        joined.append(leaf)
-    leaves = iter(joined)
-    return tree.map_leaves(lambda _: next(leaves), output)
 
 
 # The part of a batch that is checked

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import io
-import pickle
 import random
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -32,14 +33,13 @@ from lightning_dp.parallel.torch_private import (
 )
 
 _LIBRARIES = {
-    *("torch", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_dp"),
+    *("torch", "numpy", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_dp"),
     *("aim", "clearml", "comet_ml", "mlflow", "neptune", "tensorboard", "tensorboardX", "wandb"),
+    *sys.stdlib_module_names,
 }
-"""Packages whose objects are not entered; those of a user's subclass are."""
-_PLAIN_BASES = {"abc", "collections", "dataclasses", "typing", "typing_extensions", "enum"}
-_STANDARD = set(sys.stdlib_module_names) - _PLAIN_BASES
-"""Packages whose subclasses' objects are not entered either: threads, locks, files."""
-
+"""Packages whose objects are not entered: no Trainer, lock, thread, file or logger."""
+_ENTERED = (SimpleNamespace, argparse.Namespace, UserDict, LRScheduler)
+"""Their objects are, though."""
 _ATOMS = (str, bytes, int, float, complex, type(None), type, FunctionType, torch.dtype)
 _CONTAINERS = (dict, list, deque, set)
 
@@ -53,15 +53,15 @@ class _Found(NamedTuple):
 
     node: Any
     path: str
-    compared: bool
+    is_compared: bool
 
 
 class Snapshot:
     """A module at one moment, with all that hangs on it, and the state of random generators.
 
     One walk from the module finds parameters, buffers, other tensors and arrays, containers,
-    modules, generators and the user's plain objects, and records each by its kind: values in host
-    memory, items and attributes as references. It does not see what a call does to a file, an
+    modules, generators and the user's plain objects. Kept are values in host memory, and of
+    containers and objects which others they hold. Not seen is what a call does to a file, an
     environment, a class, a global number, or to objects of libraries.
 
     Until `end`, gradients are None and hooks of parameters do not fire.
@@ -70,8 +70,11 @@ class Snapshot:
         module: the module.
         devices: the devices whose random state is kept.
         others: containers, optimizers and schedulers outside of the module that a call may change.
-        compared_elsewhere: whether the caller itself compares the state of a module inside, which
-            is only restored then.
+        compared_elsewhere: modules inside that are only put back.
+
+    Attributes:
+        parameters: all leaf tensors that are, or may be, trained.
+        has_graph: whether a tensor on the module has a graph, which the real call needs, too.
 
     Raises:
         NotChecked: on an iterator, open file or uninitialized parameter, which nothing can set
@@ -83,35 +86,33 @@ class Snapshot:
         module: nn.Module,
         devices: Iterable[torch.device],
         others: Iterable[Any] = (),
-        compared_elsewhere: Callable[[nn.Module], bool] = lambda module: False,
+        compared_elsewhere: Sequence[nn.Module] = (),
     ) -> None:
-        self.module = module
+        self.module, self.has_graph = module, False
         self._roots = [_Found(module, "self", True), *(_Found(o, "", False) for o in others)]
-        self._compared_elsewhere = compared_elsewhere
-        self._known: dict[int, Any] = {}  # all objects: an id is unique among living ones only
-        self._copies: dict[int, Any] = {}  # of tensors and arrays, by id
-        self._parts: dict[tuple[str, str], Any] = {}  # items of containers, and attributes
-        self._generators = list(_process_generators({d for d in devices if d.type != "cpu"}))
-        self._restores: list[Callable[[], Any]] = []
-        self._graphs: list[Any] = []
-        for found in self._walk():
-            self._known[id(found.node)] = found.node
-            self._keep(found)
+        self._compared_elsewhere = set(map(id, compared_elsewhere))
+        self._known: list[Any] = []  # all objects: an id is unique among living ones only
+        self._before: dict[int, Any] = {}  # values, items and attributes, by the id of their owner
+        self._restores: list[Callable[[], object]] = []
+        accelerators = {device for device in devices if device.type != "cpu"}
+        self._generators = [
+            *filter(None, map(_generator, (random, np.random, torch.default_generator))),
+            *map(_generator_of_device, accelerators),
+        ]
+        for node, path, _ in self._walk():
+            self._known.append(node)
+            self._keep(node, path)
         self._keep_containers_of_functions()
         self._restores += [partial(g.set, g.get()) for g in self._generators]
-        tensors = [node for node in self._known.values() if isinstance(node, Tensor)]
-        leaves = [
-            t for t in tensors if t.is_leaf and (t.requires_grad or isinstance(t, nn.Parameter))
+        self.parameters = [
+            node
+            for node in self._known
+            if isinstance(node, Tensor)
+            and node.is_leaf
+            and (node.requires_grad or isinstance(node, nn.Parameter))
         ]
-        leaves += _leaves_of(self._graphs)
-        self.parameters = list({id(tensor): tensor for tensor in leaves}.values())
         self._hooks = [SuspendedHooks(self.parameters[i]) for i in hooked(self.parameters)]
         self._gradients = StashedGradients(self.parameters)
-
-    @property
-    def has_graph(self) -> bool:
-        """Whether a tensor on the module has a graph, which the real call needs, too."""
-        return bool(self._graphs)
 
     def changes(self) -> dict[tuple[str, str], Any]:
         """What differs from the snapshot now, by kind and place, as detached host copies.
@@ -123,22 +124,26 @@ class Snapshot:
         names = {id(p): ("parameter", name) for name, p in self.module.named_parameters()}
         names |= {id(b): ("buffer", name) for name, b in self.module.named_buffers()}
         changed: dict[tuple[str, str], Any] = {}
-        for node, path, compared in self._walk():
-            if not compared:
+        for node, path, is_compared in self._walk():
+            before = self._before.get(id(node))
+            kind, name = names.get(id(node), ("state", path))
+            if not is_compared:
                 continue
-            if isinstance(node, Tensor):
-                kind, name = names.get(id(node), ("state", path))
-                is_new_buffer = kind == "buffer" and id(node) not in self._known
-                if is_new_buffer or not _equal(node, self._copies.get(id(node), node)):
+            if before is None:  # a new object, seen where it is held
+                if kind == "buffer":
                     changed[kind, name] = on_host(node)
-            elif id(node) in self._copies:  # an array
-                before = self._copies[id(node)]
-                if node.dtype != object and not sys.modules["numpy"].array_equal(node, before):
-                    changed["state", path] = node.copy()
-            for place, part in _parts_of(node, path):
-                unknown = part if place[0] == "list" else self  # no new containers
-                if not _is_same(part, self._parts.get(place, unknown)):
-                    changed[place] = on_host(part)
+            elif isinstance(node, Tensor | np.ndarray):
+                if not _is_equal(node, before):
+                    changed[kind, name] = on_host(node)
+            elif isinstance(node, _CONTAINERS):
+                now = _of_no_device(node)
+                if _ids(now) != _ids(_of_no_device(before)):
+                    ordered = sorted(now, key=repr) if isinstance(now, set) else list(now)
+                    changed["list", path] = on_host(now if isinstance(now, dict) else ordered)
+            elif _is_entered(node):
+                for key, value in vars(node).items():
+                    if not isinstance(value, _CONTAINERS) and value is not before.get(key, self):
+                        changed["state", f"{path}.{key}"] = on_host(value)
         return changed
 
     def restore(self) -> None:
@@ -156,15 +161,14 @@ class Snapshot:
             stack.callback(self._gradients.put_back)
             stack.callback(self.restore)
 
-    def reseed(self, seed: int, python_seed: int | None = None) -> None:
-        """Seeds all these generators; those of Python and NumPy differently if asked."""
+    def reseed(self, seed: int) -> None:
+        """Seeds all these generators."""
         for generator in self._generators:
-            is_other = python_seed is not None and not generator.is_torch
-            generator.seed(python_seed if is_other else seed)
+            generator.seed(seed)
 
-    def python_state(self) -> bytes:
+    def python_state(self) -> str:
         """Where the generators of Python and NumPy stand."""
-        return pickle.dumps([g.get() for g in self._generators if not g.is_torch])
+        return repr([g.get() for g in self._generators if not g.is_torch])
 
     def perturb(self, eps: float, seed: int) -> None:
         """Moves each parameter by a relative `eps` up or down, to see what rounding can make."""
@@ -179,76 +183,70 @@ class Snapshot:
         """All objects that are reached now, each once, holders before what they hold."""
         waiting, seen = self._roots[::-1], set()
         while waiting:
-            node, path, compared = waiting.pop()
+            node, path, is_compared = waiting.pop()
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            if isinstance(node, nn.Module):
-                compared = compared and not self._compared_elsewhere(node)
-            compared = compared and not isinstance(node, Optimizer | LRScheduler)
-            yield _Found(node, path, compared)
-            held = [_Found(v, path + step, compared) for step, v in _held_by(node)]
-            waiting.extend(held[::-1])
+            if id(node) in self._compared_elsewhere or isinstance(node, Optimizer | LRScheduler):
+                is_compared = False
+            yield _Found(node, path, is_compared)
+            held = [_Found(value, path + step, is_compared) for step, value in _held_by(node)]
+            waiting += held[::-1]
 
-    def _keep(self, found: _Found) -> None:
-        """Records one object by its kind."""
-        node, path, compared = found
+    # How each kind of object is kept
+
+    def _keep(self, node: Any, path: str) -> None:
         if isinstance(node, Tensor):
             self._keep_tensor(node, path)
-        elif isinstance(node, nn.Module):
-            self._keep_items(vars(node))
-            for name, table in vars(node).items():
-                if name in FIXED_NAMES and isinstance(table, dict):
-                    self._keep_items(table)
+        elif _is_array(node):
+            before = self._before[id(node)] = node.copy()
+            self._restores.append(partial(np.copyto, node, before))
         elif isinstance(node, _CONTAINERS):
-            self._keep_items(node)
+            self._keep_items(node, node)
         elif (generator := _generator(node)) is not None:
             self._generators.append(generator)
         elif isinstance(node, Iterator | io.IOBase):
             raise NotChecked(f"it may move {path} on, which cannot be set back.")
-        elif _is_array(node):
-            before = self._copies[id(node)] = node.copy()
-            self._restores.append(partial(sys.modules["numpy"].copyto, node, before))
-        if _is_entered(node):
-            self._keep_items(vars(node))
-        if compared:
-            self._parts.update(_parts_of(node, path))
+        elif isinstance(node, nn.Module) or _is_entered(node):
+            self._keep_items(vars(node), node)
+            for name, table in vars(node).items() if isinstance(node, nn.Module) else ():
+                if name in FIXED_NAMES and isinstance(table, dict):  # of parameters, hooks, ...
+                    self._keep_items(table, table)
 
     def _keep_tensor(self, tensor: Tensor, path: str) -> None:
         """Keeps its values and where they are in memory."""
         if is_lazy(tensor):
             raise NotChecked(f"it would initialize {path}, which cannot be set back.")
-        if tensor.grad_fn is not None:
-            self._graphs.append(tensor.grad_fn)
-        if not _has_values(tensor):
+        self.has_graph |= tensor.grad_fn is not None
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             return
         memory, needs_grad = tensor.detach(), tensor.requires_grad
-        values = self._copies[id(tensor)] = memory.to("cpu", copy=True)
+        values = self._before[id(tensor)] = memory.to("cpu", copy=True)
 
         def restore() -> None:
             if _address(tensor) != _address(memory):
                 tensor.data = memory.data
-            if not _equal(memory, values):
+            if not _is_equal(memory, values):
                 memory.data.copy_(values)  # through `data`: no version counter moves
             if tensor.is_leaf and tensor.requires_grad != needs_grad:
                 tensor.requires_grad_(needs_grad)
 
         self._restores.append(restore)
 
-    def _keep_items(self, node: Any) -> None:
+    def _keep_items(self, items: Any, owner: Any) -> None:
         """Keeps which objects are in a container, not what is in them."""
-        before = list(node.items() if isinstance(node, dict) else node)
+        kind = next(kind for kind in (dict, set, list) if kind is list or isinstance(items, kind))
+        before = self._before[id(owner)] = kind(items)
 
         def restore() -> None:
-            now = list(node.items() if isinstance(node, dict) else node)
-            if isinstance(node, dict):
-                if [(id(k), id(v)) for k, v in now] != [(id(k), id(v)) for k, v in before]:
-                    node.clear()
-                    for key, value in before:  # `update` of a Counter would count
-                        node[key] = value
-            elif list(map(id, now)) != list(map(id, before)):
-                node.clear()
-                node.update(before) if isinstance(node, set) else node.extend(before)
+            if _ids(items) == _ids(before):
+                return
+            items.clear()
+            if kind is dict:
+                for key, value in before.items():  # `update` of a Counter would count
+                    items[key] = value
+            else:
+                items.update(before) if kind is set else items.extend(before)
 
         self._restores.append(restore)
 
@@ -258,16 +256,16 @@ class Snapshot:
         Such as a list of a notebook to which a step appends. What is in them is not entered: it may
         be a data set.
         """
-        modules = [node for node in self._known.values() if isinstance(node, nn.Module)]
-        for function in {f: None for module in modules for f in _functions_of(module)}:
-            outside = [function.__globals__.get(name) for name in function.__code__.co_names]
-            for cell in function.__closure__ or ():
-                with suppress(ValueError):  # an empty cell
-                    outside.append(cell.cell_contents)
-            for value in outside:
-                if isinstance(value, _CONTAINERS) and id(value) not in self._known:
-                    self._known[id(value)] = value
-                    self._keep_items(value)
+        for module in [node for node in self._known if isinstance(node, nn.Module)]:
+            own = [vars(cls).values() for cls in type(module).__mro__ if not _is_library(cls)]
+            hooks = [table.values() for table in hook_tables(module)]
+            for function in {id(f): f for functions in (*own, *hooks) for f in functions}.values():
+                with suppress(TypeError, ValueError):  # no function, or one with an empty cell
+                    outside = inspect.getclosurevars(function)
+                    for value in (*outside.nonlocals.values(), *outside.globals.values()):
+                        if isinstance(value, _CONTAINERS) and id(value) not in self._before:
+                            self._known.append(value)
+                            self._keep_items(value, value)
 
 
 def on_host(node: Any) -> Any:
@@ -282,113 +280,68 @@ def on_host(node: Any) -> Any:
 
 def _held_by(node: Any) -> Iterator[tuple[str, Any]]:
     """The objects that an object holds, each with how Python reaches it from there."""
-    named: list[Any] = []
+    attributes: dict[str, Any] = {}
+    items: Iterable[tuple[Any, Any]] = ()
     if isinstance(node, nn.Module):
-        named += [parameter_table(node), buffer_table(node), child_table(node)]
-        named.append({k: v for k, v in vars(node).items() if k not in FIXED_NAMES})
+        own = {name: value for name, value in vars(node).items() if name not in FIXED_NAMES}
+        attributes = {**parameter_table(node), **buffer_table(node), **child_table(node), **own}
     elif isinstance(node, Optimizer):  # its state changes only where it steps
-        named.append({"param_groups": node.param_groups})
-    elif _is_entered(node):
-        named.append(vars(node))
-    for table in named:
-        yield from ((f".{k}", v) for k, v in table.items() if not isinstance(v, _ATOMS))
-    pairs: Any = ()
-    if isinstance(node, dict):
-        pairs = node.items()
+        attributes = {"param_groups": node.param_groups}
+    elif isinstance(node, dict):
+        items = node.items()
     elif isinstance(node, (*_CONTAINERS, tuple, frozenset)):
-        pairs = enumerate(node)
-    yield from ((f"[{k!r}]", v) for k, v in pairs if not isinstance(v, _ATOMS))
-
-
-def _leaves_of(graphs: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors on which a backward through these graphs accumulates."""
-    waiting, seen = list(graphs), set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if (variable := getattr(node, "variable", None)) is not None:
-                yield variable
-            waiting.extend(after for after, _ in node.next_functions)
+        items = enumerate(node)
+    elif _is_entered(node):
+        attributes = vars(node)
+    yield from ((f".{k}", v) for k, v in attributes.items() if not isinstance(v, _ATOMS))
+    yield from ((f"[{k!r}]", v) for k, v in items if not isinstance(v, _ATOMS))
 
 
 def _is_entered(node: Any) -> bool:
-    """Whether an object's attributes may be a step's: no Trainer, lock, thread or logger.
-
-    A user's subclass of a class of torch or Lightning is entered, such as a data set on self.
-    """
-    if not isinstance(getattr(node, "__dict__", None), dict):
-        return False
+    """Whether an object's attributes may be a step's."""
     if isinstance(node, Tensor | nn.Module | Optimizer):
         return False
-    if isinstance(node, (*_CONTAINERS, LRScheduler, SimpleNamespace, argparse.Namespace)):
-        return True
-    is_standard = any(_package(cls) in _STANDARD for cls in type(node).__mro__[:-1])
-    return _package(type(node)) not in _LIBRARIES and not is_standard
+    has_attributes = isinstance(getattr(node, "__dict__", None), dict)
+    return has_attributes and (isinstance(node, _ENTERED) or not _is_library(type(node)))
 
 
-def _package(cls: type) -> str:
-    return cls.__module__.split(".")[0]
-
-
-def _parts_of(node: Any, path: str) -> Iterator[tuple[tuple[str, str], Any]]:
-    """The items of a container, and an object's attributes, by kind and place.
-
-    Entries of a dict that are kept for each device are left out; and attributes that are containers
-    are: the walk finds them by themselves.
-    """
-    if isinstance(node, dict):
-        keys = [(k, k if isinstance(k, tuple) else (k,)) for k in node]
-        own = [k for k, parts in keys if not any(isinstance(p, torch.device) for p in parts)]
-        yield ("list", path), {k: node[k] for k in own}
-    elif isinstance(node, _CONTAINERS):
-        yield ("list", path), sorted(node, key=repr) if isinstance(node, set) else list(node)
-    if _is_entered(node):
-        for name, value in vars(node).items():
-            if not isinstance(value, _CONTAINERS):
-                yield ("state", f"{path}.{name}"), value
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Whether it is the same object, or a list or dict of the same objects."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
-    are_lists = isinstance(a, list) and isinstance(b, list)
-    return list(map(id, a)) == list(map(id, b)) if are_lists else a is b
-
-
-def _functions_of(module: nn.Module) -> Iterator[FunctionType]:
-    """The functions of a module's class, if it is the user's, and of its hooks."""
-    for cls in type(module).__mro__:
-        if _package(cls) not in _LIBRARIES | _STANDARD:
-            yield from (value for value in vars(cls).values() if isinstance(value, FunctionType))
-    for table in hook_tables(module):
-        hooks = (getattr(hook, "__func__", hook) for hook in table.values())
-        yield from (hook for hook in hooks if isinstance(hook, FunctionType))
+def _is_library(cls: type) -> bool:
+    return cls.__module__.split(".")[0] in _LIBRARIES
 
 
 def _is_array(node: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(node, numpy.ndarray) and node.flags.writeable
+    return isinstance(node, np.ndarray) and node.flags.writeable and node.dtype != object
 
 
-def _has_values(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
+def _ids(items: Any) -> Any:
+    """Which objects are in a container."""
+    if isinstance(items, dict):
+        return [(id(key), id(value)) for key, value in items.items()]
+    return set(map(id, items)) if isinstance(items, set) else list(map(id, items))
+
+
+def _of_no_device(items: Any) -> Any:
+    """Without the entries that a dict keeps for each device."""
+    if not isinstance(items, dict):
+        return items
+    keys = {key: key if isinstance(key, tuple) else (key,) for key in items}
+    own = [k for k, parts in keys.items() if not any(isinstance(p, torch.device) for p in parts)]
+    return {key: items[key] for key in own}
 
 
 def _address(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _equal(tensor: Tensor, values: Tensor) -> bool:
+def _is_equal(now: Any, before: Any) -> bool:
     """Bit by bit, so that a NaN equals itself."""
-    if tensor is values:
-        return True
-    if tensor.shape != values.shape or tensor.dtype != values.dtype:
+    if now.shape != before.shape or now.dtype != before.dtype:
         return False
-    now = tensor.detach().cpu()
-    return torch.equal(now, values) or bool(
-        torch.isclose(now, values, rtol=0, atol=0, equal_nan=True).all()
+    if isinstance(now, np.ndarray):
+        return np.array_equal(now, before)
+    now = now.detach().cpu()
+    return torch.equal(now, before) or bool(
+        torch.isclose(now, before, rtol=0, atol=0, equal_nan=True).all()
     )
 
 
@@ -399,8 +352,8 @@ class _Generator(NamedTuple):
     """How a random generator is read, set back and seeded, and whether it is one of torch."""
 
     get: Callable[[], Any]
-    set: Callable[[Any], Any]
-    seed: Callable[[Any], Any]
+    set: Callable[[Any], object]
+    seed: Callable[[int], object]
     is_torch: bool = False
 
 
@@ -410,34 +363,23 @@ def _generator(node: Any) -> _Generator | None:
         return _Generator(node.get_state, node.set_state, node.manual_seed, True)
     if node is random or isinstance(node, random.Random):
         return _Generator(node.getstate, node.setstate, node.seed)
-    own = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    if own is not None and (node is own or isinstance(node, own.RandomState)):
+    if node is np.random or isinstance(node, np.random.RandomState):
         return _Generator(node.get_state, node.set_state, node.seed)
-    if own is not None and isinstance(node, own.Generator):
-        bits = node.bit_generator
+    if isinstance(node, np.random.Generator):
+        bits: Any = node.bit_generator
         write = partial(setattr, bits, "state")
         return _Generator(lambda: bits.state, write, lambda seed: write(type(bits)(seed).state))
     return None
 
 
-def _process_generators(devices: Iterable[torch.device]) -> Iterator[_Generator]:
-    for node in (random, torch.default_generator, getattr(sys.modules.get("numpy"), "random", 0)):
-        if (generator := _generator(node)) is not None:
-            yield generator
-    for device in devices:  # no others: a seed would initialize them
-        module: Any = torch.get_device_module(device)
-        if device.type == "mps":  # there it is the only one
-            yield _Generator(module.get_rng_state, module.set_rng_state, module.manual_seed, True)
-        else:
-            write = partial(_call_with, module.set_rng_state, device)
-            seed = partial(_seed, module, device)
-            yield _Generator(partial(module.get_rng_state, device), write, seed, True)
+def _generator_of_device(device: torch.device) -> _Generator:
+    module: Any = torch.get_device_module(device)
+    at = () if device.type == "mps" else (device,)  # of mps there is only one
 
+    def write(state: Tensor) -> None:
+        module.set_rng_state(state, *at)
 
-def _call_with(write: Callable[..., Any], device: torch.device, state: Any) -> None:
-    write(state, device)
+    def seed(number: int) -> None:
+        write(torch.Generator(device).manual_seed(number).get_state())
 
-
-def _seed(module: Any, device: torch.device, number: int) -> None:
-    with module.device(device):
-        module.manual_seed(number)
+    return _Generator(partial(module.get_rng_state, *at), write, seed, True)

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -19,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.apply import is_synced
-from lightning_dp.parallel.check.compare import Key, Outcome, distance, rounding
-from lightning_dp.parallel.check.draws import OneNumberPerDraw
+from lightning_dp.parallel.check.compare import Key, Outcome, rounding
 from lightning_dp.parallel.check.snapshot import Snapshot, on_host
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.split import Sizes
-from lightning_dp.parallel.torch_private import BATCH_NORMS, backwards_go_to
+from lightning_dp.parallel.torch_private import BATCH_NORMS, TorchDispatchMode, backwards_go_to
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DROPOUTS = (
@@ -34,34 +32,17 @@ _DROPOUTS = (
 )
 
 
-class Program:
-    """The program around a module: what a call may change or report beside its output.
-
-    Attributes:
-        containers: containers, optimizers and schedulers that a call may change.
-    """
-
-    containers: Sequence[Any] = ()
-
-    def recording(self) -> AbstractContextManager[dict[Key, Any]]:
-        """Records what the call reports elsewhere than in its output; filled when it ends."""
-        return contextlib.nullcontext({})
-
-    def compares(self, module: nn.Module) -> bool:
-        """Whether `recording` holds the state of this module, so that no other has to compare."""
-        return False
-
-
 class Call(ABC):
-    """What is checked: one call of a module with a small batch.
+    """What is checked: one call of a module with a small batch, and the program around it.
 
     Attributes:
         module: the user's module, on the root device.
         engine: an engine of the check's own, whose replicas run one after another.
         sizes: how many of the batch's samples each device gets.
+        others: containers, optimizers and schedulers outside of the module that it may change.
+        compared_elsewhere: modules inside of it whose state `recording` holds.
         loss_scale: by which a loss is multiplied before its backward, so that small gradients of
             float16 do not become 0.
-        program: the program around the module.
         reports_loss: whether the loss is the user's own, and not made by the check.
         counts_items: whether the call says over how many items its loss is a mean.
     """
@@ -69,10 +50,11 @@ class Call(ABC):
     module: nn.Module
     engine: Engine
     sizes: Sizes
+    others: Sequence[Any] = ()
+    compared_elsewhere: Sequence[nn.Module] = ()
     loss_scale: float = 1.0
     reports_loss: bool = True
     counts_items: bool = False
-    program = Program()
 
     @abstractmethod
     def alone(self, shard: int | None) -> Any:
@@ -86,48 +68,23 @@ class Call(ABC):
     def parse(self, output: Any) -> tuple[Tensor | None, Any]:
         """The loss whose gradients are compared, if there is one, and everything else."""
 
+    def recording(self) -> AbstractContextManager[dict[Key, Any]]:
+        """Records what a call reports elsewhere than in its output; filled when it ends."""
+        return contextlib.nullcontext({})
+
     def during_backward(self) -> AbstractContextManager[None]:
         """What surrounds a split call and its backward."""
         return contextlib.nullcontext()
 
-    def transferred(self, shard: int | None) -> Any:
-        """The small batch or a shard of it on the root, after the user's batch-transfer hooks.
-
-        None if there are no such hooks.
-        """
-        return None
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """The conditions of one run of the call. Dropout layers are always switched off.
-
-    Attributes:
-        norms_off: batch norm uses its running statistics.
-        one_number_per_draw: each random operation draws one number for all elements.
-        seed: of the random generators.
-        python_seed: of those of Python and NumPy, if different.
-        shard: which shard a call alone gets; None for the whole small batch.
-        perturbed: if not 0, parameters are moved by rounding errors that follow from this.
-    """
-
-    norms_off: bool = False
-    one_number_per_draw: bool = False
-    seed: int = 0
-    python_seed: int | None = None
-    shard: int | None = None
-    perturbed: int = 0
-
 
 class Trial:
-    """Runs a call alone and split, each time from the same state.
+    """Runs a call alone and split, each time from the same state, with dropout layers off.
 
     Attributes:
         active: the shards that have samples.
         eps: the relative rounding error of the call.
         norms: layers that keep statistics of the batch, which are a shard's on a replica, by name.
-        parameters: the names of all parameters.
-        draws: the random operations of the latest run.
+        draws: the random operations of the latest run with constant draws.
         python_state: where random generators of Python and NumPy were after the latest call alone.
     """
 
@@ -139,57 +96,49 @@ class Trial:
         layers = list(call.module.named_modules())
         self.norms = {name: layer for name, layer in layers if _normalizes(layer)}
         self._dropouts = [layer for _, layer in layers if _drops(layer)]
-        self.parameters = frozenset(name for name, _ in call.module.named_parameters())
-        self.draws, self.python_state = OneNumberPerDraw(), b""
+        self.draws, self.python_state = ConstantDraws(), ""
         devices = [*call.engine.devices, call.engine.output_device]
-        containers, compares = call.program.containers, call.program.compares
-        self._snapshot = Snapshot(call.module, devices, containers, compares)
+        self._snapshot = Snapshot(call.module, devices, call.others, call.compared_elsewhere)
 
-    def alone(self, conditions: Conditions = Conditions()) -> Outcome:
-        """The call on the root."""
+    def alone(
+        self, *, shard: int | None = None, perturbed: int = 0, seed: int = 0, **options: bool
+    ) -> Outcome:
+        """The call on the root.
+
+        Args:
+            shard: which shard it gets; None for the whole small batch.
+            perturbed: if not 0, parameters are moved by rounding errors that follow from this.
+            seed: of the random generators.
+            options: `norms_off` and `constant_draws`, see `_run`.
+        """
 
         def call() -> Any:
-            if conditions.perturbed:
-                self._snapshot.perturb(self.eps, conditions.perturbed)
-            return self.call.alone(conditions.shard)
+            if perturbed:
+                self._snapshot.perturb(self.eps, perturbed)
+            output = self.call.alone(shard)
+            self.python_state = self._snapshot.python_state()
+            return output
 
-        return self._run(call, conditions, contextlib.nullcontext())
+        return self._run(call, seed, contextlib.nullcontext(), **options)
 
-    def split(self, conditions: Conditions = Conditions()) -> Outcome:
+    def split(self, **options: bool) -> Outcome:
         """The call split over the devices."""
         engine, sizes = self.call.engine, self.call.sizes
 
         def call() -> Any:
             # Each replica starts with the generators as the root alone does.
-            engine.before_replica = lambda: self._snapshot.reseed(conditions.seed)
+            engine.before_replica = lambda: self._snapshot.reseed(0)
             engine.resync()
             output = self.call.split()
             if engine.last_sizes != sizes:
                 raise RuntimeError(f"expected the samples split as {sizes}: {engine.last_sizes}.")
             return output
 
-        return self._run(call, conditions, self.call.during_backward())
+        return self._run(call, 0, self.call.during_backward(), **options)
 
-    def mixes_in_transfer(self) -> bool:
-        """Whether batch-transfer hooks give a sample other values if the rest is missing."""
-        whole = self._transferred(None)
-        if whole is None:
-            return False
-        parts = self.call.engine.cut(whole, self.call.sizes)
-        return any(distance(parts[k], self._transferred(k), self.eps) for k in self.active)
-
-    def _transferred(self, shard: int | None) -> Any:
-        try:
-            self._snapshot.reseed(0)
-            return on_host(self.call.transferred(shard))
-        finally:
-            self._snapshot.restore()
-
-    def computes_in(self, dtypes: Iterable[torch.dtype]) -> bool:
-        """Takes note of dtypes; returns whether one has fewer digits than those known."""
-        before = self.eps
-        self.eps = max(before, rounding(dtypes, self.call.engine.devices[0].type))
-        return self.eps > before
+    def computes_in(self, dtypes: Iterable[torch.dtype]) -> None:
+        """Takes note of dtypes, as those of autocast: some may have fewer digits."""
+        self.eps = max(self.eps, rounding(dtypes, self.call.engine.devices[0].type))
 
     def end(self) -> None:
         """Leaves everything as it was before the trial."""
@@ -199,26 +148,35 @@ class Trial:
             self.call.engine.before_replica = None  # it refers to this trial: a cycle
 
     def _run(
-        self, make: Callable[[], Any], conditions: Conditions, around: AbstractContextManager[None]
+        self,
+        make: Callable[[], Any],
+        seed: int,
+        around: AbstractContextManager[None],
+        norms_off: bool = False,
+        constant_draws: bool = False,
     ) -> Outcome:
+        """Makes a call and its backward.
+
+        With `norms_off`, batch norm uses its running statistics; `constant_draws` see there.
+        """
         call, snapshot = self.call, self._snapshot
-        self.draws = OneNumberPerDraw()
-        off = [*self._dropouts, *(self.norms.values() if conditions.norms_off else ())]
         try:
-            snapshot.reseed(conditions.seed, conditions.python_seed)
-            for layer in off:
-                _turn_off(layer)
+            snapshot.reseed(seed)
+            for layer in (*self._dropouts, *(self.norms.values() if norms_off else ())):
+                if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
+                    layer.dropout = 0.0
+                else:
+                    layer.training = False
             with ExitStack() as stack:
-                if conditions.one_number_per_draw:
-                    stack.enter_context(self.draws)
+                if constant_draws:
+                    self.draws = stack.enter_context(ConstantDraws())
                 stack.enter_context(around)
-                values = stack.enter_context(call.program.recording())
+                values = stack.enter_context(call.recording())
                 loss, rest = call.parse(make())
                 if loss is not None and loss.requires_grad:
                     # Not the step's: a handler would wait for those of other processes.
                     with backwards_go_to(None):
                         (loss * call.loss_scale).backward(retain_graph=snapshot.has_graph)
-            self.python_state = snapshot.python_state()
             return Outcome({**values, **self._values(loss, rest)})
         finally:
             snapshot.restore()
@@ -229,9 +187,8 @@ class Trial:
         values: dict[Key, Any] = {}
         if loss is not None and self.call.reports_loss:
             values[Key("loss")] = float(loss.detach())
-        if rest is not None:
-            for path, leaf in tree.places(rest):
-                values[Key("output", tree.name(path, ""))] = on_host(leaf)
+        for path, leaf in () if rest is None else tree.places(rest):
+            values[Key("output", tree.name(path, ""))] = on_host(leaf)
         norms = tuple(f"{name}." if name else "" for name in self.norms)
         for (kind, name), value in self._snapshot.changes().items():
             if not (kind == "buffer" and name.startswith(norms)):
@@ -258,11 +215,66 @@ def _drops(layer: nn.Module) -> bool:
     return isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0
 
 
-def _turn_off(layer: nn.Module) -> None:
-    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
-        layer.dropout = 0.0
-    else:
-        layer.training = False
+class ConstantDraws(TorchDispatchMode):
+    """Has the k-th random operation of a call give one number, which depends on k alone.
+
+    A step that adds noise to each sample draws n numbers for n samples: a shard cannot draw those
+    of the whole batch. With constant draws both compute the same, and what still differs is not
+    chance. Bernoulli draws are 1, since 0 would hide all that samples contribute. `randperm`
+    returns n-1 ... 0: a step that mixes samples mixes other pairs in a shard than in the whole
+    batch, and the check sees that.
+
+    Attributes:
+        names: of the random operations that ran.
+        dtypes: in which floating point numbers were computed.
+        uncontrolled: whether one of them stayed random (a multinomial, dropout in a fused kernel).
+    """
+
+    _FILLED = frozenset(
+        (
+            *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal"),
+            *(
+                "normal_",
+                "uniform_",
+                "exponential_",
+                "random_",
+                "log_normal_",
+                "cauchy_",
+                "geometric_",
+            ),
+        )
+    )
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.names: list[str] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.uncontrolled = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs one operation."""
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            name = str(func.overloadpacket).removeprefix("aten.")
+            self.names.append(name)
+            given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
+            if name in self._FILLED:
+                lowest = given.get("low", given.get("from", 0)) or 0
+                spread = (len(self.names) * 0.618) % 0.8 + 0.1
+                result.fill_(lowest + spread * result.is_floating_point())
+            elif name in ("bernoulli", "bernoulli_"):
+                result.fill_(1)
+            elif name == "randperm":
+                result.copy_(result.sort(descending=True).values)
+            elif name == "native_dropout" and given["p"] < 1:  # of accelerators
+                result[0].copy_(given["input"] / (1 - given["p"]))
+            else:
+                self.uncontrolled = True
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.dtypes.add(result.dtype)
+        return result
 
 
 _checking: ContextVar[bool] = ContextVar("checking", default=False)
@@ -281,7 +293,7 @@ def muted() -> Iterator[None]:
     """
     thread = threading.current_thread()
     patched: Any = logging.Logger
-    streams, handle = (sys.stdout, sys.stderr), patched.handle
+    handle = patched.handle
 
     def is_held_back() -> bool:
         current = threading.current_thread()
@@ -292,29 +304,27 @@ def muted() -> Iterator[None]:
         if is_own or not is_held_back():
             handle(logger, record)
 
+    class OfOtherThreads:
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        def write(self, text: str) -> int:
+            return len(text) if is_held_back() else int(self._stream.write(text))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._stream, name)
+
     token = _checking.set(True)
+    patched.handle = handle_others
+    out, err = OfOtherThreads(sys.stdout), OfOtherThreads(sys.stderr)
     try:
-        with warnings.catch_warnings():
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             warnings.simplefilter("ignore")
-            sys.stdout, sys.stderr = [_OtherThreads(stream, is_held_back) for stream in streams]
-            patched.handle = handle_others
             yield
     finally:
         patched.handle = handle
-        sys.stdout, sys.stderr = streams
         _checking.reset(token)
-
-
-class _OtherThreads:
-    """A stream that drops what some threads write."""
-
-    def __init__(self, stream: Any, is_held_back: Callable[[], bool]) -> None:
-        self._stream, self._is_held_back = stream, is_held_back
-
-    def write(self, text: str) -> int:
-        """Writes what other threads write."""
-        return len(text) if self._is_held_back() else int(self._stream.write(text))
-
-    def __getattr__(self, name: str) -> Any:
-        """All else is the stream's."""
-        return getattr(self._stream, name)

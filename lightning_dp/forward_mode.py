@@ -16,7 +16,8 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lightning_dp.lightning_private import own_device
-from lightning_dp.metrics import HostRecorder, StepRecorder, is_metric
+from lightning_dp.metrics import StepRecorder, is_metric
+from lightning_dp.metrics.ranks import HostRecorder
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.forward import ForwardParallel
@@ -200,10 +201,10 @@ def _around_call(
     module: LightningModule,
     device: torch.device,
     replicas: Replicas,
-    _: str,
+    name: str,
     shards: Shards,
     is_rerun: bool,
 ) -> Iterator[None]:
     """Joins what replicas log and measure in a spread call, as step mode does for a step."""
-    with recorder.around(replicas, shards, is_rerun), _at(module, device):
+    with recorder.around(replicas, name, shards, is_rerun), _at(module, device):
         yield

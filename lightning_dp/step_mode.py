@@ -16,8 +16,7 @@ from lightning_dp.metrics import StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.gather import give_back_added
 from lightning_dp.parallel.reduce import NoLossError
-from lightning_dp.parallel.replicate import Replicas, layers_in
-from lightning_dp.parallel.scatter import Shards
+from lightning_dp.parallel.replicate import layers_in
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ class StepMode(Mode):
             output_device=output_device,
             world=world,
             rules=recorder,
-            context=partial(_recording, recorder),
+            context=recorder.around,
             **options,
         )
         self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
@@ -101,17 +100,6 @@ class StepMode(Mode):
         if call is None:
             raise error
         self.engine.rerun(call, self._batch, context, error)
-
-
-def _recording(
-    recorder: StepRecorder, replicas: Replicas, _: str, shards: Shards, is_rerun: bool
-) -> AbstractContextManager[None]:
-    """Records what replicas log and measure, and replays it once after the step.
-
-    A function, not a method of the mode: the engine would refer to the mode, a cycle that keeps
-    replicas alive until the garbage collector finds it.
-    """
-    return recorder.around(replicas, shards, is_rerun)
 
 
 def _refuse(module: LightningModule, output: Any) -> None:

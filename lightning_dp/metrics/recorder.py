@@ -3,55 +3,43 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate, chain, pairwise
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from lightning_dp.lightning_private import own_device
-from lightning_dp.metrics.logged_values import (
-    LogCall,
-    MetricAt,
-    Source,
-    as_number,
-    check_keys,
-    logging_for_all,
-    merged_log,
-    option_names,
-    without_sync,
-)
-from lightning_dp.metrics.replay import Batch, Row, aligned, joined_arguments, replay
-from lightning_dp.metrics.replica_metrics import (
+from lightning_dp.metrics.logged_values import LogCall, MetricAt, as_number, check_keys, merged_log
+from lightning_dp.metrics.replica import (
     Call,
     MetricCall,
+    RecordedMetric,
     Recording,
     ReplicaRecord,
-    all_in,
     is_metric,
+    metrics_in,
     names_of_metric,
     never,
     state_of_metric,
 )
-from lightning_dp.parallel.comm import to_device_coalesced
-from lightning_dp.parallel.contexts import StandIn, replaced
+from lightning_dp.parallel.contexts import StandIn
 from lightning_dp.parallel.devices import replica_names, replica_text
 from lightning_dp.parallel.errors import add_note
-from lightning_dp.parallel.gather import RowRules
-from lightning_dp.parallel.replicate import ModuleStructure, ReplicaRules, Replicas
+from lightning_dp.parallel.replicate import ReplicaRules, Replicas
 from lightning_dp.parallel.scatter import Shards, tree
 from lightning_dp.parallel.split import Order
-from lightning_dp.state import ModuleState, OwnOptimizers
+from lightning_dp.state import ModuleState
 
 if TYPE_CHECKING:
-    from lightning_dp.parallel.processes import Losses, World
+    from lightning_dp.metrics.ranks import HostRecorder
+    from lightning_dp.parallel.processes import World
 
 
-class _Records(NamedTuple):
+class Records(NamedTuple):
     """The calls of replicas, with the sizes, the places in the batch and the names of these."""
 
     calls: Sequence[Sequence[Call]]
@@ -89,15 +77,16 @@ class StepRecorder(ReplicaRules):
         self.world, self._host = (world if host is None else host.world), host
         names = replica_names(devices, None if self.world is None else self.world.rank)
         self._names = [replica_text(k, names) for k in range(len(names))]
-        self._call: Call | None = None  # that is being replayed
         self._varying: set[str] = set()  # logged names whose batch_size differs between shards
         self._warned: set[int] = set()  # metrics that only some replicas have updated
-        self._crosses = any(device != output_device for device in devices)
-        leaving = self._devices if output_device.type == "cpu" else []
-        options = option_names(type(module).log)
-        self._records = [ReplicaRecord(options, device, leaving) for device in devices]
+        leaving = {*self._devices} if output_device.type == "cpu" else set[torch.device]()
+        leaving.discard(output_device)
+        self._records = [ReplicaRecord(device, leaving) for device in devices]
         self._submodules: list[list[nn.Module]] = []
+        self._metrics: list[RecordedMetric] = []  # the root's
         self._state = ModuleState(output_device, names_of_metric)
+
+    # How metrics are replicated
 
     def is_apart(self, module: nn.Module) -> bool:
         """Metrics are replicated wherever they are kept."""
@@ -111,206 +100,175 @@ class StepRecorder(ReplicaRules):
     def own_attributes(
         self, module: nn.Module, twin: nn.Module, k: int, device: torch.device
     ) -> dict[str, Any]:
-        """`self.device`, `log` and `optimizers` of a replica, and the state of a metric."""
+        """A replica's `self.device` and `self.log`; a metric's state, and the recorder of it."""
         own: dict[str, Any] = {**own_device(module, device), **state_of_metric(module, device)}
         if module is self._module:
             own["log"] = StandIn(twin, "log", self._records[k].log)
-            own["optimizers"] = StandIn(twin, "optimizers", OwnOptimizers(module, twin))
+        elif is_metric(module):
+            own |= RecordedMetric(self._records[k], twin).methods
         return own
 
+    # A step
+
     @contextmanager
-    def around(self, replicas: Replicas, shards: Shards, is_rerun: bool = False) -> Iterator[None]:
+    def around(
+        self, replicas: Replicas, name: str, shards: Shards, is_rerun: bool = False
+    ) -> Iterator[None]:
         """Records while the replicas run; if all went well, replays.
 
         A rerun has replayed before. It, and a step that ran out of memory and will run again, leave
         the module as it was.
         """
-        self._follow(replicas.submodules)
-        self._clear()
+        self.follow(replicas.submodules)
+        self._state.begin(replicas, shards.active)
         try:
-            self._state.begin(replicas, shards.active)
-            with self._recording(shards.active):
-                yield
-            if is_rerun:
+            try:
+                with self.recording():
+                    yield
+                if is_rerun:
+                    self._state.undo()
+                    return
+                is_idle = self.world is not None and self.world.is_idle
+                self._state.settle(replicas, shards, keeps_items=not is_idle)
+            except torch.OutOfMemoryError:
                 self._state.undo()
-                return
-            is_idle = self.world is not None and self.world.is_idle
-            self._state.settle(replicas, shards, keeps_items=not is_idle)
-        except torch.OutOfMemoryError:
-            self._state.undo()
-            raise
-        try:
-            self._replay(shards)
-        except torch.OutOfMemoryError as error:  # what was logged cannot be taken back
-            raise RuntimeError(
-                f"{self._place()}: expected room for the values of the whole batch, got: {error} "
-                "Make the batch smaller."
-            ) from error
-        self._clear()
+                raise
+            try:
+                self.replay(shards)
+            except torch.OutOfMemoryError as error:  # what was logged cannot be taken back
+                raise RuntimeError(
+                    "After the step: expected room for what it logs and measures of the whole "
+                    f"batch, got: {error} Make the batch smaller."
+                ) from error
+        finally:
+            for record in self._records:
+                record.clear()
 
-    def _follow(self, submodules: list[list[nn.Module]]) -> None:
+    def follow(self, submodules: list[list[nn.Module]]) -> None:
         """Finds the metrics of all replicas, if these are others than before."""
         if submodules is not self._submodules:
             self._submodules = submodules
             for record, own in zip(self._records, submodules, strict=True):
                 record.follow(own)
+            first = self._records[0]
+            self._metrics = [RecordedMetric(first, m) for m in submodules[0] if is_metric(m)]
 
-    @contextmanager
-    def _recording(self, active: Sequence[int]) -> Iterator[Recording]:
+    def recording(self) -> Recording:
         """Replica 0 is the user's module: it records only while the step lasts."""
-        recording = Recording(self._module, self._records[0], [self._records[k] for k in active])
-        try:
-            with recording:
-                yield recording
-        finally:
-            recording.retire()
+        return Recording(self._module, self._records[0], self._metrics)
 
-    def _clear(self) -> None:
-        for record in self._records:
-            record.clear()
-
-    def _replay(self, shards: Shards) -> None:
+    def replay(self, shards: Shards) -> None:
         """Makes the merged calls, in the order of the first replica."""
-        self._call = None
-        records = self._brought([self._records[k].calls for k in shards.active])
+        calls = [self._records[k].calls for k in shards.active]
+        if self.world is None and not any(calls):
+            return
         names = [f"{self._names[k]} ({shards.sizes[k]} samples)" for k in shards.active]
-        found = _Records(records, shards.active_sizes, shards.active_order, names)
+        found = Records(calls, shards.active_sizes, shards.active_order, names)
         logging: AbstractContextManager[None] = nullcontext()
         if self.world is not None and self._host is None:
-            found = self._of_all_ranks(found, shards.losses, self.world)
-            logging = logging_for_all(self._module, sum(found.sizes))
-        batch = Batch(found.sizes, found.order, shards.row_rules.dim)
-        modules: Sequence[Any] = self._submodules[0]
-        returned: dict[int, list[Any]] = {}  # what `forward` has returned for the whole batch
-        self._warn_of_missing(found)
+            from lightning_dp.metrics import ranks
+
+            found = ranks.of_all_ranks(found, shards.losses, self.world)
+            logging = ranks.logging_for_all(self._module, sum(found.sizes))
         with logging:
-            for row in aligned(found.calls, batch, modules):
-                self._make(row, batch, found.replicas, returned)
+            self._make(found, shards.row_rules.dim)
 
-    def _make(
-        self, row: Row, batch: Batch, replicas: list[str], returned: dict[int, list[Any]]
+    def _make(self, found: Records, dim: int) -> None:
+        """Makes the calls: those of metrics, and then those of `self.log`, which may log these."""
+        measured: dict[int, list[list[MetricCall]]] = {}
+        logged: dict[tuple[str, int], dict[int, LogCall]] = {}  # the n-th calls of all replicas
+        for k, calls in enumerate(found.calls):
+            counts: dict[str, int] = {}
+            for call in calls:
+                if isinstance(call, LogCall):
+                    n = counts[call.name] = counts.get(call.name, -1) + 1
+                    logged.setdefault((call.name, n), {})[k] = call
+                else:
+                    measured.setdefault(call.metric, [[] for _ in found.calls])[k].append(call)
+        returned = {n: self._measure(n, calls, found, dim) for n, calls in measured.items()}
+        for row in logged.values():
+            self._log(row, found, returned)
+
+    def _log(
+        self, row: Mapping[int, LogCall], found: Records, returned: Mapping[int, list[Any]]
     ) -> None:
-        """Makes one call of several replicas."""
-        calls: list[Any] = list(row.values())
-        first, present = calls[0], batch.of(row)
-        self._call = first
-        if isinstance(first, LogCall):
-            if len(row) < len(replicas):
-                check_keys(first.name, row, replicas)
-            merged = merged_log(calls, present.sizes, self._output_device, self._varying)
-            self._log(_with_value_of_batch(merged, calls, returned, self._output_device))
-            return
-        metric: Any = self._submodules[0][first.metric]
+        """Makes one call of `self.log` for all replicas."""
+        calls = list(row.values())
+        if len(row) < len(found.replicas):
+            check_keys(calls[0].name, row, found.replicas)
+        merged = merged_log(calls, found.sizes, self._output_device, self._varying)
+        if merged.source is not None:
+            merged = _with_value_of_batch(merged, calls, returned, self._output_device)
         if self._host is not None:
-            joined = joined_arguments(calls, present, metric)
-            one = [] if joined is None else [first._replace(args=joined[0], kwargs=joined[1])]
-            self._host.calls.extend([first] if first.method == "reset" else one or calls)
+            self._host.calls.append(merged._replace(source=None))
             return
-        if self.world is not None and first.method != "reset":
-            for member in all_in(metric):
-                if isinstance(member, Metric):
-                    member.distributed_available_fn = never
-        try:
-            value = replay(calls, present, metric)
-        except Exception as error:
-            add_note(error, f"[in {self._place()}, for the batch of all replicas]")
-            raise
-        if first.method == "forward" and len(row) == len(replicas):
-            returned.setdefault(first.metric, []).append(value)
+        value = merged.value
+        if isinstance(value, MetricAt):
+            value = self._submodules[0][value.number]
+        self._module.log(merged.name, value, **merged.options)
 
-    def _place(self) -> str:
-        """Names the call that is being made."""
-        if isinstance(self._call, MetricCall):
-            return f"{self._call.method} of {self._described(self._call.metric)}"
-        return f"self.log({self._call.name!r})" if self._call else "After the step"
+    def _measure(
+        self, number: int, calls: Sequence[Sequence[MetricCall]], found: Records, dim: int
+    ) -> list[Any]:
+        """Makes the replicas' calls of a metric; returns what `forward` has for the whole batch."""
+        from lightning_dp.metrics.replay import Batch, joined_calls, replay
+
+        metric: Any = self._submodules[0][number]
+        self._warn_of_missing(number, calls, found.replicas)
+        joined = joined_calls(calls, Batch(found.sizes, found.order, dim), metric)
+        if self._host is not None:
+            self._host.calls.extend(chain.from_iterable(joined))
+            return []
+        for member in metrics_in(metric) if self.world is not None else ():
+            member.distributed_available_fn = never
+        returned = []
+        for own in joined:
+            try:
+                value = replay(own, metric)
+            except Exception as error:
+                where = f"{own[0].method} of {self._described(number)}"
+                add_note(error, f"[in {where}, for the batch of all replicas]")
+                raise
+            returned.extend([value] * (own[0].method == "forward"))
+        # Of calls for a sample at a time no value is the batch's.
+        return returned if len(joined) == max(map(len, calls)) else []
+
+    def _warn_of_missing(
+        self, number: int, calls: Sequence[Sequence[MetricCall]], replicas: Sequence[str]
+    ) -> None:
+        """Names a metric, once, that some replicas have updated and others have not."""
+        have = [any(call.method != "reset" for call in own) for own in calls]
+        if number in self._warned or len(set(have)) < 2:
+            return
+        self._warned.add(number)
+        names = {
+            did: ", ".join(name for name, own in zip(replicas, have, strict=True) if own == did)
+            for did in (True, False)
+        }
+        warnings.warn(
+            f"{self._described(number)}: a step has updated it on {names[True]}, but not on "
+            f"{names[False]}, whose samples it does not see. If the step leaves it out for small "
+            "batches (if len(x) > 1), have it updated always: it gets the whole batch.",
+            stacklevel=2,
+        )
 
     def _described(self, number: int) -> str:
         metric = self._submodules[0][number]
         path = next((name for name, own in self._module.named_modules() if own is metric), "")
         return f"the metric {path} ({type(metric).__qualname__})"
 
-    def _warn_of_missing(self, found: _Records) -> None:
-        """Names a metric, once, that some replicas have updated and others have not."""
-        called: list[set[int]] = [
-            {c.metric for c in r if isinstance(c, MetricCall) and c.method != "reset"}
-            for r in found.calls
-        ]
-        for number in set[int]().union(*called) - set[int].intersection(*called) - self._warned:
-            self._warned.add(number)
-            names = [
-                name for name, own in zip(found.replicas, called, strict=True) if number in own
-            ]
-            others = [name for name in found.replicas if name not in names]
-            warnings.warn(
-                f"{self._described(number)}: a step has updated it on "
-                f"{', '.join(names)}, but not on {', '.join(others)}, whose samples it does not "
-                "see. If the step leaves it out for small batches (if len(x) > 1), have it updated "
-                "always: it gets the whole batch.",
-                stacklevel=2,
-            )
-
-    def _log(self, call: LogCall) -> None:
-        if self._host is not None:
-            self._host.calls.append(call._replace(source=None))
-            return
-        if isinstance(call.value, Exception):
-            raise call.value
-        value = call.value
-        if isinstance(value, MetricAt):
-            value = self._submodules[0][value.number]
-        self._module.log(call.name, value, **call.options)
-
-    def _brought(self, records: list[list[Call]]) -> list[list[Call]]:
-        """Brings logged tensors to the output device; from each other one in one copy.
-
-        Nothing waits for these copies that does not wait for the loss: all replicas' are summed,
-        and every backward begins with a gradient from where the sum is.
-        """
-        device = self._output_device
-        away: list[tuple[list[Call], int, LogCall]] = []
-        if self._crosses:
-            records = list(map(list, records))
-            for own in records:
-                for i, call in enumerate(own):
-                    if isinstance(call, LogCall) and isinstance(call.value, Tensor):
-                        away.extend([(own, i, call)] * (call.value.device != device))
-        if away:
-            values = to_device_coalesced([call.value for *_, call in away], device)
-            for (own, i, call), value in zip(away, values, strict=True):
-                own[i] = call._replace(value=value)
-        return records
-
-    def _of_all_ranks(self, own: _Records, losses: Sequence[Losses], world: World) -> _Records:
-        """What the replicas of all ranks recorded, in the order of the batch.
-
-        Every rank takes part in every step: no other rank knows whether it has recorded anything.
-        The losses of the step travel with the records.
-        """
-        from lightning_dp.parallel.processes import check_together
-
-        calls = [[without_sync(c) if isinstance(c, LogCall) else c for c in r] for r in own.calls]
-        own = own._replace(calls=calls)
-        sent = None if world.is_idle else own
-        gathered = world.gather((sent, [loss.own for loss in losses]))
-        check_together(gathered)
-        for own_losses, *of_all in zip(losses, *[along for _, along in gathered], strict=True):
-            own_losses.of_all = of_all
-        parts = [part for part, _ in gathered]
-        parts[world.rank] = sent  # values may have a graph
-        return _concatenated([part for part in parts if part is not None])
-
 
 def _with_value_of_batch(
     merged: LogCall,
     calls: Sequence[LogCall],
-    returned: dict[int, list[Any]],
+    returned: Mapping[int, list[Any]],
     device: torch.device,
 ) -> LogCall:
     """Where replicas log what a metric has returned: what it has returned for the whole batch.
 
     Not where they log values of other calls, or where it was called for a sample at a time.
     """
-    source: Source | None = merged.source
+    source = merged.source
     if source is None or any(call.source != source for call in calls):
         return merged
     values = returned.get(source.metric, [])[source.call : source.call + 1]
@@ -319,84 +277,3 @@ def _with_value_of_batch(
         return merged
     is_number = isinstance(leaves[0], Tensor)
     return merged._replace(value=as_number(leaves[0], device) if is_number else leaves[0])
-
-
-def _concatenated(parts: Sequence[_Records]) -> _Records:
-    order: list[Sequence[int]] = []
-    begin = 0
-    for part in parts:
-        starts = list(accumulate(part.sizes, initial=0))
-        in_turn = [range(a, b) for a, b in pairwise(starts)]
-        order += [[begin + i for i in places] for places in part.order or in_turn]
-        begin += starts[-1]
-    return _Records(
-        [calls for part in parts for calls in part.calls],
-        [size for part in parts for size in part.sizes],
-        order if any(part.order is not None for part in parts) else None,
-        [name for part in parts for name in part.replicas],
-    )
-
-
-class HostRecorder(StepRecorder):
-    """Forward mode in several processes: records a step that every process runs once.
-
-    At the end of the step the ranks exchange their records, once: they may spread different numbers
-    of calls.
-    """
-
-    def __init__(self, module: LightningModule, device: torch.device, world: World) -> None:
-        super().__init__(module, [device], device, world)
-        self.world: World = world
-        self._structure: ModuleStructure | None = None
-        self._active: Recording | None = None
-
-    @property
-    def calls(self) -> list[Call]:
-        """What the step has recorded so far."""
-        return self._records[0].calls
-
-    @contextmanager
-    def around_step(self, samples: int, dim: int) -> Iterator[None]:
-        """Records a step with so many samples, and replays what all ranks have recorded."""
-        with self._whole_step():
-            yield
-        self._replay(Shards((samples,), [None], row_rules=RowRules(dim)))
-        self._clear()
-
-    @contextmanager
-    def around_backward(self) -> Iterator[None]:
-        """A backward after the step, whose checkpoints call the module again, records nothing."""
-        if self._active is not None:  # the step itself calls it
-            yield
-            return
-        with self._whole_step():
-            yield
-        if self.calls:
-            call = self.calls[0]
-            what = f"self.log({call.name!r})" if isinstance(call, LogCall) else "a metric's call"
-            raise RuntimeError(
-                "Expected a backward that logs and measures nothing, as it is not exchanged "
-                f"between processes, got {what}: a checkpoint calls the module again. Log and "
-                "measure in the step, outside of what is checkpointed."
-            )
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While it lasts, nothing stands on the module: replicas follow its attributes."""
-        active = self._active
-        if active is not None:
-            active.end()
-        try:
-            yield
-        finally:
-            if active is not None:
-                active.begin()
-
-    @contextmanager
-    def _whole_step(self) -> Iterator[None]:
-        self._clear()
-        if self._structure is None or self._structure.has_changed():
-            self._structure = ModuleStructure(self._module, self)
-            self._follow([self._structure.modules])
-        with self._recording([0]) as recording, replaced(self, _active=recording):
-            yield

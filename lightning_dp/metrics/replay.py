@@ -1,31 +1,28 @@
 """Recorded calls of a metric, made once on the user's own metric with the whole batch.
 
 The arguments of all replicas are joined in shard order: it is the very call that one device would
-have made. Where they cannot be joined, the calls are made one after another in shard order.
+have made. Where they cannot be joined, or replicas made different numbers of calls, the calls are
+made one after another in shard order.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 
-from lightning_dp.lightning_private import batch_value, keep_batch_value
-from lightning_dp.metrics.replica_metrics import AnyMetric, Call, MetricCall, is_metric
+from lightning_dp.lightning_private import keep_batch_value
+from lightning_dp.metrics.replica import AnyMetric, MetricCall, is_metric, metrics_in, reset_copy
 from lightning_dp.parallel.gather import Join, RowRules, add_up, as_rows, fit_shapes
 from lightning_dp.parallel.scatter import to_device, tree, weighted_mean
-from lightning_dp.parallel.split import Order, batch_order
-
-Row: TypeAlias = dict[int, Call]
-"""The same call of several replicas, by the number of the replica among those that work."""
+from lightning_dp.parallel.split import Order
 
 Numbers: TypeAlias = Literal["mean", "sum", "max", "min"]
+Arguments: TypeAlias = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass
@@ -36,109 +33,79 @@ class Batch:
     order: Order | None
     dim: int
 
-    def of(self, present: Iterable[int]) -> Batch:
-        """The same for some of the replicas."""
-        present = list(present)
-        order = None if self.order is None else [self.order[i] for i in present]
-        return Batch([self.sizes[i] for i in present], order, self.dim)
 
+def joined_calls(
+    records: Sequence[Sequence[MetricCall]], batch: Batch, metric: AnyMetric
+) -> list[list[MetricCall]]:
+    """The calls to make for those that replicas made of a metric.
 
-def aligned(records: Sequence[Sequence[Call]], batch: Batch, metrics: Sequence[Any]) -> list[Row]:
-    """The replicas' calls side by side: the n-th call with a key stands beside the other n-th ones.
+    Args:
+        records: each replica's calls, in order.
+        batch: the samples of the replicas.
+        metric: the user's own metric.
 
-    They come in the order of the first replica; calls that it did not make come last. A metric's
-    calls that were made sample by sample stand alone, in the order of the batch.
+    Returns:
+        Lists of calls that are one: a call with the whole batch, or one of each replica's.
     """
-    rows: dict[tuple[tuple[Any, ...], int], Row] = {}
-    for k, calls in enumerate(records):
-        counts: Counter[tuple[Any, ...]] = Counter()
-        for call in calls:
-            rows.setdefault((call.key, counts[call.key]), {})[k] = call
-            counts[call.key] += 1
-    by_key: dict[tuple[Any, ...], list[Row]] = {}
-    for (key, _), row in rows.items():
-        by_key.setdefault(key, []).append(row)
-    alone = {
-        key: _one_by_one(own, batch)
-        for key, own in by_key.items()
-        if key[0] != "log" and _are_of_samples(own, batch, metrics[key[0]])
-    }
-    found: list[Row] = []
-    for (key, n), row in rows.items():
-        if key not in alone:
-            found.append(row)
-        elif n == 0:
-            found.extend(alone[key])
+    rows = list(zip(*records, strict=False))
+    are_alike = all(len(calls) == len(rows) for calls in records) and all(
+        len({call.method for call in row}) == 1 for row in rows
+    )
+    found = [_joined(row, batch, metric) for row in rows] if are_alike else []
+    of_samples = len(rows) > 1 and all(size == len(rows) for size in batch.sizes)
+    if not are_alike or (of_samples and len(found[0]) > 1):  # made for a sample at a time
+        first, *others = records
+        rest = [[c] for calls in others for c in calls if c.method != "reset"]
+        return [[call] for call in first] + rest
     return found
 
 
-def _are_of_samples(rows: Sequence[Row], batch: Batch, metric: AnyMetric) -> bool:
-    """Whether replicas called a metric once per sample, or each a number of times of its own."""
-    if any(len(row) < len(batch.sizes) for row in rows):
-        return True
-    counts = len(rows) > 1 and all(size == len(rows) for size in batch.sizes)
-    return counts and joined_arguments(_calls(rows[0]), batch, metric) is None
+def _joined(row: Sequence[MetricCall], batch: Batch, metric: AnyMetric) -> list[MetricCall]:
+    """The same call of all replicas as one with the whole batch; else as they are."""
+    if row[0].method == "reset":
+        return [row[0]]
+    joined = joined_arguments(row, batch, metric)
+    return list(row) if joined is None else [row[0]._replace(args=joined[0], kwargs=joined[1])]
 
 
-def _calls(row: Row) -> list[MetricCall]:
-    return [cast(MetricCall, call) for call in row.values()]
+def replay(calls: Sequence[MetricCall], metric: AnyMetric) -> Any:
+    """Makes calls that are one on the user's own metric; returns what that returns.
 
-
-def _one_by_one(rows: Sequence[Row], batch: Batch) -> list[Row]:
-    alone = [{k: row[k]} for k in range(len(batch.sizes)) for row in rows if k in row]
-    is_whole = batch.order is not None and len(alone) == sum(batch.sizes)
-    places = batch_order(batch.order or ()) if is_whole else None
-    return alone if places is None else [alone[i] for i in places]
-
-
-def replay(calls: Sequence[MetricCall], batch: Batch, metric: AnyMetric) -> Any:
-    """Makes the same call of these replicas on the user's own metric; returns what that returns."""
-    if calls[0].method == "reset":
-        return metric.reset()
-    joined = joined_arguments(calls, batch, metric)
-    if joined is not None:
-        args, kwargs = joined
-        return (
-            metric(*args, **kwargs)
-            if calls[0].method == "forward"
-            else metric.update(*args, **kwargs)
-        )
+    Of several calls of `forward` the value is that of a metric which has seen nothing else.
+    """
     device = device_of(metric)
-    moved = [to_device((call.args, dict(call.kwargs)), device) for call in calls]
-    for args, kwargs in moved:
+    arguments = [to_device((call.args, dict(call.kwargs)), device) for call in calls]
+    if len(calls) == 1:
+        args, kwargs = arguments[0]
+        return getattr(metric, calls[0].method)(*args, **kwargs)
+    for args, kwargs in arguments:
         metric.update(*args, **kwargs)
     if calls[0].method == "update":
         return None
-    # The batch's value is that of a metric which sees nothing else.
-    members = [member for member in metric.modules() if isinstance(member, Metric)]
-    for member in members:
-        keep_batch_value(member, None)  # it may have a graph, which cannot be copied
-    alone = copy.deepcopy(metric)
-    alone.reset()
-    for args, kwargs in moved:
+    alone = reset_copy(metric)
+    for args, kwargs in arguments:
         alone.update(*args, **kwargs)
-    alone.compute()
-    for member, other in zip(members, filter(is_metric, alone.modules()), strict=False):
-        if isinstance(other, Metric) and other.update_called:
-            keep_batch_value(member, other.compute())
-    return batch_value(metric)
+    value = alone.compute()
+    for member, other in zip(metrics_in(metric), metrics_in(alone), strict=True):
+        keep_batch_value(member, other.compute() if other.update_called else None)
+    return value
 
 
 def device_of(metric: AnyMetric) -> torch.device:
     """Where a metric, or the first one of a collection, has its states."""
-    return next(m.device for m in metric.modules() if isinstance(m, Metric))
+    return next(m.device for m in metrics_in(metric))
 
 
 def joined_arguments(
     calls: Sequence[MetricCall], batch: Batch, metric: AnyMetric
-) -> tuple[tuple[Any, ...], Mapping[str, Any]] | None:
+) -> Arguments | None:
     """The arguments one device would have passed; None where that cannot be known."""
     device = device_of(metric)
     join = _JoinArguments(
         tuple(batch.sizes),
         device,
         RowRules(batch.dim),
-        where=calls[0].key,
+        where=(calls[0].metric, calls[0].method),
         order=batch.order,
         warns=False,
         numbers=_meaning_of_numbers(calls[0], metric),
@@ -159,8 +126,7 @@ def _meaning_of_numbers(call: MetricCall, metric: AnyMetric) -> Numbers | None:
     """
     if len(call.args) + len(call.kwargs) != 1:
         return None
-    members = [m for m in metric.modules() if isinstance(m, Metric)]
-    wrapped = [m for m in members if not any(is_metric(x) and x is not m for x in m.modules())]
+    wrapped = [m for m in metrics_in(metric) if not any(map(is_metric, m.children()))]
     kinds: dict[Numbers, tuple[type[Metric], ...]] = {
         "mean": (MeanMetric, CatMetric),
         "sum": (SumMetric,),
@@ -204,7 +170,7 @@ class _JoinArguments(Join):
     def leaves(self, leaves: list[Any], path: tree.Path) -> Any:
         if isinstance(leaves[0], Tensor):
             return self._tensors(as_rows(leaves, self.sizes), path)
-        return self._plain(leaves, path)
+        return self._plain(leaves)
 
     def _tensors(self, tensors: list[Tensor], path: tree.Path) -> Tensor:
         if self.numbers and all(t.dim() == 0 for t in tensors):
@@ -229,7 +195,7 @@ class _JoinArguments(Join):
         reduced: Tensor = reduce(torch.stack(numbers), 0)
         return reduced
 
-    def _plain(self, values: list[Any], path: tree.Path) -> Any:
+    def _plain(self, values: list[Any]) -> Any:
         if self.numbers and all(isinstance(value, int | float) for value in values):
             return self._number([torch.tensor(v, dtype=torch.float64) for v in values]).item()
         if type(values[0]) is int:

@@ -1,22 +1,23 @@
 """Lists, deques and dicts on `self`: what the replicas did to them becomes what one device does.
 
-[Note: the rule for lists]
-Items at the end of a list or deque that were not there before the step are new. If a replica has as
-many new items as samples, or replicas have different numbers of them, they belong to samples, and
-follow each other in shard order. Else the k-th new items of all replicas are joined into one, as
-outputs are. Items that are gone from the front go; a list that every replica has cut to one length
-keeps that length. In dicts, values under new keys are joined; numbers in a `Counter` or a
-`defaultdict` of numbers are added up, if they count samples. An entry that only some replicas have
-written is theirs. Everything else (entries that all replicas have written, a list of the same
-length with other items, a list that was sorted) keeps the first replica's value, and a warning
-names it once if the replicas differ.
+[Note: the rule for state]
+1. Items that a step appends to a list or deque are joined. Where every replica has appended as many
+   as it has samples, or replicas have appended different numbers, they belong to samples and follow
+   each other in shard order; else the k-th new items of all replicas are joined as outputs are.
+2. Whatever else a step binds, an attribute or an entry of a list or dict, keeps the value of the
+   first replica that has bound it, and is named once if the replicas differ.
+
+The first rule also holds for lists in lists, tuples and dicts, and for a list under a new key of a
+dict. A deque with a longest length lets its oldest items go. A list that is bound anew, or changed
+in another way than by appending, falls under the second rule.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -28,9 +29,7 @@ from lightning_dp.parallel.scatter import Shards, to_device, to_device_together,
 from lightning_dp.parallel.split import batch_order
 
 Path: TypeAlias = tuple[Any, ...]
-
-_INTERNED = (bool, int, str, type(None))
-"""Of these, two items may be one object."""
+"""The number of a module, the name of an attribute, and the keys that lead into it."""
 
 _ABSENT = object()
 
@@ -51,27 +50,26 @@ def copied(node: Any) -> Any:
         >>> after, after[0] is before[0]
         (([1], deque([2], maxlen=3)), False)
     """
-    if isinstance(node, dict):
-        clone = copy.copy(node)
-        for key, item in node.items():
+    if not is_container(node):
+        return node
+    if isinstance(node, tuple):
+        return tuple(map(copied, node))
+    clone = copy.copy(node)
+    for key, item in list(_entries(clone)):
+        if is_container(item):
             clone[key] = copied(item)
-        return clone
-    if type(node) is deque:
-        return deque(map(copied, node), node.maxlen)
-    if type(node) is list or (type(node) is tuple and is_container(node)):
-        return type(node)(map(copied, node))
-    return node
+    return clone
 
 
 def refill(container: Any, items: Any) -> None:
     """Gives a container, and those in it, the items back that it had when these were copied."""
-    keys = list(items) if isinstance(items, dict) else range(len(items))
-    kept = {key: items[key] for key in keys}
+    now = dict(_entries(container))
+    kept = dict(_entries(items))
     for key, item in kept.items():
-        now = container[key] if _has(container, key) else None
-        if is_container(item) and type(now) is type(item):
-            refill(now, item)
-            kept[key] = now
+        own = now.get(key)
+        if is_container(item) and type(own) is type(item):
+            refill(own, item)
+            kept[key] = own
     if isinstance(container, dict):
         container.clear()
         container.update(kept)
@@ -82,7 +80,7 @@ def refill(container: Any, items: Any) -> None:
 
 def have_same_items(node: Any, other: Any) -> bool:
     """Whether a copy of a container has the same items, and copies of the containers in it."""
-    if not is_container(node):
+    if node is other or not is_container(node):
         return node is other
     if type(node) is not type(other) or len(node) != len(other):
         return False
@@ -90,21 +88,7 @@ def have_same_items(node: Any, other: Any) -> bool:
         return node.keys() == other.keys() and all(
             have_same_items(item, other[key]) for key, item in node.items()
         )
-    return all(map(have_same_items, node, other))
-
-
-def live(node: Any) -> Iterator[Collection[Any]]:
-    """What shows the items of a container, and of those in it, whenever it is looked at."""
-    if isinstance(node, dict):
-        yield dict.keys(node)
-        yield dict.values(node)
-        node = dict.values(node)
-    elif type(node) in (list, deque):
-        yield node
-    elif type(node) is not tuple:
-        return
-    for item in node:
-        yield from live(item)
+    return all(map(is_, node, other)) or all(map(have_same_items, node, other))
 
 
 def agree(a: Any, b: Any) -> bool:
@@ -117,14 +101,21 @@ def agree(a: Any, b: Any) -> bool:
 
 
 class Merge:
-    """Brings what the replicas did to their containers into the root's, see the note above."""
+    """Brings what the replicas did to their containers into the root's, see the note above.
 
-    def __init__(self, output_device: torch.device, shards: Shards) -> None:
+    Args:
+        output_device: where items end up.
+    """
+
+    def __init__(self, output_device: torch.device) -> None:
         self._output_device = output_device
-        self._sizes = shards.active_sizes
-        self._order = shards.active_order
+        self._of_samples: dict[Path, bool] = {}  # in the latest batch that has told, of each list
+        self._differed: set[Path] = set()  # lists to which replicas appended different numbers
+
+    def start(self, shards: Shards) -> None:
+        """A step with these shards has ended."""
+        self._sizes, self._order = shards.active_sizes, shards.active_order
         self._row_rules = shards.row_rules
-        self._by_class: set[Path] = set()  # lists of samples, in a dict by class
         self._done: set[int] = set()  # ids of the root's: one container may have several names
 
     def into(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
@@ -133,128 +124,103 @@ class Merge:
         The root is the container of the first replica, or one that the step has not changed.
 
         Yields:
-            The paths of what keeps the first replica's value, where the replicas differ.
+            The paths of what keeps the first value, where the replicas differ.
         """
         if id(root) in self._done:
             return
         self._done.add(id(root))
-        if any(type(other) is not type(before) for other in [*after, root]):
-            yield path
+        if isinstance(before, list | deque):
+            yield from self._list(path, before, after, root)
         elif isinstance(before, tuple):
-            yield from self._entries(path, before, after, root, range(len(before)))
-        elif not isinstance(before, dict):
-            yield from self._into_list(path, before, after, root)
-        elif _counts(before):
-            self._count(path, before, after, root)
+            for i, old in enumerate(before):
+                if is_container(old):
+                    yield from self.into((*path, i), old, [own[i] for own in after], root[i])
         else:
-            yield from self._into_dict(path, before, after, root)
+            for key in dict.fromkeys(key for own in (before, *after) for key in own):
+                yield from self._entry((*path, key), key, before, after, root)
 
-    def _of(self, present: list[int]) -> Merge:
-        """The same for some of the replicas."""
-        part = copy.copy(self)
-        part._sizes = [self._sizes[i] for i in present]
-        part._order = None if self._order is None else [self._order[i] for i in present]
-        return part
-
-    def _into_list(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
-        n = len(before)
-        gone = [_gone(before, other) for other in after]  # from the front
-        tails = [list(other)[n - d :] for other, d in zip(after, gone, strict=True)]
-        has_length = type(before) is list and all(len(other) == n for other in after)
-        if has_length and n in gone and n > 0:
-            yield from self._entries(path, before, after, root, range(n))
+    def _entry(
+        self, path: Path, key: Any, before: Any, after: list[Any], root: dict[Any, Any]
+    ) -> Iterator[Path]:
+        """An entry of a dict."""
+        old, values = before.get(key, _ABSENT), [own.get(key, _ABSENT) for own in after]
+        written = [value for value in values if value is not old]
+        if not written:
             return
-        if any(_has_old(list(before)[:d], tail) for d, tail in zip(gone, tails, strict=True)):
+        first = written[0]
+        if old is _ABSENT and isinstance(first, list | dict | deque):  # it was begun in this step
+            old = copy.copy(first)
+            old.clear()
+            values = [copy.copy(old) if value is _ABSENT else value for value in values]
+            root.setdefault(key, copy.copy(old))
+        if is_container(old) and all(type(value) is type(old) for value in [*values, root[key]]):
+            yield from self.into(path, old, values, root[key])
+            return
+        if first is _ABSENT:
+            root.pop(key, None)
+        else:
+            root[key] = to_device(first, self._output_device)
+        if not all(agree(first, value) for value in written):
+            yield path
+
+    def _list(self, path: Path, before: Any, after: list[Any], root: Any) -> Iterator[Path]:
+        gone = [_dropped(before, own) for own in after]
+        kept = [len(before) - n for n in gone]
+        if not all(_ends_with(before, n, own) for n, own in zip(kept, after, strict=True)):
             first = to_device(list(after[0]), self._output_device)
             root.clear()
             root.extend(first)
-            if not all(agree(after[0], other) for other in after):
+            if not all(agree(after[0], own) for own in after):
                 yield path
             return
-        most, of_root = max(gone), gone[0] if root is after[0] else 0
-        for i in range(most, n):
-            if is_container(before[i]):
-                others = [other[i - d] for other, d in zip(after, gone, strict=True)]
-                yield from self.into((*path, i), before[i], others, root[i - of_root])
-        if any(tails) or most:
-            stay = list(root)[most - of_root : n - of_root]
-            items = [*stay, *self._appended(path, tails, in_turn=_overflows(before, tails))]
-            lengths = set(map(len, after))
-            is_window = all(gone) and min(gone) < n and len(lengths) == 1
-            root.clear()
-            root.extend(items[-lengths.pop() :] if is_window else items)
+        if not any(gone):
+            for i, old in enumerate(before):
+                if is_container(old):
+                    yield from self.into((*path, i), old, [own[i] for own in after], root[i])
+        tails = [list(islice(own, n, None)) for n, own in zip(kept, after, strict=True)]
+        if any(tails):
+            if root is after[0]:
+                for _ in tails[0]:
+                    root.pop()
+            root.extend(self._joined(path, tails, getattr(before, "maxlen", None)))
 
-    def _entries(
-        self, path: Path, before: Any, after: list[Any], root: Any, keys: Iterable[Any]
-    ) -> Iterator[Path]:
-        """Entries that were there before the step."""
-        for key in keys:
-            old = before[key]
-            values = [other[key] if _has(other, key) else _ABSENT for other in after]
-            if is_container(old):
-                now = root[key] if _has(root, key) else None
-                yield from self.into((*path, key), old, values, now)
-                continue
-            written = [value for value in values if value is not old]
-            if not written:
-                continue
-            by_all = len(written) == len(values)
-            new = written[0] if by_all else written[-1]
-            if new is _ABSENT:
-                root.pop(key, None)
-            else:
-                root[key] = to_device(new, self._output_device)
-            if by_all and not all(agree(new, value) for value in written):
-                yield (*path, key)
+    def _joined(self, path: Path, tails: list[list[Any]], maxlen: int | None) -> list[Any]:
+        """The items that one device would have appended."""
+        counts, items = list(map(len, tails)), [item for tail in tails for item in tail]
+        if self._are_of_samples(path, counts, items, maxlen):
+            items = to_device_together(items, self._output_device)
+            is_cut = self._order is not None and counts == self._sizes
+            places = batch_order(self._order or ()) if is_cut else range(len(items))
+            return [items[i] for i in places or ()]
+        number, name, *keys = path
+        return [
+            gather(
+                list(row),
+                self._output_device,
+                sizes=self._sizes,
+                order=self._order,
+                row_rules=self._row_rules,
+                where=("self", number, i),
+                at=(tree.Attribute(name), *keys),
+            )
+            for i, row in enumerate(zip(*tails, strict=True))
+        ]
 
-    def _into_dict(
-        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
-    ) -> Iterator[Path]:
-        self._look_for_classes(path, after)
-        yield from self._entries(path, before, after, root, before)
-        for key in dict.fromkeys(k for other in after for k in other if k not in before):
-            present = [i for i, other in enumerate(after) if key in other]
-            values, part, own = [after[i][key] for i in present], self._of(present), (*path, key)
-            if isinstance(values[0], list | dict | deque):
-                empty = copied(values[0])
-                empty.clear()
-                root[key] = copied(empty)
-                yield from part.into(own, empty, values, root[key])
-            else:
-                root[key] = part._gathered(own, values)
-
-    def _look_for_classes(self, path: Path, after: list[dict[Any, Any]]) -> None:
-        """Lists under integers, to which replicas append differently often, are of samples."""
-        keys = {key for other in after for key in other}
-        lists = [[other.get(key, []) for other in after] for key in keys]
-        are_lists = all(isinstance(own, list) for row in lists for own in row)
-        if are_lists and all(type(key) is int for key in keys):
-            differ = any(len(set(map(len, row))) > 1 for row in lists)
-            self._by_class.update((*path, key) for key in keys if differ)
-
-    def _count(
-        self, path: Path, before: dict[Any, Any], after: list[dict[Any, Any]], root: dict[Any, Any]
-    ) -> None:
-        """Samples are counted by each replica, batches by all of them."""
-        keys = dict.fromkeys(key for other in after for key in other)
-        added = [{k: other[k] - before.get(k, 0) for k in keys if k in other} for other in after]
-        totals = [sum(counts.values()) for counts in added]
-        differ = any(counts != added[0] for counts in added)
-        counted = added if differ or self._are_of_samples(path, totals, ()) else added[:1]
-        for key in keys:
-            root[key] = before.get(key, 0) + sum(counts.get(key, 0) for counts in counted)
-
-    def _are_of_samples(self, path: Path, counts: list[int], items: Sequence[Any]) -> bool:
-        """Whether as many new items of every replica belong to samples, and not to the batch."""
-        if len(counts) == 1 or not any(counts):
-            return any(counts)
-        if counts != self._sizes or max(counts) > 1:
-            are = len(set(counts)) > 1 or counts == self._sizes
-            self._row_rules.of_samples[path] = are
-            return are
-        known = self._row_rules.of_samples.get(path)  # one item of a sample, or of the batch
-        if known is not None or not items:
-            return bool(known)
+    def _are_of_samples(
+        self, path: Path, counts: list[int], items: list[Any], maxlen: int | None
+    ) -> bool:
+        """Whether new items belong to samples, and not to the batch."""
+        if len(counts) == 1:
+            return True
+        if len(set(counts)) > 1:
+            self._differed.add(path)
+        if path in self._differed:
+            return True
+        if max(counts) > 1 or counts != self._sizes:
+            is_full = max(counts) > 1 and set(counts) == {maxlen}
+            self._of_samples[path] = is_full or counts == self._sizes
+        if path in self._of_samples:
+            return self._of_samples[path]
         if all(isinstance(item, int | str) for item in items):  # labels, which have no mean
             return True
         name = tree.name((tree.Attribute(path[1]), *path[2:]), "self")
@@ -265,38 +231,9 @@ class Merge:
         )
         return False
 
-    def _appended(self, path: Path, tails: list[list[Any]], *, in_turn: bool) -> list[Any]:
-        """The items that one device would have appended."""
-        counts, items = list(map(len, tails)), [item for tail in tails for item in tail]
-        if not items:
-            return []
-        if in_turn := in_turn or path in self._by_class:
-            self._row_rules.of_samples[path] = True
-        if in_turn or self._are_of_samples(path, counts, items):
-            appended = to_device_together(items, self._output_device)
-            is_cut = self._order is not None and counts == self._sizes
-            places = batch_order(self._order or ()) if is_cut else None
-            return appended if places is None else [appended[i] for i in places]
-        return [
-            self._gathered(path, list(row), i) for i, row in enumerate(zip(*tails, strict=True))
-        ]
 
-    def _gathered(self, path: Path, values: list[Any], i: int = 0) -> Any:
-        """What is new at a path, the i-th of several that are."""
-        number, name, *keys = path
-        return gather(
-            values,
-            self._output_device,
-            sizes=self._sizes,
-            order=self._order,
-            row_rules=self._row_rules,
-            where=("self", number, i),
-            at=(tree.Attribute(name), *keys),
-        )
-
-
-def _has(container: Any, key: Any) -> bool:
-    return key in container if isinstance(container, dict) else key < len(container)
+def _entries(container: Any) -> Iterable[tuple[Any, Any]]:
+    return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -304,37 +241,23 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (is_container(a) and type(a) is type(b))
 
 
-def _gone(before: Any, after: Any) -> int:
-    """How many of the old items are gone from the front of a list: the others stand there now.
+def _ends_with(before: Any, n: int, after: Any) -> bool:
+    """Whether a list begins with the last n items that it had before."""
+    old = islice(before, len(before) - n, None)
+    return len(after) >= n and all(map(_same, old, islice(after, n)))
+
+
+def _dropped(before: Any, after: Any) -> int:
+    """How many of its oldest items a deque with a longest length has let go.
 
     Example:
         >>> a, b, c, x = 0.1, 0.2, 0.3, 0.4
-        >>> [_gone([a, b, c], after) for after in ([a, b, c, x], [c, x], [a, c, x], [x])]
-        [0, 2, 3, 3]
+        >>> [_dropped(deque([a, b, c], 3), own) for own in ([a, b, c], [c, x, x], [x, x, x])]
+        [0, 2, 3]
     """
-    if len(before) <= len(after) and all(map(is_, before, after)):
-        return 0  # nearly always
-    old, new = list(before), list(after)
-    for n in range(len(old) if new else 0):
-        fits = len(old) - n <= len(new) and _same(old[n], new[0])
-        if fits and all(map(_same, old[n:], new)):
-            return n
-    return len(old)
-
-
-def _has_old(gone: Sequence[Any], new: Sequence[Any]) -> bool:
-    """Whether old items stand among the new ones: a list was sorted, or filtered."""
-    ids = {id(item) for item in gone if not isinstance(item, _INTERNED)}
-    return bool(ids) and any(id(item) in ids for item in new)
-
-
-def _overflows(before: Any, tails: Sequence[list[Any]]) -> bool:
-    """Whether a deque got as many items in one step as it holds: those are one per sample."""
-    limit = before.maxlen if isinstance(before, deque) else None
-    return limit is not None and limit > 1 and all(len(tail) == limit for tail in tails)
-
-
-def _counts(node: dict[Any, Any]) -> bool:
-    """Whether a dict is for counting: a `Counter`, or a `defaultdict` of numbers."""
-    is_default = isinstance(node, defaultdict) and node.default_factory in (int, float)
-    return isinstance(node, Counter) or is_default
+    if getattr(before, "maxlen", None) is None:
+        return 0
+    return next(
+        (gone for gone in range(len(before)) if _ends_with(before, len(before) - gone, after)),
+        len(before),
+    )

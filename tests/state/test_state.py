@@ -23,8 +23,8 @@ from torch.nn.utils import parametrizations, prune
 from lightning_dp import DataParallelStrategy
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter.shards import Shards
-from lightning_dp.state import ModuleState, copied
-from lightning_dp.state.merge import Merge, refill
+from lightning_dp.state import ModuleState
+from lightning_dp.state.merge import Merge, copied, refill
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 CPU = torch.device("cpu")
@@ -51,26 +51,10 @@ def window(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
         kept.pop(0)
 
 
-def of_samples(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
-    kept.update(zip(ids, losses.tolist(), strict=True))
-
-
-def by_position(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
-    for key, loss in zip(ids, losses.tolist(), strict=True):
-        kept[key] = loss
-
-
 def by_class(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
     kept["all"]["losses"].append(losses)
     for label, loss in zip(y.tolist(), losses, strict=True):
         kept["by class"][label].append(loss)
-
-
-def counted(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
-    kept[0].update(y.tolist())
-    kept[1]["batches"] += 1
-    for label in y.tolist():
-        kept[2][label] += 1
 
 
 def in_dict(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
@@ -78,23 +62,9 @@ def in_dict(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> None:
     kept["ids"].extend(map(str, ids))
     kept.setdefault("new", []).append(2 * losses)
     kept["calls"] = kept.get("calls", 0)
-    kept[f"entry {len(kept)}"] = losses
 
 
-def emptied(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> Any:
-    kept["now"].extend(losses.tolist())
-    kept["all"] = kept["all"] + kept["now"]
-    kept["now"] = []
-    return kept
-
-
-def begun_again(kept: Any, ids: Any, losses: Any, y: Any, i: int) -> Any:
-    kept = [] if i == 2 else kept
-    kept.append(losses)
-    return kept
-
-
-CONTAINERS: dict[str, tuple[Callable[[], Any], Change]] = {
+JOINED: dict[str, tuple[Callable[[], Any], Change]] = {
     "tensors": (list, lambda kept, ids, losses, y, i: kept.append(losses)),
     "means": (list, lambda kept, ids, losses, y, i: kept.append({"m": losses.mean(), "i": i})),
     "labels": (list, lambda kept, ids, losses, y, i: kept.extend(y.tolist())),
@@ -108,10 +78,7 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Change]] = {
         list,
         lambda kept, ids, losses, y, i: kept.extend({"id": n, "boxes": [n, [n]]} for n in ids),
     ),
-    "per loader": (
-        lambda: [[], []],
-        lambda kept, ids, losses, y, i: kept[i % 2].append(losses),
-    ),
+    "per loader": (lambda: [[], []], lambda kept, ids, losses, y, i: kept[i % 2].append(losses)),
     "deque": (
         lambda: deque(maxlen=4),
         lambda kept, ids, losses, y, i: kept.append(losses.mean().item()),
@@ -124,39 +91,25 @@ CONTAINERS: dict[str, tuple[Callable[[], Any], Change]] = {
         lambda: deque(maxlen=2),
         lambda kept, ids, losses, y, i: kept.extend(losses.tolist()),
     ),
-    "window": (list, window),
-    "samples": (dict, of_samples),
-    "positions": (lambda: [0.0] * 53, by_position),
+    "entries of samples": (
+        dict,
+        lambda kept, ids, losses, y, i: kept.update(zip(ids, losses.tolist(), strict=True)),
+    ),
     "classes": (lambda: defaultdict(lambda: defaultdict(list)), by_class),
-    "counts": (lambda: (Counter(), Counter(), defaultdict(int)), counted),
     "tuple": (lambda: ([], deque()), lambda kept, ids, losses, y, i: kept[0].append(losses)),
     "in a dict": (lambda: {"losses": [], "ids": []}, in_dict),
-    "bound: numbers": (list, lambda kept, ids, losses, y, i: kept + losses.tolist()),
-    "bound: means": (list, lambda kept, ids, losses, y, i: [*kept, losses.mean()]),
-    "bound: in a dict": (
-        lambda: {"a": []},
-        lambda kept, ids, losses, y, i: {**kept, "a": kept["a"] + [*losses]},
-    ),
-    "bound: entries": (dict, lambda kept, ids, losses, y, i: {**kept, f"{len(kept)}": losses}),
-    "bound: latest samples": (
-        list,
-        lambda kept, ids, losses, y, i: (kept + losses.tolist())[-30:],
-    ),
-    "bound: latest batches": (
-        list,
-        lambda kept, ids, losses, y, i: [*kept, losses.mean()][-2:],
-    ),
-    "bound: begun again": (list, begun_again),
-    "bound: emptied in each step": (lambda: {"all": [], "now": []}, emptied),
+    "the same everywhere": (list, lambda kept, ids, losses, y, i: [*kept, i][-2:]),
 }
-WARNED: dict[str, tuple[Callable[[], Any], Change]] = {
+"""What is as on one device."""
+NAMED: dict[str, tuple[Callable[[], Any], Change]] = {
     "sorted": (list, lambda kept, ids, losses, y, i: bisect.insort(kept, losses[0].item())),
-    "cut": (list, lambda kept, ids, losses, y, i: sorted(kept + losses.tolist())[:4]),
-    "filtered": (list, lambda kept, ids, losses, y, i: [v for v in kept if v > 1] + [*losses]),
+    "window": (list, window),
+    "bound anew": (list, lambda kept, ids, losses, y, i: [*kept, losses.mean()]),
     "summed": (lambda: [0, 0.0], lambda kept, ids, losses, y, i: [kept[0] + len(y), losses.sum()]),
     "state": (lambda: [torch.zeros(())], lambda kept, ids, losses, y, i: [losses.mean()]),
     "entry": (lambda: {"n": 0}, lambda kept, ids, losses, y, i: kept.update(n=len(y))),
-    "inner entry": (
+    "counts": (Counter, lambda kept, ids, losses, y, i: kept.update(y.tolist())),
+    "item": (
         lambda: {"mean": [0.0, "of the batch"]},
         lambda kept, ids, losses, y, i: kept["mean"].__setitem__(0, losses.mean().item()),
     ),
@@ -166,6 +119,7 @@ WARNED: dict[str, tuple[Callable[[], Any], Change]] = {
     ),
     "number": (int, lambda kept, ids, losses, y, i: kept + len(y)),
 }
+"""What keeps the first replica's value, and is named once."""
 POSITIONS: dict[float, int] = {}
 """Of the samples in the data set, by their first feature."""
 
@@ -206,7 +160,7 @@ class Watch(Callback):
         self.seen.append(copied(self.look(module)))
 
 
-TABLES = {"containers": CONTAINERS, "warned": WARNED}
+TABLES = {"joined": JOINED, "named": NAMED}
 
 
 @cache
@@ -226,32 +180,31 @@ def kept(table: str, devices: int, options: Any, on: str) -> tuple[dict[str, Any
     return rows, [str(w.message) for w in caught if "Keeping" in str(w.message)]
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-@pytest.mark.parametrize("case", CONTAINERS)
+WHO = {
+    "two": (2, ()),
+    "four": (4, ()),
+    "without the root": (3, (("weights", (0, 2, 1)),)),
+    "without the last": (3, (("weights", (2, 1, 0)),)),
+    "in chunks": (3, (("split", "chunk"),)),
+}
+
+
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("case", JOINED)
 @pytest.mark.usefixtures("unchecked")
-def test_containers_are_filled_as_on_one_device(case: str, devices: int, on: str) -> None:
-    (actual, told), (expected, _) = (kept("containers", k, (), on) for k in (devices, 1))
+def test_what_steps_append_is_as_on_one_device(case: str, who: str, on: str) -> None:
+    devices, options = WHO[who]
+    actual, told = kept("joined", devices, options, on)
+    expected, _ = kept("joined", 1, (), on)
     assert_equal_trees(actual[case], expected[case], "after each step", atol=1e-10)
     assert told == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [(("weights", (0, 2, 1)),), (("weights", (2, 1, 0)),), (("split", "chunk"),)],
-    ids=str,
-)
-@pytest.mark.parametrize("case", ["numbers", "means", "window", "counts", "bound: means"])
-@pytest.mark.usefixtures("unchecked")
-def test_whoever_has_samples(case: str, options: Any, on: str) -> None:
-    actual, expected = kept("containers", 3, options, on)[0], kept("containers", 1, (), on)[0]
-    assert_equal_trees(actual[case], expected[case], "after each step", atol=1e-10)
-
-
-@pytest.mark.parametrize("case", WARNED)
+@pytest.mark.parametrize("case", NAMED)
 @pytest.mark.usefixtures("unchecked")
 def test_what_is_not_one_devices_is_named_once(case: str, on: str) -> None:
-    _, told = kept("warned", 3, (), on)
-    name = f"Keeping.kept{[*WARNED].index(case)}"
+    _, told = kept("named", 3, (), on)
+    name = f"Keeping.kept{[*NAMED].index(case)}"
     found = [line for line in told if re.search(rf"{name}\b.* to different values", line)]
     assert len(found) == 1, told
 
@@ -260,18 +213,7 @@ SIZES = (3, 0, 2, 1)
 Step = Callable[[Any, Tensor], Any]
 APPEND: Step = lambda items, x: items.append(x)
 EXTEND: Step = lambda items, x: items.extend(x)
-FORGET: Step = lambda items, x: [items.popleft() for _ in range(min(1, len(items)))]
-CLEAR: Step = lambda items, x: items.clear()
-
-
-def joined(own: Any, step: Step, sizes: tuple[int, ...] = SIZES) -> list[Any]:
-    """Does a step to a container as replicas do; returns the paths of what differs."""
-    parts = [part for part in samples(sum(sizes)).split(sizes) if len(part)]
-    before = copied(own)
-    after = [own if k == 0 else copied(before) for k, n in enumerate(sizes) if n]
-    for container, part in zip(after, parts, strict=True):
-        step(container, part)
-    return list(Merge(CPU, Shards(sizes, [])).into((0, "own"), before, after, own))
+NOTHING: Step = lambda items, x: None
 
 
 def samples(n: int) -> Tensor:
@@ -279,39 +221,27 @@ def samples(n: int) -> Tensor:
 
 
 @given(
-    st.lists(
-        st.sampled_from([[APPEND], [FORGET], [CLEAR], [EXTEND], [FORGET, APPEND]]), max_size=6
-    ),
-    st.sampled_from([None, 2, 3, 8]),
+    st.lists(st.sampled_from([APPEND, EXTEND, NOTHING]), max_size=6),
+    st.sampled_from([list, deque, lambda items: deque(items, 2), lambda items: deque(items, 8)]),
     st.sampled_from([SIZES, (0, 4, 2), (6,), (0, 1), (2, 3)]),
 )
-def test_any_steps_leave_what_one_device_has(
-    steps: list[list[Step]], maxlen: int | None, sizes: tuple[int, ...]
+def test_any_appends_leave_what_one_device_has(
+    steps: list[Step], make: Callable[[Any], Any], sizes: tuple[int, ...]
 ) -> None:
-    several: deque[Any] = deque(["old", "older"], maxlen)
-    one: deque[Any] = deque(["old", "older"], maxlen)
-    for ops in steps:
-        joined(several, lambda items, x, ops=ops: [op(items, x) for op in ops], sizes)
-        for op in ops:
-            op(one, samples(sum(sizes)))
-        assert plain(several) == plain(one) and several.maxlen == maxlen
+    several, one = make(["old", "older"]), make(["old", "older"])
+    for step in steps:
+        before, merge = copied(several), Merge(CPU)
+        after = [several if k == 0 else copied(before) for k, n in enumerate(sizes) if n]
+        parts = [part for part in samples(sum(sizes)).split(sizes) if len(part)]
+        for container, part in zip(after, parts, strict=True):
+            step(container, part)
+        merge.start(Shards(sizes, []))
+        assert list(merge.into((0, "own"), before, after, several)) == []
+        step(one, samples(sum(sizes)))
+        assert plain(several) == plain(one)
 
 
-def test_containers_in_containers_stay_the_same_objects() -> None:
-    def step(items: Any, x: Tensor) -> None:
-        items["windows"][0].append(x)
-        items["by name"].setdefault("new", []).append(x)
-        items["last"][-1].append(x)
-
-    several = {"windows": [deque(maxlen=2)], "by name": {"old": [1]}, "last": deque([[], []])}
-    one, inner = copied(several), several["windows"][0]
-    for _ in range(3):
-        joined(several, step)
-        step(one, samples(sum(SIZES)))
-    assert plain(several) == plain(one) and several["windows"][0] is inner
-
-
-@given(st.lists(st.sampled_from([APPEND, FORGET, CLEAR]), max_size=5))
+@given(st.lists(st.sampled_from([APPEND, EXTEND, lambda items, x: items.clear()]), max_size=5))
 def test_what_was_done_can_be_undone(ops: list[Step]) -> None:
     own: deque[Any] = deque([["a"], "b", {"c": [1]}], maxlen=4)
     before, inner = copied(own), own[0]
@@ -413,20 +343,18 @@ def test_after_an_error_nothing_of_a_step_remains() -> None:
 
 
 class Attributes(Classifier):
-    """Values that all replicas have alike, tensors that hooks change, and one written in place."""
+    """Values that all replicas have alike, and tensors that hooks change."""
 
     mask: Tensor | None = None
 
-    def __init__(self, writes: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.writes = writes
-        self.steps: Counter[str] = Counter()
+        self.steps = 0
         self.latest: dict[str, Any] = {"index": None, "kept": 1}
 
     def on_fit_start(self) -> None:
         self.scale = torch.ones(10, device=self.device)
         self.bound = torch.ones(10, device=self.device)
-        self.total = torch.zeros((), device=self.device)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
@@ -436,10 +364,8 @@ class Attributes(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.last = batch_idx
-        self.steps["all"] += 1
+        self.steps += 1
         self.latest["index"] = torch.tensor(batch_idx, device=self.device)
-        if self.writes:
-            self.total += batch[0].sum().detach()
         return super().training_step(batch, batch_idx)
 
     def loss(self, batch: Any) -> Tensor:
@@ -455,19 +381,12 @@ def test_what_all_replicas_have_alike_is_no_news_and_reaches_an_idle_root(
 ) -> None:
     torch.set_default_dtype(torch.float64)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="A step (binds|writes)")
+        warnings.filterwarnings("error", message="A step binds")
         several, one = run(Attributes, 3, strategy={"weights": weights}), run(Attributes, 1)
     assert_same(several, one)
     module = several.module
-    assert module.steps == {"all": 3 * EPOCHS} and int(module.latest["index"]) == module.last == 2
+    assert module.steps == 3 * EPOCHS and int(module.latest["index"]) == module.last == 2
     assert "log" not in vars(module)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_a_tensor_that_steps_write_to_in_place_is_named_once() -> None:
-    with pytest.warns(UserWarning, match=r"in place to Attributes\.total, once on") as caught:
-        trainer(3, max_epochs=2).fit(Attributes(writes=True), loader(), loader())
-    assert len([w for w in caught if "in place" in str(w.message)]) == 1
 
 
 class Hooked(Classifier):
@@ -478,17 +397,16 @@ class Hooked(Classifier):
     def __init__(self, prepare: Callable[[nn.Module], Any] = lambda _: None) -> None:
         super().__init__()
         prepare(self.net[0])
-        self.net[0].outputs, self.net[0].numbers, self.net[0].calls = [], [], 0
+        self.net[0].outputs, self.net[0].calls = [], 0
         self.net[0].register_forward_hook(self.keep)
 
     @staticmethod
     def keep(layer: Any, _: Any, out: Tensor) -> None:
         layer.outputs.append(out.detach())
-        layer.numbers = [*layer.numbers, out.detach().mean()]
         layer.calls += 1
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.seen = [self.net[0].outputs, self.net[0].numbers, self.net[0].calls]
+        self.seen = [self.net[0].outputs, self.net[0].calls]
 
 
 @pytest.mark.parametrize("prepare", [lambda _: None, parametrizations.weight_norm])

@@ -1,0 +1,153 @@
+"""Several processes: what the replicas of all ranks have recorded is replayed on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lightning_dp.lightning_private import results_of
+from lightning_dp.metrics.logged_values import LogCall
+from lightning_dp.metrics.recorder import Records, StepRecorder
+from lightning_dp.metrics.replica import Call, Recording
+from lightning_dp.parallel.contexts import replaced
+from lightning_dp.parallel.gather import RowRules
+from lightning_dp.parallel.replicate import ModuleStructure
+from lightning_dp.parallel.scatter import Shards
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import Losses, World
+
+_OF_PROCESSES = ("sync_dist", "sync_dist_group", "rank_zero_only")
+"""Options of `self.log` about processes: a value of all of them is everywhere the same."""
+
+
+def of_all_ranks(own: Records, losses: Sequence[Losses], world: World) -> Records:
+    """What the replicas of all ranks recorded, in the order of the batch.
+
+    Every rank takes part in every step: no other rank knows whether it has recorded anything. The
+    losses of the step travel with the records.
+    """
+    from lightning_dp.parallel.processes import check_together
+
+    sent = own._replace(calls=[list(map(_without_sync, calls)) for calls in own.calls])
+    gathered = world.gather((None if world.is_idle else sent, [loss.own for loss in losses]))
+    check_together(gathered)
+    for own_losses, *of_all in zip(losses, *[along for _, along in gathered], strict=True):
+        own_losses.of_all = of_all
+    parts = [part for part, _ in gathered]
+    parts[world.rank] = None if world.is_idle else sent  # values may have a graph
+    return _concatenated([part for part in parts if part is not None])
+
+
+def _without_sync(call: Call) -> Call:
+    if not isinstance(call, LogCall) or call.options.keys().isdisjoint(_OF_PROCESSES):
+        return call
+    return call._replace(options={n: v for n, v in call.options.items() if n not in _OF_PROCESSES})
+
+
+def _concatenated(parts: Sequence[Records]) -> Records:
+    order: list[Sequence[int]] = []
+    begin = 0
+    for part in parts:
+        starts = list(accumulate(part.sizes, initial=0))
+        in_turn = [range(a, b) for a, b in pairwise(starts)]
+        order += [[begin + i for i in places] for places in part.order or in_turn]
+        begin += starts[-1]
+    return Records(
+        [calls for part in parts for calls in part.calls],
+        [size for part in parts for size in part.sizes],
+        order if any(part.order is not None for part in parts) else None,
+        [name for part in parts for name in part.replicas],
+    )
+
+
+@contextmanager
+def logging_for_all(module: LightningModule, samples: int) -> Iterator[None]:
+    """While it lasts, logged values are of all processes already, over so many samples.
+
+    Whatever the module's own `log` hands on: "to be synced, by rank 0 alone" has Lightning neither
+    sync nor warn that nobody does, and the batch that it knows is this process's part.
+    """
+    results = results_of(module.trainer)
+    if results is None:
+        yield
+        return
+    own = results.log
+
+    def log(*args: Any, batch_size: int | None = None, **options: Any) -> None:
+        of_all = {**options, "sync_dist": True, "rank_zero_only": True}
+        own(*args, batch_size=samples if batch_size is None else batch_size, **of_all)
+
+    with replaced(results, log=log):
+        yield
+
+
+class HostRecorder(StepRecorder):
+    """Forward mode in several processes: records a step that every process runs once.
+
+    At the end of the step the ranks exchange their records, once: they may spread different numbers
+    of calls.
+    """
+
+    def __init__(self, module: LightningModule, device: torch.device, world: World) -> None:
+        super().__init__(module, [device], device, world)
+        self.world: World = world
+        self._structure: ModuleStructure | None = None
+        self._active: Recording | None = None
+
+    @property
+    def calls(self) -> list[Call]:
+        """What the step has recorded so far."""
+        return self._records[0].calls
+
+    @contextmanager
+    def around_step(self, samples: int, dim: int) -> Iterator[None]:
+        """Records a step with so many samples, and replays what all ranks have recorded."""
+        with self._whole_step():
+            yield
+        self.replay(Shards((samples,), [None], row_rules=RowRules(dim)))
+        self._records[0].clear()
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """A backward after the step, whose checkpoints call the module again, records nothing."""
+        if self._active is not None:  # the step itself calls it
+            yield
+            return
+        with self._whole_step():
+            yield
+        if self.calls:
+            call = self.calls[0]
+            what = f"self.log({call.name!r})" if isinstance(call, LogCall) else "a metric's call"
+            raise RuntimeError(
+                "Expected a backward that logs and measures nothing, as it is not exchanged "
+                f"between processes, got {what}: a checkpoint calls the module again. Log and "
+                "measure in the step, outside of what is checkpointed."
+            )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While it lasts, nothing stands on the module: replicas follow its attributes."""
+        active = self._active
+        if active is not None:
+            active.__exit__()
+        try:
+            yield
+        finally:
+            if active is not None:
+                active.__enter__()
+
+    @contextmanager
+    def _whole_step(self) -> Iterator[None]:
+        self._records[0].clear()
+        if self._structure is None or self._structure.has_changed():
+            self._structure = ModuleStructure(self._module, self)
+            self.follow([self._structure.modules])
+        recording = self.recording()
+        with recording, replaced(self, _active=recording):
+            yield

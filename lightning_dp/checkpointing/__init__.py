@@ -5,4 +5,3 @@ from lightning_dp.checkpointing.files import replacing as replacing
 from lightning_dp.checkpointing.io import CheckpointMixin as CheckpointMixin
 from lightning_dp.checkpointing.io import ModulePrefixCheckpointIO as ModulePrefixCheckpointIO
 from lightning_dp.checkpointing.io import ModulePrefixMixin as ModulePrefixMixin
-from lightning_dp.checkpointing.io import nothing_to_resume as nothing_to_resume

@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import pickle
-import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,20 +45,7 @@ def load_weights(
     """
     state = weights_in(read(path, weights_only=weights_only), path)
     named = normalize_state_dict(state, module, prefixes=prefixes, strict=False)
-    add_tied(named, module)
     return module.load_state_dict(named, strict=strict)
-
-
-def add_tied(state_dict: dict[str, Any], module: nn.Module) -> None:
-    """Adds, in place, names that a file left out because the module ties them to others.
-
-    safetensors holds a tied weight once.
-    """
-    own = {k: v for k, v in module.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
-    given = {id(value): state_dict[name] for name, value in own.items() if name in state_dict}
-    for name, value in own.items():
-        if id(value) in given:
-            state_dict.setdefault(name, given[id(value)])
 
 
 def weights_in(loaded: Any, path: PathLike) -> Mapping[str, Any]:
@@ -77,21 +63,17 @@ def weights_in(loaded: Any, path: PathLike) -> Mapping[str, Any]:
 
 
 def find_weights(loaded: Any) -> Mapping[str, Any] | None:
-    """The weights in what a file held: a module or state, or either under one of `WEIGHTS`."""
-    if isinstance(loaded, nn.Module):
-        return loaded.state_dict()
+    """The weights in what a file held: a state dict, or a dict with one under one of `WEIGHTS`."""
     if not isinstance(loaded, Mapping):
         return None
     for key in WEIGHTS:
         value = loaded.get(key)
-        if isinstance(value, nn.Module):
-            return value.state_dict()
-        if is_state(value) or (key == WEIGHTS[0] and isinstance(value, Mapping)):
+        if _is_state(value) or (key == WEIGHTS[0] and isinstance(value, Mapping)):
             return value
-    return loaded if is_state(loaded) else None
+    return loaded if _is_state(loaded) else None
 
 
-def is_state(value: Any) -> bool:
+def _is_state(value: Any) -> bool:
     """Whether something is a module's state: names and tensors, and modules' extra state."""
     return (
         isinstance(value, Mapping)
@@ -111,7 +93,7 @@ def read(path: PathLike, *, map_location: Any = None, weights_only: bool | None 
         raise ValueError(f"{path}: expected a checkpoint file, got a folder. Give a file in it.")
     with fsspec.open(str(path), "rb") if local is None else local.open("rb") as opened:
         file: BinaryIO = io.BytesIO(opened.read()) if local is None else opened
-        head = file.read(16)
+        head = file.read(12)
         file.seek(0)
         try:
             if head[8:9] == b"{":  # eight bytes of a length, then that much JSON
@@ -125,15 +107,14 @@ def read(path: PathLike, *, map_location: Any = None, weights_only: bool | None 
             if weights_only is False and not isinstance(error, pickle.UnpicklingError | EOFError):
                 raise  # the code in the pickle failed
             # torch's message has the reason after general advice.
-            found = re.search(r"(?:WeightsUnpickler error:\s*|(?=Trying to load))(.+)", str(error))
-            reason = found[1] if found else str(error).partition("\n")[0] or repr(error)
+            lines = str(error).splitlines() or [repr(error)]
+            told = ("WeightsUnpickler error:", "Trying to load")
+            reason = next((line for line in lines if any(t in line for t in told)), lines[0])
             raise ValueError(
                 f"{path}: expected tensors and plain values in a checkpoint of torch, Lightning or "
                 f"safetensors, got a file of {file.seek(0, os.SEEK_END):,} bytes that begins with "
-                f"{head[:12]!r}, cut short, damaged, or with code in it, of which nothing was run: "
-                f"{reason[:400]} If you trust it: weights_only=False (an argument of load_weights, "
-                "and of the Trainer's fit, validate, test and predict; --unsafe of "
-                "lightning-dp convert)."
+                f"{head!r}, damaged or with code in it, of which nothing was run: {reason} If you "
+                "trust it: weights_only=False (--unsafe of lightning-dp convert)."
             ) from error
 
 
@@ -150,7 +131,7 @@ def write(checkpoint: Any, path: Path) -> None:
 
 
 def write_safetensors(state: Mapping[str, Any], path: Path) -> None:
-    """Writes a state dict in the format of safetensors; tied weights are written once per name."""
+    """Writes a state dict as safetensors, or raises a ValueError if it has other values."""
     library = _safetensors()
     try:
         # Clones: the library refuses tensors that share memory.
@@ -192,25 +173,17 @@ def replacing(path: Path) -> Iterator[Path]:
     """Gives a temporary path to write to, and then replaces a file by what was written there.
 
     The temporary file lies in the same folder and is flushed to the disk before `os.replace`, so a
-    crash leaves the old file. A symbolic link's target is replaced, permissions stay, a device or
-    pipe is written to. An OSError names the file, not the temporary one.
+    crash leaves the old file. A symbolic link's target is replaced; permissions stay.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        yield path
-        return
     target = Path(os.path.realpath(path))
-    temporary = target.parent / f".{secrets.token_hex(8)}.lightning-dp.tmp"
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
         with temporary.open("r+b") as file:
             os.fsync(file.fileno())
         if target.exists():
             temporary.chmod(stat.S_IMODE(target.stat().st_mode))
         os.replace(temporary, target)
-    except OSError as error:
-        if error.errno is None or error.filename not in (None, str(temporary), str(target)):
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import lightning
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_dp.checkpointing import files
 from lightning_dp.lightning_private import given_io, set_io
 from lightning_dp.parallel.checks import check_choice
-from lightning_dp.parallel.errors import add_note, is_a
 from lightning_dp.parallel.state_keys import PREFIXES, keys_of, match_keys, rename, without_outer
 from lightning_dp.processes import ProcessesMixin
 
 _VERSION = "pytorch-lightning_version"
-_NOTES, _ADDED = "lightning_dp", "added_prefix"
-_WEIGHTS_OF_TRAINER = ("state_dict", "current_model_state")  # the second by WeightAveraging
+_ADDED = "lightning_dp_added_prefix"
+_AVERAGED = (
+    "current_model_state"  # the model's, where WeightAveraging saves an average in its place
+)
 _BETWEEN_PROCESSES = ".temp.ckpt"  # by which Lightning's launchers hand over a bare state dict
 
 
@@ -54,8 +52,8 @@ class ModulePrefixMixin:  # its base class is of either of Lightning's packages
     """Saves checkpoints with clean keys, and loads them whatever prefixes wrappers left in them.
 
     The default of `DataParallelStrategy`; for others `Trainer(plugins=[...])`. It renames the
-    model's state, also where averages or callbacks hold a copy under the model's names, and leaves
-    all else, such as states of optimizers. Plain Lightning and torch load what it saves.
+    model's state and leaves all else, such as states of callbacks and optimizers. Plain Lightning
+    and torch load what it saves.
 
     A file may be a checkpoint of Lightning, a state dict, a dict that has one under `state_dict`,
     `model`, `model_state_dict` or `net`, or a `.safetensors` file. Without `weights_only=False` no
@@ -96,7 +94,7 @@ class ModulePrefixMixin:  # its base class is of either of Lightning's packages
         default: Any = AtomicTorchCheckpointIO()
         self.checkpoint_io = default if checkpoint_io is None else checkpoint_io
         if getattr(self.checkpoint_io, "checkpoint_io", self) is None:  # AsyncCheckpointIO(), say
-            self.checkpoint_io.checkpoint_io = AtomicTorchCheckpointIO()
+            self.checkpoint_io.checkpoint_io = default
         self.on_save, self.on_load, self.prefixes = on_save, on_load, prefixes
 
     def save_checkpoint(
@@ -104,7 +102,7 @@ class ModulePrefixMixin:  # its base class is of either of Lightning's packages
     ) -> None:
         """Saves through the wrapped IO, with keys as `on_save` says."""
         if self.on_save != "keep" and Path(path).name != _BETWEEN_PROCESSES:
-            checkpoint = strip_wrappers(checkpoint, self.prefixes)
+            checkpoint = strip(checkpoint, self.prefixes)
             if self.on_save == "add":
                 checkpoint = add_prefix(checkpoint)
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -119,7 +117,7 @@ class ModulePrefixMixin:  # its base class is of either of Lightning's packages
         if Path(path).name != _BETWEEN_PROCESSES:
             loaded = as_lightnings(loaded)
             if self.on_load != "keep":
-                loaded = strip_wrappers(remove_added(loaded), self.prefixes)
+                loaded = strip(loaded, self.prefixes)
         return cast(dict[str, Any], loaded)
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -135,49 +133,28 @@ class ModulePrefixCheckpointIO(ModulePrefixMixin, CheckpointIO):  # noqa: D101  
     __doc__ = ModulePrefixMixin.__doc__
 
 
-def is_lightnings(checkpoint: Any) -> bool:
-    """Whether a Trainer made it, so that `module.` in its `state_dict` is a submodule's."""
-    keys = checkpoint.keys() if isinstance(checkpoint, Mapping) else ()
-    return {_VERSION, "loops", "state_dict"}.issubset(keys)
-
-
 def as_lightnings(loaded: Any) -> Any:
     """What a file held; weights with the `state_dict` and version that a Trainer asks for."""
-    if isinstance(loaded, Mapping) and _VERSION in loaded and "state_dict" in loaded:
-        return loaded
     weights = files.find_weights(loaded)
-    if weights is None:
+    if weights is None or (_VERSION in loaded and "state_dict" in loaded):
         return loaded
-    rest = loaded if isinstance(loaded, Mapping) and loaded is not weights else {}
+    rest = {} if weights is loaded else loaded
     # The present version: nothing is to be migrated.
     return {**rest, "state_dict": weights, _VERSION: rest.get(_VERSION, lightning.__version__)}
 
 
-def strip_wrappers(checkpoint: Any, prefixes: Sequence[str] = PREFIXES) -> Any:
-    """Takes away the wrappers around all of the model's keys; `module.` not if a Trainer saved."""
-    weights = files.find_weights(checkpoint) or {}
-    certain = PREFIXES[1:] if is_lightnings(checkpoint) else prefixes
-    return rename_all(checkpoint, without_outer(weights, certain))
+def strip(checkpoint: Any, prefixes: Sequence[str] = PREFIXES) -> Any:
+    """Takes away what `add_prefix` has added, and the wrappers around all of the model's keys.
 
-
-def rename_all(checkpoint: Any, names: Mapping[str, str]) -> Any:
-    """The checkpoint with other names of the model's keys, wherever its state stands.
-
-    A dict of tensors is a copy of the model's state, such as an average, if all its keys are the
-    model's; any other has names of its own.
+    In a Trainer's checkpoint `module.` is a submodule's, unless it was added.
     """
-    if all(key == name for key, name in names.items()):
-        return checkpoint
-    weights = files.find_weights(checkpoint)
-
-    def renamed(value: Any) -> Any:
-        if value is weights or files.is_state(value):
-            return rename(value, names) if value.keys() <= names.keys() else value
-        if type(value) in (dict, OrderedDict) and "param_groups" not in value:
-            return type(value)((key, renamed(part)) for key, part in value.items())
-        return type(value)(map(renamed, value)) if type(value) in (list, tuple) else value
-
-    return renamed(checkpoint)
+    weights = files.find_weights(checkpoint) or {}
+    if isinstance(checkpoint, Mapping) and _ADDED in checkpoint:
+        prefix = checkpoint[_ADDED]
+        rest = {key: value for key, value in checkpoint.items() if key != _ADDED}
+        return rename_weights(rest, {key: key.removeprefix(prefix) for key in weights})
+    certain = PREFIXES[1:] if _is_trainers(checkpoint) else prefixes
+    return rename_weights(checkpoint, without_outer(weights, certain))
 
 
 def add_prefix(checkpoint: Any) -> Any:
@@ -185,42 +162,32 @@ def add_prefix(checkpoint: Any) -> Any:
 
     The keys there are a LightningModule's: without a note the prefix would pass for a submodule.
     """
-    if not is_lightnings(checkpoint):
-        weights = files.find_weights(checkpoint) or {}
-        return rename_all(checkpoint, {key: PREFIXES[0] + key for key in weights})
-    notes = {**checkpoint.get(_NOTES, {}), _ADDED: PREFIXES[0]}
-    return _rename_trainers(checkpoint, lambda key: PREFIXES[0] + key) | {_NOTES: notes}
+    weights = files.find_weights(checkpoint) or {}
+    renamed = rename_weights(checkpoint, {key: PREFIXES[0] + key for key in weights})
+    return {**renamed, _ADDED: PREFIXES[0]} if _is_trainers(checkpoint) else renamed
 
 
-def remove_added(checkpoint: Any) -> Any:
-    """Undoes `add_prefix` in a Trainer's checkpoint, if the note says so."""
-    notes = dict(checkpoint.get(_NOTES, {})) if is_lightnings(checkpoint) else {}
-    prefix = notes.pop(_ADDED, None)
-    if prefix is None:
+def rename_weights(checkpoint: Any, names: Mapping[str, str]) -> Any:
+    """The checkpoint with other names of the model's keys; copies in other states keep theirs."""
+    weights = files.find_weights(checkpoint)
+    if all(key == name for key, name in names.items()):
         return checkpoint
-    return _rename_trainers(checkpoint, lambda key: key.removeprefix(prefix)) | {_NOTES: notes}
+    if weights is checkpoint:
+        return rename(checkpoint, names)
+    return {
+        key: rename(value, names) if value is weights or key == _AVERAGED else value
+        for key, value in checkpoint.items()
+    }
 
 
-def _rename_trainers(checkpoint: Mapping[str, Any], name: Callable[[str], str]) -> dict[str, Any]:
-    """Renames what the Trainer itself saved; callbacks keep the names that they gave."""
-    states = {key: checkpoint[key] for key in _WEIGHTS_OF_TRAINER if key in checkpoint}
-    return {**checkpoint, **{k: rename(s, {n: name(n) for n in s}) for k, s in states.items()}}
-
-
-def nothing_to_resume(path: Any) -> str:
-    """The message for a checkpoint from which training cannot be resumed."""
-    return (
-        f"ckpt_path: expected a checkpoint to resume training from, got {str(path)!r}, which "
-        "holds weights and no training state (optimizers, epoch). To begin a new training with "
-        "these weights: init_from=... on the command line, or in Python "
-        "lightning_dp.checkpointing.load_weights(model, path) before fit."
-    )
+def _is_trainers(checkpoint: Any) -> bool:
+    """Whether a Trainer made it, so that `module.` in its `state_dict` is a submodule's."""
+    keys = checkpoint.keys() if isinstance(checkpoint, Mapping) else ()
+    return {_VERSION, "loops", "state_dict"}.issubset(keys)
 
 
 class CheckpointMixin(ProcessesMixin):
     """The strategy's checkpoints: names that fit the module."""
-
-    _weights_only_path: Any = None  # of a checkpoint without the training state that a fit needs
 
     @property
     @override
@@ -245,21 +212,11 @@ class CheckpointMixin(ProcessesMixin):
 
     @override
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        module = cast(LightningModule, self.lightning_module)
-        if module.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
-            self._weights_only_path = module.trainer.ckpt_path
         io: Any = self.checkpoint_io
         while io is not None and not isinstance(io, ModulePrefixMixin):
             io = getattr(io, "checkpoint_io", None)
         if io is not None and io.on_load == "auto":
-            names = match_keys(checkpoint["state_dict"], keys_of(module), io.prefixes)
-            checkpoint.update(rename_all(checkpoint, names))
-            files.add_tied(checkpoint["state_dict"], module)
+            own = keys_of(self.lightning_module)
+            names = match_keys(checkpoint["state_dict"], own, io.prefixes)
+            checkpoint.update(rename_weights(checkpoint, names))
         super().load_model_state_dict(checkpoint, strict=strict)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        path, self._weights_only_path = self._weights_only_path, None
-        if is_a(exception, KeyError) and path is not None:
-            add_note(exception, nothing_to_resume(path))

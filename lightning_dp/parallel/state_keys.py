@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import product, takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -88,78 +87,42 @@ def match_keys(
 ) -> dict[str, str]:
     """Returns the new name of each key; a key that fits nothing in the reference keeps its name.
 
-    Where a submodule is really called `module`, several keys of the reference can be the same
-    without wrappers (`weight` and `module.weight`). Then one change of the outermost wrappers must
-    make all keys the reference's. A ValueError names keys that fit two places or fall together.
+    A ValueError names keys that fit two places, or fall together.
     """
+    # Where a submodule is really called `module`, wrappers around all keys alone are looked at.
+    for outer in _outer_prefixes(keys, prefixes):
+        names = {key: key.removeprefix(outer) for key in keys}
+        if set(reference).issuperset(names.values()):
+            return names
     groups, places = _by_bare_name(keys, prefixes), _by_bare_name(reference, prefixes)
     if not groups.keys() & places.keys():
-        groups, places = _without_holder(groups, places), _without_holder(places, groups)
-    fitting = {bare: group for bare, group in groups.items() if bare in places}
-    sources = [key for group in fitting.values() for key in group]
-    targets = {name for bare in fitting for name in places[bare]}
-    outer = product(outer_prefixes(sources, prefixes), outer_prefixes(targets, prefixes))
-    for old, new in sorted(outer, key=lambda pair: "".join(pair).count(".")):
-        changed = {key: new + key.removeprefix(old) for key in sources}
-        if targets.issuperset(changed.values()):
-            return {key: changed.get(key, key) for key in keys}
+        inner = _without_holder(groups)
+        if inner.keys() & places.keys():
+            groups = inner
+        else:
+            places = _without_holder(places)
     names = {key: key for key in keys}
-    for bare, group in fitting.items():
-        own = places[bare]
+    for bare in groups.keys() & places.keys():
+        group, own = groups[bare], places[bare]
         if set(group) <= set(own):
             continue
-        if len(own) > 1 or len(group) > 1:
-            one, other = (own if len(own) > 1 else group)[:2]
+        if len(own) > 1:
             raise ValueError(
                 f"normalize_state_dict: expected one place for {group[0]!r}, got two that fit: "
-                f"{one!r} and {other!r}. Rename it yourself before."
-                if len(own) > 1
-                else f"normalize_state_dict: expected each parameter once, got both {one!r} and "
-                f"{other!r} for {own[0]!r}. Remove one of them."
+                f"{own[0]!r} and {own[1]!r}. Rename it yourself before."
+            )
+        if len(group) > 1:
+            raise ValueError(
+                f"normalize_state_dict: expected each parameter once, got both {group[0]!r} and "
+                f"{group[1]!r} for {own[0]!r}. Remove one of them."
             )
         names[group[0]] = own[0]
     return names
 
 
-def _by_bare_name(keys: Iterable[str], prefixes: Sequence[str]) -> dict[str, list[str]]:
-    """The keys, grouped by what they are without wrappers; the last step is a parameter's."""
-    steps = {prefix[:-1] for prefix in prefixes}
-    groups: dict[str, list[str]] = {}
-    for key in keys:
-        *path, leaf = key.split(".")
-        bare = ".".join([*(step for step in path if step not in steps), leaf])
-        groups.setdefault(bare, []).append(key)
-    return groups
-
-
-def _without_holder(
-    groups: dict[str, list[str]], others: dict[str, list[str]]
-) -> dict[str, list[str]]:
-    """Takes away the module that holds all of one side (`net.`), if the smaller side then fits."""
-    steps = zip(*(bare.split(".")[:-1] for bare in groups), strict=False)
-    holder = list(takewhile(lambda level: len(set(level)) == 1, steps))
-    for depth in range(1, len(holder) + 1 if others else 0):
-        inner = {".".join(bare.split(".")[depth:]): group for bare, group in groups.items()}
-        if inner.keys() <= others.keys() or others.keys() <= inner.keys():
-            return inner
-    return groups
-
-
-def outer_prefixes(keys: Collection[str], prefixes: Sequence[str] = PREFIXES) -> list[str]:
-    """What wrappers put before all keys, from none of them to all: `["", "module.", ...]`."""
-    found = [""]
-    while keys:
-        longer = [found[-1] + prefix for prefix in prefixes]
-        shared = next((p for p in longer if all(key.startswith(p) for key in keys)), None)
-        if shared is None:
-            break
-        found.append(shared)
-    return found
-
-
 def without_outer(keys: Collection[str], prefixes: Sequence[str] = PREFIXES) -> dict[str, str]:
     """New names without the wrappers that are around all keys."""
-    prefix = outer_prefixes(keys, prefixes)[-1]
+    prefix = _outer_prefixes(keys, prefixes)[-1]
     return {key: key.removeprefix(prefix) for key in keys}
 
 
@@ -183,3 +146,34 @@ def rename(state_dict: Mapping[str, Any], names: Mapping[str, str]) -> OrderedDi
         kept = OrderedDict((new, versions[old]) for old, new in paths.items() if old in versions)
         set_format_versions(found, kept)
     return found
+
+
+def _outer_prefixes(keys: Collection[str], prefixes: Sequence[str]) -> list[str]:
+    """What wrappers put before all keys, from none of them to all: `["", "module.", ...]`."""
+    found = [""]
+    while keys:
+        longer = [found[-1] + prefix for prefix in prefixes]
+        shared = next((p for p in longer if all(key.startswith(p) for key in keys)), None)
+        if shared is None:
+            break
+        found.append(shared)
+    return found
+
+
+def _by_bare_name(keys: Iterable[str], prefixes: Sequence[str]) -> dict[str, list[str]]:
+    """The keys, grouped by what they are without wrappers; the last step is a parameter's."""
+    steps = {prefix[:-1] for prefix in prefixes}
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        *path, leaf = key.split(".")
+        bare = ".".join([*(step for step in path if step not in steps), leaf])
+        groups.setdefault(bare, []).append(key)
+    return groups
+
+
+def _without_holder(groups: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The groups by their names in the one submodule (`net.`) that holds all of them, if any."""
+    paths = {bare: bare.partition(".") for bare in groups}
+    if len({first for first, _, _ in paths.values()}) != 1:
+        return groups
+    return {paths[bare][2]: group for bare, group in groups.items()}

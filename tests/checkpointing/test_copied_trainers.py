@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -17,7 +16,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from support.oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -28,20 +27,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "copied": copy.deepcopy,
     "pickled": lambda value: pickle.loads(pickle.dumps(value)),
 }
-MOMENTS = (
-    "on_fit_start",
-    "on_train_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_train_epoch_end",
-    "on_fit_end",
-)
+MOMENTS = ("on_train_start", "on_before_backward", "on_after_backward", "on_train_batch_end")
 
 pytestmark = pytest.mark.filterwarnings("ignore:Found . module.s. in eval mode")
 
@@ -94,9 +80,6 @@ def refit(callback: Copying, moment: str, epochs: int = 2) -> dict[str, Any]:
     return fitted(job, callback.modules[moment])
 
 
-QUICK = ("on_train_start", "on_after_backward")
-
-
 @way
 @pytest.mark.parametrize("mode", ["step", "forward"])
 def test_a_copy_has_no_replicas_and_a_fit_of_its_own(mode: str, way: str) -> None:
@@ -108,41 +91,9 @@ def test_a_copy_has_no_replicas_and_a_fit_of_its_own(mode: str, way: str) -> Non
     for moment, copied in callback.trainers.items():
         assert copied.strategy.measured_steps() == []  # those of a fit's replicas
         assert copied.strategy.parallel_devices == devices_of(3)
-        if moment in QUICK:
+        if moment == "on_after_backward":
             found, expected = refit(callback, moment), refit(of_one, moment)
             assert_equal_trees(found, expected, moment, atol=1e-10, rtol=0.0)
-
-
-class Costly(Classifier):
-    def sample_cost(self, batch: Any) -> Tensor:
-        return batch[0].abs().sum(1)
-
-
-@way
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        {"split": "cost"},
-        {"split": "adaptive"},
-        {"check_first_step": True, "buffers": "mean"},
-        {"mode": "forward", "parallel_modules": ["net"]},
-    ],
-    ids=str,
-)
-def test_whatever_the_options(strategy: dict[str, Any], when: str, way: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    module = Costly()
-    job = trainer(3, DataParallelStrategy(**strategy), max_epochs=1)
-    if when == "after":
-        fitted(job, Costly())
-    job, module = WAYS[way](job), WAYS[way](module)
-    job.fit_loop.max_epochs = 2  # of which the first Trainer may have had one
-    several = fitted(job, module)
-    torch.manual_seed(0)
-    one = fitted(trainer(max_epochs=1 if when == "after" else 2), Costly())
-    assert_equal_trees(several["state"], one["state"], "state", atol=1e-10, rtol=0.0)
 
 
 class InItsStep(Classifier):
@@ -212,37 +163,6 @@ def test_copies_made_in_a_step_are_as_those_of_one_device(
         schedule = kept["schedule"].state_dict()
         results.append([first, second, options, schedule, type(kept["optimizer"]).__name__])
         assert type(kept["optimizer"].param_groups[0]) is dict
-    assert_equal_trees(*results, "fits", atol=1e-10, rtol=0.0)
-
-
-def _fit_in_another_process(trainer: Trainer, module: LightningModule, path: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(1)
-    torch.save(fitted(trainer, module), path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["on_train_batch_end", "after"])
-def test_another_process_that_is_spawned_goes_on(when: str, tmp_path: Path) -> None:
-    torch.set_default_dtype(torch.float64)
-    results = []
-    for devices in (3, 1):
-        callback = Copying((when,) if when.startswith("on") else (), "copied")
-        torch.manual_seed(0)
-        job = trainer(devices, DataParallelStrategy(), callbacks=[callback], max_epochs=1)
-        module = Classifier()
-        fitted(job, module)
-        job.fit_loop.max_epochs = 2
-        job = callback.trainers.get(when, job)
-        path = str(tmp_path / f"{devices}.pt")
-        args = (job, callback.modules.get(when, module), path)
-        process = torch.multiprocessing.get_context("spawn").Process(
-            target=_fit_in_another_process, args=args
-        )
-        process.start()
-        process.join(120)
-        assert process.exitcode == 0
-        results.append(torch.load(path))
     assert_equal_trees(*results, "fits", atol=1e-10, rtol=0.0)
 
 

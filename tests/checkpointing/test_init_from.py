@@ -8,7 +8,6 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from support.oracle import assert_equal_trees
 from torch import nn
 
 from lightning_dp.app.build import build, settle
@@ -18,15 +17,14 @@ from lightning_dp.app.run import as_program
 from lightning_dp.app.train import train
 
 Configure = Callable[..., DictConfig]
-QUICK = ("trainer.limit_train_batches=3", "trainer.max_epochs=1", "test=false", "~logger")
 
 
 @pytest.fixture
 def configure(tmp_path: Path) -> Configure:
-    """Composes a job on the CPU whose run folder is `tmp_path / folder`."""
+    """Composes a job on the CPU whose run folder is `tmp_path / "run"`."""
 
-    def configured(*overrides: str, name: str = "train", folder: str = "run") -> DictConfig:
-        paths = (f"paths.output_dir={tmp_path / folder}", "paths.work_dir=.")
+    def configured(*overrides: str, name: str = "train") -> DictConfig:
+        paths = (f"paths.output_dir={tmp_path / 'run'}", "paths.work_dir=.")
         cpu = ["trainer.accelerator=cpu", "trainer.devices=2"]
         with initialize_config_module("lightning_dp.conf", version_base="1.3"):
             return compose(name, overrides=[*paths, *cpu, *overrides])
@@ -44,31 +42,18 @@ def weights(configure: Configure, tmp_path: Path) -> Path:
     return tmp_path / "old.pt"
 
 
-def test_training_begins_with_them_as_on_one_device(configure: Configure, tmp_path: Path) -> None:
-    begun = nn.Linear(5, 2).double()
+def test_training_begins_with_them(configure: Configure, tmp_path: Path) -> None:
+    begun = nn.Linear(5, 2)
     torch.save(nn.DataParallel(nn.ModuleDict({"layer": begun})).state_dict(), tmp_path / "old.pt")
-
-    def fit(strategy: str) -> dict[str, torch.Tensor]:
-        groups = ("experiment=tutorial", "model.talk=false")
-        init = (f"init_from={tmp_path / 'old.pt'}", "trainer.max_epochs=1", "~logger")
-        torch.manual_seed(0)
-        options = (f"strategy={strategy}", *groups, *init, "trainer.precision=64-true")
-        cfg = settle(configure(*options, folder=strategy))
-        job = build(cfg)
-        assert torch.equal(job.model.layer.weight.double(), begun.weight)
-        job.trainer.fit(job.model, datamodule=job.data)
-        return job.model.state_dict()
-
-    ends = [fit("dp_custom"), fit("single")]
-    assert_equal_trees(*ends, "trained", atol=1e-10, rtol=0)
-    assert not torch.equal(ends[0]["layer.weight"].double(), begun.weight)
+    cfg = settle(
+        configure("experiment=tutorial", "model.talk=false", f"init_from={tmp_path / 'old.pt'}")
+    )
+    assert torch.equal(build(cfg).model.layer.weight, begun.weight)
 
 
-@pytest.mark.parametrize("strategy", ["dp_custom", "single"])
-def test_they_are_tested(strategy: str, configure: Configure, weights: Path) -> None:
-    name = f"strategy={strategy}"
-    tested = as_program(evaluate)(configure(name, f"ckpt_path={weights}", name="eval"))
-    begun = as_program(train)(configure(name, f"init_from={weights}", "train=false"))
+def test_they_are_tested(configure: Configure, weights: Path) -> None:
+    tested = as_program(evaluate)(configure(f"ckpt_path={weights}", name="eval"))
+    begun = as_program(train)(configure(f"init_from={weights}", "train=false"))
     assert tested.metrics == begun.metrics and tested.metrics
 
 
@@ -79,7 +64,6 @@ def test_they_are_tested(strategy: str, configure: Configure, weights: Path) -> 
         ("init_from={w} ckpt_path={w}", "Give one of the two"),
         ("init_from={other}", "other.pt', which does not fit: Error.s. in loading"),
         ("ckpt_path=''", "ckpt_path: expected a checkpoint file, got '', which does not exist"),
-        ("init_from=5", "init_from: expected a checkpoint file, got 5, which does not exist"),
         ("init_from=memory://no/such", "got 'memory://no/such', which does not fit"),
     ],
 )
@@ -89,4 +73,4 @@ def test_mistakes_are_told_in_one_message(
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "other.pt")
     words = options.format(w=weights, other=tmp_path / "other.pt").split()
     with pytest.raises(OptionError, match=f"^error: (?s:.*){message}"):
-        as_program(train)(configure(*words, *QUICK))
+        as_program(train)(configure(*words, "trainer.limit_train_batches=3", "~logger"))

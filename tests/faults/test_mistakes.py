@@ -353,14 +353,6 @@ def test_a_file_is_refused_in_the_same_words(on: str, name: str, mode: Any, file
     assert told == one is not None
 
 
-def test_a_hint_comes_beside_the_words(files: Path) -> None:
-    with pytest.raises(KeyError, match="checkpoint contains only the model") as caught:
-        trainer(3).fit(Net(), loader(), loader(), ckpt_path=files / "weights.ckpt")
-    (hint,) = caught.value.__notes__
-    assert "weights.ckpt', which holds weights and no training state" in hint
-    assert "lightning_dp.checkpointing.load_weights(model, path)" in hint
-
-
 # Hooks
 
 HOOKS = tuple(

@@ -1,10 +1,14 @@
-"""Weights saved anywhere load anywhere; what is no weights is refused, by name and without harm."""
+"""Weights saved anywhere load anywhere; files are written whole, or refused by name."""
 
-import gzip
+from __future__ import annotations
+
 import os
 import pickle
+import signal
+import stat
+import subprocess
 import sys
-import zipfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,10 +108,7 @@ def by_trainer(devices: int, strategy: str) -> Save:
 
 
 def by_a_script(net: Net, path: Path) -> None:
-    wrapper = DistributedDataParallel(net)
-    optimizer = torch.optim.Adam(wrapper.parameters())
-    content = {"epoch": 3, "model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(content, path)
+    torch.save({"epoch": 3, "model": DistributedDataParallel(net).state_dict()}, path)
 
 
 def as_safetensors(net: Net, path: Path) -> None:
@@ -123,12 +124,9 @@ def in_the_old_format(net: Net, path: Path) -> None:
 SOURCES: dict[str, Save] = {
     "bare module": state_of(lambda net: net),
     "bare module in the old format": in_the_old_format,
-    "nn.DataParallel": state_of(nn.DataParallel),
-    "DDP": state_of(DistributedDataParallel),
-    "torch.compile": state_of(compiled),
+    "nn.DataParallel twice": state_of(lambda net: nn.DataParallel(nn.DataParallel(net))),
     "torch.compile of DDP": state_of(lambda net: compiled(DistributedDataParallel(net))),
     "DDP of torch.compile": state_of(lambda net: DistributedDataParallel(compiled(net))),
-    "nn.DataParallel twice": state_of(lambda net: nn.DataParallel(nn.DataParallel(net))),
     "a script's dict": by_a_script,
     "Lightning": by_trainer(1, "auto"),
     "our strategy": by_trainer(2, "dp_custom"),
@@ -161,10 +159,7 @@ def through_the_converter(net: Net, path: Path) -> None:
 TARGETS: dict[str, Callable[[Net, Path], Any]] = {
     "bare module": into(lambda net: net),
     "nn.DataParallel": into(nn.DataParallel),
-    "DDP": into(DistributedDataParallel),
-    "torch.compile": into(compiled),
     "torch.compile of DDP": into(lambda net: compiled(DistributedDataParallel(net))),
-    "a LightningModule": into(Holder),
     "a LightningModule with a compiled net": into(lambda net: Holder(compiled(net))),
     "load_from_checkpoint": through_the_converter,
     "our strategy": into_our_strategy,
@@ -195,9 +190,7 @@ def test_only_what_fits_is_loaded_unless_strict(tmp_path: Path) -> None:
     state = nn.DataParallel(net).state_dict()
     state["module.extra"] = state.pop("module.head.bias")
     torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(
-        RuntimeError, match=r'Missing .*"head\.bias"[\s\S]*Unexpected .*module.extra'
-    ):
+    with pytest.raises(RuntimeError, match=r'Missing .*"head\.bias"[\s\S]*Unexpected .*extra'):
         load_weights(Net(), tmp_path / "other.pt")
     other = Net()
     result = load_weights(other, tmp_path / "other.pt", strict=False)
@@ -219,24 +212,26 @@ def test_remote_files(tmp_path: Path) -> None:
     assert (tmp_path / "local.pt").is_file()
 
 
-class Malicious:
-    """Makes a file when it is unpickled."""
+# What is refused: by name, and without harm
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+
+class Malicious:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.file),)
+        return os.mkdir, (str(self.folder),)
 
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "load_weights": lambda path: load_weights(Net(), path),
-    "the IO": lambda path: ModulePrefixCheckpointIO().load_checkpoint(path),
     "ckpt_path": lambda path: trainer(2).validate(Holder(), loader(), ckpt_path=path),
 }
 
 
-@pytest.mark.parametrize("kind", ["torch", "torch, old format", "pickle", "beside weights"])
+@pytest.mark.parametrize("kind", ["torch, old format", "pickle", "beside weights"])
 def test_a_malicious_pickle_is_not_run(kind: str, tmp_path: Path) -> None:
     proof, path = tmp_path / "was run", tmp_path / "evil.ckpt"
     evil = Malicious(proof)
@@ -246,40 +241,13 @@ def test_a_malicious_pickle_is_not_run(kind: str, tmp_path: Path) -> None:
     else:
         torch.save(content, path, _use_new_zipfile_serialization="old" not in kind)
     for reader in READERS.values():
-        with pytest.raises(ValueError, match=r"evil\.ckpt: expected ") as caught:
+        with pytest.raises(ValueError, match=r"evil\.ckpt: expected .*nothing was run") as caught:
             reader(path)
-        assert not proof.exists()
-        if kind != "pickle":  # which torch.save did not write, and torch does not read
-            for text in ("mkdir", "nothing was run", "weights_only=False"):
-                assert text in str(caught.value)
-    if kind != "pickle":
+        assert not proof.exists() and "weights_only=False" in str(caught.value)
+        assert kind == "pickle" or "mkdir" in str(caught.value)
+    if kind != "pickle":  # which torch.save did not write
         read(path, weights_only=False)
         assert proof.exists(), "it was one"
-
-
-@pytest.mark.filterwarnings("ignore:Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
-def test_what_the_caller_says_about_pickles_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "module.pt"
-    torch.save(nn.DataParallel(trained_net()), path)  # the module itself
-    with pytest.raises(ValueError, match=r"nothing was run.*DataParallel"):
-        read(path)
-    load_weights(Net(), path, weights_only=False)
-    assert ModulePrefixCheckpointIO().load_checkpoint(path, weights_only=False)["state_dict"]
-    with torch.serialization.safe_globals([set]):
-        torch.save({"state_dict": Net().state_dict(), "x": {1}}, tmp_path / "set.pt")
-        read(tmp_path / "set.pt")
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    load_weights(Net(), path)
-    with pytest.raises(ValueError, match="nothing was run"):
-        read(path, weights_only=True)
-
-
-def _archive(path: Path, names: list[str]) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        for name in names:
-            archive.writestr(name, "x")
 
 
 OTHER = "a file of [\\d,]+ bytes that begins with b'"
@@ -287,12 +255,9 @@ FOREIGN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty": (lambda path: path.write_bytes(b""), "got a file of 0 bytes"),
     "folder": (lambda path: path.mkdir(), "got a folder"),
     "text": (lambda path: path.write_text("hello world, hello"), f"{OTHER}hello world,'"),
-    "gzip": (lambda path: path.write_bytes(gzip.compress(b"x" * 99)), OTHER),
-    "zip": (lambda path: _archive(path, ["a/b.txt", "c"]), OTHER),
     "list": (lambda path: torch.save([1, 2], path), "got list"),
-    "tensor": (lambda path: torch.save(torch.ones(2), path), "got Tensor"),
     "dict": (lambda path: torch.save({"epoch": 1, 2: 3}, path), r"the keys \['epoch', '2'\]"),
-    "pickle": (lambda path: path.write_bytes(pickle.dumps({"a": [1] * 99})), OTHER),
+    "module": (lambda path: torch.save(nn.Linear(1, 1), path), "nothing was run: .*Linear"),
     "safetensors' beginning": (
         lambda path: path.write_bytes((10_000).to_bytes(8, "little") + b'{"a": {"dtype'),
         OTHER,
@@ -305,7 +270,7 @@ def test_other_files_are_named_with_what_was_found(kind: str, tmp_path: Path) ->
     path = tmp_path / "wrong.ckpt"
     write, found = FOREIGN[kind]
     write(path)
-    for reader in (READERS["load_weights"], READERS["ckpt_path"]):
+    for reader in READERS.values():
         with pytest.raises(ValueError, match=rf"wrong\.ckpt: expected .*{found}"):
             reader(path)
         with pytest.raises(FileNotFoundError, match=r"none\.ckpt"):
@@ -335,11 +300,9 @@ def test_damaged_files_are_named(complete: Path, data: st.DataObject) -> None:
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     path.write_bytes(content)
     try:
-        loaded = read(path)  # damage in the numbers themselves may not be noticed
+        read(path)  # damage in the numbers themselves may not be noticed
     except ValueError as error:
         assert "damaged" in str(error), repr(error)
-    else:
-        assert loaded is not None
 
 
 def test_views_in_safetensors_keep_their_values(tmp_path: Path) -> None:
@@ -352,37 +315,14 @@ def test_views_in_safetensors_keep_their_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [
-        torch.ones(2, dtype=torch.complex128),
-        torch.ones(2, device="meta"),
-        torch.ones(2).to_sparse(),
-        {"extra": 3},
-    ],
-    ids=["complex128", "meta", "sparse", "dict"],
+    [torch.ones(2, dtype=torch.complex128), torch.ones(2).to_sparse(), {"extra": 3}],
+    ids=["complex128", "sparse", "dict"],
 )
 def test_what_safetensors_cannot_hold(value: Any, tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     with pytest.raises(ValueError, match=r"x\.safetensors: expected .*Write a \.pt or \.ckpt file"):
         write_safetensors({"w": value}, tmp_path / "x.safetensors")
     assert not list(tmp_path.iterdir())
-
-
-def test_files_of_others_in_safetensors(tmp_path: Path) -> None:
-    library = pytest.importorskip("safetensors.torch")
-    net, other = trained_net(), Net()
-    library.save_model(net, str(tmp_path / "model.safetensors"))  # leaves out a tied weight
-    load_weights(other, tmp_path / "model.safetensors")
-    assert_equal_trees(other.state_dict(), net.state_dict(), "model", **EXACT)
-    other = Net()
-    into_our_strategy(other, tmp_path / "model.safetensors")
-    assert_equal_trees(other.state_dict(), net.state_dict(), "in a Trainer", **EXACT)
-    untied = {key: value for key, value in net.state_dict().items() if "weight" not in key}
-    library.save_file(untied, str(tmp_path / "untied.safetensors"))
-    with pytest.raises(RuntimeError, match=r"Missing key.*module.weight"):
-        load_weights(Net(), tmp_path / "untied.safetensors")
-    library.save_file({"module.w": torch.ones(2)}, str(tmp_path / "plain.safetensors"))
-    io = ModulePrefixCheckpointIO()
-    assert list(io.load_checkpoint(tmp_path / "plain.safetensors")["state_dict"]) == ["w"]
 
 
 def test_without_the_package_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,3 +333,129 @@ def test_without_the_package_safetensors(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match=r"needs the package safetensors.*\[safetensors\]"):
         read(path)
+
+
+# Written whole or not at all
+
+
+def save(path: Path, n: int, **more: Any) -> None:
+    content = {"state_dict": {"w": torch.full((2**12,), n)}, "n": n, **more}
+    ModulePrefixCheckpointIO().save_checkpoint(content, path)
+
+
+class Breaks:
+    """Fails while it is pickled, after tensors were written."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("failure", ["in pickle", "disk full"])
+def test_a_save_that_fails_leaves_the_old_file_and_no_other(failure: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    if failure == "in pickle":
+        with pytest.raises(KeyboardInterrupt):
+            save(path, 2, x=Breaks())
+    else:
+        resource = pytest.importorskip("resource")
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        old = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                save(path, 2, big=torch.zeros(2**20))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, old)
+    assert torch.load(path, weights_only=True)["n"] == 1
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_threads_save_at_the_same_time(tmp_path: Path) -> None:
+    path = tmp_path / "x.ckpt"
+    write = lambda n: [save(path, n) for _ in range(10)]
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if path.exists():
+            assert read(path)["state_dict"]["w"].unique().numel() == 1
+    assert os.listdir(tmp_path) == ["x.ckpt"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links and permissions of POSIX")
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    target, link, second = (tmp_path / name for name in ("far/t", "link", "second"))
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    link.symlink_to(Path("far") / "t")  # relative, as people make them
+    second.symlink_to(link)
+    save(second, 1)
+    assert second.is_symlink() and link.is_symlink() and not target.is_symlink()
+    assert read(second)["n"] == 1 and stat.S_IMODE(target.stat().st_mode) == 0o640
+    to_nothing = tmp_path / "nothing"
+    to_nothing.symlink_to(tmp_path / "new" / "file")
+    save(to_nothing, 1)
+    assert to_nothing.is_symlink() and (tmp_path / "new" / "file").is_file()
+
+
+# Forked, so that the package is imported once: a child saves one checkpoint after another until it
+# is killed; the parent then loads what is there.
+KILLS = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from lightning.pytorch.plugins import AsyncCheckpointIO
+from lightning_dp import ModulePrefixCheckpointIO
+
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+random.seed(0)
+path = folder / "last.ckpt"
+temporary = lambda: [name for name in os.listdir(folder) if name.endswith(".tmp")]
+
+def save_forever(first, report):
+    io = ModulePrefixCheckpointIO()
+    io = io if kind == "sync" else AsyncCheckpointIO(io)
+    for step in range(first, 10**9):
+        weights = {f"module.{i}": torch.full((2**18,), float(step)) for i in range(8)}
+        io.save_checkpoint({"state_dict": weights, "step": step}, path)
+        io.teardown()  # an asynchronous one has ended then
+        os.write(report, f"{step}\\n".encode())
+
+step, in_the_middle = 0, 0
+while in_the_middle < 8:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        save_forever(step + 1, writing)
+    os.close(writing)
+    reported = os.read(reading, 64)  # at least one is complete
+    time.sleep(random.uniform(0, 0.05))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while part := os.read(reading, 2**16):
+        reported += part
+    os.close(reading)
+    last = int(reported.split()[-1])
+    in_the_middle += bool(temporary())  # of a file that was being written
+    loaded = ModulePrefixCheckpointIO().load_checkpoint(path)
+    step = loaded["step"]
+    # The killed save may be complete though the child could not say so any more.
+    assert step in (last, last + 1), (step, last)
+    assert list(loaded["state_dict"]) == [str(i) for i in range(8)]
+    assert all((w == step).all() for w in loaded["state_dict"].values())
+    for name in temporary():
+        os.unlink(folder / name)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
+@pytest.mark.parametrize("kind", ["sync", "asynchronous"])
+def test_the_last_complete_checkpoint_survives_kills(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLS, str(tmp_path), kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Cause = str | None
-Loss = Callable[[nn.Linear, Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, nn.Linear, Tensor, Tensor], Tensor]
 Number = Callable[[Tensor, Tensor], Any]
 Step = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -86,229 +86,137 @@ def _advantages(x: Tensor) -> Tensor:
     return (x - x.mean()) / (x.std() + 1e-6)
 
 
-LOSSES: dict[str, tuple[Loss, Cause]] = {
-    "mean": (lambda net, x, y: (net(x) - y).square().mean(), None),
-    "sum by samples": (lambda net, x, y: F.mse_loss(net(x), y, reduction="sum") / len(x), None),
-    "sum by elements": (lambda net, x, y: (net(x) * y).sum() * (1 / y.numel()), None),
-    "scaled mean": (
-        lambda net, x, y: 0.5 * F.l1_loss(net(x), y) - 2 * (net(x) * y).sum(1).mean(),
-        None,
-    ),
-    "mean of sums": (
-        lambda net, x, y: F.smooth_l1_loss(net(x), y, reduction="none").sum(1).mean(),
-        None,
-    ),
-    "sum of means": (lambda net, x, y: (net(x) * y).mean(0).sum(), None),
-    "batchmean": (lambda net, x, y: F.kl_div(net(x), y.softmax(1), reduction="batchmean"), None),
-    "penalty": (
-        lambda net, x, y: F.mse_loss(net(x), y) + sum(p.norm() for p in net.parameters()),
-        None,
-    ),
-    "learnt scale": (
-        lambda net, x, y: F.mse_loss(net(x), y) * net.bias[0].exp() + net.bias[0],
-        None,
-    ),
-    "stack": (lambda net, x, y: torch.stack([F.mse_loss(net(x), y), net(x).mean()]).mean(), None),
-    "weights": (lambda net, x, y: (torch.full((len(x), 1), 1 / len(x)) * net(x)).sum(), None),
-    "divided before": (lambda net, x, y: (net(x) / len(x) + y / len(x)).sum(), None),
-    "divided apart": (lambda net, x, y: (net(x) / len(x) + net(x).square() / len(x)).sum(), None),
-    "function of each": (lambda net, x, y: (net(x) - y).square().sum(1).sqrt().mean(), None),
-    "classes": (lambda net, x, y: F.cross_entropy(net(x), y.argmax(1), label_smoothing=0.1), None),
-    "probabilities": (lambda net, x, y: F.cross_entropy(net(x), y.softmax(1)), None),
-    "logits": (lambda net, x, y: F.binary_cross_entropy_with_logits(net(x), y.sigmoid()), None),
-    "learnt weight": (
-        lambda net, x, y: F.mse_loss(net(x), y) / net.bias.exp().sum() + net.bias[0],
-        None,
-    ),
-    "of each class": (
-        lambda net, x, y: (net(x).mean(0) * net.bias).sum() - net(x).mean(0) @ net.bias,
-        None,
-    ),
-    "mean for each": (
-        lambda net, x, y: (net(x).square().sum(1) + F.mse_loss(net(x), y)).mean(),
-        None,
-    ),
-    "over classes": (lambda net, x, y: (net(x).amax(1) - net(x).logsumexp(1)).mean(), None),
-    "variance of each": (lambda net, x, y: (net(x).std(1) + net(x).norm(dim=1)).mean(), None),
-    "order of classes": (
-        lambda net, x, y: (net(x).sort(1)[0].cumsum(1) * y.roll(1, 1)).mean(),
-        None,
-    ),
-    "products of each": (
-        lambda net, x, y: (net(x)[:, None] @ net(x)[:, :, None]).square().mean(),
-        None,
-    ),
-    "own pairs": (lambda net, x, y: (net(x) @ net(x).T / 2).diagonal().square().mean(), None),
-    "trace": (lambda net, x, y: (net(x) @ net(x).T).trace() / len(x), None),
-    "limit of each": (lambda net, x, y: F.relu(1 - net(x) * y).clamp(max=2).mean(), None),
-    "triplets": (lambda net, x, y: F.triplet_margin_loss(net(x), net(x + 1), net(x - 1)), None),
-    "cosine": (lambda net, x, y: F.cosine_similarity(net(x), y).mean(), None),
-    "standardised": (lambda net, x, y: F.layer_norm(net(x), [3]).square().mul(y).mean(), None),
-    "centred rows": (lambda net, x, y: net(x - x.mean(1, keepdim=True)).square().mean(), None),
-    "zeros like": (lambda net, x, y: net(x - x.new_zeros(4) - torch.zeros_like(x[0])).mean(), None),
-    "weights of one": (
-        lambda net, x, y: (net(x) * torch.ones_like(y) / torch.ones_like(y).sum()).sum(),
-        None,
-    ),
-    "range of one": (lambda net, x, y: net(x / torch.ones_like(x).max()).square().mean(), None),
-    "up to the longest": (lambda net, x, y: (net(x) * _mask(y)).square().mean(), None),
-    "for people": (lambda net, x, y: _shown(x, net(x).square().mean()), None),
-    "penalty of all": (
-        lambda net, x, y: (
-            F.mse_loss(net(x), y) + 0.1 * sum(p.square().sum() for p in net.parameters())
+LOSSES: dict[Cause, dict[str, Loss]] = {
+    None: {
+        "mean": lambda z, net, x, y: (z - y).square().mean(),
+        "sum by samples": lambda z, net, x, y: F.mse_loss(z, y, reduction="sum") / len(x),
+        "sum by elements": lambda z, net, x, y: (z * y).sum() * (1 / y.numel()),
+        "scaled mean": lambda z, net, x, y: 0.5 * F.l1_loss(z, y) - 2 * (z * y).sum(1).mean(),
+        "mean of sums": lambda z, net, x, y: F.smooth_l1_loss(z, y, reduction="none").sum(1).mean(),
+        "sum of means": lambda z, net, x, y: (z * y).mean(0).sum(),
+        "batchmean": lambda z, net, x, y: F.kl_div(z, y.softmax(1), reduction="batchmean"),
+        "penalty": lambda z, net, x, y: F.mse_loss(z, y) + sum(p.norm() for p in net.parameters()),
+        "learnt scale": lambda z, net, x, y: F.mse_loss(z, y) * net.bias[0].exp() + net.bias[0],
+        "stack": lambda z, net, x, y: torch.stack([F.mse_loss(z, y), z.mean()]).mean(),
+        "weights": lambda z, net, x, y: (torch.full((len(x), 1), 1 / len(x)) * z).sum(),
+        "divided before": lambda z, net, x, y: (z / len(x) + y / len(x)).sum(),
+        "divided apart": lambda z, net, x, y: (z / len(x) + z.square() / len(x)).sum(),
+        "function of each": lambda z, net, x, y: (z - y).square().sum(1).sqrt().mean(),
+        "classes": lambda z, net, x, y: F.cross_entropy(z, y.argmax(1), label_smoothing=0.1),
+        "probabilities": lambda z, net, x, y: F.cross_entropy(z, y.softmax(1)),
+        "logits": lambda z, net, x, y: F.binary_cross_entropy_with_logits(z, y.sigmoid()),
+        "learnt weight": lambda z, net, x, y: F.mse_loss(z, y) / net.bias.exp().sum() + net.bias[0],
+        "of each class": lambda z, net, x, y: (z.mean(0) * net.bias).sum() - z.mean(0) @ net.bias,
+        "mean for each": lambda z, net, x, y: (z.square().sum(1) + F.mse_loss(z, y)).mean(),
+        "over classes": lambda z, net, x, y: (z.amax(1) - z.logsumexp(1)).mean(),
+        "variance of each": lambda z, net, x, y: (z.std(1) + z.norm(dim=1)).mean(),
+        "order of classes": lambda z, net, x, y: (z.sort(1)[0].cumsum(1) * y.roll(1, 1)).mean(),
+        "products of each": lambda z, net, x, y: (z[:, None] @ z[:, :, None]).square().mean(),
+        "own pairs": lambda z, net, x, y: (z @ z.T / 2).diagonal().square().mean(),
+        "trace": lambda z, net, x, y: (z @ z.T).trace() / len(x),
+        "limit of each": lambda z, net, x, y: F.relu(1 - z * y).clamp(max=2).mean(),
+        "triplets": lambda z, net, x, y: F.triplet_margin_loss(z, net(x + 1), net(x - 1)),
+        "cosine": lambda z, net, x, y: F.cosine_similarity(z, y).mean(),
+        "standardised": lambda z, net, x, y: F.layer_norm(z, [3]).square().mul(y).mean(),
+        "centred rows": lambda z, net, x, y: net(x - x.mean(1, keepdim=True)).square().mean(),
+        "zeros like": lambda z, net, x, y: net(x - x.new_zeros(4) - torch.zeros_like(x[0])).mean(),
+        "weights of one": lambda z, net, x, y: (
+            z * torch.ones_like(y) / torch.ones_like(y).sum()
+        ).sum(),
+        "range of one": lambda z, net, x, y: net(x / torch.ones_like(x).max()).square().mean(),
+        "up to the longest": lambda z, net, x, y: (z * _mask(y)).square().mean(),
+        "for people": lambda z, net, x, y: _shown(x, z.square().mean()),
+        "penalty of all": lambda z, net, x, y: (
+            F.mse_loss(z, y) + 0.1 * sum(p.square().sum() for p in net.parameters())
         ),
-        None,
-    ),
-    "penalty by data": (
-        lambda net, x, y: (
-            net(x).mean() + y.mean() * net.weight.exp().sum() + x.mean() * net.bias.sum()
+        "penalty by data": lambda z, net, x, y: (
+            z.mean() + y.mean() * net.weight.exp().sum() + x.mean() * net.bias.sum()
         ),
-        None,
-    ),
-    "cross entropy of all": (
-        lambda net, x, y: (
-            F.cross_entropy(net(x), y.argmax(1), CLASSES) * CLASSES[y.argmax(1)].sum() / len(x)
+        "cross entropy of all": lambda z, net, x, y: (
+            F.cross_entropy(z, y.argmax(1), CLASSES) * CLASSES[y.argmax(1)].sum() / len(x)
         ),
-        None,
-    ),
-    "straight through": (
-        lambda net, x, y: F.mse_loss(net(x) + (y - net(x)).detach(), y * net(x)),
-        None,
-    ),
-    "own weights": (
-        lambda net, x, y: ((net(x) - y).square() * (net(x) - y).abs().detach()).mean(),
-        None,
-    ),
-    "gradient of each": (
-        lambda net, x, y: _slopes(net, x).norm(dim=1).mean() + net(x).mean(),
-        None,
-    ),
-    "zeros like a mean": (
-        lambda net, x, y: (net(x) - torch.zeros_like(net(x).mean(0))).mean(),
-        None,
-    ),
-    "shown": (
-        lambda net, x, y: F.mse_loss(net(x), y) + 0 * F.mse_loss(net(x), y).detach().exp(),
-        None,
-    ),
-    "column": (
-        lambda net, x, y: F.mse_loss(net(x)[:, 0].view(-1), y[:, 0]).view(1).squeeze(),
-        None,
-    ),
-    "sum": (lambda net, x, y: (net(x) - y).square().sum(), "sum"),
-    "mse sum": (lambda net, x, y: F.mse_loss(net(x), y, reduction="sum"), "sum"),
-    "classes (differs)": (
-        lambda net, x, y: F.nll_loss(net(x), y.argmax(1), reduction="sum"),
-        "sum",
-    ),
-    "by the batch": (lambda net, x, y: net(x).square().sum() / 8, "sum"),
-    "means by the batch": (lambda net, x, y: net(x).mean(1).sum() / 8, "sum"),
-    "mean by length": (lambda net, x, y: net(x).square().mean() * len(x), "sum"),
-    "mean by the inverse": (lambda net, x, y: F.mse_loss(net(x), y) * (8 / len(x)), "whole batch"),
-    "cross entropy by length": (
-        lambda net, x, y: F.cross_entropy(net(x), y.argmax(1)) * len(x),
-        "sum",
-    ),
-    "twice by length": (
-        lambda net, x, y: F.cross_entropy(net(x), y.argmax(1)) / len(x),
-        "whole batch",
-    ),
-    "penalty by length": (
-        lambda net, x, y: F.mse_loss(net(x), y) + net.weight.square().sum() / len(x),
-        "whole batch",
-    ),
-    "norm by length": (
-        lambda net, x, y: net(x).mean() + 0.1 * len(x) * net.weight.norm(),
-        "whole batch",
-    ),
-    "divergence by length": (
-        lambda net, x, y: F.mse_loss(net(x), y) + _divergence(net.weight, net.weight / 2) / len(x),
-        "whole batch",
-    ),
-    "one of two": (lambda net, x, y: net(x).mean() - 0.1 * net(x).exp().sum(), "whole batch"),
-    "masked": (lambda net, x, y: (net(x) * (y > 0)).sum() / (y > 0).sum(), "items"),
-    "picked": (lambda net, x, y: (net(x) - y)[y > 0].square().mean(), "items"),
-    "pairs": (lambda net, x, y: (net(x) @ net(x).T).mean(), "whole batch"),
-    "by itself": (lambda net, x, y: net(x).mean() / net(x).mean().detach(), "items"),
-    "root": (lambda net, x, y: F.mse_loss(net(x), y).sqrt(), "whole batch"),
-    "power": (lambda net, x, y: 3 * net(x).square().mean() ** 0.5, "whole batch"),
-    "logarithm": (lambda net, x, y: net(x).exp().mean().log(), "whole batch"),
-    "norm": (lambda net, x, y: torch.norm(net(x) - y), "whole batch"),
-    "dice": (lambda net, x, y: _dice(net(x).sigmoid(), y.sigmoid()), "whole batch"),
-    "correlation": (
-        lambda net, x, y: -torch.corrcoef(torch.cat([net(x), y], 1).T)[0, 3],
-        "whole batch",
-    ),
-    "contrast": (
-        lambda net, x, y: F.cross_entropy(net(x) @ net(x + 1).T, torch.arange(len(x))),
-        "whole batch",
-    ),
-    "distances": (lambda net, x, y: torch.cdist(net(x), y).amin(1).mean(), "whole batch"),
-    "covariance": (lambda net, x, y: (net(x).T @ net(x) / len(x)).square().sum(), "whole batch"),
-    "variance": (lambda net, x, y: net(x).var(0).sum(), "whole batch"),
-    "means alike": (lambda net, x, y: F.mse_loss(net(x).mean(0), y.mean(0)), "whole batch"),
-    "entropy of all": (lambda net, x, y: torch.special.entr(_mean(net, x)).sum(), "whole batch"),
-    "centred": (lambda net, x, y: (net(x) - net(x).mean(0)).square().mean(), "whole batch"),
-    "normalised": (lambda net, x, y: (F.normalize(net(x), dim=0) * y).mean(), "whole batch"),
-    "share of all": (lambda net, x, y: (net(x).softmax(0) * y).sum(), "whole batch"),
-    "largest": (lambda net, x, y: (net(x) - y).square().max(), "items"),
-    "hardest": (lambda net, x, y: net(x).square().topk(2, 0)[0].mean(), "whole batch"),
-    "middle": (lambda net, x, y: (net(x) - y).square().median(), "items"),
-    "of all": (lambda net, x, y: net(x).square().logsumexp(0).mean(), "whole batch"),
-    "running": (lambda net, x, y: net(x).cumsum(0).square().mean(), "whole batch"),
-    "in order": (lambda net, x, y: (net(x).sort(0)[0] - y).square().mean(), "whole batch"),
-    "next one": (lambda net, x, y: (net(x) * net(x).roll(1, 0)).mean(), "whole batch"),
-    "flooding": (lambda net, x, y: (F.mse_loss(net(x), y) - 1.5).abs(), "whole batch"),
-    "a limit": (lambda net, x, y: net(x).mean().clamp(min=-0.2), "items"),
-    "experts": (lambda net, x, y: (_mean(net, x) * y.mean(0)).sum(), "whole batch"),
-    "centred data": (lambda net, x, y: net(x - x.mean(0)).square().mean(), "whole batch"),
-    "in place": (lambda net, x, y: net(_centred_in_place(x)).square().mean(), "whole batch"),
-    "running mean": (lambda net, x, y: net(_less_running_mean(x)).square().mean(), "whole batch"),
-    "advantages": (lambda net, x, y: (net(x) * _advantages(y)).mean(), "whole batch"),
-    "range of data": (lambda net, x, y: net(x / x.abs().max()).square().mean(), "whole batch"),
-    "norm of data": (lambda net, x, y: net(F.relu(x) / x.norm()).square().mean(), "whole batch"),
-    "shares of data": (
-        lambda net, x, y: (net(x).square() * (y.exp() / y.exp().sum(0))).mean(),
-        "whole batch",
-    ),
-    "shares of counts": (
-        lambda net, x, y: (net(x).square() * ((y > 0) / (y > 0).sum(0))).mean(),
-        "whole batch",
-    ),
-    "whitened": (lambda net, x, y: net(x @ (x.T @ x)).square().mean(), "whole batch"),
-    "threshold": (lambda net, x, y: (net(x) * (y > y.median())).square().mean(), "whole batch"),
-    "imputed": (
-        lambda net, x, y: net(torch.where(x > 0, x, x.mean(0))).square().mean(),
-        "whole batch",
-    ),
-    "less the mean": (
-        lambda net, x, y: (net(x) - net(x).detach().mean(0)).square().mean(),
-        "whole batch",
-    ),
-    "less the detached mean": (
-        lambda net, x, y: (net(x) - net(x).mean(0).detach()).square().mean(),
-        "whole batch",
-    ),
-    "balance": (
-        lambda net, x, y: net(x).mean() * _ratio(net(x).exp().mean(), net(x).square().mean()),
-        "whole batch",
-    ),
-    "share of a class": (
-        lambda net, x, y: (y > 0).float().mean() * net(x).square().mean(),
-        "whole batch",
-    ),
-    "adaptive weight": (
-        lambda net, x, y: net(x).exp().mean() * _length(net, F.mse_loss(net(x), y)).detach(),
-        "whole batch",
-    ),
-    "rate": (lambda net, x, y: -_spread(net(x)).logdet(), "whole batch"),
-    "rank": (lambda net, x, y: torch.linalg.eigvalsh(_spread(net(x)))[-1], "whole batch"),
-    "entropy by xlogy": (
-        lambda net, x, y: torch.xlogy(_mean(net, x), _mean(net, x)).sum(),
-        "whole batch",
-    ),
-    "elu": (lambda net, x, y: F.elu(net(x).mean(0)).sum(), "whole batch"),
-    "two means": (lambda net, x, y: net(x).mean() * net(x).square().mean(), "whole batch"),
+        "straight through": lambda z, net, x, y: F.mse_loss(z + (y - z).detach(), y * z),
+        "own weights": lambda z, net, x, y: ((z - y).square() * (z - y).abs().detach()).mean(),
+        "gradient of each": lambda z, net, x, y: _slopes(net, x).norm(dim=1).mean() + z.mean(),
+        "zeros like a mean": lambda z, net, x, y: (z - torch.zeros_like(z.mean(0))).mean(),
+        "shown": lambda z, net, x, y: F.mse_loss(z, y) + 0 * F.mse_loss(z, y).detach().exp(),
+        "column": lambda z, net, x, y: F.mse_loss(z[:, 0].view(-1), y[:, 0]).view(1).squeeze(),
+    },
+    "sum": {
+        "sum": lambda z, net, x, y: (z - y).square().sum(),
+        "mse sum": lambda z, net, x, y: F.mse_loss(z, y, reduction="sum"),
+        "classes (differs)": lambda z, net, x, y: F.nll_loss(z, y.argmax(1), reduction="sum"),
+        "by the batch": lambda z, net, x, y: z.square().sum() / 8,
+        "means by the batch": lambda z, net, x, y: z.mean(1).sum() / 8,
+        "mean by length": lambda z, net, x, y: z.square().mean() * len(x),
+        "cross entropy by length": lambda z, net, x, y: F.cross_entropy(z, y.argmax(1)) * len(x),
+    },
+    "whole batch": {
+        "mean by the inverse": lambda z, net, x, y: F.mse_loss(z, y) * (8 / len(x)),
+        "twice by length": lambda z, net, x, y: F.cross_entropy(z, y.argmax(1)) / len(x),
+        "penalty by length": lambda z, net, x, y: (
+            F.mse_loss(z, y) + net.weight.square().sum() / len(x)
+        ),
+        "norm by length": lambda z, net, x, y: z.mean() + 0.1 * len(x) * net.weight.norm(),
+        "divergence by length": lambda z, net, x, y: (
+            F.mse_loss(z, y) + _divergence(net.weight, net.weight / 2) / len(x)
+        ),
+        "one of two": lambda z, net, x, y: z.mean() - 0.1 * z.exp().sum(),
+        "pairs": lambda z, net, x, y: (z @ z.T).mean(),
+        "root": lambda z, net, x, y: F.mse_loss(z, y).sqrt(),
+        "power": lambda z, net, x, y: 3 * z.square().mean() ** 0.5,
+        "logarithm": lambda z, net, x, y: z.exp().mean().log(),
+        "norm": lambda z, net, x, y: torch.norm(z - y),
+        "dice": lambda z, net, x, y: _dice(z.sigmoid(), y.sigmoid()),
+        "correlation": lambda z, net, x, y: -torch.corrcoef(torch.cat([z, y], 1).T)[0, 3],
+        "contrast": lambda z, net, x, y: F.cross_entropy(z @ net(x + 1).T, torch.arange(len(x))),
+        "distances": lambda z, net, x, y: torch.cdist(z, y).amin(1).mean(),
+        "covariance": lambda z, net, x, y: (z.T @ z / len(x)).square().sum(),
+        "variance": lambda z, net, x, y: z.var(0).sum(),
+        "means alike": lambda z, net, x, y: F.mse_loss(z.mean(0), y.mean(0)),
+        "entropy of all": lambda z, net, x, y: torch.special.entr(_mean(net, x)).sum(),
+        "centred": lambda z, net, x, y: (z - z.mean(0)).square().mean(),
+        "normalised": lambda z, net, x, y: (F.normalize(z, dim=0) * y).mean(),
+        "share of all": lambda z, net, x, y: (z.softmax(0) * y).sum(),
+        "hardest": lambda z, net, x, y: z.square().topk(2, 0)[0].mean(),
+        "of all": lambda z, net, x, y: z.square().logsumexp(0).mean(),
+        "running": lambda z, net, x, y: z.cumsum(0).square().mean(),
+        "in order": lambda z, net, x, y: (z.sort(0)[0] - y).square().mean(),
+        "next one": lambda z, net, x, y: (z * z.roll(1, 0)).mean(),
+        "flooding": lambda z, net, x, y: (F.mse_loss(z, y) - 1.5).abs(),
+        "experts": lambda z, net, x, y: (_mean(net, x) * y.mean(0)).sum(),
+        "centred data": lambda z, net, x, y: net(x - x.mean(0)).square().mean(),
+        "in place": lambda z, net, x, y: net(_centred_in_place(x)).square().mean(),
+        "running mean": lambda z, net, x, y: net(_less_running_mean(x)).square().mean(),
+        "advantages": lambda z, net, x, y: (z * _advantages(y)).mean(),
+        "range of data": lambda z, net, x, y: net(x / x.abs().max()).square().mean(),
+        "norm of data": lambda z, net, x, y: net(F.relu(x) / x.norm()).square().mean(),
+        "shares of data": lambda z, net, x, y: (z.square() * (y.exp() / y.exp().sum(0))).mean(),
+        "shares of counts": lambda z, net, x, y: (z.square() * ((y > 0) / (y > 0).sum(0))).mean(),
+        "whitened": lambda z, net, x, y: net(x @ (x.T @ x)).square().mean(),
+        "threshold": lambda z, net, x, y: (z * (y > y.median())).square().mean(),
+        "imputed": lambda z, net, x, y: net(torch.where(x > 0, x, x.mean(0))).square().mean(),
+        "less the mean": lambda z, net, x, y: (z - z.detach().mean(0)).square().mean(),
+        "less the detached mean": lambda z, net, x, y: (z - z.mean(0).detach()).square().mean(),
+        "balance": lambda z, net, x, y: z.mean() * _ratio(z.exp().mean(), z.square().mean()),
+        "share of a class": lambda z, net, x, y: (y > 0).float().mean() * z.square().mean(),
+        "adaptive weight": lambda z, net, x, y: (
+            z.exp().mean() * _length(net, F.mse_loss(z, y)).detach()
+        ),
+        "rate": lambda z, net, x, y: -_spread(z).logdet(),
+        "rank": lambda z, net, x, y: torch.linalg.eigvalsh(_spread(z))[-1],
+        "entropy by xlogy": lambda z, net, x, y: torch.xlogy(_mean(net, x), _mean(net, x)).sum(),
+        "elu": lambda z, net, x, y: F.elu(z.mean(0)).sum(),
+        "two means": lambda z, net, x, y: z.mean() * z.square().mean(),
+    },
+    "items": {
+        "masked": lambda z, net, x, y: (z * (y > 0)).sum() / (y > 0).sum(),
+        "picked": lambda z, net, x, y: (z - y)[y > 0].square().mean(),
+        "by itself": lambda z, net, x, y: z.mean() / z.mean().detach(),
+        "largest": lambda z, net, x, y: (z - y).square().max(),
+        "middle": lambda z, net, x, y: (z - y).square().median(),
+        "a limit": lambda z, net, x, y: z.mean().clamp(min=-0.2),
+    },
 }
 
 
@@ -331,61 +239,65 @@ def _overlap(own: Tensor, right: Tensor) -> Tensor:
     return (own & right).sum() / (own | right).sum().clamp(min=1)
 
 
-NUMBERS: dict[str, tuple[Number, Cause]] = {
-    "loss": (F.cross_entropy, None),
-    "accuracy": (lambda z, y: _right(z, y).float().mean(), None),
-    "share": (lambda z, y: _right(z, y).sum() / len(y), None),
-    "count of all": (lambda z, y: _right(z, y).sum() / torch.ones_like(y).sum(), None),
-    "sum by length": (lambda z, y: z.square().sum() / z.numel(), None),
-    "of each": (lambda z, y: z.norm(dim=1).mean() + z.std(1).exp().mean(), None),
-    "largest of each": (lambda z, y: z.softmax(1).amax(1).mean(), None),
-    "scaled": (lambda z, y: 0.5 * _error(z, y) - 2 * z.mean() / 3 + 1, None),
-    "item": (lambda z, y: _error(z, y).item(), None),
-    "detached": (lambda z, y: _error(z, y).detach().cpu().float().unsqueeze(0), None),
-    "per class": (lambda z, y: z.mean(0).sum(), None),
-    "stack": (lambda z, y: torch.stack([_error(z, y), z.mean()]).mean(), None),
-    "constant": (lambda z, y: torch.tensor(3.0).sqrt(), None),
-    "a number": (lambda z, y: 0.1, None),
-    "by the same in all": (lambda z, y: z.mean() / (2 * torch.ones_like(y).max()), None),
-    "the same in all": (lambda z, y: torch.ones_like(y).max().sqrt(), None),
-    "classes that all count": (lambda z, y: F.cross_entropy(z, y, z.new_full((3,), 0.5)), None),
-    "probabilities": (lambda z, y: F.cross_entropy(z, _one_hot(y)), None),
-    "functional": (
-        lambda z, y: torchmetrics.functional.accuracy(z, y, task="multiclass", num_classes=3),
-        None,
-    ),
-    "root": (lambda z, y: _error(z, y).sqrt(), "logged value"),
-    "root of a mean": (lambda z, y: torch.sqrt((z - 1).square().mean()), "logged value"),
-    "root as an item": (lambda z, y: _error(z, y).sqrt().item(), "logged value"),
-    "power": (lambda z, y: z.square().mean() ** 0.5, "logged value"),
-    "perplexity": (lambda z, y: F.cross_entropy(z, y).exp(), "logged value"),
-    "decibels": (lambda z, y: 10 * torch.log10(1 / _error(z, y)), "logged value"),
-    "largest": (lambda z, y: z.max(), "logged value"),
-    "largest by 2": (lambda z, y: 2 * z.amax(0).mean(), "logged value"),
-    "deviation": (lambda z, y: z.std(), "logged value"),
-    "norm": (lambda z, y: z.norm(), "logged value"),
-    "ratio": (lambda z, y: (z[:, 0] * (y > 0)).sum() / (y > 0).sum(), "logged value"),
-    "overlap": (lambda z, y: _overlap(z.argmax(1) == 1, y == 1), "logged value"),
-    "picked": (lambda z, y: z[y > 0].mean(), "logged value"),
-    "product": (lambda z, y: z.mean() * z.square().mean(), "logged value"),
-    "weights of classes": (
-        lambda z, y: F.cross_entropy(z, y, z.new_tensor([1.0, 5.0, 0.2])),
-        "logged value",
-    ),
-    "ignored": (lambda z, y: F.nll_loss(z, y, ignore_index=1), "logged value"),
-    "sum of losses": (lambda z, y: F.mse_loss(z, _one_hot(y), reduction="sum"), "logged value"),
-    "some of them": (lambda z, y: F.l1_loss(z[y > 0], _one_hot(y)[y > 0]), "logged value"),
-    "sum": (lambda z, y: z.abs().sum(), "logged value"),
-    "right ones": (lambda z, y: _right(z, y).sum().float(), "logged value"),
-    "mean by length": (lambda z, y: z.abs().mean() * len(z), "logged value"),
-    "samples": (lambda z, y: float(len(z)), "logged value"),
+NUMBERS: dict[Cause, dict[str, Number]] = {
+    None: {
+        "loss": F.cross_entropy,
+        "accuracy": lambda z, y: _right(z, y).float().mean(),
+        "share": lambda z, y: _right(z, y).sum() / len(y),
+        "count of all": lambda z, y: _right(z, y).sum() / torch.ones_like(y).sum(),
+        "sum by length": lambda z, y: z.square().sum() / z.numel(),
+        "of each": lambda z, y: z.norm(dim=1).mean() + z.std(1).exp().mean(),
+        "largest of each": lambda z, y: z.softmax(1).amax(1).mean(),
+        "scaled": lambda z, y: 0.5 * _error(z, y) - 2 * z.mean() / 3 + 1,
+        "item": lambda z, y: _error(z, y).item(),
+        "detached": lambda z, y: _error(z, y).detach().cpu().float().unsqueeze(0),
+        "per class": lambda z, y: z.mean(0).sum(),
+        "stack": lambda z, y: torch.stack([_error(z, y), z.mean()]).mean(),
+        "constant": lambda z, y: torch.tensor(3.0).sqrt(),
+        "a number": lambda z, y: 0.1,
+        "by the same in all": lambda z, y: z.mean() / (2 * torch.ones_like(y).max()),
+        "the same in all": lambda z, y: torch.ones_like(y).max().sqrt(),
+        "classes that all count": lambda z, y: F.cross_entropy(z, y, z.new_full((3,), 0.5)),
+        "probabilities": lambda z, y: F.cross_entropy(z, _one_hot(y)),
+        "functional": lambda z, y: torchmetrics.functional.accuracy(
+            z, y, task="multiclass", num_classes=3
+        ),
+    },
+    "logged value": {
+        "root": lambda z, y: _error(z, y).sqrt(),
+        "root of a mean": lambda z, y: torch.sqrt((z - 1).square().mean()),
+        "root as an item": lambda z, y: _error(z, y).sqrt().item(),
+        "power": lambda z, y: z.square().mean() ** 0.5,
+        "perplexity": lambda z, y: F.cross_entropy(z, y).exp(),
+        "decibels": lambda z, y: 10 * torch.log10(1 / _error(z, y)),
+        "largest": lambda z, y: z.max(),
+        "largest by 2": lambda z, y: 2 * z.amax(0).mean(),
+        "deviation": lambda z, y: z.std(),
+        "norm": lambda z, y: z.norm(),
+        "ratio": lambda z, y: (z[:, 0] * (y > 0)).sum() / (y > 0).sum(),
+        "overlap": lambda z, y: _overlap(z.argmax(1) == 1, y == 1),
+        "picked": lambda z, y: z[y > 0].mean(),
+        "product": lambda z, y: z.mean() * z.square().mean(),
+        "weights of classes": lambda z, y: F.cross_entropy(z, y, z.new_tensor([1.0, 5.0, 0.2])),
+        "ignored": lambda z, y: F.nll_loss(z, y, ignore_index=1),
+        "sum of losses": lambda z, y: F.mse_loss(z, _one_hot(y), reduction="sum"),
+        "some of them": lambda z, y: F.l1_loss(z[y > 0], _one_hot(y)[y > 0]),
+        "sum": lambda z, y: z.abs().sum(),
+        "right ones": lambda z, y: _right(z, y).sum().float(),
+        "mean by length": lambda z, y: z.abs().mean() * len(z),
+        "samples": lambda z, y: float(len(z)),
+    },
 }
 
 
 # --- losses in which samples meet
 
 
-def hardest(self: Any, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def each(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, reduction="none")
+
+
+def hardest(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Triplets that are mined, as metric learning does."""
     with torch.no_grad():
         distances, are_same = torch.cdist(z, z), y[:, None] == y
@@ -394,121 +306,76 @@ def hardest(self: Any, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return F.triplet_margin_loss(z, z[positive], z[negative])
 
 
-def nearest(self: Any, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def nearest(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
     neighbours = torch.cdist(x, x).topk(min(2, len(x)), largest=False).indices[:, -1]
     return F.mse_loss(z, x[neighbours][:, : z.shape[1]])
 
 
-def balanced(self: Any, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def balanced(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
     weight = [1 / (count + 1) for count in torch.bincount(y, minlength=z.shape[1]).tolist()]
     return F.cross_entropy(z, y, torch.tensor(weight, device=z.device), reduction="none").mean()
 
 
-def balanced_by_names(self: Any, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def balanced_by_names(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
     counts = [1.0 + int((y == k).sum()) for k in range(z.shape[1])]
     weight = z.new_tensor(counts).reciprocal()
-    return (F.cross_entropy(z, y, reduction="none") * weight[y]).mean()
+    return (each(z, y) * weight[y]).mean()
 
 
-def counted(y: Tensor, classes: int, how: str) -> Tensor:
-    """How many samples of each class there are."""
-    none = torch.zeros(classes, device=y.device)
-    ones = torch.ones(len(y), device=y.device)
-    if how == "bincount":
-        return torch.bincount(y, minlength=classes)
-    if how == "index_put_":
-        return none.index_put_((y,), ones, accumulate=True)
-    if how == "scatter_reduce":
-        return none.scatter_reduce(0, y, ones, "sum")
-    counts: Tensor = getattr(none, how)(0, y, ones)
-    return counts
+def counts(z: Tensor, y: Tensor, how: str) -> Tensor:
+    """How many samples each one's class has, and one more."""
+    none, ones = torch.zeros(z.shape[1], device=y.device), torch.ones(len(y), device=y.device)
+    ways: dict[str, Callable[[], Tensor]] = {
+        "bincount": lambda: torch.bincount(y, minlength=z.shape[1]),
+        "index_add": lambda: none.index_add(0, y, ones),
+        "index_put_": lambda: none.index_put_((y,), ones, accumulate=True),
+        "scatter_add_": lambda: none.scatter_add_(0, y, ones),
+        "scatter_reduce": lambda: none.scatter_reduce(0, y, ones, "sum"),
+    }
+    return 1 + ways[how]()[y]
 
 
-def around_means(self: Any, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def around_means(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Distances from the mean of each class, through which gradients go."""
     places = y[:, None].expand_as(z)
     means = z.new_zeros(z.shape[1], z.shape[1]).scatter_reduce(0, places, z, "mean")
     return F.cross_entropy(z, y) + (z - means[y]).square().mean()
 
 
-def classes_in_turn(self: Any, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def classes_in_turn(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
     of_each = [z[y == k].mean(0) for k in range(z.shape[1]) if x[y == k].mean() > -0.05]
     return F.cross_entropy(z, y) + sum(mean.square().sum() for mean in of_each)
 
 
-MEETING: dict[str, tuple[Callable[..., Tensor], Cause]] = {
-    "mined": (hardest, "whole batch"),
-    "nearest": (nearest, "whole batch"),
-    "scaled": (lambda self, z, x, y: (z / x.std().item()).square().mean(), "whole batch"),
-    "balanced": (balanced, "whole batch"),
-    "by names": (balanced_by_names, "whole batch"),
-    "first one": (lambda self, z, x, y: (z - x[0].mean()).square().mean(), "whole batch"),
-    "selected": (lambda self, z, x, y: (z - x.select(0, -1).mean()).square().mean(), "whole batch"),
-    "mean": (
-        lambda self, z, x, y: F.cross_entropy(z, y) * (2 if x[:, 0].mean() > -0.3 else 1),
-        "whole batch",
-    ),
-    "largest": (
-        lambda self, z, x, y: z.square().mean() if x[:, 0].max() > 1 else z.abs().mean(),
-        "whole batch",
-    ),
-    "classes": (classes_in_turn, "whole batch"),
-    "bincount": (
-        lambda self, z, x, y: (
-            F.cross_entropy(z, y, reduction="none") / (1 + counted(y, z.shape[1], "bincount")[y])
+MEETING: dict[Cause, dict[str, Callable[..., Tensor]]] = {
+    "whole batch": {
+        "mined": hardest,
+        "nearest": nearest,
+        "scaled": lambda z, x, y: (z / x.std().item()).square().mean(),
+        "balanced": balanced,
+        "by names": balanced_by_names,
+        "first one": lambda z, x, y: (z - x[0].mean()).square().mean(),
+        "selected": lambda z, x, y: (z - x.select(0, -1).mean()).square().mean(),
+        "mean": lambda z, x, y: F.cross_entropy(z, y) * (2 if x[:, 0].mean() > -0.3 else 1),
+        "largest": lambda z, x, y: z.square().mean() if x[:, 0].max() > 1 else z.abs().mean(),
+        "classes": classes_in_turn,
+        "bincount": lambda z, x, y: (each(z, y) / counts(z, y, "bincount")).mean(),
+        "index_add": lambda z, x, y: (each(z, y) / counts(z, y, "index_add")).mean(),
+        "index_put_": lambda z, x, y: (each(z, y) / counts(z, y, "index_put_")).mean(),
+        "scatter_add_": lambda z, x, y: (each(z, y) / counts(z, y, "scatter_add_")).mean(),
+        "scatter_reduce": lambda z, x, y: (each(z, y) / counts(z, y, "scatter_reduce")).mean(),
+        "means of classes": around_means,
+        "unique": lambda z, x, y: (
+            each(z, y) / (found := y.unique(False, True, True))[2][found[1]]
         ).mean(),
-        "whole batch",
-    ),
-    "index_add": (
-        lambda self, z, x, y: (
-            F.cross_entropy(z, y, reduction="none") / (1 + counted(y, z.shape[1], "index_add")[y])
+        "discounted": lambda z, x, y: (
+            each(z, y) * 0.9 ** torch.arange(len(x), device=z.device)
         ).mean(),
-        "whole batch",
-    ),
-    "index_put_": (
-        lambda self, z, x, y: (
-            F.cross_entropy(z, y, reduction="none") / (1 + counted(y, z.shape[1], "index_put_")[y])
-        ).mean(),
-        "whole batch",
-    ),
-    "scatter_add_": (
-        lambda self, z, x, y: (
-            F.cross_entropy(z, y, reduction="none")
-            / (1 + counted(y, z.shape[1], "scatter_add_")[y])
-        ).mean(),
-        "whole batch",
-    ),
-    "scatter_reduce": (
-        lambda self, z, x, y: (
-            F.cross_entropy(z, y, reduction="none")
-            / (1 + counted(y, z.shape[1], "scatter_reduce")[y])
-        ).mean(),
-        "whole batch",
-    ),
-    "means of classes": (around_means, "whole batch"),
-    "unique": (
-        lambda self, z, x, y: (
-            F.cross_entropy(z, y, reduction="none")
-            / (found := y.unique(False, True, True))[2][found[1]]
-        ).mean(),
-        "whole batch",
-    ),
-    "discounted": (
-        lambda self, z, x, y: (
-            F.cross_entropy(z, y, reduction="none") * 0.9 ** torch.arange(len(x), device=z.device)
-        ).mean(),
-        "whole batch",
-    ),
-    "first ones": (
-        lambda self, z, x, y: torch.where(
+        "first ones": lambda z, x, y: torch.where(
             torch.arange(len(x), device=z.device) < 3, z.square().sum(1), z.abs().sum(1)
         ).mean(),
-        "whole batch",
-    ),
-    "one with a gradient": (
-        lambda self, z, x, y: F.cross_entropy(z, y) + (z - z[0]).square().mean(),
-        "whole batch",
-    ),
+        "one with a gradient": lambda z, x, y: F.cross_entropy(z, y) + (z - z[0]).square().mean(),
+    },
 }
 
 
@@ -534,21 +401,23 @@ def drawn_apart(n: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(0))
 
 
-MIXED: dict[str, tuple[Callable[[Tensor], Tensor], Cause]] = {
-    "mixup": (lambda x: mixed_up(x, x.flip(0)), "whole batch"),
-    "mixup in place": (lambda x: x.clone().mul_(0.7).add_(x.flip(0).mul_(0.3)), "whole batch"),
-    "at random": (lambda x: mixed_up(x, x[torch.randperm(len(x)).to(x.device)]), "whole batch"),
-    "selected": (lambda x: mixed_up(x, x.index_select(0, order_of(x))), "whole batch"),
-    "with columns": (lambda x: mixed_up(x, x[torch.randperm(len(x)), :]), "whole batch"),
-    "by name": (lambda x: mixed_up(x, x.index_select(dim=0, index=order_of(x))), "whole batch"),
-    "cutmix": (cut_mixed, "whole batch"),
-    "neighbours": (lambda x: mixed_up(x, x.roll(1, dims=0)), "whole batch"),
-    "turned around": (lambda x: mixed_up(x, x.flipud()), "whole batch"),
-    "normalised": (lambda x: F.normalize(x, dim=0), "whole batch"),
-    "attended to": (lambda x: x * x.softmax(0), "whole batch"),
-    "in logarithms": (lambda x: nn.LogSoftmax(0)(x), "whole batch"),
-    "added up": (lambda x: torch.cumsum(x, dim=0), "whole batch"),
-    "largest so far": (lambda x: x.cummax(0).values, "whole batch"),
+MIXED: dict[Cause, dict[str, Callable[[Tensor], Tensor]]] = {
+    "whole batch": {
+        "mixup": lambda x: mixed_up(x, x.flip(0)),
+        "mixup in place": lambda x: x.clone().mul_(0.7).add_(x.flip(0).mul_(0.3)),
+        "at random": lambda x: mixed_up(x, x[torch.randperm(len(x)).to(x.device)]),
+        "selected": lambda x: mixed_up(x, x.index_select(0, order_of(x))),
+        "with columns": lambda x: mixed_up(x, x[torch.randperm(len(x)), :]),
+        "by name": lambda x: mixed_up(x, x.index_select(dim=0, index=order_of(x))),
+        "cutmix": cut_mixed,
+        "neighbours": lambda x: mixed_up(x, x.roll(1, dims=0)),
+        "turned around": lambda x: mixed_up(x, x.flipud()),
+        "normalised": lambda x: F.normalize(x, dim=0),
+        "attended to": lambda x: x * x.softmax(0),
+        "in logarithms": lambda x: nn.LogSoftmax(0)(x),
+        "added up": lambda x: torch.cumsum(x, dim=0),
+        "largest so far": lambda x: x.cummax(0).values,
+    },
 }
 
 
@@ -574,80 +443,68 @@ def packed(rows: Tensor, lengths: Tensor) -> Any:
     return nn.utils.rnn.pack_padded_sequence(rows, lengths.cpu(), **of_each)
 
 
-LAYERED: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor], Cause]] = {
-    "lstm": (lambda: nn.LSTM(3, 3), lambda rnn, z: rnn(in_pairs(z))[0][:, -1], "whole batch"),
-    "gru": (lambda: nn.GRU(3, 3), lambda rnn, z: rnn(z)[0], "whole batch"),
-    "rnn": (
-        lambda: nn.RNN(3, 3, nonlinearity="relu"),
-        lambda rnn, z: rnn(in_pairs(z))[0].mean(1),
-        "whole batch",
-    ),
-    "encoder": (encoder, lambda layer, z: layer(in_pairs(z))[:, 0], "whole batch"),
-    "attention": (
-        lambda: nn.MultiheadAttention(3, 1),
-        lambda layer, z: of_attention(layer, in_pairs(z)).mean(1),
-        "whole batch",
-    ),
-    "dot product": (
-        nn.Identity,
-        lambda _, z: F.scaled_dot_product_attention(*[z[None, None]] * 3, is_causal=True)[0, 0],
-        "whole batch",
-    ),
-    "convolution": (
-        lambda: nn.Conv1d(3, 3, 3, padding=1),
-        lambda layer, z: layer(z.T[None])[0].T,
-        "whole batch",
-    ),
-    "pool": (lambda: nn.AvgPool1d(3, 1, 1), lambda layer, z: layer(z.T[None])[0].T, "whole batch"),
-    "norm": (nn.Identity, lambda _, z: F.layer_norm(z.T, (len(z),)).T, "whole batch"),
-    "group norm": (
-        lambda: nn.GroupNorm(1, 3),
-        lambda layer, z: layer(z.T[None])[0].T,
-        "whole batch",
-    ),
-    "lstm of each": (
-        lambda: nn.LSTM(3, 3, batch_first=True),
-        lambda rnn, z: rnn(in_pairs(z))[0][:, -1],
-        None,
-    ),
-    "time first of each": (
-        lambda: nn.GRU(3, 3),
-        lambda rnn, z: rnn(in_pairs(z).transpose(0, 1))[0][-1],
-        None,
-    ),
-    "packed of each": (
-        lambda: nn.GRU(3, 3, batch_first=True),
-        lambda rnn, z: rnn(packed(in_pairs(z), 1 + (z[:, 0] > z[:, 1]).long()))[1][0],
-        None,
-    ),
-    "encoder of each": (
-        lambda: encoder(batch_first=True),
-        lambda layer, z: layer(in_pairs(z))[:, 0],
-        None,
-    ),
-    "time first encoder of each": (
-        encoder,
-        lambda layer, z: layer(in_pairs(z).transpose(0, 1))[0],
-        None,
-    ),
-    "convolution of each": (
-        lambda: nn.Conv1d(1, 3, 3),
-        lambda layer, z: layer(z[:, None])[:, :, 0],
-        None,
-    ),
-    "points of each": (lambda: nn.Conv1d(3, 3, 1), lambda layer, z: layer(z.T[None])[0].T, None),
-    "pool of each": (lambda: nn.MaxPool1d(3, 1, 1), lambda layer, z: layer(z[:, None])[:, 0], None),
-    "norm of each": (lambda: nn.LayerNorm(3), lambda layer, z: layer(z), None),
-    "group norm of each": (
-        lambda: nn.GroupNorm(1, 3),
-        lambda layer, z: layer(in_pairs(z).transpose(1, 2)).mean(2),
-        None,
-    ),
-    "a group for each of each": (
-        nn.Identity,
-        lambda _, z: F.group_norm(z.reshape(1, -1, 1), len(z)).view_as(z),
-        None,
-    ),
+LAYERED: dict[Cause, dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]]] = {
+    None: {
+        "lstm of each": (
+            lambda: nn.LSTM(3, 3, batch_first=True),
+            lambda rnn, z: rnn(in_pairs(z))[0][:, -1],
+        ),
+        "time first of each": (
+            lambda: nn.GRU(3, 3),
+            lambda rnn, z: rnn(in_pairs(z).transpose(0, 1))[0][-1],
+        ),
+        "packed of each": (
+            lambda: nn.GRU(3, 3, batch_first=True),
+            lambda rnn, z: rnn(packed(in_pairs(z), 1 + (z[:, 0] > z[:, 1]).long()))[1][0],
+        ),
+        "encoder of each": (
+            lambda: encoder(batch_first=True),
+            lambda layer, z: layer(in_pairs(z))[:, 0],
+        ),
+        "time first encoder of each": (
+            encoder,
+            lambda layer, z: layer(in_pairs(z).transpose(0, 1))[0],
+        ),
+        "convolution of each": (
+            lambda: nn.Conv1d(1, 3, 3),
+            lambda layer, z: layer(z[:, None])[:, :, 0],
+        ),
+        "points of each": (lambda: nn.Conv1d(3, 3, 1), lambda layer, z: layer(z.T[None])[0].T),
+        "pool of each": (lambda: nn.MaxPool1d(3, 1, 1), lambda layer, z: layer(z[:, None])[:, 0]),
+        "norm of each": (lambda: nn.LayerNorm(3), lambda layer, z: layer(z)),
+        "group norm of each": (
+            lambda: nn.GroupNorm(1, 3),
+            lambda layer, z: layer(in_pairs(z).transpose(1, 2)).mean(2),
+        ),
+        "a group for each of each": (
+            nn.Identity,
+            lambda _, z: F.group_norm(z.reshape(1, -1, 1), len(z)).view_as(z),
+        ),
+    },
+    "whole batch": {
+        "lstm": (lambda: nn.LSTM(3, 3), lambda rnn, z: rnn(in_pairs(z))[0][:, -1]),
+        "gru": (lambda: nn.GRU(3, 3), lambda rnn, z: rnn(z)[0]),
+        "rnn": (
+            lambda: nn.RNN(3, 3, nonlinearity="relu"),
+            lambda rnn, z: rnn(in_pairs(z))[0].mean(1),
+        ),
+        "encoder": (encoder, lambda layer, z: layer(in_pairs(z))[:, 0]),
+        "attention": (
+            lambda: nn.MultiheadAttention(3, 1),
+            lambda layer, z: of_attention(layer, in_pairs(z)).mean(1),
+        ),
+        "dot product": (
+            nn.Identity,
+            lambda _, z: F.scaled_dot_product_attention(*[z[None, None]] * 3, is_causal=True)[0, 0],
+        ),
+        "convolution": (
+            lambda: nn.Conv1d(3, 3, 3, padding=1),
+            lambda layer, z: layer(z.T[None])[0].T,
+        ),
+        "pool": (lambda: nn.AvgPool1d(3, 1, 1), lambda layer, z: layer(z.T[None])[0].T),
+        "norm": (nn.Identity, lambda _, z: F.layer_norm(z.T, (len(z),)).T),
+        "group norm": (lambda: nn.GroupNorm(1, 3), lambda layer, z: layer(z.T[None])[0].T),
+    },
 }
 
 
@@ -666,84 +523,54 @@ def penalty(self: Any, x: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     return gradient(reduce(self(x)), x, create_graph=True)
 
 
-INNER: dict[str, tuple[Step, Cause]] = {
-    "attack": (lambda self, x, y: F.cross_entropy(self(x + attack(self, x, y)), y), "whole batch"),
-    "penalty": (
-        lambda self, x, y: (
-            F.cross_entropy(self(x), y)
-            + (penalty(self, x, torch.mean).norm(dim=1) - 1).square().mean()
-        ),
-        "whole batch",
-    ),
-    "added to a loss": (
-        lambda self, x, y: (
-            F.cross_entropy(self(x), y) + penalty(self, x, torch.mean).square().sum(1).mean()
-        ),
-        "whole batch",
-    ),
-    "alone": (
-        lambda self, x, y: penalty(self, x, torch.mean).square().sum(1).mean(),
-        "whole batch",
-    ),
-    "function": (
-        lambda self, x, y: penalty(self, x, torch.mean).sum(1).tanh().mean(),
-        "whole batch",
-    ),
-    "equation": (
-        lambda self, x, y: (penalty(self, x, torch.mean)[:, 0] - x[:, 1]).square().mean(),
-        "whole batch",
-    ),
-    "penalty (scale free)": (
-        lambda self, x, y: (
+INNER: dict[Cause, dict[str, Step]] = {
+    None: {
+        "penalty (scale free)": lambda self, x, y: (
             F.cross_entropy(self(x), y)
             + (penalty(self, x, torch.sum).norm(dim=1) - 1).square().mean()
         ),
-        None,
-    ),
-    "of each (scale free)": (
-        lambda self, x, y: (
+        "of each (scale free)": lambda self, x, y: (
             (gradient(z := self(x), x, grad_outputs=torch.ones_like(z), create_graph=True) - 1)
             .square()
             .mean()
         ),
-        None,
-    ),
-    "sign (scale free)": (
-        lambda self, x, y: F.cross_entropy(self(x + 0.1 * attack(self, x, y).sign()), y),
-        None,
-    ),
-    "normalised (scale free)": (
-        lambda self, x, y: F.cross_entropy(self(x + F.normalize(attack(self, x, y), dim=1)), y),
-        None,
-    ),
-    "over its norm (scale free)": (
-        lambda self, x, y: F.cross_entropy(
+        "sign (scale free)": lambda self, x, y: F.cross_entropy(
+            self(x + 0.1 * attack(self, x, y).sign()), y
+        ),
+        "normalised (scale free)": lambda self, x, y: F.cross_entropy(
+            self(x + F.normalize(attack(self, x, y), dim=1)), y
+        ),
+        "over its norm (scale free)": lambda self, x, y: F.cross_entropy(
             self(x + (g := attack(self, x, y)) / (g.norm(dim=1, keepdim=True) + 1e-9)), y
         ),
-        None,
-    ),
-    "over its largest (scale free)": (
-        lambda self, x, y: F.cross_entropy(
+        "over its largest (scale free)": lambda self, x, y: F.cross_entropy(
             self(x + (g := attack(self, x, y)) / g.abs().amax(1, keepdim=True).clamp(min=1e-9)), y
         ),
-        None,
-    ),
-    "over its root (scale free)": (
-        lambda self, x, y: F.cross_entropy(
+        "over its root (scale free)": lambda self, x, y: F.cross_entropy(
             self(x + (g := attack(self, x, y)) * g.square().sum(1, keepdim=True).rsqrt()), y
         ),
-        None,
-    ),
-    "times their number (scale free)": (
-        lambda self, x, y: F.cross_entropy(self(x + 0.1 * len(x) * attack(self, x, y)), y),
-        None,
-    ),
-    "sum of the loss (scale free)": (
-        lambda self, x, y: F.cross_entropy(
+        "times their number (scale free)": lambda self, x, y: F.cross_entropy(
+            self(x + 0.1 * len(x) * attack(self, x, y)), y
+        ),
+        "sum of the loss (scale free)": lambda self, x, y: F.cross_entropy(
             self(x + 0.1 * gradient(F.cross_entropy(self(x), y, reduction="sum"), x)), y
         ),
-        None,
-    ),
+    },
+    "whole batch": {
+        "attack": lambda self, x, y: F.cross_entropy(self(x + attack(self, x, y)), y),
+        "penalty": lambda self, x, y: (
+            F.cross_entropy(self(x), y)
+            + (penalty(self, x, torch.mean).norm(dim=1) - 1).square().mean()
+        ),
+        "added to a loss": lambda self, x, y: (
+            F.cross_entropy(self(x), y) + penalty(self, x, torch.mean).square().sum(1).mean()
+        ),
+        "alone": lambda self, x, y: penalty(self, x, torch.mean).square().sum(1).mean(),
+        "function": lambda self, x, y: penalty(self, x, torch.mean).sum(1).tanh().mean(),
+        "equation": lambda self, x, y: (
+            (penalty(self, x, torch.mean)[:, 0] - x[:, 1]).square().mean()
+        ),
+    },
 }
 
 
@@ -754,84 +581,66 @@ def _gradient(energy: Tensor, x: Tensor) -> Tensor:
     return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
-CALLS: dict[str, tuple[Callable[[Any, Tensor], Any], Cause]] = {
-    "attention": (lambda net, x: (net.layer(x) @ x.T).softmax(-1) @ x, "output"),
-    "scale": (lambda net, x: net.layer(x) * float(x.detach().max()), "output"),
-    "first": (lambda net, x: net.layer(x) - net.layer(x)[0], "output"),
-    "products of features": (lambda net, x: net.layer(x)[:, :, None] * x[:, None], None),
-    "first feature": (lambda net, x: net.layer(x) - x[:, :1] - x[:, 0, None], None),
-    "a number": (lambda net, x: net.layer(x) * 0.5 + torch.tensor([1.0, 2, 3, 4]).to(x), None),
-    "each by itself": (
-        lambda net, x: net.layer(x) * torch.tensor([r[0] for r in x.tolist()])[:, None],
-        None,
-    ),
-    "features first": (lambda net, x: (net.layer(x).T - x.T[0]).T, None),
-    "each at its place": (lambda net, x: net.layer(x)[torch.arange(len(x)), x.argmax(1)] * 2, None),
-    "offsets": (
-        lambda net, x: net.layer(x).flatten()[torch.arange(len(x)) * x.shape[1] + x.argmax(1)] * 2,
-        None,
-    ),
-    "places of features": (lambda net, x: net.layer(x) * torch.arange(x.shape[1]), None),
-    "parts of each": (
-        lambda net, x: net.layer(x).index_add(
+CALLS: dict[Cause, dict[str, Callable[[Any, Tensor], Any]]] = {
+    None: {
+        "products of features": lambda net, x: net.layer(x)[:, :, None] * x[:, None],
+        "first feature": lambda net, x: net.layer(x) - x[:, :1] - x[:, 0, None],
+        "a number": lambda net, x: net.layer(x) * 0.5 + torch.tensor([1.0, 2, 3, 4]).to(x),
+        "each by itself": lambda net, x: (
+            net.layer(x) * torch.tensor([r[0] for r in x.tolist()])[:, None]
+        ),
+        "features first": lambda net, x: (net.layer(x).T - x.T[0]).T,
+        "each at its place": lambda net, x: net.layer(x)[torch.arange(len(x)), x.argmax(1)] * 2,
+        "offsets": lambda net, x: (
+            net.layer(x).flatten()[torch.arange(len(x)) * x.shape[1] + x.argmax(1)] * 2
+        ),
+        "places of features": lambda net, x: net.layer(x) * torch.arange(x.shape[1]),
+        "parts of each": lambda net, x: net.layer(x).index_add(
             0, torch.arange(len(x)).repeat_interleave(2), x.repeat_interleave(2, 0)
         ),
-        None,
-    ),
-    "a mask of places": (lambda net, x: net.layer(x).masked_fill(x > float("inf"), -1.5), None),
-    "each by itself again": (
-        lambda net, x: torch.stack(
+        "a mask of places": lambda net, x: net.layer(x).masked_fill(x > float("inf"), -1.5),
+        "each by itself again": lambda net, x: torch.stack(
             [net.layer(row) if row[0] > 0 else -net.layer(row) for row in x]
         ),
-        None,
-    ),
-    "each by its place": (
-        lambda net, x: torch.stack(
+        "each by its place": lambda net, x: torch.stack(
             [net.layer(x[i]) if x[i].sum() > 0 else x[i] for i in range(len(x))]
         ),
-        None,
-    ),
-    "if there is any": (
-        lambda net, x: torch.where(x[:, :1] > 0.9, net.layer(x), x) if (x[:, 0] > 0.9).any() else x,
-        None,
-    ),
-    "if there are some": (
-        lambda net, x: (
+        "if there is any": lambda net, x: (
+            torch.where(x[:, :1] > 0.9, net.layer(x), x) if (x[:, 0] > 0.9).any() else x
+        ),
+        "if there are some": lambda net, x: (
             torch.where(x[:, :1] > 0.9, net.layer(x), x) if (x[:, 0] > 0.9).sum() > 0 else x
         ),
-        None,
-    ),
-    "the same for all": (lambda net, x: net.layer(x) if x.abs().max() < 99 else x, None),
-    "what is no number": (lambda net, x: x if x.isnan().any() else net.layer(x), None),
-    "data": (lambda net, x: net.layer(x + x.flip(0)), "output"),
-    "features": (lambda net, x: net.layer(x).softmax(0), "output"),
-    "classes": (lambda net, x: net.layer(x).softmax(-1), None),
-    "rows": (lambda net, x: F.normalize(net.layer(x)), None),
-    "features again": (lambda net, x: net.layer(x.flip(1) + x.roll(1, 1) + x.cumsum(1)), None),
-    "shuffled features": (lambda net, x: net.layer(x)[:, torch.tensor([2, 0, 1, 3])], None),
-    "features at random": (lambda net, x: net.layer(x[:, drawn_apart(4)]), None),
-    "time first": (
-        lambda net, x: net.layer(torch.stack([x, x + 1]).flip(0).softmax(0).cumsum(0)).transpose(
-            0, 1
+        "the same for all": lambda net, x: net.layer(x) if x.abs().max() < 99 else x,
+        "what is no number": lambda net, x: x if x.isnan().any() else net.layer(x),
+        "classes": lambda net, x: net.layer(x).softmax(-1),
+        "rows": lambda net, x: F.normalize(net.layer(x)),
+        "features again": lambda net, x: net.layer(x.flip(1) + x.roll(1, 1) + x.cumsum(1)),
+        "shuffled features": lambda net, x: net.layer(x)[:, torch.tensor([2, 0, 1, 3])],
+        "features at random": lambda net, x: net.layer(x[:, drawn_apart(4)]),
+        "time first": lambda net, x: net.layer(
+            torch.stack([x, x + 1]).flip(0).softmax(0).cumsum(0)
+        ).transpose(0, 1),
+        "diagonal": lambda net, x: net.layer(x)[torch.arange(len(x)), x.argmax(1)],
+        "layer": lambda net, x: net.layer(x).relu(),
+        "rows again": lambda net, x: net.layer(x) - net.layer(x).mean(1, keepdim=True),
+        "attention again": lambda net, x: (
+            (net.layer(x)[:, :, None] * x[:, None]).softmax(-1).sum(-1)
         ),
-        None,
-    ),
-    "diagonal": (lambda net, x: net.layer(x)[torch.arange(len(x)), x.argmax(1)], None),
-    "data again": (lambda net, x: net.layer(x - x.mean(0)), "output"),
-    "features again again": (lambda net, x: net.layer(x) - net.layer(x).mean(0), "output"),
-    "scale again": (lambda net, x: net.layer(x) / net.layer(x).std(0), "output"),
-    "pairs": (lambda net, x: net.layer(x) @ (x.T @ x), "output"),
-    "layer": (lambda net, x: net.layer(x).relu(), None),
-    "rows again": (lambda net, x: net.layer(x) - net.layer(x).mean(1, keepdim=True), None),
-    "attention again": (
-        lambda net, x: (net.layer(x)[:, :, None] * x[:, None]).softmax(-1).sum(-1),
-        None,
-    ),
-    "weights": (lambda net, x: net.layer(x) * net.layer.weight.norm(), None),
-    "forces": (
-        lambda net, x: _gradient(net.layer(x := x.requires_grad_()).square().sum(), x),
-        None,
-    ),
+        "weights": lambda net, x: net.layer(x) * net.layer.weight.norm(),
+        "forces": lambda net, x: _gradient(net.layer(x := x.requires_grad_()).square().sum(), x),
+    },
+    "output": {
+        "attention": lambda net, x: (net.layer(x) @ x.T).softmax(-1) @ x,
+        "scale": lambda net, x: net.layer(x) * float(x.detach().max()),
+        "first": lambda net, x: net.layer(x) - net.layer(x)[0],
+        "data": lambda net, x: net.layer(x + x.flip(0)),
+        "features": lambda net, x: net.layer(x).softmax(0),
+        "data again": lambda net, x: net.layer(x - x.mean(0)),
+        "features again again": lambda net, x: net.layer(x) - net.layer(x).mean(0),
+        "scale again": lambda net, x: net.layer(x) / net.layer(x).std(0),
+        "pairs": lambda net, x: net.layer(x) @ (x.T @ x),
+    },
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import io
+import pickle
 import random
 import sys
 from collections import UserDict, deque
@@ -166,9 +167,9 @@ class Snapshot:
         for generator in self._generators:
             generator.seed(seed)
 
-    def python_state(self) -> str:
+    def python_state(self) -> bytes:
         """Where the generators of Python and NumPy stand."""
-        return repr([g.get() for g in self._generators if not g.is_torch])
+        return pickle.dumps([g.get() for g in self._generators if not g.is_torch])
 
     def perturb(self, eps: float, seed: int) -> None:
         """Moves each parameter by a relative `eps` up or down, to see what rounding can make."""

@@ -96,7 +96,7 @@ class Trial:
         layers = list(call.module.named_modules())
         self.norms = {name: layer for name, layer in layers if _normalizes(layer)}
         self._dropouts = [layer for _, layer in layers if _drops(layer)]
-        self.draws, self.python_state = ConstantDraws(), ""
+        self.draws, self.python_state = ConstantDraws(), b""
         devices = [*call.engine.devices, call.engine.output_device]
         self._snapshot = Snapshot(call.module, devices, call.others, call.compared_elsewhere)
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lightning_dp.parallel.call import ReplicaCall
-from lightning_dp.parallel.comm import refused_pools
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.devices import (
     allocated_memory,
@@ -130,7 +129,7 @@ class RecoveringEngine(Engine):
         return failed
 
     def _count_failures(self) -> dict[torch.device, int]:
-        return {d: out_of_memory_count(d) - refused_pools(d) for d in self.devices}
+        return {d: out_of_memory_count(d) for d in self.devices}
 
     def rerunning(self) -> AbstractContextManager[None]:
         """While it lasts, replicas leave nothing behind but outputs, gradients and buffers."""

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from support.oracle import Classifier, assert_same, devices_of, loader, run, trainer
+from support.oracle import Classifier, assert_same, devices_of, run, trainer
 
 from lightning_dp import DataParallelStrategy
 
@@ -25,28 +23,22 @@ def no_process_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("fork", "posix_spawn", "system"):
         monkeypatch.setattr(os, name, refuse, raising=False)
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
-    monkeypatch.setattr(multiprocessing.Process, "start", refuse)
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
-def test_no_process_is_started_where_devices_have_been_used_before(mode: str) -> None:
+def test_no_process_is_started_where_devices_have_been_used_before(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As CUDA in a notebook: whoever forks then cannot go on."""
+    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
     for device in devices_of(3):
         torch.ones(2, device=device, requires_grad=True).sum().backward()
     options = {"mode": mode, "executor": "threads"}
     assert_same(run(Classifier, 3, strategy=options), run(Classifier, 1), atol=1e-6, rtol=1e-5)
 
 
-def test_an_interactive_environment_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator_connector, "_IS_INTERACTIVE", True)
-    job = trainer(3, "dp_custom", max_epochs=1)
-    assert job.num_devices == 3 and job.strategy.launcher is None
-    job.fit(Classifier(), loader(), loader())
-    with pytest.raises(MisconfigurationException, match="not compatible with an interactive"):
-        Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2, logger=False)
-
-
+@pytest.mark.on("cpu")
 @pytest.mark.parametrize("make", [lambda: "dp_custom", DataParallelStrategy])
 def test_several_machines_are_refused(make: Any) -> None:
     assert trainer(3, make(), num_nodes=1).num_nodes == 1

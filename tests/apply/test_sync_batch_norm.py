@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from support.oracle import (
     Classifier,
@@ -22,12 +22,13 @@ from support.oracle import (
 from torch import Tensor, nn
 
 from lightning_dp.layer_sync import ReplicaBatchNorm
-from lightning_dp.parallel.step import StepParallel, TrainingStep
+from lightning_dp.parallel.step import StepParallel
 
 CPU = torch.device("cpu")
 EXACT = {"atol": 1e-10, "rtol": 0.0}
 
 pytestmark = pytest.mark.usefixtures("on")
+on_cpu = pytest.mark.on("cpu")
 
 
 class Normed(nn.Module):
@@ -51,87 +52,72 @@ def batch_of(n: int, dims: int, mean: float = 0.5) -> Tensor:
 
 def train(
     module: Normed, batch: Tensor, sizes: tuple[int, ...] | None, steps: int, **options: Any
-) -> tuple[list[Tensor], nn.Module]:
-    """The losses; on one device where there are no sizes. Replicas are as the root in the end."""
+) -> list[Tensor]:
+    """The losses; on one device where there are no sizes."""
     losses: list[Tensor] = []
     if sizes is None:
         for _ in range(steps):
             losses.append(module.training_step(batch))
             losses[-1].backward()
-        return losses, module
+        return losses
     ReplicaBatchNorm().apply(module)
     devices = devices_of(len(sizes))
     defaults = {"output_device": CPU, "executor": "threads", "split": lambda n: sizes}
-    engine = StepParallel(module.to(devices[0]), devices, **{**defaults, **options})
-    try:
+    with closing(StepParallel(module.to(devices[0]), devices, **{**defaults, **options})) as engine:
         for _ in range(steps):
             losses.append(engine.train("training_step", engine.scatter(batch)))
             losses[-1].backward()
-        engine.replicate(TrainingStep(engine, "training_step"), engine.scatter(batch))
-        assert_replicas_follow(engine, sizes)
-    finally:
-        engine.close()
-        ReplicaBatchNorm().revert(module)
-    return losses, module
+    ReplicaBatchNorm().revert(module)
+    return losses
 
 
-def assert_replicas_follow(engine: StepParallel, sizes: tuple[int, ...]) -> None:
-    """The buffers of the replicas that worked are the root's."""
-    root, *others = engine.replicas.modules
-    for k, other in enumerate(others, 1):
-        if sizes[k]:
-            for mine, own in zip(other.buffers(), root.buffers(), strict=True):
-                torch.testing.assert_close(mine.cpu(), own.cpu())
+LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "a network": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()),
+        2,
+    ),
+    "two in a row": (lambda: nn.Sequential(*[nn.BatchNorm2d(3)] * 2), 2),
+    "without dims": (lambda: nn.BatchNorm1d(3), 0),
+    "1d": (lambda: nn.BatchNorm1d(3), 1),
+    "3d": (lambda: nn.BatchNorm3d(3), 3),
+    "cumulative": (lambda: nn.BatchNorm2d(3, momentum=None), 2),
+    "momentum and eps": (lambda: nn.BatchNorm2d(3, momentum=0.4, eps=1e-2), 2),
+    "without weights": (lambda: nn.BatchNorm2d(3, affine=False), 2),
+    "untracked": (lambda: nn.BatchNorm2d(3, track_running_stats=False), 2),
+    "untracked eval": (lambda: nn.BatchNorm2d(3, track_running_stats=False).eval(), 2),
+    "eval": (lambda: nn.BatchNorm2d(3).eval(), 2),
+}
 
 
-def assert_as_one_device(
-    make: Callable[[], nn.Module], dims: int, sizes: tuple[int, ...], **options: Any
+@pytest.mark.parametrize(
+    ("layer", "sizes", "executor"),
+    [
+        *[("a network", sizes, "threads") for sizes in [(3, 2, 1), (1, 1, 1), (0, 1, 4), (5,)]],
+        ("a network", (3, 2, 1), "inorder"),
+        *[(layer, (3, 0, 1), "threads") for layer in [*LAYERS][1:]],
+    ],
+)
+def test_statistics_and_gradients_are_those_of_the_batch(
+    layer: str, sizes: tuple[int, ...], executor: str
 ) -> None:
+    make, dims = LAYERS[layer]
     batch = batch_of(sum(sizes), dims)
     one, several = Normed(make).double(), Normed(make).double()
-    expected, _ = train(one, batch, None, 3)
-    actual, _ = train(several, batch, sizes, 3, **options)
+    expected = train(one, batch, None, 3)
+    actual = train(several, batch, sizes, 3, executor=executor)
     assert_equal_trees(actual, expected, "losses", **EXACT)
     assert_equal_trees(gradients(several), gradients(one), "gradients", **EXACT)
     assert_equal_trees(dict(several.state_dict()), dict(one.state_dict()), "state", **EXACT)
 
 
-@pytest.mark.parametrize("sizes", [(3, 2, 1), (1, 1, 1), (0, 1, 4), (5,)])
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
-def test_statistics_and_gradients_are_those_of_the_batch(
-    sizes: tuple[int, ...], executor: str
-) -> None:
-    make = lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
-    assert_as_one_device(make, 2, sizes, executor=executor)
-
-
-@pytest.mark.parametrize(
-    ("make", "dims"),
-    [
-        (lambda: nn.BatchNorm1d(3), 0),
-        (lambda: nn.BatchNorm1d(3), 1),
-        (lambda: nn.BatchNorm3d(3), 3),
-        (lambda: nn.BatchNorm2d(3, momentum=None), 2),
-        (lambda: nn.BatchNorm2d(3, momentum=0.4, eps=1e-2), 2),
-        (lambda: nn.BatchNorm2d(3, affine=False), 2),
-        (lambda: nn.BatchNorm2d(3, track_running_stats=False), 2),
-        (lambda: nn.BatchNorm2d(3, track_running_stats=False).eval(), 2),
-        (lambda: nn.BatchNorm2d(3).eval(), 2),
-        (lambda: nn.Sequential(*[nn.BatchNorm2d(3)] * 2), 2),
-    ],
-)
-def test_all_kinds_of_layers(make: Callable[[], nn.Module], dims: int) -> None:
-    assert_as_one_device(make, dims, (3, 0, 1))
-
-
-@pytest.mark.on("cpu")
+@on_cpu
 def test_large_means_do_not_cost_digits() -> None:
     """As good as torch's own in single precision, where the mean is 1,000 times the deviation."""
-    batch = batch_of(24, 2, mean=1000.0)
-    make = lambda: nn.BatchNorm2d(3)
-    exact = train(Normed(make).double(), batch, None, 1)[1]
-    own = train(Normed(make), batch.float(), None, 1)[1]
-    several = train(Normed(make), batch.float(), (9, 8, 7), 1)[1]
+    batch, make = batch_of(24, 2, mean=1000.0), lambda: nn.BatchNorm2d(3)
+    exact, own, several = Normed(make).double(), Normed(make), Normed(make)
+    train(exact, batch, None, 1)
+    train(own, batch.float(), None, 1)
+    train(several, batch.float(), (9, 8, 7), 1)
 
     def error(module: nn.Module) -> float:
         pairs = zip(module.state_dict().values(), exact.state_dict().values(), strict=True)
@@ -140,13 +126,14 @@ def test_large_means_do_not_cost_digits() -> None:
     assert error(several) <= 2 * error(own) + 1e-6
 
 
+@on_cpu
 def test_autocast_keeps_the_dtype_of_the_input() -> None:
+    seen: list[torch.dtype] = []
+
     class Autocast(Normed):
         def training_step(self, x: Tensor) -> Tensor:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return super().training_step(x)
-
-    seen: list[torch.dtype] = []
 
     def make() -> nn.Module:
         net = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
@@ -154,14 +141,12 @@ def test_autocast_keeps_the_dtype_of_the_input() -> None:
         return net
 
     batch = batch_of(12, 2).float()
-    one = train(Autocast(make), batch, None, 1)[0]
-    several = train(Autocast(make), batch, (5, 4, 3), 1)[0]
-    if devices_of(1)[0] == CPU:  # on another device, autocast of the CPU does nothing
-        assert set(seen) == {torch.bfloat16}
-    torch.testing.assert_close(several[0], one[0], atol=1e-2, rtol=0)
+    losses = [train(Autocast(make), batch, sizes, 1)[0] for sizes in (None, (5, 4, 3))]
+    assert set(seen) == {torch.bfloat16}
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-2, rtol=0)
 
 
-@pytest.mark.on("cpu")
+@on_cpu
 def test_one_value_per_channel_is_too_few_as_on_one_device() -> None:
     for sizes in (None, (1, 0)):
         with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
@@ -169,8 +154,8 @@ def test_one_value_per_channel_is_too_few_as_on_one_device() -> None:
     train(Normed(lambda: nn.BatchNorm1d(3)).double(), batch_of(2, 0), (1, 1), 1)
 
 
-@pytest.mark.on("cpu")
-def test_second_derivatives_are_refused() -> None:
+@on_cpu
+def test_gradients_inside_of_a_step_are_refused() -> None:
     class Penalty(Normed):
         def training_step(self, x: Tensor) -> Tensor:
             loss = super().training_step(x)
@@ -185,52 +170,34 @@ def test_second_derivatives_are_refused() -> None:
 
 
 class NormedClassifier(Classifier):
-    momentum: float | None = 0.1
-
-    def __init__(self) -> None:
+    def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__(lr=0.02)
         self.net = nn.Sequential(
             nn.Linear(10, 16, bias=False),
-            nn.BatchNorm1d(16, momentum=self.momentum),
+            nn.BatchNorm1d(16, momentum=momentum),
             nn.Tanh(),
             nn.Linear(16, 3),
         )
 
 
-class Cumulative(NormedClassifier):
-    momentum = None
-
-
 @pytest.mark.parametrize(
-    ("make", "strategy"),
+    ("strategy", "callbacks"),
     [
-        (NormedClassifier, {}),
-        (Cumulative, {"mode": "forward"}),
-        (NormedClassifier, {"buffers": "mean", "weights": [0, 3, 1]}),
+        ({}, list),
+        ({"mode": "forward"}, list),
+        ({"buffers": "mean", "weights": [0, 3, 1]}, list),
+        # It finds the statistics of the averaged weights anew.
+        ({}, lambda: [StochasticWeightAveraging(0.01, swa_epoch_start=1)]),
     ],
 )
-def test_training_equals_one_device(
-    make: Callable[[], LightningModule], strategy: dict[str, Any]
-) -> None:
+def test_training_equals_one_device(strategy: dict[str, Any], callbacks: Any) -> None:
     torch.set_default_dtype(torch.float64)
     kwargs: dict[str, Any] = {"sync_batchnorm": True, "accumulate_grad_batches": 2}
-    assert_same(run(make, 3, strategy=strategy, **kwargs), run(make, 1, **kwargs))
+    several = run(NormedClassifier, 3, strategy=strategy, callbacks=callbacks(), **kwargs)
+    assert_same(several, run(NormedClassifier, 1, callbacks=callbacks(), **kwargs))
 
 
-@pytest.mark.on("cpu")
-def test_stochastic_weight_averaging_finds_the_statistics_of_the_batch() -> None:
-    torch.set_default_dtype(torch.float64)
-
-    def swa() -> dict[str, Any]:
-        return {
-            "callbacks": [StochasticWeightAveraging(0.01, swa_epoch_start=1)],
-            "sync_batchnorm": True,
-        }
-
-    assert_same(run(NormedClassifier, 3, **swa()), run(NormedClassifier, 1, **swa()))
-
-
-@pytest.mark.on("cpu")
+@on_cpu
 def test_the_module_is_as_before_afterwards() -> None:
     module = NormedClassifier()
     layer, before, keys = module.net[1], dict(module.net[1].__dict__), list(module.state_dict())
@@ -241,11 +208,9 @@ def test_the_module_is_as_before_afterwards() -> None:
     assert seen and all(seen)
     assert module.net[1] is layer and set(layer.__dict__) == set(before)
     assert list(module.state_dict()) == keys
-    job.test(module, loader(), verbose=False)
-    assert "forward" not in layer.__dict__
 
 
-@pytest.mark.on("cpu")
+@on_cpu
 def test_layers_with_a_forward_of_their_own_are_named() -> None:
     class OwnNorm(nn.BatchNorm1d):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Between separate devices only what changed is copied, in few copies; memory stays balanced."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 import torch
@@ -36,10 +37,26 @@ class Deep(nn.Module):
     def training_step(self, x: Tensor) -> Tensor:
         return (self.layers(x) * self.scale).square().mean()
 
+    def trained(self) -> list[Tensor]:
+        return [p for p in self.parameters() if p.requires_grad]
 
-def copied(source: str, target: str) -> tuple[int, int]:
-    stats = torch.sim.copy_stats().get((source, target))
-    return (0, 0) if stats is None else (stats.count, stats.bytes)
+
+@pytest.fixture
+def engine(devices: list[torch.device]) -> Iterator[StepParallel]:
+    split = split_policy("even", None, devices)
+    net = Deep().to(devices[0])
+    with closing(StepParallel(net, devices, output_device=devices[0], split=split)) as engine:
+        yield engine
+
+
+def assert_few_copies(source: int, target: int, tensors: list[Tensor], at_most: int = 1) -> None:
+    """All of the tensors went, with gaps for the sake of alignment, and nothing else."""
+    stats, size = torch.sim.copy_stats()[f"sim:{source}", f"sim:{target}"], sum_of_bytes(tensors)
+    assert size <= stats.bytes <= size + 256 * len(tensors) and stats.count <= at_most
+
+
+def sum_of_bytes(tensors: list[Tensor]) -> int:
+    return sum(p.numel() * p.element_size() for p in tensors)
 
 
 @counts_copies
@@ -47,38 +64,24 @@ def test_a_refresh_copies_only_what_changed_and_in_few_copies(devices: list[torc
     net = Deep().to(devices[0])
     replicas = Replicas(net, devices)
     torch.sim.reset_copy_stats()
-
     replicas.refresh()
-    assert copied("sim:0", "sim:1") == (0, 0)
-
-    trained = [p for p in net.parameters() if p.requires_grad]
+    assert ("sim:0", "sim:1") not in torch.sim.copy_stats()
     with torch.no_grad():
-        torch._foreach_add_(trained, 1.0)
+        torch._foreach_add_(net.trained(), 1.0)
     replicas.refresh()
-    count, size = copied("sim:0", "sim:1")
-    needed = sum(p.numel() * p.element_size() for p in trained)
-    assert needed <= size < needed + 256 * len(trained), "and gaps for the sake of alignment"
-    assert count == 1
+    assert_few_copies(0, 1, net.trained())
     for other in replicas.modules[1:]:
         for own, root in zip(other.parameters(), net.parameters(), strict=True):
             assert torch.equal(own.cpu(), root.cpu()) and own.device != root.device
 
 
 @counts_copies
-def test_gradients_cross_in_few_copies(devices: list[torch.device]) -> None:
-    net = Deep().to(devices[0])
-    engine = StepParallel(
-        net, devices, output_device=devices[0], split=split_policy("even", None, devices)
-    )
+def test_gradients_cross_in_few_copies(engine: StepParallel) -> None:
     loss = engine.train("training_step", engine.scatter(torch.randn(9, 8)))
     torch.sim.reset_copy_stats()
     loss.backward()
-    engine.close()
-    own = [p.numel() * 4 for p in net.parameters() if p.requires_grad]
-    for way in (("sim:2", "sim:1"), ("sim:1", "sim:0")):
-        count, size = copied(*way)
-        assert sum(own) <= size <= sum(own) + 256 * len(own), "and gaps between them"
-        assert count <= 3
+    for source, target in ((2, 1), (1, 0)):
+        assert_few_copies(source, target, engine.module.trained(), at_most=3)
 
 
 @on_accelerators
@@ -86,50 +89,39 @@ def test_replicas_on_one_device_share_its_memory(devices: list[torch.device]) ->
     net = Deep().to(devices[0])
     before = allocated_memory(devices[0])
     replicas = Replicas(net, [devices[0]] * 4)
-    added = allocated_memory(devices[0]) - before
-    assert added < 4096, "buffers only"
+    assert allocated_memory(devices[0]) - before < 4096, "buffers only"
     assert replicas.modules[3].layers[0].weight.data_ptr() == net.layers[0].weight.data_ptr()
 
 
-def test_no_device_holds_another_replicas_activations(devices: list[torch.device]) -> None:
+def test_no_device_holds_another_replicas_activations(
+    engine: StepParallel, devices: list[torch.device]
+) -> None:
     """In step mode memory stays balanced: the root holds one shard's activations, as all do."""
     for device in devices:
         reset_peak_memory(device)
-    net = Deep().to(devices[0])
-    engine = StepParallel(
-        net, devices, output_device=devices[0], split=split_policy("even", None, devices)
-    )
     engine.train("training_step", engine.scatter(torch.randn(3000, 8))).backward()
     engine.close()
     peaks = [usage.peak_bytes for usage in engine.meter.usage]
     assert min(peaks) > 0 and max(peaks) / min(peaks) < 1.15
 
 
-def convnet(device: torch.device) -> nn.Module:
+def test_weights_and_gradients_elsewhere_keep_their_strides(devices: list[torch.device]) -> None:
     """Weights that are channels_last, a weight of odd strides, and two dtypes."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Linear(5, 7)).to(device)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Linear(5, 7)).to(devices[0])
     net = net.to(memory_format=torch.channels_last)
-    net[2].weight.data = torch.randn(5, 7, device=device).t()
+    net[2].weight.data = torch.randn(5, 7, device=devices[0]).t()
     net[2].bias.data = net[2].bias.data.double()
-    return net
-
-
-def strides(tensors: Any) -> list[tuple[int, ...]]:
-    return [tensor.stride() for tensor in tensors]
-
-
-def test_weights_elsewhere_keep_their_strides(devices: list[torch.device]) -> None:
-    net = convnet(devices[0])
+    strides = lambda tensors: [tensor.stride() for tensor in tensors]
     replicas = Replicas(net, devices)
     assert strides(replicas.parameters[2]) == strides(net.parameters())
     net[2].weight.data = torch.randn(7, 5, device=devices[0])
     net[0].weight.data = torch.randn(6, 3, 3, 3, device=devices[0])
     replicas.refresh()
-    assert strides(replicas.parameters[2]) == strides(net.parameters())
     for own, root in zip(replicas.parameters[2], net.parameters(), strict=True):
         assert own.dtype == root.dtype and torch.equal(own.cpu(), root.cpu())
-    moved = gradients_on(devices[1], [*replicas.parameters[2], None])
-    assert strides(moved[:-1]) == strides(net.parameters()) and moved[-1] is None
+    *moved, nothing = gradients_on(devices[1], [*replicas.parameters[2], None])
+    assert nothing is None
+    assert strides(moved) == strides(replicas.parameters[2]) == strides(net.parameters())
 
 
 def test_an_old_graph_sees_that_weights_have_changed(devices: list[torch.device]) -> None:
@@ -137,7 +129,7 @@ def test_an_old_graph_sees_that_weights_have_changed(devices: list[torch.device]
     replicas = Replicas(net, devices)
     loss = replicas.modules[1].training_step(torch.randn(2, 8, device=devices[1]))
     with torch.no_grad():
-        torch._foreach_add_([p for p in net.parameters() if p.requires_grad], 1.0)
+        torch._foreach_add_(net.trained(), 1.0)
     replicas.refresh()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

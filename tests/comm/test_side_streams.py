@@ -17,7 +17,6 @@ from support.oracle import ByHand, Classifier, assert_equal_trees, assert_same, 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dp import DataParallel
 from lightning_dp.parallel.apply import collectives
 from lightning_dp.parallel.step import StepParallel
 
@@ -103,18 +102,6 @@ def test_a_checkpoint_around_spread_calls(way: str, executor: str) -> None:
         with engine.spreading():
             got = CHECKPOINTED[way](net)
         assert_equal_trees(got, CHECKPOINTED[way](one), "gradients", **EXACT)
-
-
-def test_the_drop_in() -> None:
-    torch.manual_seed(0)
-    one = perceptron().double()
-    torch.manual_seed(0)
-    net = DataParallel(perceptron().double().to(devices_of(1)[0]), devices_of(3))
-    x = torch.randn(6, 4, dtype=torch.float64)
-    one(x).square().mean().backward()
-    net(x.to(devices_of(1)[0])).square().mean().backward()
-    assert_equal_trees(summed(net), summed(one), "gradients", **EXACT)
-    net.close()
 
 
 def test_a_call_that_is_made_again_in_a_backward_copies_no_weights() -> None:

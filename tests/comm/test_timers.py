@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -99,7 +98,7 @@ class Meeting(Working):
 
     def training_step(self, x: Tensor) -> Tensor:
         loss = super().training_step(x)
-        meet_and_wait(self.slow)
+        collectives.meet("waiting", None, lambda _, values: wait_for_all(self.slow) or values)
         return loss
 
 
@@ -108,16 +107,6 @@ def wait_for_all(slow: type[SlowDevices]) -> None:
     last = max(slow.clocks.values())
     for device in devices_of(3):
         slow.clocks[device] = last
-
-
-def meet_and_wait(slow: type[SlowDevices]) -> None:
-    """A collective in which the replicas' devices wait for each other."""
-
-    def act(_: Any, values: list[Any]) -> list[Any]:
-        wait_for_all(slow)
-        return values
-
-    collectives.meet("waiting", None, act)
 
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
@@ -139,14 +128,6 @@ def test_waiting_for_others_is_not_counted_as_work(
         assert step.busy_seconds == pytest.approx([3 * s for s in seconds])
         assert step.step_seconds == pytest.approx(9.0)
     engine.close()
-
-
-def test_a_timer_of_the_cpu_is_the_hosts_clock() -> None:
-    begin = time.perf_counter()
-    timer = DeviceTimer([torch.device("cpu")])
-    time.sleep(0.01)
-    timer.end()
-    assert timer.is_over() and 0.01 <= timer.seconds <= time.perf_counter() - begin
 
 
 @pytest.mark.sim_only("A GPU cannot be told to be late.")

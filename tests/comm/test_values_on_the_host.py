@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any
 
 import pytest
@@ -14,10 +13,8 @@ from support import oracle
 from support.device_kinds import on_accelerators
 from support.oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from lightning_dp import DataParallel, DataParallelStrategy
-from lightning_dp.parallel.functional import gather
 
 EXECUTORS = ["threads", "inorder"]
 
@@ -217,16 +214,6 @@ class OwnOutputs(Classifier):
 def test_second_derivatives_go_through_outputs_on_the_host() -> None:
     several = read(OwnOutputs, 3, mode="forward", output_device="cpu")
     assert_equal_trees(several, read(OwnOutputs, 1), "values", atol=1e-5, rtol=0)
-
-
-def test_tangents_go_with_outputs_to_the_host() -> None:
-    device = devices_of(2)[1]
-    x, tangent = torch.ones(3, device=device, requires_grad=True), torch.arange(3.0, device=device)
-    with warnings.catch_warnings(), forward_ad.dual_level():
-        warnings.filterwarnings("ignore", ".torch.jit.script. is deprecated")  # torch's own
-        dual = forward_ad.make_dual(x, tangent)
-        there = forward_ad.unpack_dual(gather([dual, dual.detach()], "cpu"))
-    assert there.primal.tolist() == [1.0] * 6 and there.tangent.tolist()[:3] == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.usefixtures("on_side_streams")

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import html
 import itertools
 import pickle
 import re
@@ -39,7 +40,6 @@ from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.monitor.display import as_png, figure_of
 from lightning_dp.monitor.history import History, Period
 from lightning_dp.parallel import usage
-from lightning_dp.parallel.apply import Executor
 from lightning_dp.parallel.apply.executor import Trial
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.split import StepUsage
@@ -292,23 +292,11 @@ def test_replicas_that_work_together_or_alone_take_no_turns() -> None:
         assert watched(strategy=DataParallelStrategy(**options)).note is None
 
 
-def test_the_choice_is_named_with_its_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Trial, "_read", lambda trial: trial.medians.update({True: 0.002, False: 0.001})
-    )
+def test_the_choice_by_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "_seconds", lambda trial, threads: float(threads))
     monitor = watched(max_epochs=20)
-    measured = 'executor="auto" measured: in turns they take 50% of the time in threads'
-    assert measured in str(monitor.note) and f"of {monitor.total.steps} steps" in str(monitor.note)
-
-
-def test_of_short_fits_auto_says_that_it_was_measuring() -> None:
-    executor = Executor([torch.device("cpu")] * 2)
-    assert not executor.choose("step", 2)
-    assert "the first call shows" in executor.why_in_order("step")
-    assert executor.choose("step", 2)
-    assert "still measuring" in executor.why_in_order("step")
-    executor.choose("step", 2, compiles=True)
-    assert executor.why_in_order("step").startswith("compiled modules")
+    assert '(executor="auto" measures what is faster)' in str(monitor.note)
+    assert f"of {monitor.total.steps} steps" in str(monitor.note)
 
 
 def test_it_shows_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +305,7 @@ def test_it_shows_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert shown["text/plain"] == str(monitor)
     picture = re.search(r'src="data:image/png;base64,([^"]+)"', shown["text/html"])
     assert picture is not None and base64.b64decode(picture[1]).startswith(PNG)
-    assert str(monitor) in shown["text/html"] and "cpu:1" in shown["text/html"]
+    assert html.escape(str(monitor)) in shown["text/html"] and "cpu:1" in shown["text/html"]
     figure = monitor.plot()
     assert isinstance(figure, matplotlib.figure.Figure) and figure._repr_png_().startswith(PNG)
     assert matplotlib.pyplot.get_fignums() == []
@@ -329,7 +317,10 @@ def test_it_shows_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     shown = monitor._repr_mimebundle_()
-    assert "pip install matplotlib" in shown["text/html"] and str(monitor) in shown["text/html"]
+    assert (
+        "pip install matplotlib" in shown["text/html"]
+        and html.escape(str(monitor)) in shown["text/html"]
+    )
     with pytest.raises(ModuleNotFoundError, match="python -m pip install matplotlib"):
         monitor.plot(tmp_path / "devices.png")
 

@@ -34,9 +34,7 @@ PLACES = [(0, 1, 2), (0, 1, 1, 2, 0), (0, 0, 1)]
 )
 def small_buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there are many, two are under way at once."""
-    for name in ("BUCKET_BYTES", "FIRST_BYTES"):
-        monkeypatch.setattr(buckets, name, request.param)
-    monkeypatch.setattr(chain, "SLICE_BYTES", request.param)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", request.param)
     if request.param < 2**20:
         monkeypatch.setattr(chain, "POOL_BYTES", 2**13)
 

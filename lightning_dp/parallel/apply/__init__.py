@@ -2,22 +2,21 @@
 
 Decided here: threads or in order, by measurement (`executor`); the threads (`worker`) and what of
 the caller's state they have (`thread_state`); where replicas wait for each other (`rendezvous`) and
-what they exchange there (`collectives`, `sync_batch_norm`); and that memory which they free on the
-CPU is kept (`memory`).
+what they exchange there (`collectives`, `sync_batch_norm`); and what else is in the way of replicas
+that share a processor (`cpu`).
 """
 
 from lightning_dp.parallel.apply import collectives as collectives
 from lightning_dp.parallel.apply import sync_batch_norm as sync_batch_norm
 from lightning_dp.parallel.apply.collectives import as_one_replica as as_one_replica
+from lightning_dp.parallel.apply.cpu import KeptMemory as KeptMemory
+from lightning_dp.parallel.apply.cpu import optimizer_threads as optimizer_threads
 from lightning_dp.parallel.apply.executor import EXECUTORS as EXECUTORS
 from lightning_dp.parallel.apply.executor import Executor as Executor
 from lightning_dp.parallel.apply.executor import ExecutorName as ExecutorName
-from lightning_dp.parallel.apply.memory import KeptMemory as KeptMemory
 from lightning_dp.parallel.apply.rendezvous import Calls as Calls
 from lightning_dp.parallel.apply.rendezvous import RendezvousError as RendezvousError
 from lightning_dp.parallel.apply.rendezvous import Task as Task
 from lightning_dp.parallel.apply.rendezvous import current_participant as current_participant
-from lightning_dp.parallel.apply.rendezvous import refuse_backward as refuse_backward
 from lightning_dp.parallel.apply.sync_batch_norm import fewest_samples as fewest_samples
 from lightning_dp.parallel.apply.sync_batch_norm import is_synced as is_synced
-from lightning_dp.parallel.apply.thread_state import optimizer_threads as optimizer_threads

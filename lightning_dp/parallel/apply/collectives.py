@@ -1,7 +1,8 @@
 """Collectives that a step may call: what one device would have with the whole batch.
 
-In a replica each waits for all replicas that have samples, in all processes. Outside of replicas
-they return their argument, as on one device; with several processes `host` stands for this one.
+In a replica each waits for all replicas that have samples, in all processes; a RendezvousError
+names those that have ended their calls or are at another collective. Outside of replicas they
+return their argument, as on one device; with several processes `host` stands for this one.
 Gradients flow through: the graph of one replica continues in the others, and the step's backward
 runs through all of them at once.
 
@@ -16,18 +17,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from lightning_dp.parallel.apply.rendezvous import (
-    Act,
-    Calls,
-    Task,
-    current_participant,
-    refuse_backward,
-)
+from lightning_dp.parallel.apply.rendezvous import Act, Calls, Task, current_participant
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.gather import gather
 from lightning_dp.parallel.scatter import to_device, tree, weighted_mean
@@ -54,23 +49,27 @@ def all_gather(x: T, host: Calls | None = None) -> T:
         host: stands for a process outside of its replicas; see `as_one_replica`.
 
     Raises:
-        RendezvousError: a replica ended its call, or is at another collective.
         GatherError: the structures differ.
     """
-    return meet("all_gather", x, _all_gather, host)
+
+    def act(calls: Calls, values: list[Any]) -> list[Any]:
+        every, sizes, order = _of_all(calls, "all_gather", values)
+        joined = partial(gather, every, dim=calls.dim, sizes=sizes, order=order)
+        return [_own(joined(p.device), every) for p in calls.participants]
+
+    return meet("all_gather", x, act, host)
 
 
 def reduce(x: T, op: Any = "mean", host: Calls | None = None) -> T:
     """The replicas' tensors of one shape, or numbers, in one, in every replica.
 
     Args:
-        x: what this replica brings.
+        x: what this replica brings; what is neither a tensor nor a number stays as it is.
         op: `"mean"` (or `"avg"`), weighted by shard size: of the shards' means it makes that of
             the batch; `"sum"`, `"min"`, `"max"`, `"product"`; or a `torch.distributed.ReduceOp`.
         host: as in `all_gather`.
 
     Raises:
-        RendezvousError: a replica ended its call, or is at another collective.
         ValueError: an unknown `op`, or the shapes differ.
     """
     if current_participant() is None and host is None:
@@ -81,7 +80,32 @@ def reduce(x: T, op: Any = "mean", host: Calls | None = None) -> T:
             f"reduce: expected op 'mean', 'sum', 'min', 'max' or 'product', got {op!r}."
         )
     what = f"reduce with op={name!r}"
-    return meet(what, x, partial(_reduce, name, what), host)
+
+    def act(calls: Calls, values: list[Any]) -> list[Any]:
+        every, sizes, _ = _of_all(calls, what, values)
+        if not all(isinstance(value, Tensor | Number) for value in every):
+            return values
+        tensors = [torch.as_tensor(to_device(v, calls.participants[0].device)) for v in every]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"Expected tensors of one shape to reduce, got {shapes}. Use all_gather for those "
+                "that have a row for each sample."
+            )
+        total = _reduced(name, tensors, sizes or [1] * len(tensors)).to(tensors[0].dtype)
+        if not isinstance(every[0], Tensor):
+            return [total.item()] * len(values)
+        return [total.to(p.device, copy=True) for p in calls.participants]
+
+    return meet(what, x, act, host)
+
+
+def _reduced(op: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    if op == "mean":
+        exact = [t if t.is_floating_point() or t.is_complex() else t.double() for t in tensors]
+        return weighted_mean(exact, list(map(float, sizes)))
+    torchs: Any = {"sum": torch.sum, "product": torch.prod, "min": torch.amin, "max": torch.amax}
+    return cast(Tensor, torchs[op](torch.stack(tensors), 0))
 
 
 def broadcast(x: T, src: int = 0) -> T:
@@ -92,18 +116,24 @@ def broadcast(x: T, src: int = 0) -> T:
         src: the replica, counted among those that have samples, in all processes.
 
     Raises:
-        RendezvousError: a replica ended its call, or is at another collective.
         ValueError: there is no such replica.
     """
-    return meet(f"broadcast from {src}", x, partial(_broadcast, src))
+    what = f"broadcast from {src}"
+
+    def act(calls: Calls, values: list[Any]) -> list[Any]:
+        every, _, _ = _of_all(calls, what, values)
+        if not 0 <= src < len(every):
+            raise ValueError(
+                f"broadcast: expected src from 0 to {len(every) - 1}, one of the {len(every)} "
+                f"replicas that have samples, got {src}."
+            )
+        return [_own(to_device(every[src], p.device), every) for p in calls.participants]
+
+    return meet(what, x, act)
 
 
 def barrier(name: str | None = None) -> None:
-    """Waits for all replicas; `name` is for the error if one does not come.
-
-    Raises:
-        RendezvousError: a replica ended its call, or is at another collective.
-    """
+    """Waits for all replicas; `name` is for the error if one does not come."""
     what = "barrier" if name is None else f"barrier {name!r}"
 
     def act(calls: Calls, values: list[None]) -> list[None]:
@@ -123,6 +153,17 @@ def decide(decision: bool, *, everybody: bool = True) -> bool:
     return meet(what, bool(decision), act)
 
 
+# What they share
+
+
+def meet(what: str, x: T, act: Act, host: Calls | None = None) -> T:
+    """What `act` makes of the replicas' `x`, see `Task.meet`; `x` if there are no others."""
+    participant = current_participant()
+    if must_meet(what):
+        return cast(T, cast(Task, participant).meet(what, x, act))
+    return x if participant is not None or host is None else cast(T, act(host, [x])[0])
+
+
 def must_meet(what: str) -> bool:
     """Whether the collective `what`, called here, has other replicas to wait for."""
     participant = current_participant()
@@ -134,44 +175,17 @@ def must_meet(what: str) -> bool:
     return len(participant.calls.participants) > 1 or participant.calls.world is not None
 
 
-def meet(what: str, x: T, act: Act, host: Calls | None = None) -> T:
-    """What `act` makes of the replicas' `x`, see `Task.meet`; `x` if there are no others."""
-    participant = current_participant()
-    if participant is None or not must_meet(what):
-        is_host = participant is None and not must_meet(what) and host is not None
-        return cast(T, act(cast(Calls, host), [x])[0]) if is_host else x
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    return cast(T, participant.meet(what, (x, modes), partial(_in_modes_of_replica, act)))
+def _of_all(
+    calls: Calls, what: str, values: list[Any]
+) -> tuple[list[Any], list[int] | None, Order | None]:
+    """What the replicas of all processes bring, the first process's first; `values` are this one's.
 
-
-def _in_modes_of_replica(act: Act, calls: Calls, brought: list[Any]) -> Sequence[Any]:
-    """Acts in the grad and inference mode of the code that calls the collective."""
-    grad, inference = brought[0][1]
-    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-        return act(calls, [value for value, _ in brought])
-
-
-# What replicas and processes bring
-
-
-class Brought(NamedTuple):
-    """What all replicas brought to a collective, those of the first process first."""
-
-    values: list[Any]
-    sizes: list[int] | None  # their samples; None if they are not known
-    order: Order | None  # the positions of these in the batch; None for the batch's own order
-
-
-def of_processes(calls: Calls, what: str, value: T) -> list[T]:
-    """What each process brings, but for idle ones; the value alone if there is one process."""
-    return [value] if calls.world is None else [own for _, own in _met(calls, what, None, value)]
-
-
-def _of_replicas(calls: Calls, what: str, values: list[Any]) -> Brought:
-    """The values of all replicas of all processes, linked; those of this one are given."""
+    Returns their values, prepared for the graphs of other replicas; their sample counts, if known;
+    and the positions of these samples in the batch, None for the batch's own order.
+    """
     values = [link(calls, value) for value in values]
     if calls.world is None:
-        return Brought(values, calls.sizes, calls.order)
+        return values, calls.sizes, calls.order
     met = _met(calls, what, (calls.sizes, calls.order), values)
     sizes = [own for (own, _), _ in met]
     whole = None if None in sizes else list(chain.from_iterable(sizes))
@@ -182,7 +196,12 @@ def _of_replicas(calls: Calls, what: str, values: list[Any]) -> Brought:
             start, ends = sum(map(len, order)), [0, *accumulate(of_rank)]
             own = own or [range(a, b) for a, b in pairwise(ends)]
             order += [[start + i for i in of_replica] for of_replica in own]
-    return Brought([value for _, own in met for value in own], whole, order)
+    return [value for _, own in met for value in own], whole, order
+
+
+def of_processes(calls: Calls, what: str, value: T) -> list[T]:
+    """What each process brings, but for idle ones; the value alone if there is one process."""
+    return [value] if calls.world is None else [own for _, own in _met(calls, what, None, value)]
 
 
 def _met(calls: Calls, what: str, about: Any, value: Any) -> list[Any]:
@@ -194,19 +213,10 @@ def _met(calls: Calls, what: str, about: Any, value: Any) -> list[Any]:
     world = cast("World", calls.world)
     if calls.rank_graph is None:
         calls.rank_graph = world.graph or RankGraph(world)
-    check = partial(refuse_backward, weakref.ref(calls), f"a collective ({what})")
+    check = partial(_refuse_backward, weakref.ref(calls), f"a collective ({what})")
     ranks = calls.rank_graph.gather(what, about, value, is_idle=calls.is_idle, check=check)
     calls.crossed |= calls.rank_graph.is_used
     return [brought for brought in ranks if brought is not None]
-
-
-def _in_backward(what: str) -> RuntimeError:
-    """The error for a collective that an activation checkpoint comes to again."""
-    return RuntimeError(
-        f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
-        "recomputes the part of the step that calls it, where the replicas do not meet. Leave "
-        "this part out of the checkpoint."
-    )
 
 
 def as_one_replica(world: World, device: torch.device, *, is_idle: bool) -> Calls:
@@ -227,60 +237,27 @@ def as_one_replica(world: World, device: torch.device, *, is_idle: bool) -> Call
     return calls
 
 
-# What the host does
+def _in_backward(what: str) -> RuntimeError:
+    """The error for a collective that an activation checkpoint comes to again."""
+    return RuntimeError(
+        f"Expected {what} outside of a backward, got it inside: an activation checkpoint "
+        "recomputes the part of the step that calls it, where the replicas do not meet. Leave "
+        "this part out of the checkpoint."
+    )
 
 
-def _all_gather(calls: Calls, values: list[Any]) -> list[Any]:
-    brought = _of_replicas(calls, "all_gather", values)
-    options: dict[str, Any] = {"dim": calls.dim, "sizes": brought.sizes, "order": brought.order}
-    joined = [gather(brought.values, p.device, **options) for p in calls.participants]
-    return [_own(node, brought.values) for node in joined]
-
-
-def _reduce(op: str, what: str, calls: Calls, values: list[Any]) -> list[Any]:
-    brought = _of_replicas(calls, what, values)
-    if not all(isinstance(value, Tensor | Number) for value in brought.values):
-        return values
-    device = calls.participants[0].device
-    tensors = [torch.as_tensor(to_device(value, device)) for value in brought.values]
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    if len(set(shapes)) > 1:
-        raise ValueError(
-            f"Expected tensors of one shape to reduce, got {shapes}. Use all_gather for those "
-            "that have a row for each sample."
+def _refuse_backward(running: Callable[[], Calls | None], through: str) -> None:
+    """Refuses a replica's own backward through a graph that it shares with other replicas."""
+    calls = running()
+    if calls is not None and calls.is_open:
+        raise RuntimeError(
+            f"Expected no backward and no torch.autograd.grad through {through} inside of "
+            "training_step: other replicas are part of this graph, and their losses are not there "
+            'yet. Return the loss, or use DataParallelStrategy(mode="forward").'
         )
-    total = _reduced(op, tensors, brought.sizes or [1] * len(tensors)).to(tensors[0].dtype)
-    if not isinstance(brought.values[0], Tensor):
-        return [total.item()] * len(values)
-    return [total.to(p.device, copy=True) for p in calls.participants]
 
 
-def _reduced(op: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
-    if op == "mean":
-        exact = [t if t.is_floating_point() or t.is_complex() else t.double() for t in tensors]
-        return weighted_mean(exact, list(map(float, sizes)))
-    torchs: Any = {"sum": torch.sum, "product": torch.prod, "min": torch.amin, "max": torch.amax}
-    return cast(Tensor, torchs[op](torch.stack(tensors), 0))
-
-
-def _broadcast(src: int, calls: Calls, values: list[Any]) -> list[Any]:
-    what = f"broadcast from {src}"
-    rank = 0 if calls.world is None else calls.world.rank
-    counts = dict(of_processes(calls, what, (rank, len(values))))  # without idle ranks
-    total = sum(counts.values())
-    if not 0 <= src < total:
-        raise ValueError(
-            f"broadcast: expected src from 0 to {total - 1}, one of the {total} replicas that "
-            f"have samples, got {src}."
-        )
-    k = src - sum(count for r, count in counts.items() if r < rank)
-    is_here = 0 <= k < counts.get(rank, 0)
-    sent = of_processes(calls, what, [link(calls, values[k])] if is_here else None)
-    [source] = next(one for one in sent if one is not None)
-    copies = [_own(to_device(source, p.device), [source]) for p in calls.participants]
-    if is_here:
-        copies[k] = values[k]
-    return copies
+# Graphs that continue in other replicas
 
 
 def link(calls: Calls, node: Any) -> Any:
@@ -306,7 +283,7 @@ class _Link(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
-        refuse_backward(ctx.calls, "a collective, or batch norm with sync_batchnorm=True")
+        _refuse_backward(ctx.calls, "a collective, or batch norm with sync_batchnorm=True")
         return gradient, None
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
 import sys
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -31,6 +33,7 @@ from lightning_dp.parallel.torch_private import (
 
 ExecutorName: TypeAlias = Literal["auto", "threads", "inorder"]
 EXECUTORS: tuple[ExecutorName, ...] = ("auto", "threads", "inorder")
+
 CACHED = (
     "Expected no torch.nn.utils.parametrize.cached() where replicas run at once or wait for each "
     "other, got one: torch has one cache for all, so a replica would compute with another one's "
@@ -43,20 +46,14 @@ CHECKPOINT = (
     "meanwhile, so the backward would recompute with other numbers than the forward. Choose "
     'executor="inorder", or preserve_rng_state=False if nothing in it is random.'
 )
-REASONS = {
-    "first": "the first call shows what must not run in threads",
-    "inorder": 'executor="inorder"',
-    "deterministic": 'executor="auto" takes them in order where algorithms are deterministic',
-    "compiles": "compiled modules are called one at a time",
-    "cached": "parametrize.cached() has one cache for all threads",
-    "checkpoint": "an activation checkpoint recomputes in the order of the forward",
-}
-"""Why calls are made in order, unless that is faster."""
+
+IN_CHECKPOINT = "an activation checkpoint recomputes in the order of the forward"
 
 # [Note: no garbage collection while replicas run in threads]
 # Before Python 3.12 any new object may start a collection, also where torch makes one while it
 # holds the lock of a random generator (`get_rng_state`, in activation checkpoints). If that frees
 # a tensor, other threads run; one that waits for the same lock keeps the interpreter's, for ever.
+COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 
 
 class Executor:
@@ -84,41 +81,37 @@ class Executor:
         timeout: float = Calls.timeout,
     ) -> None:
         check_choice("executor", how, EXECUTORS)
-        self._devices, self._how, self._timeout = list(devices), how, timeout
+        self._devices, self._timeout = list(devices), timeout
+        self._measures = how == "auto"
+        self._always_in_order = 'executor="inorder"' if how == "inorder" else ""  # the reason
         self._on_left_behind = on_left_behind
         self._names = replica_names(devices) if names is None else names
-        self._is_shared = len(set(devices)) < len(self._devices)
         self._is_on_one_device = len(set(devices)) == 1
         self._is_on_cpu = all(device.type == "cpu" for device in devices)
-        self._plain_states = [ThreadState(self._devices[0], grad) for grad in (False, True)]
-        self._always_in_order = ""  # the reason, see REASONS
-        self._reasons: dict[str, str] = {}  # of the latest call of each kind: "threads", or why not
+        self._reasons: dict[str, str] = {}  # why latest calls of a kind are in order; "": are not
         self._trials: defaultdict[tuple[str, int], Trial] = defaultdict(Trial)
-        self._latest: dict[str, Trial] = {}
+        self._latest: dict[str, Trial | None] = {}
         self._workers: list[Worker] = []
-        worker.executors.add(self)
+        self._pid = 0  # of the process that has them
         watch_checkpoints(_watch_checkpoint)
 
     def choose(self, kind: str, count: int, *, compiles: bool = False) -> bool:
         """Chooses threads or in order for `count` calls of a kind, and for their backward.
 
-        Modules that torch.compile may compile leave no choice.
+        Modules that torch.compile may compile leave no choice. Returns whether in threads.
         """
-        reason = self._always_in_order or self._how
-        self._latest.pop(kind, None)
+        trial, reason = None, self._always_in_order
         if compiles:
-            reason = "compiles"
-        elif reason != "inorder" and has_modes() and is_checkpointing(saved_tensors_functions()):
-            reason = "checkpoint"  # its saved tensors are known by their order
-        elif reason == "auto" and self._is_shared and kind not in self._reasons:
-            reason = "first"
-        elif reason == "auto" and torch.are_deterministic_algorithms_enabled():
-            reason = "deterministic"
-        elif reason == "auto":
-            trial = self._latest[kind] = self._trials[kind, count]
-            reason = "threads" if trial.begin() else "auto"
-        self._reasons[kind] = reason
-        return reason == "threads"
+            reason = "compiled modules are called one at a time"
+        elif not reason and has_modes() and is_checkpointing(saved_tensors_functions()):
+            reason = IN_CHECKPOINT  # its saved tensors are known by their order
+        elif not reason and self._measures and torch.are_deterministic_algorithms_enabled():
+            reason = 'executor="auto" takes them in order where algorithms are deterministic'
+        elif not reason and self._measures:
+            trial = self._trials[kind, count]
+            reason = "" if trial.begin() else 'executor="auto" measures what is faster'
+        self._latest[kind], self._reasons[kind] = trial, reason
+        return not reason
 
     def run(
         self,
@@ -149,19 +142,18 @@ class Executor:
             self.choose(kind, len(tasks))
         if not self._is_on_one_device:
             _seed_devices(self._devices)
-        in_threads = len(tasks) > 1 and self._reasons[kind] == "threads"
-        trial, cached = self._latest.get(kind), cached_values()
-        measured = None if trial is None or not trial.is_measured else DeviceTimer(self._devices)
+        in_threads = len(tasks) > 1 and not self._reasons[kind]
+        trial, cached = self._latest[kind], cached_values()
+        timer = DeviceTimer(self._devices) if trial is not None and trial.is_measured else None
         is_plain = self._is_on_cpu and not (
             torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or has_modes()
         )
-        plain = self._plain_states[torch.is_grad_enabled()]
-        state = plain if is_plain else ThreadState.capture(self._devices)
-        collects = in_threads and sys.version_info < (3, 12) and gc.isenabled()  # see the note
+        state = None if is_plain else ThreadState.capture(self._devices)
+        collects = COLLECTS_ANYWHERE and in_threads and gc.isenabled()  # see the note
         if collects:
             gc.disable()
         try:
-            calls.run(tasks, state, self._workers, self._start_workers, in_threads=in_threads)
+            calls.run(tasks, state, self._submit, in_threads=in_threads)
         except BaseException as interrupt:
             calls.end(interrupt)
             raise
@@ -171,15 +163,15 @@ class Executor:
             if calls.broken is not None and (unended := calls.unended()):
                 self._leave_behind(unended)
             results, failed, error = calls.close()
-            if trial is not None and measured is not None:
-                measured.end()
-                trial.add(measured)
+        if trial is not None and timer is not None:
+            timer.end()
+            trial.add(timer)
         if calls.drawn_in_checkpoint is not None and len(tasks) > 1:
-            self._always_in_order = "checkpoint"
+            self._always_in_order = IN_CHECKPOINT
             if in_threads:
                 raise RuntimeError(CHECKPOINT.format(device=calls.drawn_in_checkpoint)) from error
         if cached_values() is not cached and len(tasks) > 1:
-            self._always_in_order = "cached"
+            self._always_in_order = "parametrize.cached() has one cache for all threads"
             if in_threads or calls.have_met:
                 raise RuntimeError(CACHED) from error
         if error is not None:
@@ -188,19 +180,25 @@ class Executor:
             raise error
         return results
 
-    def _start_workers(self) -> None:
-        self._workers[:] = start_workers(self._devices)
+    def _submit(self, replica: int, work: Callable[[], None]) -> None:
+        """Has a function called in a replica's worker; the first time, and in a fork, of a new one.
+
+        A forked child has none of its parent's threads.
+        """
+        if not self._workers or self._pid != os.getpid():
+            self._workers, self._pid = start_workers(self._devices), os.getpid()
+        self._workers[replica].inbox.put(work)
 
     def _leave_behind(self, tasks: Sequence[Task]) -> None:
         """Gives up workers that did not end: later calls get new ones."""
         self._on_left_behind()
-        workers = self.dismiss()
+        workers = self._dismiss()
         for task in tasks:
             workers[task.replica].leave_behind(task.name + task.context())
 
     def parallel_for(self, kind: str) -> Callable[[Sequence[Callable[[], None]]], object] | None:
         """A function that makes one call per worker; None if this kind's latest ran in order."""
-        return partial(self._parallel_for, kind) if self._reasons[kind] == "threads" else None
+        return partial(self._parallel_for, kind) if self.is_in_threads(kind) else None
 
     def _parallel_for(self, kind: str, calls: Sequence[Callable[[], None]]) -> None:
         tasks = [Task(k, self._devices[k], call) for k, call in enumerate(calls)]
@@ -208,31 +206,26 @@ class Executor:
 
     def is_in_threads(self, kind: str) -> bool:
         """Whether the latest calls of a kind ran in threads."""
-        return self._reasons.get(kind, "threads") == "threads"
+        return not self._reasons.get(kind)
 
     def is_settled(self, kind: str | None = None) -> bool:
         """Whether calls of a kind, or of all, run as they will from now on."""
-        return all([t.has_ended for own, t in self._latest.items() if kind in (None, own)])
+        trials = [t for own, t in self._latest.items() if t and kind in (None, own)]
+        return not any([trial.is_comparing for trial in trials])
 
     def why_in_order(self, kind: str) -> str:
         """Why calls of a kind are made in order."""
-        if (reason := self._reasons[kind]) in REASONS:
-            return REASONS[reason]
-        seconds = self._latest[kind].medians
-        if len(seconds) < 2 or seconds[True] <= seconds[False]:
-            return 'executor="auto" was still measuring both ways'
-        part = seconds[False] / seconds[True]
-        return f'executor="auto" measured: in turns they take {part:.0%} of the time in threads'
+        return self._reasons[kind]
 
     def rest(self) -> None:
         """Waits until the workers no longer refer to their latest calls."""
-        marks = [threading.Event() for _ in self._workers]
-        for own, mark in zip(self._workers, marks, strict=True):
+        marks = [threading.Event() for _ in self._workers if self._pid == os.getpid()]
+        for own, mark in zip(self._workers, marks, strict=False):
             own.inbox.put(mark.set)
         for mark in marks:
             mark.wait()
 
-    def dismiss(self) -> list[Worker]:
+    def _dismiss(self) -> list[Worker]:
         """Lets the workers go; each ends after its present call."""
         workers, self._workers = self._workers, []
         for own in workers:
@@ -241,80 +234,64 @@ class Executor:
 
     def close(self) -> None:
         """Ends the workers; a later `run` starts new ones."""
-        workers = self.dismiss()
+        workers = self._dismiss()
         if not have_ended(workers, worker.GRACE_SECONDS):
             for own in workers:
                 own.leave_behind()
 
 
 class Trial:
-    """Chooses threads or in order for one kind of call, by the medians of recent times.
+    """Chooses threads or in order for one kind of call: measures both, then keeps the faster.
 
-    Both take turns at first, a row of calls each; the first call of a row does not count, since it
-    starts threads and fills caches. Then the faster way runs, and the other one is measured again
-    at growing intervals. Times are those of the devices, read when these are through.
+    Both take turns, a row of calls each; the first call of a row does not count, since it starts
+    threads and fills caches. After `INTERVAL` calls they are compared again. In order is first:
+    that call shows whether there is something in it that must not run in threads.
     """
 
-    ROW, ROWS = 4, 4  # calls in a row, and rows at first
-    PROBE = 3  # calls of the slower way in a row
-    INTERVALS = 64, 256, 1024  # calls from one probe to the next
-    KEPT = 6  # times per way
+    ROW, ROWS = 4, 4
+    INTERVAL = 2000
 
     def __init__(self) -> None:
-        self.is_measured = False
-        self.has_ended = False  # both ways are known: from here on the slower one is only probed
-        self.medians: dict[bool, float] = {}  # seconds of a call in threads (True) and in order
+        self.is_comparing = self.is_measured = True
         self._choices = self._choose()
-        self._seconds = {way: deque[float](maxlen=self.KEPT) for way in (True, False)}
-        self._pending: deque[tuple[bool, list[DeviceTimer]]] = deque(maxlen=2 * self.KEPT)
+        self._timers: dict[bool, list[list[DeviceTimer]]] = {True: [], False: []}
+        self._measured: list[DeviceTimer] = []  # of the present call: its forward, its backward
 
     def begin(self) -> bool:
         """Chooses for the next call; returns whether it runs in threads."""
-        if self._pending:
-            self._read()
         threads, self.is_measured = next(self._choices)
         if self.is_measured:
-            self._pending.append((threads, []))
+            self._measured = []
+            self._timers[threads].append(self._measured)
         return threads
 
-    def add(self, stretch: DeviceTimer) -> None:
+    def add(self, timer: DeviceTimer) -> None:
         """Adds to the time of the present call, if it is measured."""
-        self._pending[-1][1].append(stretch)
+        self._measured.append(timer)
 
     def _choose(self) -> Iterator[tuple[bool, bool]]:
         """For each call, whether it runs in threads, and whether it is measured."""
-        row = 0
-        while row < self.ROWS or len(self.medians) < 2:
-            yield from [(row % 2 == 0, k > 0) for k in range(self.ROW)]
-            row += 1
-        self.has_ended, intervals, faster = True, iter(self.INTERVALS), self._faster()
-        interval = next(intervals)
         while True:
-            for k in range(interval):
-                yield self._faster(), k >= interval - self.KEPT
-            probed = not self._faster()
-            self._seconds[probed].clear()
-            yield from [(probed, k > 0) for k in range(self.PROBE)]
-            if self._faster() != faster:
-                faster, intervals = self._faster(), iter(self.INTERVALS)
-            interval = next(intervals, interval)
+            self.is_comparing = True
+            for row in range(self.ROWS):
+                yield from [(row % 2 == 1, k > 0) for k in range(self.ROW)]
+            self.is_comparing = False
+            faster = self._seconds(threads=True) <= self._seconds(threads=False)
+            yield from repeat((faster, False), self.INTERVAL)
 
-    def _faster(self) -> bool:
-        return self.medians[True] <= self.medians[False]
-
-    def _read(self) -> None:
-        """Takes the times of the calls that the devices are through with."""
-        while self._pending and all([stretch.is_over() for stretch in self._pending[0][1]]):
-            way, stretches = self._pending.popleft()
-            if stretches:  # else the call was not made
-                self._seconds[way].append(sum([stretch.seconds for stretch in stretches]))
-                self.medians[way] = statistics.median(self._seconds[way])
+    def _seconds(self, *, threads: bool) -> float:
+        """The median time of a call that was made in threads, or in order."""
+        calls, self._timers[threads] = [own for own in self._timers[threads] if own], []
+        for timer in [timer for own in calls for timer in own]:
+            timer.wait()
+        return statistics.median([sum([t.seconds for t in own]) for own in calls] or [0.0])
 
 
 def _watch_checkpoint() -> Callable[[], None] | None:
-    """Notes, until what it returns is called, whether a replica's checkpoint draws numbers.
+    """Called where a checkpoint begins, outside of backwards too; what it returns, at its end.
 
-    Only from a generator that other replicas draw from, too: the recomputation would get others.
+    A checkpoint restores random states of the whole process in its backward. If it draws numbers
+    where others draw from the same generator meanwhile, it finds other ones than in its forward.
     """
     task = current_participant()
     if task is None or len(task.calls.participants) < 2:
@@ -344,15 +321,13 @@ def _seed_devices(devices: Sequence[torch.device]) -> None:
 
     `torch.manual_seed` gives all of them the same, and with it the same dropout masks.
     """
-    root = None
-    for place, device in enumerate(dict.fromkeys(devices)):
-        module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        if module is None:
-            generator = torch.default_generator
-        elif hasattr(module, "default_generators"):
-            generator = module.default_generators[device.index]
-        else:
-            continue
-        root = root or generator
-        if place and generator.initial_seed() == root.initial_seed():
-            generator.manual_seed(seed_apart(root.initial_seed(), place))
+    generators: list[torch.Generator] = []
+    for device in dict.fromkeys(devices):
+        if device.type == "cpu":
+            generators.append(torch.default_generator)
+        elif own := getattr(torch.get_device_module(device), "default_generators", None):
+            generators.append(own[device.index])
+    for place, generator in enumerate(generators):
+        root = generators[0].initial_seed()
+        if place and generator.initial_seed() == root:
+            generator.manual_seed(seed_apart(root, place))

@@ -1,4 +1,4 @@
-"""The replicas' calls of one apply, and the rendezvous where they wait for each other.
+"""The replicas' calls in one apply, and the rendezvous where they wait for each other.
 
 [Note: the host acts once while all replicas stand still]
 The thread that runs an apply, usually the main one, is the host. It waits until every replica has
@@ -9,12 +9,16 @@ have ended or wait elsewhere, all get an error: so no replica waits for one that
 In threads every replica has a worker. In order the host makes the calls itself, one after another;
 if one of them comes to a rendezvous, those behind it begin in their workers, and the replicas take
 turns from one rendezvous to the next, never two at a time.
+
+An interrupt may end the host's code at any line, so what has happened is read from the tasks'
+states alone, each of which has one writer at a time. `_events` only wakes the host.
 """
 
 from __future__ import annotations
 
 import contextvars
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +27,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,7 +35,7 @@ from torch import Tensor
 from lightning_dp.parallel.apply.thread_state import ThreadState
 from lightning_dp.parallel.comm import DeviceTimer, current_stream
 from lightning_dp.parallel.devices import replica_text
-from lightning_dp.parallel.errors import described, is_a
+from lightning_dp.parallel.errors import is_a
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.split import Order
 
@@ -41,7 +45,14 @@ if TYPE_CHECKING:
 Act: TypeAlias = Callable[["Calls", list[Any]], Sequence[Any]]
 """What the host does in a rendezvous: from the replicas' values to what each of them gets."""
 
-NOT_BEGUN, RUNNING, ENDED = "has not begun", "is still running", "has ended"
+Reply: TypeAlias = tuple[Any, BaseException | None]
+"""What a replica gets in a rendezvous: a value, or an error to raise."""
+
+Submit: TypeAlias = Callable[[int, Callable[[], None]], None]
+"""Has a function called in the worker of a replica, given the replica's number."""
+
+NOT_BEGUN, BEGINNING = "has not begun", "is about to begin"
+RUNNING, ENDED = "is still running", "has ended"
 """The states of a replica that does not wait in a rendezvous, as errors say them."""
 
 
@@ -53,28 +64,23 @@ class ReplicaStopped(RuntimeError):
     """Raised in a replica that waits, because another one has failed."""
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(NamedTuple):
     """The state of a replica that waits in a rendezvous."""
 
     what: str
     value: Any
     act: Act
+    is_grad_enabled: bool
+    is_inference: bool
     stream: torch.Stream | None  # that it computes on; None on the CPU
     since: float  # `time.perf_counter`
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a replica gets in a rendezvous: a value, or an error to raise."""
-
-    value: Any = None
-    error: BaseException | None = None
 
 
 PARTICIPANT: ContextVar[Task | None] = ContextVar("participant", default=None)
 current_participant: Callable[[], Task | None] = PARTICIPANT.get
 """The replica whose call runs here; None outside of replicas."""
+if hasattr(os, "register_at_fork"):  # a replica that has forked is alone in the child
+    os.register_at_fork(after_in_child=partial(PARTICIPANT.set, None))
 
 
 @dataclass(eq=False)
@@ -86,17 +92,14 @@ class Task:
     call: Callable[[], Any]
     context: Callable[[], str] = str  # continues the note "in replica 2 on cuda:1" of an error
     cause: Callable[[BaseException], str] = lambda error: ""  # ends the note
-    spans: list[DeviceTimer] | None = (
-        None  # of the device's work for the replica, if it is measured
-    )
-    seconds: float = field(default=0.0, init=False)  # of work, without waiting in rendezvous
+    spans: list[DeviceTimer] | None = None  # gets the times of the device's work, if measured
 
-    calls: Calls = field(init=False)
-    state: str | Arrival = field(default=NOT_BEGUN, init=False)
+    seconds: float = field(default=0.0, init=False)  # of work, without waiting in rendezvous
     result: Any = field(default=None, init=False)
     error: BaseException | None = field(default=None, init=False)
+    calls: Calls = field(init=False)
+    state: str | Arrival = field(default=NOT_BEGUN, init=False)
     is_hosted: bool = field(default=False, init=False)  # the call runs on the host's thread
-    is_awake: bool = field(default=False, init=False)  # its worker has begun
     thread: int = field(default=0, init=False)  # that runs the call
     reply: Reply | None = field(default=None, init=False)  # that it gets at its next turn
     inbox: SimpleQueue[Reply] = field(default_factory=SimpleQueue, init=False)
@@ -105,11 +108,6 @@ class Task:
     def name(self) -> str:
         """Its number and device, for errors."""
         return replica_text(self.replica, self.calls.names)
-
-    def describe(self) -> str:
-        """What the replica does, for errors."""
-        state = self.state
-        return f"{self.name} {state if isinstance(state, str) else f'is at {state.what}'}"
 
     def run(self) -> None:
         """Makes the call on this thread; an error is raised again when all replicas have ended."""
@@ -131,10 +129,11 @@ class Task:
         """Waits until all replicas have come to the rendezvous `what`; returns this one's result.
 
         `act(calls, values)` is called once, on the host, with the values of all replicas in their
-        order, and returns one result for each. An error of `act` is raised in all of them.
+        order, and returns one result for each. It runs in the grad and inference mode of the code
+        that calls this. An error of `act` is raised in all of them.
         """
-        calls, start = self.calls, time.perf_counter()
-        calls.check()
+        start = time.perf_counter()
+        self.calls.check()
         if threading.get_ident() != self.thread:
             raise RendezvousError(
                 f"Expected {what} in the thread that runs {self.name}, got it in another thread "
@@ -143,22 +142,17 @@ class Task:
         if self.spans:
             self.spans[-1].end()
         stream = None if self.device.type == "cpu" else current_stream(self.device)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         try:
-            self.state = Arrival(what, value, act, stream, start)
-            reply = calls.exchange(self)
+            self.state = Arrival(what, value, act, *modes, stream, start)
+            result, error = self.calls.exchange(self)
         finally:
             if self.spans is not None:
                 self.spans.append(DeviceTimer([self.device]))
             self.seconds -= time.perf_counter() - start
-        if reply.error is not None:
-            raise reply.error
-        return reply.value
-
-
-class HasInbox(Protocol):
-    """A worker, see `worker`."""
-
-    inbox: SimpleQueue[Callable[[], None] | None]
+        if error is not None:
+            raise error
+        return result
 
 
 class Calls:
@@ -193,8 +187,6 @@ class Calls:
         self.order, self.dim, self.world = order, dim, world
         self.is_idle = world is not None and world.is_idle  # the other processes get nothing
         self.participants: list[Task] = []
-        # Wakes the host, which waits half a second at most: on Windows Ctrl-C ends no longer wait.
-        # What has happened, the tasks' states say: an interrupt may lose an event.
         self._events: SimpleQueue[None] = SimpleQueue()
 
     # In the replicas' threads
@@ -209,28 +201,25 @@ class Calls:
         self.have_met = True
         if not task.is_hosted:
             self._events.put(None)
-        elif self._settle():  # this thread is the host
-            self._act()
-        if task.is_hosted:
+        else:  # this thread is the host
+            if self._settle():
+                self._act()
             self.check()
         return task.inbox.get()
 
     def _work(self, task: Task) -> None:
-        """Makes a replica's call in its worker; once, though `end` may submit it again."""
-        if task.is_awake:
-            return
-        task.is_awake = True
-        state = self._thread_state
+        """Makes a replica's call in its worker."""
+        task.state = RUNNING  # first: `end` looks at it after it has set `broken`
         try:
             if self.broken is not None or not self.is_open:
                 raise self._stopped()
-            if state.is_plain:
-                with torch.set_grad_enabled(state.grad):
+            if self._state is None:
+                with torch.set_grad_enabled(self._grad):
                     task.run()
             else:
-                with state.entered(task.device):
+                with self._state.entered(task.device):
                     task.run()
-        except BaseException as error:  # the thread's state could not be entered
+        except BaseException as error:  # also where the thread's state could not be entered
             task.error = task.error or error
         task.state = ENDED
         self._events.put(None)
@@ -240,71 +229,57 @@ class Calls:
     def run(
         self,
         tasks: Sequence[Task],
-        state: ThreadState,
-        workers: Sequence[HasInbox],
-        start_workers: Callable[[], None],
+        state: ThreadState | None,
+        submit: Submit,
         *,
         in_threads: bool,
     ) -> None:
         """Makes all calls at once in the workers, or one after another here until one fails.
 
-        `workers` are those of all replicas, none before they are started.
+        `state` is the host's; None if it differs in nothing but the grad mode from a new thread's.
         """
-        self._thread_state, self.participants = state, list(tasks)
-        self._workers, self._start_workers = workers, start_workers
-        self._context = contextvars.copy_context()
+        self._state, self._submit, self.one_by_one = state, submit, not in_threads
+        self._grad, self._context = torch.is_grad_enabled(), contextvars.copy_context()
+        self.participants = list(tasks)
         for task in tasks:
             task.calls = self
-        if in_threads:
-            self._serve()
-            return
-        self.one_by_one = True
-        for task in tasks:
+        for task in () if in_threads else tasks:
             if task.state is NOT_BEGUN:  # else a rendezvous has begun it in its worker
                 task.is_hosted, task.state = True, RUNNING
-                on_cpu = task.device.type == "cpu"
+                on_cpu = state is None or task.device.type == "cpu"
                 with nullcontext() if on_cpu else state.moved_to(task.device):
                     task.run()
                 task.state = ENDED
             if task.error is not None or self.broken is not None:
                 break
-        if self.have_met:
-            self._serve()
-
-    def _serve(self) -> None:
-        """Acts in one rendezvous after another until all calls have ended."""
-        while self._first_error() is None and self._settle():
-            self._act()
-        if self.broken is None and (error := self._first_error()) is not None:
-            self.end(error)
-
-    def _start(self, task: Task) -> None:
-        """Has a replica's call made in its worker."""
-        if not self._workers:
-            self._start_workers()
-        work = partial(self._context.copy().run, self._work, task)
-        self._workers[task.replica].inbox.put(work)
+        if in_threads or self.have_met:
+            while self._first_error() is None and self._settle():
+                self._act()
+            if self.broken is None and (error := self._first_error()) is not None:
+                self.end(error)
 
     def _settle(self) -> bool:
         """Lets every replica run until it waits or ends; returns whether one waits."""
         for task in self.participants:
             if task.state is NOT_BEGUN:
-                task.state = RUNNING
-                self._start(task)
+                task.state = BEGINNING
+                self._submit(task.replica, partial(self._context.copy().run, self._work, task))
             elif task.reply is not None:
-                reply, task.reply = task.reply, None
-                task.state = RUNNING
-                task.inbox.put(reply)
+                self._resume(task, task.reply)
             if self.one_by_one:
                 self._wait_for([task])
         self._wait_for(self.participants)
         return self.broken is None and any([t.state is not ENDED for t in self.participants])
 
+    def _resume(self, task: Task, reply: Reply) -> None:
+        task.reply, task.state = None, RUNNING
+        task.inbox.put(reply)
+
     def _wait_for(self, tasks: Sequence[Task]) -> None:
         """Waits until none of the tasks runs; an arrival that waits too long ends all calls."""
         for task in tasks:
-            while task.state is RUNNING and self.broken is None:
-                try:
+            while task.state in (BEGINNING, RUNNING) and self.broken is None:
+                try:  # half a second at most: on Windows Ctrl-C ends no longer wait
                     self._events.get(timeout=min(self.timeout, 0.5))
                 except Empty:
                     since = [t.state.since for t in self.participants if type(t.state) is Arrival]
@@ -322,44 +297,46 @@ class Calls:
             if self.one_by_one and not task.is_hosted:
                 task.reply = reply
             else:
-                task.state = RUNNING
-                task.inbox.put(reply)
+                self._resume(task, reply)
 
     def _replies(self, arrivals: list[Arrival]) -> list[Reply]:
-        token = PARTICIPANT.set(None)
+        first, token = arrivals[0], PARTICIPANT.set(None)
         try:
             # A replica may compute on another stream than is current here on its device.
             pairs = [(a.stream, current_stream(a.stream.device)) for a in arrivals if a.stream]
             crossing = [(theirs, ours) for theirs, ours in pairs if theirs != ours]
             for theirs, ours in crossing:
                 ours.wait_stream(theirs)
-            results = arrivals[0].act(self, [arrival.value for arrival in arrivals])
+            with (
+                torch.inference_mode(first.is_inference),
+                torch.set_grad_enabled(first.is_grad_enabled),
+            ):
+                results = first.act(self, [arrival.value for arrival in arrivals])
             for theirs, ours in crossing:
                 theirs.wait_stream(ours)
         except BaseException as error:
-            return [Reply(error=error)] * len(arrivals)
+            return [(None, error)] * len(arrivals)
         finally:
             PARTICIPANT.reset(token)
         for arrival, result in zip(arrivals, results, strict=True) if crossing else ():
             for leaf in tree.leaves(result):
                 if isinstance(leaf, Tensor) and arrival.stream and leaf.device.type != "cpu":
                     leaf.record_stream(arrival.stream)  # it was allocated on ours
-        return list(map(Reply, results))
+        return [(result, None) for result in results]
 
     def end(self, error: BaseException, seconds: float | None = None) -> None:
         """Ends the replicas that wait, now and later, and waits for those that run.
 
         After an interrupt it waits for `grace` seconds.
         """
-        self.broken = self.broken or error
+        if self.broken is None:
+            self.broken = error
         if seconds is None:
             seconds = math.inf if is_a(error, Exception) else self.grace
         deadline = time.perf_counter() + seconds
         for task in self.unended():
             task.reply = None
-            task.inbox.put(Reply(error=self._stopped()))
-            if task.state is RUNNING and not task.is_awake:
-                self._start(task)  # an interrupt may have kept the worker from getting it
+            task.inbox.put((None, self._stopped()))
         while self.unended() and (left := deadline - time.perf_counter()) > 0:
             try:
                 self._events.get(timeout=min(left, 0.5))
@@ -367,57 +344,39 @@ class Calls:
                 continue
 
     def unended(self) -> list[Task]:
-        """The tasks that run or wait in workers."""
-        states = (NOT_BEGUN, ENDED)
+        """The tasks that run or wait in workers; one that is only beginning will end at once."""
+        states = (NOT_BEGUN, BEGINNING, ENDED)
         return [t for t in self.participants if not (t.is_hosted or t.state in states)]
 
     def close(self) -> tuple[list[Any], Task | None, BaseException | None]:
         """Ends the apply; returns the replicas' results, and the task and the error that failed."""
-        tasks, error = self.participants, self.broken
-        own: Task | None = None
-        results: list[Any] = []
-        for task in tasks:
-            results.append(task.result)
-            if own is None and task.error is not None and (error is None or error is task.error):
-                error, own = task.error, task
+        tasks, error = self.participants, self._first_error()
+        results = [task.result for task in tasks]
+        failed = next((t for t in tasks if error is not None and t.error is error), None)
         self.is_open, self.participants, self.broken = False, [], None
         for task in tasks:  # results and errors refer to batches and graphs, in reference cycles
             task.result = task.error = task.reply = None
-        return results, None if is_a(error, RendezvousError) else own, error
-
-    def _stopped(self) -> BaseException:
-        """The error for a replica that cannot run on because of others."""
-        error = self.broken
-        if error is None:
-            return ReplicaStopped("Expected all replicas to meet, but the step has ended.")
-        if is_a(error, RendezvousError):
-            return error
-        failed = next((task for task in self.participants if task.error is error), None)
-        by = "the run was interrupted" if failed is None else f"{failed.name} failed"
-        return ReplicaStopped(f"Expected all replicas to meet, but {by}: {described(error)}")
+        return results, None if is_a(error, RendezvousError) else failed, error
 
     def _first_error(self) -> BaseException | None:
         """The error that ends all calls, or the first replica's own."""
-        for task in self.participants if self.broken is None else ():
-            if task.error is not None:
-                return task.error
-        return self.broken
+        errors = [task.error for task in self.participants if task.error is not None]
+        return errors[0] if self.broken is None and errors else self.broken
 
-    def _mismatch(self, within: str = "") -> RendezvousError:
-        names = [task.state.what for task in self.participants if isinstance(task.state, Arrival)]
-        return RendezvousError(
-            f"Expected all replicas at {names[0]}{within}, got: "
-            f"{', '.join(task.describe() for task in self.participants)}. Make the same calls in "
-            "the same order on every replica: they must not depend on what is in its shard."
+    def _stopped(self) -> BaseException:
+        """The error for a replica that cannot run on because of others."""
+        if self.broken is not None and is_a(self.broken, RendezvousError):
+            return self.broken
+        return ReplicaStopped(
+            "Expected all replicas to meet, but one of them has failed, the run was interrupted, "
+            "or the step has ended."
         )
 
-
-def refuse_backward(running: Callable[[], Calls | None], through: str) -> None:
-    """Refuses a replica's own backward through a graph that it shares with other replicas."""
-    calls = running()
-    if calls is not None and calls.is_open:
-        raise RuntimeError(
-            f"Expected no backward and no torch.autograd.grad through {through} inside of "
-            "training_step: other replicas are part of this graph, and their losses are not there "
-            'yet. Return the loss, or use DataParallelStrategy(mode="forward").'
+    def _mismatch(self, within: str = "") -> RendezvousError:
+        states = [(task.name, task.state) for task in self.participants]
+        what = next(state.what for _, state in states if isinstance(state, Arrival))
+        got = [f"{name} {s if isinstance(s, str) else f'is at {s.what}'}" for name, s in states]
+        return RendezvousError(
+            f"Expected all replicas at {what}{within}, got: {', '.join(got)}. Make the same calls "
+            "in the same order on every replica: they must not depend on what is in its shard."
         )

@@ -8,13 +8,12 @@ backward, which runs through all graphs, gives each replica the gradients of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_dp.parallel.apply.collectives import link, meet, must_meet, of_processes
 from lightning_dp.parallel.apply.rendezvous import Calls
@@ -28,19 +27,24 @@ def forward(self: nn.BatchNorm1d, x: Tensor) -> Tensor:
     """Replaces a batch norm layer's `forward`, with the statistics of the whole batch.
 
     Where one replica has the whole batch, or the running statistics normalise, it calls the
-    layer's own.
+    layer's own. Of the input's size, the graph keeps one tensor alone, `centred`.
     """
     if not _uses_batch(self) or not must_meet("batch norm"):
         return type(self).forward(self, x)
     check_batch_norm_input(self, x)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    mean, var = _moments(x, wide)
-    own: Moments = (x.numel() // x.size(1), mean, var)
+    wide, dims = x.to(torch.promote_types(x.dtype, torch.float32)), {*range(x.dim())} - {1}
+    shape = [1, -1] + [1] * (x.dim() - 2)
+    own_mean = wide.mean([*dims])
+    centred = wide - own_mean.view(shape)
+    own: Moments = (x.numel() // x.size(1), own_mean, centred.square().mean([*dims]))
     n, mean, var = meet("batch norm", own, _merge)
     if self.training and self.track_running_stats:
         _track(self, n, mean.detach(), var.detach())
-    invstd = torch.rsqrt(var + self.eps)
-    return _normalized(x, mean, invstd, self.weight, self.bias)
+    scale = torch.rsqrt(var + self.eps)
+    scale = scale if self.weight is None else scale * self.weight
+    shift = (own_mean - mean) * scale
+    shift = shift if self.bias is None else shift + self.bias
+    return torch.addcmul(shift.view(shape), centred, scale.view(shape)).to(x.dtype)
 
 
 def _merge(calls: Calls, moments: list[Moments]) -> list[Moments]:
@@ -57,9 +61,6 @@ def _merge(calls: Calls, moments: list[Moments]) -> list[Moments]:
 
 def _merged(moments: Sequence[Moments], device: torch.device) -> Moments:
     """The moments of all values, where they were taken of parts."""
-    if len(moments) == 1:
-        n, mean, var = moments[0]
-        return n, mean.to(device), var.to(device)
     total = sum(n for n, _, _ in moments)
     means = torch.stack([mean.to(device) for _, mean, _ in moments])
     variances = torch.stack([var.to(device) for _, _, var in moments])
@@ -81,9 +82,7 @@ def _track(layer: nn.BatchNorm1d, n: int, mean: Tensor, var: Tensor) -> None:
     unbiased = var * (n / (n - 1))
     for running, value in ((layer.running_mean, mean), (layer.running_var, unbiased)):
         if running is not None:
-            running.data.mul_(1 - (factor or 0.0)).add_(
-                value.to(running.dtype), alpha=factor or 0.0
-            )
+            running.data.lerp_(value.to(running.dtype), factor or 0.0)
 
 
 def _uses_batch(layer: nn.Module) -> bool:
@@ -97,6 +96,13 @@ def is_synced(module: nn.Module) -> bool:
     return isinstance(own, MethodType) and own.__func__ is forward
 
 
+def can_be_synced(module: nn.Module) -> bool:
+    """Whether a module is a batch norm layer whose `forward` is torch's own."""
+    # In a copy that was made while it was synced, it is an attribute of the layer.
+    forward = getattr(module.__dict__.get("forward", module.forward), "__func__", None)
+    return isinstance(module, BATCH_NORMS) and forward is nn.BatchNorm1d.forward
+
+
 def fewest_samples(module: nn.Module, path: str = "") -> int:
     """How many samples a replica needs for a call of a submodule: 2 if batch norm trains there."""
     layers = module.get_submodule(path).modules()
@@ -105,74 +111,3 @@ def fewest_samples(module: nn.Module, path: str = "") -> int:
         for layer in layers
     )
     return 1 + refuses_one
-
-
-def can_be_synced(module: nn.Module) -> bool:
-    """Whether a module is a batch norm layer whose `forward` is torch's own."""
-    # In a copy that was made while it was synced, it is an attribute of the layer.
-    forward = getattr(module.__dict__.get("forward", module.forward), "__func__", None)
-    return isinstance(module, BATCH_NORMS) and forward is nn.BatchNorm1d.forward
-
-
-def _channels(vector: Tensor, x: Tensor) -> Tensor:
-    """A vector [C] in a shape that goes with x, [N, C, ...]."""
-    return vector.view([1, -1] + [1] * (x.dim() - 2))
-
-
-def _per_channel(x: Tensor) -> list[int]:
-    return [d for d in range(x.dim()) if d != 1]
-
-
-class _Moments(torch.autograd.Function):
-    """Mean and variance of each channel, in at least single precision; saves the input alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
-        var, mean = torch.var_mean(x.to(wide), _per_channel(x), correction=0)
-        ctx.save_for_backward(x, mean)
-        return mean, var
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_mean: Tensor, of_var: Tensor) -> tuple[Tensor, None]:
-        x, mean = ctx.saved_tensors
-        n = x.numel() // x.size(1)
-        gradient = (x.to(mean.dtype) - _channels(mean, x)).mul_(_channels(of_var * (2 / n), x))
-        return gradient.add_(_channels(of_mean / n, x)).to(x.dtype), None
-
-
-class _Normalize(torch.autograd.Function):
-    """(x - mean) * invstd * weight + bias; saves no other tensor of the input's size than x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Any
-    ) -> Tensor:
-        ctx.save_for_backward(x, mean, invstd, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        y = (x.to(mean.dtype) - _channels(mean, x)).mul_(_channels(_scale(invstd, weight), x))
-        if bias is not None:
-            y.add_(_channels(bias, x))
-        return y.to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, mean, invstd, weight = ctx.saved_tensors
-        wide, dims = of_y.to(mean.dtype), _per_channel(x)
-        scale = _scale(invstd, weight)
-        total = wide.sum(dims)
-        product = (x.to(mean.dtype) - _channels(mean, x)).mul_(wide).sum(dims)
-        of_weight = None if weight is None else (product * invstd).to(weight.dtype)
-        of_bias = None if ctx.bias_dtype is None else total.to(ctx.bias_dtype)
-        of_invstd = product if weight is None else product * weight
-        of_x = (wide * _channels(scale, x)).to(x.dtype) if ctx.needs_input_grad[0] else None
-        return of_x, -total * scale, of_invstd, of_weight, of_bias
-
-
-_moments: Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]] = _Moments.apply
-_normalized: Callable[..., Tensor] = _Normalize.apply
-
-
-def _scale(invstd: Tensor, weight: Tensor | None) -> Tensor:
-    return invstd if weight is None else invstd * weight

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_dp.parallel.comm import on_streams, side_streams
 from lightning_dp.parallel.devices import current_device, hand_over
 from lightning_dp.parallel.torch_private import (
-    NO_MODES,
     Functions,
     Modes,
     current_modes,
@@ -40,13 +38,12 @@ class ThreadState:
 
     root: torch.device
     grad: bool
-    inference: bool = False
-    autocasts: Sequence[tuple[str, torch.dtype, bool]] = ()  # device type, dtype, cache
-    modes: Modes = NO_MODES
-    saved_tensors: Functions | None = None
-    streams: Sequence[torch.Stream] = ()  # current streams that are not the default ones
-    hand_over: Callable[[], AbstractContextManager[None]] | None = None
-    is_plain: bool = True  # nothing but the grad mode differs from a new thread's state
+    inference: bool
+    autocasts: Sequence[tuple[str, torch.dtype, bool]]  # device type, dtype, cache
+    modes: Modes
+    saved_tensors: Functions | None
+    streams: Sequence[torch.Stream]  # current streams that are not the default ones
+    hand_over: Callable[[], AbstractContextManager[None]] | None
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> ThreadState:
@@ -68,10 +65,9 @@ class ThreadState:
             torch.is_inference_mode_enabled(),
             autocasts,
             current_modes(),
-            saving and one_at_a_time(saving),
+            saving and _one_at_a_time(saving),
             side_streams(places),
             hand_over(devices[0]),
-            is_plain=False,
         )
 
     @contextmanager
@@ -105,7 +101,7 @@ class ThreadState:
         return device if self.modes.default_device == self.root else self.modes.default_device
 
 
-def one_at_a_time(functions: Functions) -> Functions:
+def _one_at_a_time(functions: Functions) -> Functions:
     """Saved tensor hooks of a checkpoint, for the autograd threads of several devices.
 
     The first tensor that a backward unpacks recomputes the whole checkpoint; others wait for it.
@@ -120,17 +116,3 @@ def one_at_a_time(functions: Functions) -> Functions:
             return unpack(packed)
 
     return pack, unpack_locked
-
-
-# [Note: one thread for the optimizer]
-# An operation on more than TEAM elements wakes a team of OpenMP threads, which spin for some
-# milliseconds before they sleep. After the optimizer's step these spin beside the workers, whose
-# next step took up to a third longer. From ALONE elements on a team saves more than it costs.
-TEAM, ALONE = 2**15, 2**23
-
-
-def optimizer_threads(optimizer: Any) -> int:
-    """How many torch threads the step of an optimizer on the CPU takes beside workers."""
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    sizes = [p.numel() for p in parameters if p.grad is not None]
-    return 1 if max(sizes, default=0) > TEAM and sum(sizes) <= ALONE else torch.get_num_threads()

@@ -1,7 +1,6 @@
-"""A worker: a thread with an inbox, in which all calls of one replica run.
+"""A worker: a daemon thread with an inbox, in which all calls of one replica run.
 
-Workers are daemon threads. They end when their executor closes or is garbage collected, when the
-process ends, and a forked child, which has none of its parent's threads, starts its own.
+It ends when its executor closes or is garbage collected, or when the process ends.
 """
 
 from __future__ import annotations
@@ -10,31 +9,23 @@ import atexit
 import contextlib
 import ctypes
 import logging
-import os
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from lightning_dp.parallel.apply.rendezvous import PARTICIPANT
 from lightning_dp.parallel.torch_private import renew_engine
 
 log = logging.getLogger("lightning_dp")
 
 NAME = "dp-replica-"
-LIBRARIES = (
-    *[sysconfig.get_path(n) for n in ("stdlib", "purelib")],
-    str(Path(__file__).parents[2]),
-)
 GRACE_SECONDS = 5.0
 """How long replicas may run on after an interrupt, a timeout or `close`."""
 
@@ -50,14 +41,18 @@ class Worker:
         name = f"{NAME}{replica}"
         self.thread = threading.Thread(target=_live, args=args, name=name, daemon=True)
         self.thread.start()
+        _workers.add(self)
 
     def leave_behind(self, who: str = "") -> None:
         """Names a replica whose thread does not end; interrupts it at its next line of Python."""
         if self.thread.is_alive():
+            frame = sys._current_frames().get(self.thread.ident or 0)
             log.warning(
-                "Expected %s to end within %g seconds, got it still at %s. Its thread is left "
-                "behind, and ends when this line does. Give what waits there a timeout.",
-                *(who or self.thread.name, GRACE_SECONDS, self._line()),
+                "Expected %s to end within %g seconds; its thread is left behind, and ends when "
+                "the line ends that it is at. Give what waits there a timeout.\n%s",
+                who or self.thread.name,
+                GRACE_SECONDS,
+                "".join(traceback.format_stack(frame)),
             )
             self.interrupt(KeyboardInterrupt)
 
@@ -66,14 +61,6 @@ class Worker:
         if self.thread.is_alive():
             ident = ctypes.c_ulong(self.thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(error))
-
-    def _line(self) -> str:
-        """The innermost line of the user's code that the thread runs; else of a library's."""
-        frame = sys._current_frames().get(self.thread.ident or 0)
-        stack = traceback.extract_stack(frame) if frame else []
-        users = [entry for entry in stack if not entry.filename.startswith(LIBRARIES)]
-        last = [f"{own.filename}:{own.lineno} in {own.name}: {own.line}" for own in users or stack]
-        return last[-1] if last else "its end"
 
 
 def _live(inbox: Any, ready: threading.Event, device: torch.device, num_threads: int) -> None:
@@ -96,11 +83,8 @@ def start_workers(devices: Sequence[torch.device]) -> list[Worker]:
     num_threads, on_cpu = torch.get_num_threads(), sum(d.type == "cpu" for d in devices)
     forward_ad.enter_dual_level = _enter_dual_level
     renew_engine()
-    gpus = [device for device in devices if device.type == "cuda"]
-    if len(gpus) > 1:
-        # `torch.linalg` loads its library in its first call, and refuses calls of other threads
-        # meanwhile (https://github.com/pytorch/pytorch/issues/90613).
-        one = torch.ones((1, 1), device=gpus[0])
+    if devices[0].type == "cuda":  # else first calls in several threads fail: pytorch#90613
+        one = torch.ones((1, 1), device=devices[0])
         torch.linalg.solve_triangular(one, one, upper=True)
     each = max(1, num_threads // max(1, on_cpu))
     workers = [Worker(k, device, each) for k, device in enumerate(devices)]
@@ -114,10 +98,9 @@ _torchs_enter_dual_level: Callable[[], Any] = forward_ad.enter_dual_level
 
 
 def _enter_dual_level() -> Any:
-    """Refuses forward-mode derivatives in workers.
+    """Refuses forward-mode derivatives in workers: their level is that of the whole process.
 
-    Their level is that of the whole process: replicas would end each other's level, and compute
-    wrong derivatives without an error.
+    Replicas would end each other's level, and compute wrong derivatives without an error.
     """
     if threading.current_thread().name.startswith(NAME):
         raise RuntimeError(
@@ -139,31 +122,16 @@ def have_ended(workers: Iterable[Worker], seconds: float) -> bool:
     return not any([thread.is_alive() for thread in threads])
 
 
-class HasWorkers(Protocol):
-    """An executor."""
-
-    def dismiss(self) -> list[Worker]:
-        """Lets its workers go."""
-
-
-executors: weakref.WeakSet[HasWorkers] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    for executor in list(executors):
-        executor.dismiss()
-    PARTICIPANT.set(None)  # a replica that has forked is alone in the child
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 @atexit.register
 def _at_exit() -> None:
     """A thread that returned from torch to a Python that has ended would abort the process."""
-    workers = [worker for executor in list(executors) for worker in executor.dismiss()]
+    workers = list(_workers)
+    for worker in workers:
+        worker.inbox.put(None)
     if not have_ended(workers, 1.0):
         for worker in workers:
             worker.interrupt(SystemExit)
         have_ended(workers, 1.0)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)

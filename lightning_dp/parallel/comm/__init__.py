@@ -13,7 +13,6 @@ from lightning_dp.parallel.comm.buckets import scalar_device as scalar_device
 from lightning_dp.parallel.comm.buckets import to_device_coalesced as to_device_coalesced
 from lightning_dp.parallel.comm.chain import Packing as Packing
 from lightning_dp.parallel.comm.chain import add_each as add_each
-from lightning_dp.parallel.comm.chain import refused_pools as refused_pools
 from lightning_dp.parallel.comm.streams import DeviceTimer as DeviceTimer
 from lightning_dp.parallel.comm.streams import current_stream as current_stream
 from lightning_dp.parallel.comm.streams import host_waits_for as host_waits_for

@@ -15,10 +15,7 @@ from lightning_dp.parallel.comm.streams import host_waits_for
 from lightning_dp.parallel.torch_private import copy_to_each
 
 BUCKET_BYTES = 4 * 2**20
-"""A bucket is full at this size; a larger tensor has a bucket of its own."""
-
-FIRST_BYTES = 2**19
-"""The first bucket is smaller: a backward fills it last, so a step waits for its whole journey."""
+"""A bucket is full at this size; a larger tensor has one of its own, and travels in pieces."""
 
 _ALIGNMENT = 256  # bytes, as kernels expect of memory of their own
 _PLAIN = frozenset([Tensor, nn.Parameter])
@@ -42,10 +39,13 @@ class Bucket:
     Args:
         order: their positions among all tensors.
         tensors: these tensors, for their kinds and strides.
+        start: of a piece of a larger tensor, where it begins there.
     """
 
-    def __init__(self, order: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        self.order, self.positions = list(order), frozenset(order)
+    def __init__(
+        self, order: Sequence[int], tensors: Sequence[Tensor], start: int | None = None
+    ) -> None:
+        self.order, self.positions, self.start = list(order), frozenset(order), start
         self.dtype = tensors[0].dtype
         self.kinds = list(map(kind, tensors))
         self.length = tensors[0].numel()  # of the first tensor
@@ -71,6 +71,21 @@ class Bucket:
             return None
         return row[0].detach().as_strided([self.length], [1])
 
+    def pieces(self) -> list[Bucket]:
+        """What is passed on at a time: the bucket, or if it is one large tensor, slices of it."""
+        step = elements_per_piece(self.dtype)
+        if len(self.order) > 1 or self.length <= step:
+            return [self]
+        slices = torch.empty(self.length, dtype=self.dtype, device="meta").split(step)
+        return [Bucket(self.order, [own], k * step) for k, own in enumerate(slices)]
+
+    def part(self, row: Sequence[Tensor]) -> Sequence[Tensor]:
+        """A bucket's row of tensors; for a piece, the piece's part of it."""
+        if self.start is None:
+            return row
+        first = row[0].storage_offset() + self.start
+        return [row[0].as_strided([self.length], [1], first)]
+
     def on(self, device: torch.device) -> Packed:
         """New memory for the bucket."""
         return self.in_memory(torch.zeros(self.size, dtype=self.dtype, device=device))
@@ -86,24 +101,31 @@ class Bucket:
         return Packed(flat, views)
 
 
-def group(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Positions of tensors that travel together: of one dtype, at most a bucket's bytes.
+def elements_per_piece(dtype: torch.dtype) -> int:
+    """How many elements of a large tensor are passed on at a time."""
+    return max(1, BUCKET_BYTES // dtype.itemsize)
 
-    Trained and frozen tensors are apart, since they change at different times.
+
+def group(tensors: Sequence[Tensor], *, has_graphs: bool = False) -> Iterator[list[int]]:
+    """Positions of tensors that travel together: from one device, of one dtype, until it is full.
+
+    Trained and frozen tensors are apart, since they change at different times. Where tensors have
+    graphs, those that require gradients are each alone: one copy would join their graphs.
     """
     open_buckets: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}
-    limits: dict[Hashable, int] = {}
     for i, tensor in enumerate(tensors):
-        if not can_be_packed(tensor) or tensor.nbytes >= BUCKET_BYTES:
+        key = tensor.device, tensor.dtype, tensor.requires_grad
+        is_alone = not can_be_packed(tensor) or (has_graphs and tensor.requires_grad)
+        if is_alone or tensor.nbytes >= BUCKET_BYTES:
             yield [i]
             continue
-        key = tensor.dtype, tensor.requires_grad
-        if key in open_buckets and sizes[key] + tensor.nbytes > limits.get(key, FIRST_BYTES):
+        if key in open_buckets and sizes[key] + tensor.nbytes > BUCKET_BYTES:
             yield open_buckets.pop(key)
-            limits[key], sizes[key] = BUCKET_BYTES, 0
-        open_buckets.setdefault(key, []).append(i)
-        sizes[key] = sizes.get(key, 0) + tensor.nbytes
+        if key not in open_buckets:
+            open_buckets[key], sizes[key] = [], 0
+        open_buckets[key].append(i)
+        sizes[key] += tensor.nbytes
     yield from open_buckets.values()
 
 
@@ -133,19 +155,14 @@ def to_device_coalesced(
         >>> to_device_coalesced([torch.ones(2)], torch.device("cpu"))
         [tensor([1., 1.])]
     """
-    moved, has_graphs = list(tensors), torch.is_grad_enabled()
-    sources = dict.fromkeys(tensor.device for tensor in tensors if tensor.device != device)
-    for source in sources:
-        away = [i for i, tensor in enumerate(tensors) if tensor.device == source]
-        alone = [i for i in away if has_graphs and tensors[i].requires_grad]
-        others = [i for i in away if not (has_graphs and tensors[i].requires_grad)]
-        packed = [[others[j] for j in bucket] for bucket in group([tensors[i] for i in others])]
-        for positions in [*packed, *([i] for i in alone)]:
-            parts = _sent([tensors[i] for i in positions], device)
-            for i, part in zip(positions, parts, strict=True):
-                moved[i] = part
+    moved = list(tensors)
+    away = [i for i, tensor in enumerate(tensors) if tensor.device != device]
+    for bucket in group([tensors[i] for i in away], has_graphs=torch.is_grad_enabled()):
+        sent = _sent([tensors[away[j]] for j in bucket], device)
+        for j, tensor in zip(bucket, sent, strict=True):
+            moved[away[j]] = tensor
     if device.type == "cpu":
-        host_waits_for(*[source for source in sources if source not in later])
+        host_waits_for(*[d for i in away if (d := tensors[i].device) not in later])
     return moved
 
 
@@ -157,14 +174,11 @@ def _sent(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
             packed = bucket.on(tensors[0].device)
             copy_to_each(packed.views, tensors)
             return bucket.in_memory(packed.flat.to(device, non_blocking=True)).views
+    # A nested tensor's graph cannot pass through a function of our own.
     to_host = device.type == "cpu" and torch.is_grad_enabled()
     return [
         _to_host(tensor)
-        if to_host
-        and tensor.requires_grad
-        and tensor.layout is torch.strided
-        # A nested tensor's graph cannot pass through a function of our own.
-        and not tensor.is_nested
+        if to_host and tensor.requires_grad and can_be_packed(tensor)
         else tensor.to(device, non_blocking=True)
         for tensor in tensors
     ]
@@ -181,10 +195,6 @@ class _ToHost(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.to(ctx.device, non_blocking=True)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        return tangent.to("cpu", non_blocking=True)
 
 
 _to_host: Callable[[Tensor], Tensor] = _ToHost.apply

@@ -12,10 +12,9 @@ written or freed again. In between, a piece waits only for its own arrival and f
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
-from typing import NamedTuple, TypeGuard
+from itertools import chain, pairwise
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from lightning_dp.parallel.comm.buckets import (
     Bucket,
     Packed,
     can_be_packed,
+    elements_per_piece,
     group,
     kind,
     to_device_coalesced,
@@ -37,23 +37,7 @@ from lightning_dp.parallel.comm.streams import (
 from lightning_dp.parallel.torch_private import add_to_each, copy_to_each
 
 POOL_BYTES = 32 * 2**20
-"""Buffers on each device: as many buckets as fit are on their way at once."""
-
-PIECE_BYTES = 2**20
-"""With three devices or more, parameters are passed on in pieces of this size."""
-
-SLICE_BYTES = 4 * 2**20
-"""Of a tensor larger than a bucket, gradients are passed on in slices of this size."""
-
-_refused_pools: Counter[torch.device] = Counter()
-
-
-def refused_pools(device: torch.device) -> int:
-    """How often a device had no memory for a pool: its count of failed allocations has these, too.
-
-    Sums then take another way, and no step has failed.
-    """
-    return _refused_pools[device]
+"""Buffers on each device: as many pieces as fit are on their way at once."""
 
 
 class Packing:
@@ -95,57 +79,47 @@ class Packing:
             sources: all tensors.
             targets: for each bucket its memory on the devices that are to get it.
         """
-        going = [*zip(self.buckets, targets, strict=True)]
-        devices = dict.fromkeys(own.flat.device for _, there in going for own in there)
-        if not devices:
-            return
         root = sources[0].device
-        if not _are_accelerators([root, *devices]):
-            for bucket, there in going:
-                _copy_together(bucket.of(sources), [own.views for own in there])
+        devices = [root, *dict.fromkeys(p.flat.device for p in chain.from_iterable(targets))]
+        if len(devices) == 1:
             return
-        devices = dict.fromkeys([root, *devices])
+        if not _are_accelerators(devices):
+            for bucket, there in zip(self.buckets, targets, strict=True):
+                for packed in there:
+                    copy_to_each(packed.views, bucket.of(sources))
+            return
         pool = self.sums.pools[root] if self.sums.prepare([root]) else None
         arriving = [copy_stream(device, "arriving") for device in devices]
         for stream in arriving:
             stream.wait_stream(current_stream(stream.device))
         try:
             with on_streams(arriving):
-                for j, (bucket, there) in enumerate(going):
+                for j, there in enumerate(targets):
                     if there:
-                        self._send(j, bucket.of(sources), there, pool)
+                        self._send(j, self.buckets[j].of(sources), there, pool)
         finally:
             wait_for_copies(devices)
 
     def _send(
         self, j: int, tensors: list[Tensor], there: Sequence[Packed], pool: Pool | None
     ) -> None:
-        flat = self.buckets[j].flat_memory(tensors)
-        piece = None
-        if flat is None and pool is not None and len(tensors) > 1:
-            [piece] = self.sums.pieces[j]
-            flat, views = pool.take(piece)
+        bucket, flat = self.buckets[j], self.buckets[j].flat_memory(tensors)
+        is_packed = pool is not None and len(tensors) > 1
+        if pool is not None and is_packed:
+            flat, views = pool.take(bucket)
             copy_to_each(views, tensors)
         if flat is None:  # one by one: no memory to pack them, or a tensor of unusual strides
             for packed in there:
                 for view, tensor in zip(packed.views, tensors, strict=True):
                     view.copy_(tensor, non_blocking=True)
             return
-        stops: dict[torch.device, Tensor] = {flat.device: flat}
-        again: list[tuple[Tensor, Tensor]] = []  # for further replicas of a device
-        for packed in there:
-            target = packed.flat[: flat.numel()]
-            first = stops.setdefault(target.device, target)
-            if first is not target:
-                again.append((first, target))
-        size = flat.numel() if len(stops) == 2 else PIECE_BYTES // flat.element_size()
-        for parts in zip(*[own.split(max(1, size)) for own in stops.values()], strict=True):
+        size, step = flat.numel(), elements_per_piece(flat.dtype)
+        stops = [own[:size].split(step) for own in (flat, *[packed.flat for packed in there])]
+        for parts in zip(*stops, strict=True):
             for source, target in pairwise(parts):
                 _pass_on(source, target)
-        if pool is not None and piece is not None:
-            pool.free(piece)
-        for first, target in again:
-            target.copy_(first)
+        if pool is not None and is_packed:
+            pool.free(bucket)
 
     def copy(self, sources: Sequence[Tensor], copies: Iterable[Sequence[Tensor]]) -> None:
         """Copies the root's tensors to tensors with memory of their own, in few copies per device.
@@ -168,25 +142,13 @@ def _copy_together(sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]
 
 def _pass_on(source: Tensor, target: Tensor) -> None:
     """Copies from one device to the next, once the source has arrived there."""
+    if source.device == target.device:
+        target.copy_(source)
+        return
     leaving = copy_stream(source.device, "leaving")
     leaving.wait_stream(current_stream(source.device))
     with on_streams([leaving]):
         target.copy_(source, non_blocking=True)  # the target's current stream waits for it
-
-
-class Piece(NamedTuple):
-    """What passes at a time: a bucket, or a slice of its only tensor from an element on."""
-
-    number: int
-    bucket: Bucket
-    start: int | None
-
-    def of(self, row: Sequence[Tensor]) -> Sequence[Tensor]:
-        """This piece of a bucket's row of tensors."""
-        if self.start is None:
-            return row
-        first = row[0].storage_offset() + self.start
-        return [row[0].as_strided([self.bucket.length], [1], first)]
 
 
 def _are_accelerators(devices: Iterable[torch.device]) -> bool:
@@ -194,40 +156,28 @@ def _are_accelerators(devices: Iterable[torch.device]) -> bool:
     return all(device.type != "cpu" for device in devices)
 
 
-def _cut(bucket: Bucket, number: int) -> list[Piece]:
-    """A bucket as one piece; if it is a tensor larger than a slice, its slices."""
-    step = SLICE_BYTES // bucket.dtype.itemsize
-    if len(bucket.order) > 1 or bucket.length <= step:
-        return [Piece(number, bucket, None)]
-    pieces: list[Piece] = []
-    for start in range(0, bucket.length, step):
-        part = torch.empty(min(step, bucket.length - start), dtype=bucket.dtype, device="meta")
-        pieces.append(Piece(number + len(pieces), Bucket([0], [part]), start))
-    return pieces
-
-
 class Pool:
-    """The buffers of one device, which pieces take in turns by their numbers."""
+    """The buffers of one device, which pieces take in turns."""
 
-    def __init__(self, device: torch.device, pieces: Sequence[Piece]) -> None:
+    def __init__(self, device: torch.device, pieces: Sequence[Bucket]) -> None:
         self._device = device
-        sizes = [piece.bucket.bytes for piece in pieces]
-        self._count = len(sizes) if sum(sizes) <= POOL_BYTES else max(1, POOL_BYTES // max(sizes))
-        most = [max(sizes[turn :: self._count]) for turn in range(self._count)]
-        memory = [torch.zeros(size, dtype=torch.uint8, device=device) for size in most]
-        self.packed = [p.bucket.in_memory(memory[p.number % self._count]) for p in pieces]
-        self._free = [[current_stream(device).record_event()]] * self._count
+        most = max(piece.bytes for piece in pieces)
+        count = min(len(pieces), max(1, POOL_BYTES // max(1, most)))
+        memory = [torch.zeros(most, dtype=torch.uint8, device=device) for _ in range(count)]
+        self._places = {piece: i % count for i, piece in enumerate(pieces)}
+        self._packed = {piece: piece.in_memory(memory[i]) for piece, i in self._places.items()}
+        self._free = [[current_stream(device).record_event()]] * count
 
-    def take(self, piece: Piece) -> Packed:
+    def take(self, piece: Bucket) -> Packed:
         """A buffer for a piece; the current stream waits until it is free."""
-        for event in self._free[piece.number % self._count]:
+        for event in self._free[self._places[piece]]:
             current_stream(self._device).wait_event(event)
-        return self.packed[piece.number]
+        return self._packed[piece]
 
-    def free(self, piece: Piece) -> None:
+    def free(self, piece: Bucket) -> None:
         """Another piece may take the buffer when the copy streams come here."""
         streams = [copy_stream(self._device, end) for end in ("arriving", "leaving")]
-        self._free[piece.number % self._count] = [stream.record_event() for stream in streams]
+        self._free[self._places[piece]] = [stream.record_event() for stream in streams]
 
 
 class ChainSum:
@@ -238,25 +188,19 @@ class ChainSum:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
-        self.pieces: list[list[Piece]] = []
+        self._pieces = [bucket.pieces() for bucket in buckets]
         self.pools: dict[torch.device, Pool] = {}
         self._without_room: set[torch.device] = set()
-        number = 0
-        for bucket in buckets:
-            self.pieces.append(_cut(bucket, number))
-            number += len(self.pieces[-1])
 
     def prepare(self, devices: Sequence[torch.device]) -> bool:
         """Takes buffers on these devices; False if one has no memory for them, or is the CPU."""
-        if not _are_accelerators(devices):
+        if not (self._buckets and _are_accelerators(devices)):
             return False
-        pieces = [piece for own in self.pieces for piece in own]
         for device in {*devices} - self.pools.keys() - self._without_room:
             try:
-                self.pools[device] = Pool(device, pieces)
+                self.pools[device] = Pool(device, [*chain.from_iterable(self._pieces)])
             except torch.OutOfMemoryError:
                 self._without_room.add(device)
-                _refused_pools[device] += 1
         return self._without_room.isdisjoint(devices)
 
     def give_up(self) -> None:
@@ -267,7 +211,7 @@ class ChainSum:
 
     def is_whole(self, row: Sequence[Tensor | None], j: int) -> TypeGuard[list[Tensor]]:
         """Whether a row is all of bucket j, as it can be sent."""
-        bucket, is_cut = self._buckets[j], len(self.pieces[j]) > 1
+        bucket, is_cut = self._buckets[j], len(self._pieces[j]) > 1
         return bucket.fits(row) and not (is_cut and bucket.flat_memory(row) is None)
 
     def send(
@@ -287,53 +231,36 @@ class ChainSum:
         for event in ready or ():
             arriving[event.device].wait_event(event)
         with on_streams([*arriving.values()]):
-            for piece in self.pieces[j]:
+            for piece in self._pieces[j]:
                 self._pass(piece, stops)
 
-    def _pass(self, piece: Piece, stops: dict[torch.device, list[Sequence[Tensor]]]) -> None:
+    def _pass(self, piece: Bucket, stops: dict[torch.device, list[Sequence[Tensor]]]) -> None:
         """Sends a piece up the chain, from the last device to the root."""
         root, *others = stops
-        total, *more = [piece.of(row) for row in stops[root]]
-        for row in more:
+        total, *terms = [piece.part(row) for row in stops[root]]
+        for row in terms:
             add_each(total, row)
-        flat: Tensor | None = None  # the sum so far, on the device before
-        before: Pool | None = None  # in its buffer; None if it leaves from a gradient's own memory
-        for device in reversed(others):
-            rows = [piece.of(row) for row in stops[device]]
-            own = piece.bucket.flat_memory(rows[0]) if flat is None and len(rows) == 1 else None
-            if own is not None:
-                flat = own
-                continue
+        sent: Packed | None = None  # the sum so far, in a buffer of the device before
+        for before, device in pairwise([root, *reversed(others), root] if others else ()):
             here = self.pools[device].take(piece)
-            if flat is None:
+            rows = [] if device is root else [piece.part(row) for row in stops[device]]
+            if sent is None:
                 copy_to_each(here.views, rows.pop(0))
             else:
-                self._arrive(piece, flat, here, before)
+                _pass_on(sent.flat, here.flat)
+                self.pools[before].free(piece)
             for row in rows:
                 add_each(here.views, row)
-            flat, before = here.flat, self.pools[device]
-        if flat is not None:
-            here = self.pools[root].take(piece)
-            self._arrive(piece, flat, here, before)
-            add_each(total, here.views)
+            sent = here
+        if sent is not None:
+            add_each(total, sent.views)
             self.pools[root].free(piece)
-
-    def _arrive(self, piece: Piece, flat: Tensor, here: Packed, before: Pool | None) -> None:
-        _pass_on(flat, here.flat[: flat.numel()])
-        if before is not None:
-            before.free(piece)
 
 
 def add_each(sums: Sequence[Tensor], terms: Sequence[Tensor]) -> None:
-    """Adds a term to each tensor, in place, in few kernels.
-
-    The foreach kernel refuses, before it adds anything, tensors with a lazy conjugation or
-    negation: these are added one by one.
-    """
-    try:
-        add_to_each(sums, terms)
-    except RuntimeError:
-        if not any([own.is_conj() or own.is_neg() for own in (*sums, *terms)]):
-            raise
+    """Adds a term to each tensor, in place, in few kernels."""
+    if any([own.is_conj() or own.is_neg() for own in (*sums, *terms)]):  # foreach refuses these
         for own, term in zip(sums, terms, strict=True):
             own.add_(term)
+    else:
+        add_to_each(sums, terms)

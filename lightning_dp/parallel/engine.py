@@ -28,7 +28,6 @@ from lightning_dp.parallel.call import PLAIN, ReplicaCall, StepContext, Transfer
 from lightning_dp.parallel.comm import host_waits_for
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.gather import Override, RowRules, Scalars, gather
-from lightning_dp.parallel.likely_cause import likely_cause
 from lightning_dp.parallel.reduce import (
     Buffers,
     JointBackward,
@@ -276,9 +275,8 @@ class Engine:
                     run = partial(call.on_replica, modules[k], shards.parts[k])
                     if self.before_replica is not None:
                         run = partial(_after, self.before_replica, run)
-                    cause = partial(likely_cause, shards.sizes)
                     place = partial(shards.place, call.name, k)
-                    tasks.append(Task(k, self.devices[k], run, place, cause))
+                    tasks.append(Task(k, self.devices[k], run, place))
                 if call.training and self.meter.is_watched:
                     self.meter.follow(tasks)
                 outputs = self.executor.run(call.name, tasks, continues_previous=True, calls=calls)

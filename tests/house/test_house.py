@@ -34,7 +34,7 @@ FLOORS = [
     ["parallel.out_of_memory"],
     ["parallel.engine"],
     ["parallel.call", "parallel.reduce", "parallel.usage"],
-    ["parallel.replicate", "parallel.apply", "parallel.likely_cause"],
+    ["parallel.replicate", "parallel.apply"],
     ["parallel.processes"],
     ["parallel.gather"],
     ["parallel.scatter"],

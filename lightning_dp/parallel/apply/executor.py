@@ -176,7 +176,7 @@ class Executor:
                 raise RuntimeError(CACHED) from error
         if error is not None:
             if failed is not None:
-                add_note(error, f"[in {failed.name}{failed.context()}{failed.cause(error)}]")
+                add_note(error, f"[in {failed.name}{failed.context()}]")
             raise error
         return results
 

@@ -91,7 +91,6 @@ class Task:
     device: torch.device
     call: Callable[[], Any]
     context: Callable[[], str] = str  # continues the note "in replica 2 on cuda:1" of an error
-    cause: Callable[[BaseException], str] = lambda error: ""  # ends the note
     spans: list[DeviceTimer] | None = None  # gets the times of the device's work, if measured
 
     seconds: float = field(default=0.0, init=False)  # of work, without waiting in rendezvous

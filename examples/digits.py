@@ -6,6 +6,7 @@ python -m lightning_dp experiment=digits trainer.devices=4 trainer.max_epochs=30
 Nothing in the model or the data knows about several devices.
 """
 
+import argparse
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -22,9 +23,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_dp  # noqa: F401  # registers the strategy "dp_custom"
-from lightning_dp.app.options import check_at_least
-from lightning_dp.app.quiet import quiet
-from lightning_dp.app.scripts import ScriptParser
 
 Batch = tuple[Tensor, Tensor]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -70,8 +68,6 @@ class DigitsCRNN(L.LightningModule):
         scheduler: SchedulerFactory | None = None,
     ) -> None:
         super().__init__()
-        check_at_least("width", width, 1)
-        check_at_least("hidden", hidden, 1)
         # Only plain values go into the checkpoint, so that it loads with weights_only=True.
         self.save_hyperparameters("width", "hidden", "smoothing")
         self.make_optimizer = optimizer
@@ -144,8 +140,6 @@ class DigitsDataModule(L.LightningDataModule):
 
     def __init__(self, batch_size: int = 240, num_workers: int = 0, split_seed: int = 0) -> None:
         super().__init__()
-        check_at_least("batch_size", batch_size, 1)
-        check_at_least("num_workers", num_workers, 0)
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.split_seed = split_seed
@@ -185,22 +179,26 @@ class DigitsDataModule(L.LightningDataModule):
 
 
 def main() -> None:
-    args = ScriptParser(__doc__.splitlines()[0], devices=4, epochs=30).parse_args()
-    with quiet():
-        L.seed_everything(42, verbose=False)
-        model = DigitsCRNN(scheduler=partial(CosineAnnealingLR, T_max=args.epochs))
-        data = DigitsDataModule()
-        trainer = L.Trainer(
-            strategy="dp_custom",
-            accelerator=args.accelerator,
-            devices=args.devices,
-            max_epochs=args.epochs,
-            log_every_n_steps=10,
-            logger=False,
-            enable_checkpointing=False,
-        )
-        trainer.fit(model, data)
-        trainer.test(model, data)
+    parser = argparse.ArgumentParser(description="Digits on several devices")
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=30)
+    args = parser.parse_args()
+    L.seed_everything(42)
+    model = DigitsCRNN(scheduler=partial(CosineAnnealingLR, T_max=args.epochs))
+    data = DigitsDataModule()
+    trainer = L.Trainer(
+        strategy="dp_custom",
+        accelerator=args.accelerator,
+        devices=args.devices,
+        max_epochs=args.epochs,
+        log_every_n_steps=6,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(model, data)
+    print(f"train/loss {trainer.callback_metrics['train/loss']:.4f}")
+    trainer.test(model, data)
 
 
 if __name__ == "__main__":

@@ -1,46 +1,32 @@
-"""Manual optimisation: a GAN that draws scikit-learn's digits; two optimizers, stepped by hand.
+"""A GAN that draws scikit-learn's digits: manual optimisation with two optimizers.
 
 python examples/gan.py --devices 4 --epochs 60
-python examples/gan.py --compare --epochs 5
+python examples/gan.py --devices 1 --epochs 60     # prints the same losses
 python -m lightning_dp experiment=gan trainer.devices=4
 
-`training_step` is written for one device. On several it runs once, with the whole batch: each call
+`training_step` is written for one device. On several it runs once, with the whole batch: every call
 of the generator and of the critic is spread over the devices, and optimizers, toggling and logging
-are Lightning's own. `--compare` puts the losses of one device beside those of several.
+are Lightning's own.
 """
 
-import logging
-from collections.abc import Callable, Iterable
-from functools import partial
+import argparse
 from itertools import pairwise
-from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Adam, Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.app.options import check_at_least
-from lightning_dp.app.quiet import quiet
-from lightning_dp.app.scripts import ScriptParser, train_and_test
-
-Batch = tuple[Tensor, Tensor]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 PIXELS = 64
-TEST_IMAGES = 357
-ADAM = partial(Adam, lr=3e-3, betas=(0.5, 0.999))
 SHADES = " .:-=+*#%@"
 
 
 def network(*widths: int) -> nn.Sequential:
-    """Linear layers. GELU between them, whose gradient has no jump: rounding stays small."""
+    """Linear layers with GELU between them."""
     layers: list[nn.Module] = []
     for width_in, width_out in pairwise(widths):
         layers += [nn.Linear(width_in, width_out), nn.GELU()]
@@ -50,25 +36,18 @@ def network(*widths: int) -> nn.Sequential:
 class GAN(L.LightningModule):
     """A generator of images [N, 64] from noise [N, latent], and a critic that tells them apart.
 
-    Testing measures how far drawn images are from real ones that were never trained on:
-    `test/distance` is the Fréchet distance of their pixels' means and covariances, and
-    `test/distance_trained` that of the images trained on, to compare.
+    The test compares the mean image of drawn and real digits (`test/distance`).
 
     Args:
-        latent: numbers per image that it is drawn from.
+        latent: numbers that an image is drawn from.
         width: of the hidden layers.
-        optimizer: makes each of the two optimizers from its parameters; by default Adam.
+        lr: learning rate of both Adam optimizers.
     """
 
-    def __init__(
-        self, latent: int = 16, width: int = 256, optimizer: OptimizerFactory = ADAM
-    ) -> None:
+    def __init__(self, latent: int = 16, width: int = 256, lr: float = 3e-3) -> None:
         super().__init__()
-        check_at_least("latent", latent, 1)
-        check_at_least("width", width, 1)
-        self.save_hyperparameters("latent", "width")
+        self.save_hyperparameters()
         self.automatic_optimization = False
-        self.make_optimizer = optimizer
         self.generator = network(latent, width, width, PIXELS)
         self.critic = network(PIXELS, width, width, 1)
 
@@ -76,8 +55,13 @@ class GAN(L.LightningModule):
         pixels: Tensor = self.generator(noise)
         return pixels.sigmoid()
 
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        images, noise = batch
+    def noise_for(self, images: Tensor) -> Tensor:
+        """Noise [N, latent], drawn on the host, so that it does not depend on the devices."""
+        return torch.randn(len(images), self.hparams["latent"]).to(images)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        (images,) = batch
+        noise = self.noise_for(images)
         for_generator, for_critic = self.optimizers()  # type: ignore[attr-defined]  # a list of two
 
         self.toggle_optimizer(for_critic)
@@ -98,171 +82,76 @@ class GAN(L.LightningModule):
         self.untoggle_optimizer(for_generator)
 
         losses = {"train/critic": critic_loss, "train/generator": generator_loss}
-        self.log_dict(losses, on_step=True, on_epoch=True)
+        self.log_dict(losses, on_step=False, on_epoch=True, prog_bar=True)
 
-    def on_test_epoch_start(self) -> None:
-        self.seen: list[list[Batch]] = [[], []]
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        (images,) = batch
+        self.drawn = self(self.noise_for(images))
+        distance = (self.drawn.mean(0) - images.mean(0)).square().sum()
+        self.log("test/distance", distance)
 
-    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
-        images, noise = batch
-        self.seen[dataloader_idx].append((images, self(noise)))
-
-    def on_test_epoch_end(self) -> None:
-        (test, drawn), (trained, _) = (
-            map(torch.cat, zip(*seen, strict=True)) for seen in self.seen
-        )
-        self.drawn = drawn.cpu()
-        self.log("test/distance", frechet_distance(drawn, test))
-        self.log("test/distance_trained", frechet_distance(trained, test))
-
-    def configure_optimizers(self) -> Any:
-        return [self.make_optimizer(net.parameters()) for net in (self.generator, self.critic)]
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        nets = (self.generator, self.critic)
+        return [
+            torch.optim.Adam(net.parameters(), lr=self.hparams["lr"], betas=(0.5, 0.999))
+            for net in nets
+        ]
 
 
-def frechet_distance(a: Tensor, b: Tensor) -> Tensor:
-    """|mean difference|^2 + tr(A + B - 2 (AB)^(1/2)) of the rows' covariances A and B, 0-dim.
-
-    Dowson and Landau, "The Fréchet distance between multivariate normal distributions", 1982.
-    """
-    a, b = a.double().cpu(), b.double().cpu()
-    of_a, of_b = torch.cov(a.T), torch.cov(b.T)
-    # The eigenvalues of AB are those of the symmetric A^(1/2) B A^(1/2).
-    values, vectors = torch.linalg.eigh(of_a)
-    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
-    cross = torch.linalg.eigvalsh(root @ of_b @ root).clamp(min=0).sqrt().sum()
-    distance = (a.mean(0) - b.mean(0)).square().sum() + of_a.trace() + of_b.trace() - 2 * cross
-    return torch.as_tensor(distance).float()
-
-
-class DigitsAndNoise(L.LightningDataModule):
-    """Images [N, 64] with pixels in [0, 1], and for each of them the noise for a drawn one.
+class Digits(L.LightningDataModule):
+    """1,440 images [N, 64] for training and 357 for the test, with pixels in [0, 1].
 
     Args:
         batch_size: images per optimizer step, over all devices.
-        latent: numbers per noise, as many as the model has.
-        seed: of order and noise, which depends on it, the epoch and the image, and on nothing
-            else: any number of devices sees the same data.
     """
 
-    def __init__(self, batch_size: int = 96, latent: int = 16, seed: int = 0) -> None:
+    def __init__(self, batch_size: int = 96) -> None:
         super().__init__()
-        check_at_least("batch_size", batch_size, 1)
         self.batch_size = batch_size
-        self.latent = latent
-        self.seed = seed
 
     def setup(self, stage: str) -> None:
-        pixels, digits = load_digits(return_X_y=True)
-        self.images = torch.as_tensor(pixels, dtype=torch.float32) / 16
-        self.train, self.test = train_test_split(
-            range(len(digits)), test_size=TEST_IMAGES, stratify=digits, random_state=0
-        )
+        pixels, _ = load_digits(return_X_y=True)
+        images = torch.as_tensor(pixels, dtype=torch.float32) / 16
+        self.train, self.test = TensorDataset(images[:1440]), TensorDataset(images[1440:])
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(self.seed)
-        return self._loader(self.train, shuffle=True, generator=generator)
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
 
-    def test_dataloader(self) -> list[DataLoader[Any]]:
-        return [self._loader(self.test), self._loader(self.train)]
-
-    def _loader(self, indices: list[int], **options: Any) -> DataLoader[Any]:
-        return DataLoader(
-            indices,  # type: ignore[arg-type]  # anything with a length will do
-            batch_size=self.batch_size,
-            collate_fn=self._batch,
-            **options,
-        )
-
-    def _batch(self, indices: list[int]) -> Batch:
-        epoch = self.trainer.current_epoch if self.trainer else 0
-        noise = torch.stack([self._noise(epoch, index) for index in indices])
-        return self.images[indices], noise
-
-    def _noise(self, epoch: int, index: int) -> Tensor:
-        seed = (self.seed << 40) + (epoch << 20) + index
-        return torch.randn(self.latent, generator=torch.Generator().manual_seed(seed))
+    def test_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        return DataLoader(self.test, batch_size=len(self.test))
 
 
-class Drawings(Callback):
-    """Prints each epoch's losses, and in the end some drawn digits and how far they are off."""
-
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        critic, generator = (
-            trainer.callback_metrics[f"train/{name}_epoch"] for name in ("critic", "generator")
-        )
-        print(
-            f"epoch {trainer.current_epoch + 1:3}   train/critic {critic:.4f}   "
-            f"train/generator {generator:.4f}"
-        )
-
-    def on_test_end(self, trainer: L.Trainer, module: GAN) -> None:  # type: ignore[override]  # its own
-        images = module.drawn[:4].view(-1, 8, 8)
-        for row in range(8):
-            print("   ".join(_line(image[row]) for image in images))
-        own, trained = (trainer.callback_metrics[f"test/distance{of}"] for of in ("", "_trained"))
-        print(f"test/distance {own:.3f} of drawn digits; of those trained on {trained:.3f}")
-
-
-def _line(pixels: Tensor) -> str:
-    return "".join(SHADES[int(pixel * (len(SHADES) - 1))] * 2 for pixel in pixels)
-
-
-class Recorder(Callback):
-    """Keeps both losses of every step, and the distance."""
-
-    def __init__(self) -> None:
-        self.losses: list[tuple[float, float]] = []
-        self.distance = 0.0
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        critic, generator = (
-            float(trainer.callback_metrics[f"train/{name}_step"])
-            for name in ("critic", "generator")
-        )
-        self.losses.append((critic, generator))
-
-    def on_test_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self.distance = float(trainer.callback_metrics["test/distance"])
-
-
-def learn(callback: Callback, *, accelerator: str, devices: int, epochs: int) -> None:
-    """Trains and tests; the same data and first weights whatever the devices."""
-    train_and_test(
-        GAN,
-        DigitsAndNoise(),
-        callback,
-        strategy=DataParallelStrategy(mode="forward", parallel_modules=["generator", "critic"]),
-        accelerator=accelerator,
-        devices=devices,
-        max_epochs=epochs,
-        log_every_n_steps=1,
+def draw(images: Tensor) -> str:
+    """Images [N, 64] side by side, as characters."""
+    shades = (images.view(-1, 8, 8).clamp(0, 1) * (len(SHADES) - 1)).long().tolist()
+    rows = zip(*shades, strict=True)
+    return "\n".join(
+        "   ".join("".join(SHADES[s] * 2 for s in part) for part in row) for row in rows
     )
 
 
-def compare(accelerator: str, devices: int, epochs: int) -> None:
-    """Prints the same training on one device and on several, side by side."""
-    one, several = Recorder(), Recorder()
-    for run, count in ((one, 1), (several, devices)):
-        learn(run, accelerator=accelerator, devices=count, epochs=epochs)
-    rows = list(zip(one.losses, several.losses, strict=True))
-    print("critic and generator")
-    print("{:>13}  {:>19}  {:>19}".format("step", "1 device", f"{devices} devices"))
-    for i in range(0, len(rows), len(rows) // epochs):
-        pairs = (f"{critic:9.6f} {generator:9.6f}" for critic, generator in rows[i])
-        print("{:13}  {:>19}  {:>19}".format(i + 1, *pairs))
-    furthest = max(abs(x - y) for a, b in rows for x, y in zip(a, b, strict=True))
-    print(f"{'furthest off':>13}  {'':19}  {furthest:19.1e}")
-    print(f"{'test/distance':>13}  {one.distance:19.4f}  {several.distance:19.4f}")
-
-
 def main() -> None:
-    parser = ScriptParser(__doc__.splitlines()[0], devices=4, epochs=60)
-    parser.add_argument("--compare", action="store_true", help="the losses of one device beside")
+    parser = argparse.ArgumentParser(description="A GAN on several devices")
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=60)
     args = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    options = {key: getattr(args, key) for key in ("accelerator", "devices", "epochs")}
-    with quiet():
-        compare(**options) if args.compare else learn(Drawings(), **options)
+    L.seed_everything(42)
+    trainer = L.Trainer(
+        strategy=DataParallelStrategy(mode="forward", parallel_modules=["generator", "critic"]),
+        accelerator=args.accelerator,
+        devices=args.devices,
+        max_epochs=args.epochs,
+        log_every_n_steps=15,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    model, data = GAN(), Digits()
+    trainer.fit(model, data)
+    for name in ("train/critic", "train/generator"):
+        print(f"{name} {trainer.callback_metrics[name]:.4f}")
+    trainer.test(model, data)
+    print(draw(model.drawn[:4]))
 
 
 if __name__ == "__main__":

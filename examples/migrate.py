@@ -7,6 +7,7 @@ python examples/migrate.py --devices 2 --epochs 10
 python examples/migrate.py --accelerator gpu --devices 4
 """
 
+import argparse
 from pathlib import Path
 
 import torch
@@ -16,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dp import DataParallel
-from lightning_dp.app.scripts import ScriptParser
 
 
 class Net(nn.Module):
@@ -74,7 +74,10 @@ def write_old_checkpoint(path: Path) -> None:
 
 
 def main() -> None:
-    parser = ScriptParser("A script for nn.DataParallel, on ours.", devices=2, epochs=10)
+    parser = argparse.ArgumentParser(description="A script for nn.DataParallel, on ours")
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--folder", type=Path, default=Path("logs/migrate"), help="of old and new")
     args = parser.parse_args()
 

@@ -315,7 +315,7 @@ MUTANTS = [
         '_of_all(calls, "all_gather", values)',
         '_of_all(calls, "all_gather", values[::-1])',
         "all_gather gives the batch in order",
-        ("tests/apply", "tests/forward/test_contrastive.py"),
+        ("tests/apply", "tests/programs/test_examples.py"),
     ),
     Mutant(
         "reduce-unweighted",

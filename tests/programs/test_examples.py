@@ -1,74 +1,58 @@
-"""Every file in examples/ runs as a script, and as `python -m lightning_dp experiment=NAME`."""
+"""Every file in examples/ trains as a script and as an experiment, with one device's numbers."""
+
+from __future__ import annotations
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
+from support.programs import ROOT, in_here
 
 from lightning_dp.app.run import as_program
 from lightning_dp.app.train import train
+from lightning_dp.examples import contrastive, digits, gan, language_model, migrate, tutorial
 
-ROOT = Path(__file__).resolve().parents[2]
-NAMES = sorted(
-    file.stem for file in (ROOT / "examples").glob("*.py") if not file.stem.startswith("_")
-)
-PLAIN = {"migrate"}  # plain PyTorch, without a LightningModule: scripts and no experiments
-QUICK = {"stdlib_lm": ["--files=6"], "denoise": ["--pages=64"]}
-EXPERIMENTS = [name for name in NAMES if name not in PLAIN]
-
-
-def test_every_example_is_an_experiment_and_the_reverse() -> None:
-    experiments = {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")}
-    assert experiments == set(EXPERIMENTS)
+MAINS: dict[str, Any] = {
+    "contrastive": contrastive.main,
+    "digits": digits.main,
+    "gan": gan.main,
+    "language_model": language_model.main,
+}
+OPTIONS = {"language_model": ["--files=6"]}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_only_plain_scripts_do_without_a_lightning_module(name: str) -> None:
-    source = (ROOT / "examples" / f"{name}.py").read_text()
-    assert ("LightningModule" in source) == (name not in PLAIN)
+def test_there_is_an_experiment_for_every_lightning_module() -> None:
+    files = {f.stem for f in (ROOT / "examples").glob("*.py") if "LightningModule" in f.read_text()}
+    assert {file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml")} == files
 
 
-RUN_ELSEWHERE = set(NAMES) - {"digits"}
-"""Scripts that have tests of their own."""
+def test_nothing_is_taken_from_the_programs() -> None:
+    for file in (ROOT / "examples").glob("*.py"):
+        assert "lightning_dp.app" not in file.read_text(), file
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in RUN_ELSEWHERE else name
-        for name in NAMES
-    ],
-)
-def test_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
-    script = ROOT / "examples" / f"{name}.py"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-Wdefault",
-            str(script),
-            "--accelerator=cpu",
-            "--devices=2",
-            "--epochs=1",
-            *QUICK.get(name, []),
-        ],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
+@pytest.mark.parametrize("name", MAINS)
+def test_several_devices_print_what_one_prints(name: str) -> None:
+    options = ["--epochs=1", *OPTIONS.get(name, [])]
+    one, three = (
+        numbers(in_here(MAINS[name], f"--devices={devices}", *options)) for devices in (1, 3)
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "test/" in done.stdout
-    # No advertisement, and no warning that is about others' code.
-    noise = "Tip|Warning|deprecated|litlogger|workers|available: False"
-    assert not re.search(noise, done.stdout + done.stderr)
+    assert len(one) >= 2 and three == pytest.approx(one, rel=2e-3)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_example_runs_as_an_experiment(name: str, tmp_path: Path) -> None:
+def numbers(printed: str) -> dict[str, float]:
+    """The values that are printed after `train/...` and `test/...`."""
+    pairs = re.findall(r"((?:train|test)/\w+)\W+(\d+\.\d+)\s*│?\s*$", printed, re.MULTILINE)
+    return {name: float(value) for name, value in pairs}
+
+
+@pytest.mark.parametrize("name", [*MAINS, "tutorial"])
+def test_it_runs_as_an_experiment(name: str, tmp_path: Path) -> None:
     overrides = [
         f"experiment={name}",
         "trainer.accelerator=cpu",
@@ -81,4 +65,42 @@ def test_example_runs_as_an_experiment(name: str, tmp_path: Path) -> None:
         cfg = compose("train", overrides=overrides)
     result = as_program(train)(cfg)
     assert any(metric.startswith("test/") for metric in result.metrics)
-    assert (tmp_path / "metrics.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MAINS, "tutorial", "migrate"])
+def test_it_runs_as_a_script(name: str, tmp_path: Path) -> None:
+    script = ROOT / "examples" / f"{name}.py"
+    options = [] if name == "tutorial" else ["--epochs=1", *OPTIONS.get(name, [])]
+    command = [sys.executable, str(script), "--devices=2", *options]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "full", "last"),
+    [
+        (("--devices=2", "--split=chunk"), [15, 15], [5, 5]),
+        (("--devices=3", "--split=chunk"), [10, 10, 10], [4, 4, 2]),
+        (("--devices=8", "--split=chunk"), [4, 4, 4, 4, 4, 4, 4, 2], [2, 2, 2, 2, 2]),
+        (("--devices=8",), [4, 4, 4, 4, 4, 4, 3, 3], [2, 2, 1, 1, 1, 1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_the_tutorial_shows_what_each_device_sees(
+    options: tuple[str, ...], full: list[int], last: list[int]
+) -> None:
+    printed = in_here(tutorial.main, *options)
+    batches = [re.findall(r"input \((\d+), 5\)", b) for b in printed.split("batch (")[1:]]
+    assert [list(map(int, batch)) for batch in batches] == [full, full, full, last]
+    assert printed.count("outside: output (30, 2) on cpu") == 3
+
+
+def test_an_old_script_loads_old_keys_and_saves_clean_ones(tmp_path: Path) -> None:
+    printed = in_here(migrate.main, "--epochs=3", f"--folder={tmp_path}")
+    old, new = (torch.load(tmp_path / f"{name}.pt", map_location="cpu") for name in ("old", "new"))
+    assert all(key.startswith("module.") for key in old)
+    assert [f"module.{key}" for key in new] == list(old)
+    lines = [line for line in printed.splitlines() if line.startswith("test/acc")]
+    accuracies = [float(line.split()[1]) for line in lines]
+    assert len(accuracies) == 2 and accuracies[0] == accuracies[1] > 0.8

@@ -19,33 +19,6 @@ class OptionError(CompactHydraException, ValueError):
         super().__init__(f"error: {message}")
 
 
-def check_at_least(key: str, value: object, least: float) -> None:
-    """Raises a ValueError unless an option is at least `least`, and an integer if that is one.
-
-    Example:
-        >>> check_at_least("batch_size", 0.5, 1)
-        Traceback (most recent call last):
-        ...
-        ValueError: batch_size: expected a whole number of at least 1, got 0.5. Give 1 or more.
-    """
-    kinds = int if isinstance(least, int) else (int, float)
-    if isinstance(value, kinds) and not isinstance(value, bool) and value >= least:
-        return
-    kind = "a whole number" if isinstance(least, int) else "a number"
-    raise ValueError(
-        f"{key}: expected {kind} of at least {least}, got {value!r}. Give {least} or more."
-    )
-
-
-def check_multiple(key: str, value: int, factor: int, why: str) -> None:
-    """Raises a ValueError, which says why, unless a size is a multiple of a factor."""
-    if value % factor:
-        raise ValueError(
-            f"{key}: expected a multiple of {factor}, as {why}, got {value}. Try "
-            f"{max(1, round(value / factor)) * factor}."
-        )
-
-
 def check_numbers(node: Any, key: str) -> None:
     """Refuses text below a node where its `_target_` takes numbers only: `max_epochs=abc`.
 

@@ -2,8 +2,8 @@
 
 The engine takes 0.5 to 1 ms for a step on one device, and models for which one device is fastest
 have steps of a few milliseconds. Where outputs are needed elsewhere the engine runs the step all
-the same.
-With several processes nothing is timed, since their steps wait for each other: all devices work.
+the same. With several processes nothing is timed, since their steps wait for each other: all
+devices work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_dp.parallel.scatter import BatchSizeError
 from lightning_dp.parallel.split import Auto, Timing
 from lightning_dp.step_mode import StepMode
 
-STEPS = {  # of Lightning's stages
+_STEPS = {  # of Lightning's stages
     "train": "training_step",
     "sanity_check": "validation_step",
     "validate": "validation_step",
@@ -37,10 +37,13 @@ class AutoSplitSteps:
 
     A step's time is from its batch to the next one of the stage, so the optimizer's step and what
     user code does in between are in it. Micro-batches of one optimizer's step are one step here.
+
+    Attributes:
+        is_alone: whether the latest step ran on the root without the engine.
     """
 
     def __init__(self, mode: Mode, split: Auto, trainer: Trainer) -> None:
-        self.is_alone = False  # the latest step ran on the root without the engine
+        self.is_alone = False
         self._mode, self._split, self._trainer = mode, split, trainer
         engine = self._engine = mode.engine
         root = engine.devices[0]
@@ -51,7 +54,7 @@ class AutoSplitSteps:
         self._accumulates = False  # the latest step was not the last one before the optimizer's
         self._root_batch: Any = None  # the latest batch, if the root has it
         self._timing: Timing | None = None  # of the step that runs
-        self._stretch: DeviceTimer | None = None
+        self._timer: DeviceTimer | None = None
         self._num_batches = 0
         # Timed steps that devices are still at; older ones are dropped.
         self._unread: deque[tuple[Timing, DeviceTimer, int, tuple[int, ...]]] = deque(maxlen=16)
@@ -60,31 +63,54 @@ class AutoSplitSteps:
     def next_step(self) -> str | None:
         """The name of the step that the batches of this stage are for."""
         stage = self._trainer.state.stage
-        return None if stage is None else STEPS.get(stage.value)
+        return None if stage is None else _STEPS.get(stage.value)
 
-    def batch(self, batch: Any, dataloader_idx: int, move: Callable[..., Any]) -> Any:
-        """The batch for the loop: on the root if it will work alone."""
-        n = self._num_samples(batch)
-        if not (self._begin(n) and self._can_be_alone):
-            self._root_batch = None
-            return self._mode.batch(batch, dataloader_idx)
-        self._root_batch = move(batch, None, dataloader_idx)
-        return self._root_batch
+    def begin(self, batch: Any) -> bool:
+        """Ends the step before, and decides about the next: whether the root does it alone."""
+        self._root_batch = None
+        n, stage = self._num_samples(batch), self.next_step or ""
+        while self._unread and self._unread[0][1].is_over():
+            timing, timer, num_batches, sizes = self._unread.popleft()
+            self._split.end(timing, timer.device_seconds / num_batches, sizes)
+        if stage != self._stage or not n:
+            self._timer = None  # what comes between stages is no step's time
+        elif self._accumulates:
+            self._num_batches += 1
+            return self._split.num_devices == 1 and self._can_be_alone
+        if self._timer is not None and self._timing is not None:
+            self._timer.end()
+            timed = (self._timing, self._timer, self._num_batches, self._engine.last_sizes)
+            self._unread.append(timed)
+        self._stage, self._num_batches, self._timer = stage, 1, None
+        is_even = torch.are_deterministic_algorithms_enabled()
+        if not n or not stage or is_even:
+            self._split.use_all(evenly=is_even)
+            return False
+        kind = stage if isinstance(self._mode, StepMode) else None
+        is_settled = self._engine.executor.is_settled(kind)
+        self._timing = self._split.begin(stage, n, is_settled=is_settled)
+        if self._timing is not None:
+            self._timer = DeviceTimer(self._devices)
+        return self._split.num_devices == 1 and self._can_be_alone
 
-    def step(
-        self, method: str, batch: Any, own: Callable[[], Any], several: Callable[[], Any]
-    ) -> Any:
-        """Runs a step: `own` is Lightning's, `several` the engine's."""
-        engine, was_alone = self._engine, self.is_alone
-        self.is_alone = self._root_batch is not None and batch is self._root_batch
+    def take(self, batch: Any) -> Any:
+        """Notes and returns a batch that the root has got, and will work on alone."""
+        self._root_batch = batch
+        return batch
+
+    def is_for_root(self, method: str, batch: Any) -> bool:
+        """Whether the root does this step alone; called once for every step."""
+        was_alone, self.is_alone = self.is_alone, batch is not None and batch is self._root_batch
         if self.is_alone != was_alone:
-            engine.resync()  # weights may have been written in a way that no version counts
+            self._engine.resync()  # weights may have been written in a way that no version counts
             if isinstance(self._mode, StepMode):
                 self._mode.batch(None, 0)  # lets go of the latest shards
-        self._accumulates = method == "training_step" and engine.reducer.accumulating
-        if not self.is_alone:
-            return several()
-        samples = self._num_samples(batch)
+        self._accumulates = method == "training_step" and self._engine.reducer.accumulating
+        return self.is_alone
+
+    def step(self, method: str, batch: Any, own: Callable[[], Any]) -> Any:
+        """Runs Lightning's own step on the root."""
+        engine, samples = self._engine, self._num_samples(batch)
         engine.last_sizes = (samples, *[0] * (len(engine.devices) - 1))
         if method != "training_step":
             return own()
@@ -105,37 +131,6 @@ class AutoSplitSteps:
         if is_end:
             meter.stop()
         return result
-
-    def _begin(self, n: int) -> bool:
-        """Ends the step before, and decides about one of n samples: whether one device does it."""
-        stage = self.next_step or ""
-        self._read()
-        if stage != self._stage or not n:
-            self._stretch = None  # what comes between stages is no step's time
-        elif self._accumulates:
-            self._num_batches += 1
-            return self._split.num_devices == 1
-        if self._stretch is not None and self._timing is not None:
-            self._stretch.end()
-            timed = (self._timing, self._stretch, self._num_batches, self._engine.last_sizes)
-            self._unread.append(timed)
-        self._stage, self._num_batches, self._stretch = stage, 1, None
-        is_even = torch.are_deterministic_algorithms_enabled()
-        if not n or not stage or is_even:
-            self._split.use_all(evenly=is_even)
-            return False
-        kind = stage if isinstance(self._mode, StepMode) else None
-        is_settled = self._engine.executor.is_settled(kind)
-        self._timing = self._split.begin(stage, n, is_settled=is_settled)
-        if self._timing is not None:
-            self._stretch = DeviceTimer(self._devices)
-        return self._split.num_devices == 1
-
-    def _read(self) -> None:
-        """Gives the split the times of those steps that the devices are through with."""
-        while self._unread and self._unread[0][1].is_over():
-            timing, stretch, num_batches, sizes = self._unread.popleft()
-            self._split.end(timing, stretch.device_seconds / num_batches, sizes)
 
     def _num_samples(self, batch: Any) -> int:
         """0 if it is not known before the step, which then raises the error where there is one."""

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
+from typing_extensions import override
 
 from lightning_dp.lightning_private import own_device
 from lightning_dp.metrics import StepRecorder, is_metric
-from lightning_dp.metrics.ranks import HostRecorder
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.contexts import replaced
 from lightning_dp.parallel.forward import ForwardParallel
@@ -26,6 +26,7 @@ from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards
 
 if TYPE_CHECKING:
+    from lightning_dp.metrics.ranks import HostRecorder
     from lightning_dp.parallel.processes import World
 
 
@@ -59,13 +60,14 @@ class ForwardMode(Mode):
         for submodule in module.modules():
             if is_metric(submodule):
                 submodule.to(output_device)
-        self._processes: _Processes | None = None
-        kind: Callable[..., ForwardParallel] = ForwardParallel
-        host = None if world is None else HostRecorder(module, output_device, world)
-        if host is not None:
-            kind = partial(_EngineOfProcess, host)
+        host = None
+        if world is not None:
+            from lightning_dp.metrics.ranks import HostRecorder
+
+            host = HostRecorder(module, output_device, world)
         recorder = StepRecorder(module, devices, output_device, host=host)
-        self.engine: ForwardParallel = kind(
+        make = ForwardParallel if host is None else partial(_EngineOfProcess, host)
+        self.engine: ForwardParallel = make(
             module,
             devices,
             output_device=output_device,
@@ -75,23 +77,26 @@ class ForwardMode(Mode):
             context=partial(_around_call, recorder, module, devices[0]),
             **options,
         )
+        self._of_processes: _StepsOfProcess | None = None
         if world is not None and host is not None:
-            self._processes = _Processes(module, self.engine, host, world, loss_reduction)
+            self._of_processes = _StepsOfProcess(module, self.engine, host, world, loss_reduction)
         # Steps whose first run with a result has not been looked at.
         self._to_check = {"training_step", "validation_step", "test_step", "predict_step"}
 
+    @override
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Moves the batch to the output device."""
         if not self.moves_batch:
             return batch
         return self._transfer(batch, self.engine.output_device, dataloader_idx=dataloader_idx)
 
+    @override
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Calls the step, and warns if the first one spread nothing."""
         call = partial(getattr(self.module, method), batch, *args)
         num_calls, num_cut = self.engine.num_calls, self.engine.num_cut
         with self.engine.spreading(), _at(self.module, self.engine.output_device):
-            own = self._processes
+            own = self._of_processes
             output = call() if own is None else own.step(method, call, batch)
         # A step without a result may compute nothing; one of manual optimisation returns nothing.
         by_hand = method == "training_step" and not self.module.automatic_optimization
@@ -123,19 +128,25 @@ class ForwardMode(Mode):
         )
 
     @contextmanager
+    @override
     def during_backward(self) -> Iterator[None]:
         """Keeps calls spread: a checkpoint calls the module again in the backward."""
         here = _at(self.module, self.engine.output_device)
-        logs = nullcontext() if self._processes is None else self._processes.during_backward()
-        with super().during_backward(), self.engine.spreading(), here, logs:
+        own = self._of_processes
+        logs = nullcontext() if own is None else own.host.around_backward()
+        profiled = self.engine.profiler_range("lightning_dp.backward")
+        with profiled, self.engine.spreading(), here, logs:
             yield
 
+    @override
     def loss_of_closure(self, result: Any) -> Any:
         """With several processes and manual optimisation: the loss of all."""
-        return result if self._processes is None else self._processes.loss_of_closure(result)
+        if self._of_processes is None or self.module.automatic_optimization:
+            return result  # with automatic optimisation, the step's loss was joined already
+        return self._of_processes.losses.number(result)
 
 
-class _Processes:
+class _StepsOfProcess:
     """The steps of one of several processes: each runs a step once, with its part of the batch."""
 
     def __init__(
@@ -148,33 +159,25 @@ class _Processes:
     ) -> None:
         from lightning_dp.parallel.forward_losses import ForwardLosses
 
-        self._module, self._engine, self._host = module, engine, host
-        self._losses = ForwardLosses(engine, world, loss_reduction)
-        self.during_backward = host.around_backward
+        self._module, self._engine, self.host = module, engine, host
+        self.losses = ForwardLosses(engine, world, loss_reduction)
 
     def step(self, method: str, call: Callable[[], Any], batch: Any) -> Any:
         """Calls a step; loss, logs and metrics become those of all processes."""
-        if isinstance(batch, Iterator):
-            raise ValueError(
-                f"{method}: expected a batch, as several processes weight what a step computes by "
-                "its samples, got a step that takes dataloader_iter. Take (batch, batch_idx), or "
-                "start one process."
-            )
-        size = self._engine.count_samples(batch)
+        is_iterator = isinstance(batch, Iterator)
+        size = None if is_iterator else self._engine.count_samples(batch)
         if not size:
+            what = "a step that takes dataloader_iter" if is_iterator else type(batch).__qualname__
             raise ValueError(
-                "Expected a batch whose samples can be counted, as several processes weight what a "
-                f"step computes by its samples, got {type(batch).__qualname__} without any. Define "
-                "batch_size(batch) on the module, which returns how many samples there are."
+                f"{method}: expected a batch whose samples can be counted, as several processes "
+                f"weight what a step computes by its samples, got {what}. Take (batch, batch_idx), "
+                "define batch_size(batch) on the module, which returns how many samples there are, "
+                "or start one process."
             )
-        with self._host.around_step(size, self._engine.row_rules.dim):
+        with self.host.around_step(size, self._engine.row_rules.dim):
             if method != "training_step":
                 return call()
-            return self._losses.step(call, size, by_hand=not self._module.automatic_optimization)
-
-    def loss_of_closure(self, result: Any) -> Any:
-        """With automatic optimisation, the step's loss was joined already."""
-        return result if self._module.automatic_optimization else self._losses.number(result)
+            return self.losses.step(call, size, by_hand=not self._module.automatic_optimization)
 
 
 class _EngineOfProcess(ForwardParallel):

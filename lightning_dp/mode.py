@@ -6,12 +6,13 @@ There are two: step mode (`step_mode`) and forward mode (`forward_mode`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from lightning_dp.parallel.engine import Engine
 Transfer: TypeAlias = Callable[..., Any]
 """Lightning's transfer hooks: called with what is moved, where to, and `dataloader_idx`."""
 
-_LIGHTNING = ("lightning.", "pytorch_lightning.")
+_LIGHTNING = ("lightning.", "pytorch_lightning.", "lightning_dp.")
 
 
 class Mode(ABC):
@@ -30,8 +31,7 @@ class Mode(ABC):
     dataloader_idx = 0  # of the latest batch
 
     def __init__(self, module: LightningModule, transfer: Transfer) -> None:
-        self.module = module
-        self._transfer = transfer
+        self.module, self._transfer = module, transfer
 
     @abstractmethod
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
@@ -41,13 +41,13 @@ class Mode(ABC):
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs a step for the whole batch, and returns what one device would have returned."""
 
+    @abstractmethod
+    def during_backward(self) -> AbstractContextManager[Any]:
+        """Surrounds Lightning's backward of a step's loss."""
+
     def close(self) -> None:
         """Ends the engine's threads."""
         self.engine.close()
-
-    def during_backward(self) -> AbstractContextManager[Any]:
-        """Surrounds Lightning's backward of a step's loss."""
-        return self.engine.profiler_range("lightning_dp.backward")
 
     def recover_backward(
         self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
@@ -74,8 +74,17 @@ class Mode(ABC):
         return loss.to(root, non_blocking=True) if loss.device.type == "cpu" else loss
 
 
-def needs_forward_mode(module: LightningModule, steps: Sequence[str]) -> str:
-    """Returns why a run of these steps needs forward mode, or "".
+_STEPS: dict[Any, tuple[str, ...]] = {
+    TrainerFn.FITTING: ("training_step", "validation_step"),
+    TrainerFn.VALIDATING: ("validation_step",),
+    TrainerFn.TESTING: ("test_step",),
+    TrainerFn.PREDICTING: ("predict_step",),
+}
+"""The steps of each of the Trainer's runs."""
+
+
+def why_forward_mode(module: LightningModule) -> str:
+    """Returns why the Trainer's run needs forward mode, or "".
 
     Optimizers act once for the whole batch, and an iterator over batches is advanced once, so such
     steps run once, on the main thread. With manual optimisation so do all of the module's steps:
@@ -83,24 +92,39 @@ def needs_forward_mode(module: LightningModule, steps: Sequence[str]) -> str:
     """
     if not module.automatic_optimization:
         return "it sets automatic_optimization = False"
-    own = {name: getattr(module, name) for name in steps}
-    taking = [name for name, step in own.items() if step is not None and takes_iterator(step)]
-    return f"its {taking[0]} takes dataloader_iter" if taking else ""
-
-
-def takes_iterator(step: Callable[..., Any]) -> bool:
-    """Whether Lightning's loop gives a step an iterator over batches in the place of a batch."""
-    return is_param_in_hook_signature(step, "dataloader_iter", explicit=True)
+    for name in _STEPS[module.trainer.state.fn]:
+        step = getattr(module, name)
+        if step and is_param_in_hook_signature(step, "dataloader_iter", explicit=True):
+            return f"its {name} takes dataloader_iter"
+    return ""
 
 
 def own_hooks(module: LightningModule) -> set[str]:
     """Names of the per-shard transfer hooks that the module or its data module overrides."""
+    names = ("transfer_batch_to_device", "on_after_batch_transfer")
     owners: list[Any] = [module, module.trainer.datamodule]  # type: ignore[attr-defined]  # typed too narrowly
-    return {hook for owner in owners if owner is not None for hook in _overridden(owner)}
+    return {name for owner in owners if owner is not None for name in _overridden(owner, names)}
 
 
-def _overridden(owner: Any) -> Iterator[str]:
-    for hook in ("transfer_batch_to_device", "on_after_batch_transfer"):
-        cls = next(cls for cls in type(owner).__mro__ if hook in vars(cls))
-        if hook in vars(owner) or not cls.__module__.startswith(_LIGHTNING):
-            yield hook
+def _overridden(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        hook = vars(owner).get(name) or getattr(type(owner), name, None)
+        if hook is not None and not getattr(hook, "__module__", "").startswith(_LIGHTNING):
+            yield name
+
+
+_BETWEEN_STEPS = (
+    *("on_train_batch_start", "on_train_batch_end", "on_before_batch_transfer"),
+    *("on_after_batch_transfer", "transfer_batch_to_device", "on_before_backward", "backward"),
+    *("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"),
+    *("optimizer_step", "on_before_zero_grad", "optimizer_zero_grad", "lr_scheduler_step"),
+)
+
+
+def has_user_hooks(trainer: Any) -> bool:
+    """Whether code of the user's runs between two training steps: it may write to weights.
+
+    A hook of the module, the data module or a callback that is not Lightning's.
+    """
+    owners = [trainer.lightning_module, getattr(trainer, "datamodule", None), *trainer.callbacks]
+    return any(next(_overridden(o, _BETWEEN_STEPS), "") for o in owners if o is not None)

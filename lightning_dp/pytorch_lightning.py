@@ -18,7 +18,6 @@ from pytorch_lightning.strategies import ParallelStrategy, StrategyRegistry
 
 from lightning_dp.checkpointing import ModulePrefixMixin
 from lightning_dp.monitor import DataParallelMonitor as _Monitor
-from lightning_dp.options import OptionsMixin
 from lightning_dp.strategy import DataParallelMixin
 
 __all__ = ["DataParallelMonitor", "DataParallelStrategy", "ModulePrefixCheckpointIO"]
@@ -28,7 +27,7 @@ __all__ = ["DataParallelMonitor", "DataParallelStrategy", "ModulePrefixCheckpoin
 class DataParallelStrategy(  # type: ignore[misc]  # two ParallelStrategy  # noqa: D101  # `__doc__`
     DataParallelMixin, ParallelStrategy
 ):
-    __doc__ = OptionsMixin.__doc__
+    __doc__ = DataParallelMixin.__doc__
 
     package = "pytorch_lightning"
 

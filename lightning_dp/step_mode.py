@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
+from typing_extensions import override
 
 from lightning_dp.metrics import StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
@@ -21,8 +22,6 @@ from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingSte
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes import World
-
-_LIGHTNING = ("lightning.", "pytorch_lightning.")
 
 
 class StepMode(Mode):
@@ -57,10 +56,12 @@ class StepMode(Mode):
             context=recorder.around,
             **options,
         )
-        self.engine.has_own_backward = not type(module).backward.__module__.startswith(_LIGHTNING)
+        package = type(module).backward.__module__.partition(".")[0]
+        self.engine.has_own_backward = package not in ("lightning", "pytorch_lightning")
         self._batch: Any = None
         self._call: EvaluationStep | None = None  # of `_batch`
 
+    @override
     def batch(self, batch: Any, dataloader_idx: int) -> Any:
         """Returns the batch as it is: the step cuts it, and then moves each shard.
 
@@ -69,6 +70,7 @@ class StepMode(Mode):
         self._batch, self._call, self.dataloader_idx = batch, None, dataloader_idx
         return batch
 
+    @override
     def step(self, method: str, batch: Any, args: tuple[Any, ...]) -> Any:
         """Runs it on all replicas; after out-of-memory again, with fewer samples there."""
         training = method == "training_step"
@@ -85,13 +87,20 @@ class StepMode(Mode):
         try:
             output = self.engine.run(call, batch, shards)
         except NoLossError as error:
-            _refuse(self.module, error.output)
+            # Lightning has an error of its own for most of what is no loss.
+            loop = self.module.trainer.fit_loop.epoch_loop.automatic_optimization
+            loop.output_result_cls.from_training_step_output(error.output)
             raise
         self._call = call
         if isinstance(batch, dict | UserDict):
             give_back_added(batch, call.shards, self.engine.output_device)
         return output
 
+    @override
+    def during_backward(self) -> AbstractContextManager[Any]:
+        return self.engine.profiler_range("lightning_dp.backward")
+
+    @override
     def recover_backward(
         self, error: torch.OutOfMemoryError, context: Callable[[], AbstractContextManager[None]]
     ) -> None:
@@ -100,12 +109,6 @@ class StepMode(Mode):
         if call is None:
             raise error
         self.engine.rerun(call, self._batch, context, error)
-
-
-def _refuse(module: LightningModule, output: Any) -> None:
-    """Raises Lightning's error about what a training step returned, if it has one."""
-    loop = module.trainer.fit_loop.epoch_loop.automatic_optimization
-    loop.output_result_cls.from_training_step_output(output)
 
 
 def check_layers_are_registered(root: LightningModule) -> None:

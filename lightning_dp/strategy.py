@@ -1,92 +1,358 @@
-"""Lightning's face of the engine: each hook of the strategy is one call into it."""
+"""The strategy: its options, and Lightning's hooks, each of which is one call into a mode's engine.
+
+A mode decides what is done with the batches and steps of the loop: `step_mode` or `forward_mode`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightning_dp.auto_split import AutoSplitSteps
+from lightning_dp.checkpointing import CheckpointMixin
 from lightning_dp.first_step import FirstSteps
+from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.layer_sync import replicas_own
 from lightning_dp.lightning_private import devices_asked_for, layer_sync, set_layer_sync
-from lightning_dp.measured import MeasuredMixin
-from lightning_dp.mode import Mode
-from lightning_dp.options import OptionsMixin
+from lightning_dp.mode import Mode, has_user_hooks, why_forward_mode
 from lightning_dp.parallel.apply import optimizer_threads
 from lightning_dp.parallel.check import Report
+from lightning_dp.parallel.checks import check_choice, check_names, named_options
 from lightning_dp.parallel.contexts import replaced
-from lightning_dp.parallel.split import Auto
-from lightning_dp.user_hooks import has_user_hooks
+from lightning_dp.parallel.data_parallel import check_engine_options
+from lightning_dp.parallel.devices import memory_capacities, resolve_devices, resolve_output_device
+from lightning_dp.parallel.gather import Override
+from lightning_dp.parallel.reduce import LOSS_REDUCTIONS
+from lightning_dp.parallel.scatter import no_costs
+from lightning_dp.parallel.split import (
+    Auto,
+    OwnSplit,
+    SplitPolicy,
+    StepUsage,
+    check_split,
+    split_policy,
+)
+from lightning_dp.parallel.usage import DeviceUsage
+from lightning_dp.processes import Rule, check_group_options
+from lightning_dp.step_mode import StepMode
 
 
-class DataParallelMixin(MeasuredMixin):
-    """The strategy for either of Lightning's packages; its options are in `OptionsMixin`."""
+class DataParallelMixin(CheckpointMixin):
+    """One process, several devices, and the same numbers as on one device.
+
+    Every batch is split over the devices. Each step runs on all of them at once, on replicas of
+    the module that are built once and kept; the losses become one loss, the gradients are summed
+    into the user's own module on the root device (the first one), where the optimizer lives.
+    Outputs, logs and metrics are those of the whole batch.
+
+    Registered as `"dp_custom"`: after `import lightning_dp`, `Trainer(strategy="dp_custom",
+    devices=4)` uses the defaults, and `"dp_custom_forward"` those of forward mode. With one device
+    it is Lightning's single-device strategy.
+
+    Args:
+        mode: `"step"`: `training_step` runs in every replica on its shard, which keeps memory
+            balanced; `self.all_gather` gives each the whole batch's tensors. `"forward"`: it runs
+            once, with the whole batch on the output device, and only `self(x)` is spread over the
+            replicas: exact for losses over the whole batch (contrastive, triplet) as they are
+            written. A 0-dim float that `forward` returns, a loss say, is a mean over its samples.
+            Modules with `automatic_optimization = False`, and with steps that take
+            `dataloader_iter`, always train in forward mode; a line at INFO says so.
+        devices: the devices, root first, in place of `Trainer(devices=...)`. An entry may repeat
+            for several replicas on one device: `["cuda:0", "cuda:0"]`, `["cpu"] * 4`. Integers
+            are ids of the machine's accelerator. Several processes on a machine share its devices
+            out, in order.
+        output_device: where loss, logs and gathered outputs end up. None for the root device, a
+            name (`"cuda:1"`, `"cpu"`), a `torch.device`, or an integer: a device's id (on the
+            CPU, a replica's index). Not a device of another process.
+        split: how samples are shared out. `"even"`: sizes differ by at most one, larger ones
+            first, and with fewer samples than devices some are idle. `"auto"`: as `"adaptive"`, on
+            as many devices as make a step shortest; where the root alone is fastest, it does the
+            step as Lightning itself would. It goes by times: two runs may differ by rounding, but
+            with `Trainer(deterministic=True)` it is `"even"`. `"chunk"`: the sizes of
+            `torch.chunk`, as in `torch.nn.DataParallel`. `"memory"`: learns from the peaks of the
+            first steps, and leaves equally much memory free on every device. `"adaptive"`: begins
+            even, learns from the times of the steps how fast every device is, and lets all end at
+            the same time. What they learn is of one fit: it goes into no checkpoint. `"cost"`:
+            samples of unequal cost (sequence length, nodes) go where there is least to do, and
+            results are in the batch's order. Costs come from the module's method
+            `sample_cost(batch)`, which returns a 1-D tensor, or by an entry of the batch, see
+            `sample_cost`. Or a function
+            `(batch_size, devices) -> sizes`. Where memory runs out, every split gives the device
+            fewer samples, and the step runs again. Between processes shares are as the numbers of
+            devices; `"chunk"` goes by all devices of all processes.
+        weights: fixed shares, one number of at least 0 per device of the machine: `[1, 3, 3, 3]`.
+            Only their ratios matter, between machines too; 0 leaves a device idle. With
+            `split="adaptive"`, the shares that it begins with. None for equal shares.
+        sample_cost: with `split="cost"`, the entry of the batch that holds the samples' costs, such
+            as `"lengths"` or `"text.lengths"`; None to ask the module.
+        dim: the dimension along which batches are cut and outputs joined.
+        gather_overrides: how outputs, and items of lists on `self`, under certain keys are
+            gathered, in place of what `gather` does with their type: `{"count": "first",
+            "aux.losses": "stack"}`, with "mean", "sum", "stack", "cat", "first" or "list".
+        parallel_modules: forward mode: names of submodules whose calls are spread over the
+            replicas too, when the step calls them directly: `["generator", "discriminator"]`.
+        move_batch: forward mode: whether the batch is brought to the output device before the
+            step. False leaves it where the DataLoader put it, which saves a copy of inputs that
+            only `self(x)` reads.
+        loss_reduction: what the loss of `training_step` is over its samples, `"mean"` or `"sum"`.
+            A mean over other things (valid tokens, say) is exact if the step returns
+            `{"loss": mean, "num_items": how_many}`, or sets `loss.num_items = how_many`.
+        buffers: which buffers the module keeps after a training step, running statistics of batch
+            norm for instance: those of the `"first"` replica (as in DDP), or the `"mean"` of all,
+            weighted by shard size.
+        executor: how replicas run: in worker `"threads"`, `"inorder"` on the main thread (for a
+            debugger), or `"auto"`, which measures both in the first steps and keeps the faster.
+        check_first_step: whether the first step of each kind (training, validation, test, predict)
+            also runs on a few samples of its batch, once on the root alone and once split, to
+            compare loss, gradients, logged values, outputs, items of lists and buffers. Everything
+            is put back: gradients, buffers, random state, metrics, logs, and lists and attributes
+            of the module and of the user's objects on it. Files, environments, classes, global
+            numbers and the Trainer's data module cannot be: a step that changes them needs `False`.
+            A difference beyond rounding is one warning that names what differs, the cause (a sum, a
+            mean over something else than samples, a loss over the whole batch, a logged value that
+            is no mean) and what to write instead; batch norm without sync and random numbers are
+            one line at INFO. `"auto"` leaves it out under `fast_dev_run`, for modules with compiled
+            parts or more than 4 GiB of tensors, and where state cannot be put back. What was found
+            is `first_step`, by the name of the step.
+        process_group_backend: with several processes, what moves bytes between them:
+            `"gloo"`, `"nccl"` or `"cpu:gloo,cuda:nccl"`. None for gloo on CPUs, and for both on
+            GPUs.
+        timeout: how long a replica waits in a collective for one that does not come, and a process
+            for the others: a number of seconds, or a `timedelta`. None for half an hour, or for
+            torch's default between processes.
+        accelerator: as for every Lightning strategy; the Trainer sets it.
+        cluster_environment: as for every Lightning strategy; the Trainer sets it.
+        checkpoint_io: as for every Lightning strategy; None for `ModulePrefixCheckpointIO()`.
+        precision_plugin: as for every Lightning strategy.
+
+    Raises:
+        ValueError: an argument is out of its range; the message says what was expected. What
+            depends on the number of devices is checked when the Trainer is made.
+    """
 
     strategy_name = "dp_custom"
     package: ClassVar[str]
     """The package whose Trainer it is for."""
+    given_options: Mapping[str, str] = MappingProxyType({})
+    """The options that differ from their defaults, as text."""
 
     first_step: Mapping[str, Report] = MappingProxyType({})
     """What `check_first_step` has found in the latest run, by the name of the step."""
+    last_sizes: tuple[int, ...] = ()
+    """Samples per device in the latest step."""
+    usage: Sequence[DeviceUsage] = ()
+    """What every device did in the training steps of the latest fit."""
 
-    _mode: Mode | None = None  # while a Trainer runs on several devices
-    _first_steps: FirstSteps | None = None  # while a Trainer runs
-    _asks_why = False  # Lightning, about a training step that has returned None
+    # While a Trainer runs:
+    _mode: Mode | None = None  # on several devices
+    _auto: AutoSplitSteps | None = None  # with split="auto"
+    _first_steps: FirstSteps | None = None
+    _returned_none = False  # the latest training step
+
+    @named_options
+    def __init__(
+        self,
+        *,
+        mode: Literal["step", "forward"] = "step",
+        devices: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        split: str | OwnSplit = "even",
+        weights: Sequence[float] | None = None,
+        sample_cost: str | None = None,
+        dim: int = 0,
+        gather_overrides: Mapping[str, Override] | None = None,
+        parallel_modules: Sequence[str] = (),
+        move_batch: bool = True,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        buffers: Literal["first", "mean"] = "first",
+        executor: Literal["auto", "threads", "inorder"] = "auto",
+        check_first_step: bool | Literal["auto"] = "auto",
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = None,
+        accelerator: Accelerator | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        self._options_of_all = {n: value for n, value in locals().items() if n in _OF_ALL}
+        check_split(split, weights, sample_cost)
+        check_engine_options(dim, buffers, executor, gather_overrides)
+        check_choice("check_first_step", check_first_step, ("auto", True, False))
+        check_choice("mode", mode, ("step", "forward"))
+        check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
+        _check_forward_options(mode, parallel_modules, move_batch)
+        self._timeout = check_group_options(process_group_backend, timeout)
+        self._engine_options: dict[str, Any] = {
+            "dim": dim,
+            "cost_key": sample_cost,
+            "overrides": gather_overrides,
+            "buffers": buffers,
+            "executor": executor,
+            "loss_reduction": loss_reduction,
+            "timeout": self._timeout,
+        }
+        self._forward_options: dict[str, Any] = {
+            "parallel_modules": parallel_modules,
+            "move_batch": move_batch,
+        }
+        self._process_group_backend = process_group_backend
+        self._split, self._weights = split, weights
+        self._mode_name, self._output_device = mode, output_device
+        self._check_first_step: bool | Literal["auto"] = check_first_step
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=None if devices is None else resolve_devices(devices),
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Replicas and threads stay behind: a copy is as between two fits, until it is set up."""
         state = {**super().__getstate__(), "_mode": None, "_auto": None}
         return {**state, "_first_steps": None}
 
+    def __repr__(self) -> str:
+        """Options and devices; until a Trainer has it, which can: Lightning refuses others so."""
+        options = ", ".join(f"{option}={value}" for option, value in self.given_options.items())
+        name = f"{type(self).__qualname__}({options})"
+        if self.accelerator is None:
+            return f"<{name} for a Trainer of {self.package}>"
+        return f"<{name} on {', '.join(self.replica_names)}>"
+
+    # Devices, and how samples are shared out
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        """Takes the machine's devices, ours or the Trainer's, and checks what depends on them.
+
+        Where several processes share them out, `take_devices` comes next.
+        """
+        self.machine_devices = self._devices = parallel_devices
+        self._own_weights = self._weights
+        self._split_policy: SplitPolicy | None = None
+        if parallel_devices:
+            if self._split != "memory":  # which asks devices, that may be another process's
+                self._split_policy = self._new_policy()
+            self._resolved_output = resolve_output_device(self._output_device, parallel_devices)
+
+    @override
+    def take_devices(self, own: slice) -> None:
+        machine = self.machine_devices or []
+        self._devices = machine[own]
+        self._own_weights = None if self._weights is None else self._weights[own]
+        self._split_policy = self._new_policy()
+        self._resolved_output = resolve_output_device(self._output_device, self._devices)
+        if self._resolved_output in {*machine} - {*self._devices}:
+            raise ValueError(
+                "output_device: expected None, 'cpu' or one of this process's own devices "
+                f"{list(map(str, self._devices))}, got {self._output_device!r}, which is another "
+                "process's. Leave it out for each process's root device."
+            )
+
+    def _new_policy(self) -> SplitPolicy:
+        devices, weights = self._devices or [], self._own_weights
+        if weights is not None and len(devices) == len(weights) and not any(weights):
+            weights = None  # the other processes have all samples; of theirs one is worked on here
+        # Only "memory" needs devices that count it: others take 0 for "no limit is known".
+        capacities = partial(memory_capacities, devices, must_count=self._split == "memory")
+        return split_policy(self._split, weights, devices, capacities)
+
+    @property
+    @override
+    def share(self) -> tuple[int, tuple[float, ...] | None, Rule]:
+        weights = None if self._own_weights is None else tuple(self._own_weights)
+        rule: Rule = "chunk" if self._split == "chunk" else "even"
+        return len(self._devices or ()), weights, rule
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        if not self.parallel_devices:
+            raise RuntimeError(
+                "Expected the strategy to be used in a Trainer, which gives it its devices, or "
+                "DataParallelStrategy(devices=[...])."
+            )
+        return self.parallel_devices[0]
+
+    @property
+    def output_device(self) -> torch.device:
+        """Where loss, logs and gathered outputs end up."""
+        return self._resolved_output
+
     # Setting up and tearing down
 
     @override
-    def model_to_device(self) -> None:
-        cast(LightningModule, self.model).to(self.root_device)
+    def connect(self, model: LightningModule) -> None:
+        """Takes the module, before any data is loaded, and asks whether it can tell costs.
+
+        In forward mode each module whose call is spread may give them, also one made later.
+        """
+        has_costs = self._engine_options["cost_key"] is not None or hasattr(model, "sample_cost")
+        is_split = self._split == "cost" and len(self.machine_devices or ()) > 1
+        if is_split and not has_costs and self._mode_name == "step":
+            raise no_costs(model)
+        super().connect(model)
 
     @override
-    def connect(self, model: LightningModule) -> None:
-        """Takes the module, before any data is loaded."""
-        self.check_costs(model)
-        super().connect(model)
+    def model_to_device(self) -> None:
+        self._module.to(self.root_device)
+
+    @property
+    def _module(self) -> LightningModule:
+        return cast(LightningModule, self.lightning_module)
 
     @override
     def setup(self, trainer: Trainer) -> None:
         devices = cast(list[torch.device], self.parallel_devices)
-        self._check_devices(trainer)
+        asked = devices_asked_for(trainer)
+        if "devices" in self.given_options and asked not in (None, len(self.machine_devices or ())):
+            raise ValueError(
+                f"devices: expected as many as Trainer(devices=...) names, {asked}, got "
+                f"{[*map(str, self.machine_devices or ())]}. Leave out one of the two: the "
+                "strategy's devices are taken in place of the Trainer's."
+            )
         self._close()  # what an interrupted end of an earlier run has left
         super().setup(trainer)
         if self._world is not None:
             _check_callbacks(trainer)
-            self.begin_together(self._world, self.options_of_all, trainer)
+            self.begin_together(self._world, self._options_of_all, trainer)
         if len(devices) == 1 and self._world is None:
             return  # every hook is then the base class's: plain Lightning on one device
         plugin = layer_sync(self)
         if plugin is not None:
             set_layer_sync(self, replicas_own(plugin))
-            layer_sync(self).apply(cast(LightningModule, self.lightning_module))
-        why = self._why_forward(cast(LightningModule, self.lightning_module))
+            layer_sync(self).apply(self._module)
+        why = self._mode_name == "step" and why_forward_mode(self._module)
         if why:
-            name = type(self.lightning_module).__name__
-            rank_zero_info(f"{name} runs in forward mode, as {why}.")
-        self._mode = self._new_mode()
-        if self._world is None and isinstance(self.split_policy, Auto):
-            self._auto = AutoSplitSteps(self._mode, self.split_policy, trainer)
+            rank_zero_info(f"{type(self._module).__name__} runs in forward mode, as {why}.")
+        mode = self._mode = self._new_mode()
+        if self._world is None and isinstance(self._split_policy, Auto):
+            self._auto = AutoSplitSteps(mode, self._split_policy, trainer)
         profiler = cast(Any, trainer).profiler
         if type(profiler).__name__ == "SimpleProfiler":  # others see what torch.profiler sees
-            self._mode.engine.profile = profiler.profile
+            mode.engine.profile = profiler.profile
         if trainer.state.fn == TrainerFn.FITTING:
-            self.usage = self._mode.engine.meter.usage
+            self.usage = mode.engine.meter.usage
         reports: dict[str, Report] = {}
         self.first_step = reports
         if self._check_first_step:
@@ -96,18 +362,26 @@ class DataParallelMixin(MeasuredMixin):
                 trainer,
                 self._new_mode,
                 super().batch_to_device,
-                self._loss_reduction,
+                self._engine_options["loss_reduction"],
                 self.as_only_process,
             )
 
-    def _check_devices(self, trainer: Trainer) -> None:
-        asked, own = devices_asked_for(trainer), self.machine_devices or []
-        if "devices" in self.given_options and asked not in (None, len(own)):
-            raise ValueError(
-                f"devices: expected as many as Trainer(devices=...) names, {asked}, got "
-                f"{[*map(str, own)]}. Leave out one of the two: the strategy's devices are taken "
-                "in place of the Trainer's."
-            )
+    def _new_mode(self, **others: Any) -> Mode:
+        """Makes the mode that this run needs, with some of its engine's options replaced."""
+        if self._split_policy is None:
+            self._split_policy = self._new_policy()
+        options: dict[str, Any] = {
+            **self._engine_options,
+            "transfer": super().batch_to_device,
+            "output_device": self.output_device,
+            "split": self._split_policy,
+            "world": self._world,
+            **others,
+        }
+        devices = self._devices or []
+        if self._mode_name == "forward" or why_forward_mode(self._module):
+            return ForwardMode(self._module, devices, **self._forward_options, **options)
+        return StepMode(self._module, devices, **options)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -123,6 +397,11 @@ class DataParallelMixin(MeasuredMixin):
             layer_sync(self).revert(self.lightning_module)
         super().teardown()
 
+    def _close(self) -> None:
+        if self._mode is not None:
+            self._mode.close()
+        self._mode = self._auto = self._first_steps = None
+
     # Steps
 
     @override
@@ -132,16 +411,16 @@ class DataParallelMixin(MeasuredMixin):
         """Does what the mode does with a batch; with a device, moves it there as Lightning does."""
         if self._mode is None or device is not None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        if self._auto is not None and not self._is_to_be_checked(self._auto):
-            return self._auto.batch(batch, dataloader_idx, super().batch_to_device)
+        checks, auto = self._first_steps, self._auto
+        is_checked = checks is not None and auto is not None and auto.next_step in checks.due
+        if auto is not None and not is_checked and auto.begin(batch):
+            return auto.take(super().batch_to_device(batch, None, dataloader_idx))
         return self._mode.batch(batch, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._step("training_step", *args, **kwargs)
-        if output is None:  # after a step by hand Lightning does not ask
-            module = cast(LightningModule, self.lightning_module)
-            self._asks_why = module.automatic_optimization
+        self._returned_none = output is None
         return output
 
     @override
@@ -157,25 +436,44 @@ class DataParallelMixin(MeasuredMixin):
         output = self._step("predict_step", *args, **kwargs)
         return self.own_rows(output, sum(self.last_sizes))
 
+    def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        mode, auto = self._mode, self._auto
+        if mode is None:
+            return getattr(super(), method)(*args, **kwargs)
+        batch, *rest = (*args, *kwargs.values())
+        if auto is not None and auto.is_for_root(method, batch):
+            own = partial(getattr(super(), method), *args, **kwargs)
+            output = auto.step(method, batch, own)
+        else:
+            # Validation without batch_idx: weights may have been swapped before its first batch.
+            if method != "training_step" and rest[:1] in ([], [0]):
+                mode.engine.resync()
+            checks = self._first_steps
+            if checks is not None and method in checks.due:
+                checks.check(mode, method, batch, tuple(rest), self._world)
+            name = method.replace("training", "train").replace("validation", "val")
+            with getattr(self.precision_plugin, f"{name}_context")():
+                output = mode.step(method, batch, tuple(rest))
+        self.last_sizes = mode.engine.last_sizes
+        return output
+
     @override
     def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._mode is None:
+        mode, auto = self._mode, self._auto
+        if mode is None:
             return super().backward(closure_loss, *args, **kwargs)
-        if self._auto is not None and self._auto.is_alone:
-            return self._auto.backward(partial(super().backward, closure_loss, *args, **kwargs))
-        return self._backward(self._mode, closure_loss, *args, **kwargs)
-
-    def _backward(self, mode: Mode, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.precision_plugin, "scaler", None) is not None:
+        if auto is not None and auto.is_alone:
+            return auto.backward(partial(super().backward, closure_loss, *args, **kwargs))
+        plugin = self.precision_plugin
+        if getattr(plugin, "scaler", None) is not None:
             closure_loss = mode.to_be_scaled(closure_loss)
         with mode.during_backward():
             try:
                 return super().backward(closure_loss, *args, **kwargs)
             except torch.OutOfMemoryError as error:
-                mode.recover_backward(error, self.precision_plugin.train_step_context)
+                mode.recover_backward(error, plugin.train_step_context)
         # What Lightning would have done after a backward that did not end at once.
-        module = cast(LightningModule, self.lightning_module)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        closure_loss = plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
 
@@ -186,10 +484,10 @@ class DataParallelMixin(MeasuredMixin):
         mode = self._mode
         if mode is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        # Beside workers, an optimizer that takes a team of threads would wait for them to wake.
         engine, num_threads = mode.engine, torch.get_num_threads()
-        is_spread = (
-            engine.on_cpu and engine.meter.kind and engine.executor.is_in_threads(engine.meter.kind)
-        )
+        kind = engine.meter.kind
+        is_spread = engine.on_cpu and kind and engine.executor.is_in_threads(kind)
 
         def with_all_gradients() -> Any:
             if is_spread:  # an optimizer may call this several times
@@ -232,7 +530,7 @@ class DataParallelMixin(MeasuredMixin):
         if batch_idx == 0:
             self._resync()
             if self._mode is not None:
-                self._mode.engine.frozen_may_change = has_user_hooks(self._mode.module.trainer)
+                self._mode.engine.frozen_may_change = has_user_hooks(self._module.trainer)
 
     @override
     def on_validation_end(self) -> None:
@@ -243,69 +541,47 @@ class DataParallelMixin(MeasuredMixin):
         if self._mode is not None:
             self._mode.engine.resync()
 
+    # Several processes
+
     @contextmanager
     def as_only_process(self) -> Iterator[None]:
         """While it lasts, it asks no other process."""
-        world, self._world = self._world, None
-        try:
+        with replaced(self, _world=None):
             yield
-        finally:
-            self._world = world
-
-    # A training step may return None, and its batch is skipped. Lightning refuses that where it
-    # finds more than one process: some would wait for gradients that others do not have. Here None
-    # comes from all processes or from none. So there is one process when Lightning asks for this
-    # reason: it is the first that asks after the step.
 
     @property
     @override
     def world_size(self) -> int:
-        if self._asks_why:
-            self._asks_why = False
+        """The number of processes; 1 where Lightning asks about a training step without a loss.
+
+        It then refuses more than one: some would wait for gradients that others do not have. Here
+        None comes from all processes or from none. It is the first to ask after the step; after a
+        step with manual optimisation it does not.
+        """
+        asks_why, self._returned_none = self._returned_none, False
+        if asks_why and self._module.automatic_optimization:
             return 1
         return super().world_size
 
-    def _step(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        own = partial(getattr(super(), method), *args, **kwargs)
-        if self._mode is None:
-            return own()
-        batch, *rest = (*args, *kwargs.values())
-        several = partial(self._step_of_all, self._mode, method, batch, tuple(rest))
-        auto = self._auto
-        output = several() if auto is None else auto.step(method, batch, own, several)
-        self.last_sizes = self._mode.engine.last_sizes
-        return output
+    # What monitors and callbacks read
 
-    def _step_of_all(self, mode: Mode, method: str, batch: Any, rest: tuple[Any, ...]) -> Any:
-        if method != "training_step" and rest[:1] in ((), (0,)):
-            mode.engine.resync()
-        checks = self._first_steps
-        if checks is not None and method in checks.due:
-            checks.check(mode, method, batch, rest, self._world)
-        name = method.replace("training", "train").replace("validation", "val")
-        with getattr(self.precision_plugin, f"{name}_context")():
-            return mode.step(method, batch, rest)
-
-    def _is_to_be_checked(self, auto: AutoSplitSteps) -> bool:
-        """Whether the batch that is being moved is the first of its kind of step."""
-        checks = self._first_steps
-        return checks is not None and auto.next_step in checks.due
-
-    def _close(self) -> None:
+    def watch(self) -> None:
+        """Measures every training step of this fit from now on, for `measured_steps`."""
         if self._mode is not None:
-            self._mode.close()
-        self._mode = self._auto = self._first_steps = None
+            self._mode.engine.meter.watch()
 
-    def __repr__(self) -> str:
-        """Options and devices; until a Trainer has it, which can: Lightning refuses others so."""
-        options = ", ".join(f"{option}={value}" for option, value in self.given_options.items())
-        name, other = f"{type(self).__qualname__}({options})", "lightning"
-        if self.accelerator is not None:
-            return f"<{name} on {', '.join(self.replica_names)}>"
-        twin = "lightning_dp.DataParallelStrategy"
-        if self.package == other:
-            other, twin = "pytorch_lightning", "lightning_dp.pytorch_lightning.DataParallelStrategy"
-        return f"<{name} for a Trainer of {self.package}; one of {other} takes {twin}>"
+    def measured_steps(self, *, wait: bool = False) -> list[StepUsage]:
+        """Takes the training steps measured since the last call, in order, each of them once.
+
+        Empty with one device, after the fit, and if nothing is watched: see `watch`. In forward
+        mode each spread call of the module is a step. Of several processes each sees its own
+        devices.
+
+        Args:
+            wait: whether to wait for GPUs to be through with all steps; else those that they are
+                still at are in a later call.
+        """
+        return [] if self._mode is None else self._mode.engine.meter.take(wait=wait)
 
     @classmethod
     @override
@@ -315,6 +591,26 @@ class DataParallelMixin(MeasuredMixin):
             strategy_registry.register(name, cls, text)
             forward = f"{text}: forward mode"
             strategy_registry.register(f"{name}_forward", cls, forward, mode="forward")
+
+
+def _check_forward_options(mode: str, parallel_modules: Sequence[str], move_batch: bool) -> None:
+    """Raises a ValueError for impossible options of forward mode, and for those in step mode."""
+    check_names("parallel_modules", parallel_modules)
+    check_choice("move_batch", move_batch, (True, False))
+    if mode == "step" and (parallel_modules or not move_batch):
+        named = ("parallel_modules", list(parallel_modules))
+        key, value = named if parallel_modules else ("move_batch", move_batch)
+        raise ValueError(
+            f'{key}: expected to be left out in step mode, got {value}. Use mode="forward", in '
+            "which it has a meaning."
+        )
+
+
+_OF_ALL = (
+    *("mode", "split", "sample_cost", "dim", "gather_overrides", "parallel_modules"),
+    *("move_batch", "loss_reduction", "buffers"),
+)
+"""Those that all processes share."""
 
 
 def _check_callbacks(trainer: Any) -> None:
@@ -329,6 +625,6 @@ def _check_callbacks(trainer: Any) -> None:
 
 
 class DataParallelStrategy(DataParallelMixin, ParallelStrategy):  # noqa: D101  # it is `__doc__`
-    __doc__ = OptionsMixin.__doc__
+    __doc__ = DataParallelMixin.__doc__
 
     package = "lightning"

@@ -170,7 +170,7 @@ class _JoinArguments(Join):
     def leaves(self, leaves: list[Any], path: tree.Path) -> Any:
         if isinstance(leaves[0], Tensor):
             return self._tensors(as_rows(leaves, self.sizes), path)
-        return self._plain(leaves)
+        return self._plain(leaves, path)
 
     def _tensors(self, tensors: list[Tensor], path: tree.Path) -> Tensor:
         if self.numbers and all(t.dim() == 0 for t in tensors):
@@ -195,7 +195,7 @@ class _JoinArguments(Join):
         reduced: Tensor = reduce(torch.stack(numbers), 0)
         return reduced
 
-    def _plain(self, values: list[Any]) -> Any:
+    def _plain(self, values: list[Any], path: tree.Path) -> Any:
         if self.numbers and all(isinstance(value, int | float) for value in values):
             return self._number([torch.tensor(v, dtype=torch.float64) for v in values]).item()
         if type(values[0]) is int:

@@ -24,7 +24,6 @@ from support.oracle import ByHand, Classifier, assert_same, devices_of, loader, 
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel, DataParallelMonitor, DataParallelStrategy
-from lightning_dp.auto_split import AutoSplitSteps
 from lightning_dp.parallel.split import Auto, StepUsage
 from lightning_dp.parallel.split.auto import LOOK_COST, ROUNDS, DeviceCountTuner
 
@@ -197,16 +196,17 @@ TURNS = [ALL, 1, 1, 2, 1, ALL, ALL, 1, 2, 2]
 @pytest.fixture
 def paths(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many steps were Lightning's own, and how many the engine's."""
-    seen, step = Counter[str](), AutoSplitSteps.step
+    seen, step = Counter[str](), DataParallelStrategy._step
 
-    def counted(self: Any, method: str, *args: Any) -> Any:
-        output = step(self, method, *args)
-        sizes = self._engine.last_sizes
-        is_root = any(sizes) and not any(sizes[1:])
-        seen["alone" if self.is_alone else "root" if is_root else "several"] += 1
+    def counted(self: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        output = step(self, method, *args, **kwargs)
+        if self._auto is not None:
+            is_root = any(self.last_sizes) and not any(self.last_sizes[1:])
+            is_alone = self._auto.is_alone
+            seen["alone" if is_alone else "root" if is_root else "several"] += 1
         return output
 
-    monkeypatch.setattr(AutoSplitSteps, "step", counted)
+    monkeypatch.setattr(DataParallelStrategy, "_step", counted)
     return seen
 
 

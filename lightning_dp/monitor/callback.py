@@ -28,27 +28,18 @@ class DataParallelMonitor(Callback):
 
     - `dp/<device>/samples`: samples per step
     - `dp/<device>/busy_seconds`: seconds per step in which the device worked
-    - `dp/<device>/waiting_seconds`: seconds per step in which it had nothing to do, since others
-      still worked
+    - `dp/<device>/waiting_seconds`: seconds per step in which it waited for others
     - `dp/<device>/peak_MiB`: the most memory in use on it, where devices count it
 
-    The first three are means over the steps since the row before, the last is the largest in them,
-    so that nothing between two rows is lost. `<device>` is the replica's name with `_` for `:`,
-    which some loggers refuse: `cuda_1`, `cpu_2`. Replicas are named by their device (`cuda:1`),
-    with a number where several share it (`cpu:2`), and after the process where there are several
-    (`process1/cuda:4`), here as in errors, tables and pictures.
+    The first three are means over the steps since the row before, the last is the largest in them.
+    `<device>` is the replica's name with `_` for `:`, which some loggers refuse: `cuda_1`, `cpu_2`.
 
     In a notebook it shows itself, as picture and table; `print(monitor)` prints the table.
 
     A step is a call of `training_step`: each micro-batch of gradient accumulation, each evaluation
     of a closure. In forward mode it is a spread call of the module, and its time the forward's.
-    A device's busy time comes
-
-    - from its own clock, on an accelerator whose module counts `busy_seconds`;
-    - from events on GPUs, from the step's start until the device is through with it, gaps included;
-      nothing waits for a GPU until training ends, so that a row may be without the latest steps;
-    - elsewhere from the calls of its worker: on the CPU forward and backward, so that the rest of
-      the step (logs, the joint loss, other replicas' turns) counts as waiting; else the forward.
+    The time of GPUs comes from events; nothing waits for a GPU until training ends, so that a row
+    may be without the latest steps. On the CPU it is what workers spend in forward and backward.
 
     Args:
         max_points: how many points over time are kept for the picture, at least 2. In longer
@@ -62,14 +53,6 @@ class DataParallelMonitor(Callback):
             was nothing to measure.
         replicas: the replicas' names, in the same order.
         total: all steps of the latest fit together; see `Period`.
-
-    Example:
-        >>> monitor = DataParallelMonitor()
-        >>> trainer = Trainer(
-        ...     strategy="dp_custom", accelerator="cpu", devices=4, callbacks=[monitor]
-        ... )
-        >>> trainer.fit(model, data)  # doctest: +SKIP
-        >>> monitor.plot("devices.png")  # doctest: +SKIP
     """
 
     def __init__(self, *, max_points: int = 512) -> None:
@@ -86,7 +69,6 @@ class DataParallelMonitor(Callback):
         self.total = Period()
         self._history = History(self._max_points)
         self._unlogged = Period()
-        self._steps_in_turns, self._why_in_turns = 0, ""
 
     @property
     def periods(self) -> list[Period]:
@@ -95,37 +77,39 @@ class DataParallelMonitor(Callback):
 
     @property
     def note(self) -> str | None:
-        """That replicas took turns on the CPU, and why, if they did so in at least half the steps.
+        """That replicas took turns on the CPU, if they did so in at least half the steps.
 
         The numbers alone do not say it: each replica then waits for the others.
         """
-        count, steps = self._steps_in_turns, self.total.steps
+        count, steps = self.total.in_turns, self.total.steps
         if not count or 2 * count < steps:
             return None
         which = "all" if count == steps else f"{count:,} of {steps:,}"
-        return (
-            f"The replicas took turns in {which} steps ({self._why_in_turns}): while one works, "
-            "the others wait."
-        )
+        return f"The replicas took turns in {which} steps: while one works, the others wait."
 
     def summary(self) -> list[DeviceSummary]:
-        """What each replica did in the latest fit: a row for each, root first.
+        """What each replica did in the latest fit: a row for each, root first; see `DeviceSummary`.
 
-        The rows are named tuples, see `DeviceSummary`; `pandas.DataFrame(monitor.summary())` makes
-        columns of their names. Empty if nothing was measured.
+        `pandas.DataFrame(monitor.summary())` makes columns of their names.
         """
         total = self.total
         columns = total.samples, total.shares, total.busy_seconds, total.waiting_seconds
         rows = zip(self.replicas, *columns, total.busy_shares, total.peak_bytes, strict=False)
         return [DeviceSummary(*row) for row in rows]
 
-    def figure(self) -> Any:
-        """The latest fit as a `matplotlib.figure.Figure`: shares, times, and memory.
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """Draws the latest fit, also while it runs: shares, times, and memory.
 
-        May be called during the fit, too.
+        Args:
+            path: a file whose ending is a format of matplotlib, such as .png, .svg or .pdf; its
+                folder is made where it is missing. None for a notebook to show it.
+
+        Returns:
+            The path as a `Path`; without one the `matplotlib.figure.Figure`.
 
         Raises:
-            ValueError: no training on several devices has been measured.
+            ValueError: matplotlib writes no such file, or no training on several devices has been
+                measured.
             ModuleNotFoundError: matplotlib is not installed.
         """
         if not self.total.steps:
@@ -134,24 +118,7 @@ class DataParallelMonitor(Callback):
                 "(strategy='dp_custom'), got none. Give this callback to such a Trainer, and plot "
                 "after trainer.fit(...)."
             )
-        return figure_of(self)
-
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draws the latest fit into a file, or without a path for a notebook to show.
-
-        Args:
-            path: a file whose ending is a format of matplotlib, such as .png, .svg or .pdf; its
-                folder is made where it is missing.
-
-        Returns:
-            The path as a `Path`; without one the figure, see `figure`.
-
-        Raises:
-            ValueError: matplotlib writes no such file, or no training on several devices has been
-                measured.
-            ModuleNotFoundError: matplotlib is not installed.
-        """
-        figure = self.figure()
+        figure = figure_of(self)
         if path is None:
             return figure
         file = Path(path)
@@ -170,7 +137,7 @@ class DataParallelMonitor(Callback):
         if not self.total.steps:
             return {"text/plain": str(self)}
         try:
-            content = base64.b64encode(as_png(self.figure())).decode()
+            content = base64.b64encode(as_png(self.plot())).decode()
             picture = f'<img alt="{headline(self)}" src="data:image/png;base64,{content}"/>'
         except ModuleNotFoundError as error:
             picture = f"<p>{escape(str(error))}</p>"
@@ -207,9 +174,6 @@ class DataParallelMonitor(Callback):
             self.total += period
             self._unlogged += period
             self._history.add(period)
-            if step.in_turns:
-                self._steps_in_turns += 1
-                self._why_in_turns = strategy.why_in_turns()
 
     def _log(self, trainer: Trainer) -> None:
         period, self._unlogged = self._unlogged, Period()

@@ -6,7 +6,6 @@ The picture is drawn without pyplot: no window opens, and any thread may draw.
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Sequence
 from functools import partial
 from io import BytesIO
@@ -51,20 +50,13 @@ def table_of(monitor: DataParallelMonitor) -> str:
 
 def headline(monitor: DataParallelMonitor) -> str:
     """The fit in one line."""
-    devices, total = monitor.devices, monitor.total
-    steps = f"{total.steps:,} training step" + "s" * (total.steps != 1)
-    what = "devices" if len(set(devices)) == len(devices) else "replicas"
+    total, count = monitor.total, len(monitor.replicas)
     busiest = f"busiest {total.imbalance(total.busy_seconds):.2f} times the mean"
-    parts = [f"{len(devices)} {what}, {steps}", busiest]
-    # Once per device, and only of devices that count their memory.
-    peaks = [n for n in dict(zip(devices, total.peak_bytes, strict=True)).values() if n]
-    if peaks:
-        parts.append(f"fullest memory {total.imbalance(peaks):.2f} times the mean")
-    return "   |   ".join(parts)
+    return f"{count} replicas, {total.steps:,} training steps   |   {busiest}"
 
 
 def figure_of(monitor: DataParallelMonitor) -> Any:
-    """Draws shares and waiting over time, and each device's time and memory in total."""
+    """Draws each replica's share over time, and its time and memory in total."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -74,19 +66,18 @@ def figure_of(monitor: DataParallelMonitor) -> Any:
             name=error.name,
         ) from error
     names, total = monitor.replicas, monitor.total
+    has_memory = any(total.peak_bytes)
     size = (10, 4.2 + 0.26 * max(0, len(names) - 6))
     figure: Any = Figure(size, dpi=120, layout="constrained")
-    widths = [1.4, 1.25, 1.1] if any(total.peak_bytes) else [1.5, 1.3]
-    grid = figure.add_gridspec(2, len(widths), width_ratios=widths, height_ratios=[3.2, 1])
-    _draw_shares(figure.add_subplot(grid[0, 0]), names, monitor.periods)
-    _draw_waiting(figure.add_subplot(grid[1, 0]), monitor.periods)
-    _draw_time(figure.add_subplot(grid[:, 1]), names, total)
-    if any(total.peak_bytes):
-        _draw_memory(figure.add_subplot(grid[:, 2]), monitor.devices, total.peak_bytes)
+    widths = [1.4, 1.25, 1.1] if has_memory else [1.5, 1.3]
+    axes = figure.subplots(1, len(widths), width_ratios=widths)
+    _draw_shares(axes[0], names, monitor.periods)
+    _draw_time(axes[1], names, total)
+    if has_memory:
+        _draw_memory(axes[2], monitor.devices, total.peak_bytes)
     figure.suptitle(headline(monitor), x=0.01, ha="left")
     if monitor.note:
-        note = "\n".join(textwrap.wrap(monitor.note, 130))
-        figure.supxlabel(note, fontsize="medium", x=0.01, ha="left")
+        figure.supxlabel(monitor.note, fontsize="medium", x=0.01, ha="left")
     # IPython shows a figure by itself only after `%matplotlib`.
     figure._repr_png_ = partial(as_png, figure)
     return figure
@@ -105,8 +96,9 @@ def _draw_shares(axes: Any, names: Sequence[str], periods: Sequence[Period]) -> 
     latest = sum(periods[-max(1, len(periods) // 10) :], Period()).shares
     labels = [f"{name}  {share:.1%}" for name, share in zip(names, latest, strict=True)]
     shares = [[period.shares[k] for period in (*periods, periods[-1])] for k in range(len(names))]
+    edges = [0, *itertools.accumulate(period.steps for period in periods)]
     axes.stackplot(
-        _edges(periods),
+        edges,
         shares[::-1],  # from the bottom up
         labels=labels[::-1],
         colors=_colors(names)[::-1],
@@ -115,16 +107,11 @@ def _draw_shares(axes: Any, names: Sequence[str], periods: Sequence[Period]) -> 
     )
     place = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "frameon": False}
     axes.legend(reverse=True, title="latest", alignment="left", handlelength=1, **place)
-    _label(axes, "Share of the samples")
-    _over_steps(axes, periods)
-    axes.tick_params(labelbottom=False)
-
-
-def _draw_waiting(axes: Any, periods: Sequence[Period]) -> None:
-    shares = [period.waiting_share for period in (*periods, periods[-1])]
-    axes.fill_between(_edges(periods), shares, step="post", color="#8C8C8C", linewidth=0)
-    _label(axes, "Part of the time spent waiting", "training step")
-    _over_steps(axes, periods)
+    _label(axes, "Share of the samples", "training step")
+    axes.set(xlim=(0, edges[-1]), ylim=(0, 1))
+    axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=5)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def _draw_time(axes: Any, names: Sequence[str], total: Period) -> None:
@@ -161,18 +148,6 @@ def _bars(
         axes.bar_label(bars, texts, padding=4)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-
-
-def _over_steps(axes: Any, periods: Sequence[Period]) -> None:
-    axes.set(xlim=(0, _edges(periods)[-1]), ylim=(0, 1))
-    axes.set_yticks([0, 0.5, 1], ["0%", "50%", "100%"])
-    axes.xaxis.get_major_locator().set_params(integer=True, nbins=5)
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-
-
-def _edges(periods: Sequence[Period]) -> list[int]:
-    """The step at which each period begins, and the one at which the last ends."""
-    return [0, *itertools.accumulate(period.steps for period in periods)]
 
 
 def _colors(names: Sequence[str]) -> list[str]:

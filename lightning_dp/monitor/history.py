@@ -16,6 +16,11 @@ class Period:
 
     Periods are added with `+`; an empty one changes nothing.
 
+    Attributes:
+        waiting_seconds: how long a device had nothing to do while others worked.
+        peak_bytes: the most in use in any of the steps; 0 where devices do not count it.
+        in_turns: in how many steps replicas on the CPU ran one after another.
+
     Example:
         >>> step = StepUsage((3, 1), (0.75, 0.25), step_seconds=0.75, peak_bytes=(10, 20))
         >>> period = Period.of(step) + Period.of(step)
@@ -28,14 +33,16 @@ class Period:
     steps: int = 0
     samples: tuple[int, ...] = ()
     busy_seconds: tuple[float, ...] = ()
-    waiting_seconds: tuple[float, ...] = ()  # its device had nothing to do while others worked
-    peak_bytes: tuple[int, ...] = ()  # the most in use in any of the steps; 0 where not counted
+    waiting_seconds: tuple[float, ...] = ()
+    peak_bytes: tuple[int, ...] = ()
+    in_turns: int = 0
 
     @classmethod
     def of(cls, step: StepUsage) -> Period:
         """The period of one step."""
         peaks = step.peak_bytes or (0,) * len(step.sizes)
-        return cls(1, step.sizes, step.busy_seconds, step.waiting_seconds, peaks)
+        turns = int(step.in_turns)
+        return cls(1, step.sizes, step.busy_seconds, step.waiting_seconds, peaks, turns)
 
     def __add__(self, other: Period) -> Period:
         """Both periods as one."""
@@ -47,6 +54,7 @@ class Period:
             tuple(map(operator.add, self.busy_seconds, other.busy_seconds)),
             tuple(map(operator.add, self.waiting_seconds, other.waiting_seconds)),
             tuple(map(max, self.peak_bytes, other.peak_bytes)),
+            self.in_turns + other.in_turns,
         )
 
     @property
@@ -61,12 +69,6 @@ class Period:
         pairs = zip(self.busy_seconds, self.waiting_seconds, strict=True)
         return tuple(busy / (busy + waiting or 1) for busy, waiting in pairs)
 
-    @property
-    def waiting_share(self) -> float:
-        """The part of all devices' time, from 0 to 1, spent waiting."""
-        waiting, busy = sum(self.waiting_seconds), sum(self.busy_seconds)
-        return waiting / (waiting + busy or 1)
-
     @staticmethod
     def imbalance(values: Sequence[float]) -> float:
         """The largest value over the mean: 1 where all are equal, K where one has everything."""
@@ -74,22 +76,18 @@ class Period:
 
 
 class DeviceSummary(NamedTuple):
-    """What a replica did in a fit: a row of `DataParallelMonitor.summary()`."""
+    """What a replica did in a fit: a row of `DataParallelMonitor.summary()`, see `Period`.
+
+    `share` is its part of all samples, `busy_share` its busy time over busy and waiting time.
+    """
 
     device: str
-    """The replica's name: that of its device, with a number where several replicas share it."""
     samples: int
-    """Samples in all steps together."""
     share: float
-    """Its part of all samples, from 0 to 1."""
     busy_seconds: float
-    """Seconds in which the device worked for it, in all steps together."""
     waiting_seconds: float
-    """Seconds of these steps in which it did not."""
     busy_share: float
-    """Its busy time over both, from 0 to 1."""
     peak_bytes: int
-    """The most bytes in use on the device in any step; 0 where devices do not count them."""
 
 
 class History:

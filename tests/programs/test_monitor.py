@@ -2,8 +2,6 @@
 
 import base64
 import copy
-import html
-import itertools
 import pickle
 import re
 import sys
@@ -21,7 +19,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.loggers import Logger
-from matplotlib.text import Text
 from support.oracle import (
     BATCH,
     EPOCHS,
@@ -34,13 +31,11 @@ from support.oracle import (
     trainer,
 )
 from support.programs import ROOT
-from torch.utils.checkpoint import checkpoint
 
 from lightning_dp import DataParallelMonitor, DataParallelStrategy
 from lightning_dp.monitor.display import as_png, figure_of
 from lightning_dp.monitor.history import History, Period
 from lightning_dp.parallel import usage
-from lightning_dp.parallel.apply.executor import Trial
 from lightning_dp.parallel.devices import replica_names
 from lightning_dp.parallel.split import StepUsage
 
@@ -79,18 +74,6 @@ class Forward(Classifier):
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
         return torch.nn.functional.cross_entropy(self(x) + self(2 * x), y)
-
-
-class Checkpointed(Classifier):
-    def loss(self, batch: Any) -> torch.Tensor:
-        x, y = batch
-        return torch.nn.functional.cross_entropy(checkpoint(self, x, use_reentrant=False), y)
-
-
-class Words(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = torch.nn.Embedding(4, 3, max_norm=1.0)
 
 
 class Closure(Classifier):
@@ -175,7 +158,6 @@ def test_waiting_is_the_time_in_which_others_work(slow_device: None) -> None:
     # Of so little work, additions of gradients are some; the last device has none of them.
     assert total.waiting_seconds[1] == pytest.approx(0.75 * total.busy_seconds[3], rel=0.1)
     assert total.imbalance(total.busy_seconds) == pytest.approx(16 / 7, rel=0.12)
-    assert total.waiting_share == pytest.approx(9 / 16, rel=0.12)
 
 
 @pytest.fixture
@@ -263,40 +245,26 @@ def test_a_replica_has_the_same_name_wherever_it_is_shown(
     assert all(f" {name} -->" in drawn for name in names)
 
 
-TURNS: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any], str]] = {
-    "in order": (Forward, {"executor": "inorder"}, {}, r'executor="inorder"'),
-    "forward mode": (
-        Forward,
-        {"executor": "inorder", "mode": "forward"},
-        {},
-        r'executor="inorder"',
-    ),
-    "deterministic": (Forward, {}, {"deterministic": True}, "where algorithms are deterministic"),
-    "max_norm": (Words, {}, {}, "two threads would apply the max_norm of"),
-    "checkpoint": (Checkpointed, {"mode": "forward"}, {}, "an activation checkpoint"),
+TURNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "in order": ({"executor": "inorder"}, {}),
+    "forward mode": ({"executor": "inorder", "mode": "forward"}, {}),
+    "deterministic": ({}, {"deterministic": True}),
 }
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_it_says_that_replicas_took_turns_and_why(name: str) -> None:
-    module, options, of_trainer, why = TURNS[name]
-    monitor = watched(module=module(), strategy=DataParallelStrategy(**options), **of_trainer)
-    note = str(monitor.note)
-    assert re.fullmatch(rf"The replicas took turns in all steps \(.*{why}.*\): .* wait\.", note)
-    assert str(monitor).splitlines()[-1] == note
-    assert note.split("(")[0] in monitor._repr_mimebundle_()["text/html"]
+def test_it_says_that_replicas_took_turns(name: str) -> None:
+    options, of_trainer = TURNS[name]
+    strategy = DataParallelStrategy(**options)
+    monitor = watched(module=Forward(), strategy=strategy, max_epochs=1, **of_trainer)
+    note = "The replicas took turns in all steps: while one works, the others wait."
+    assert monitor.note == str(monitor).splitlines()[-1] == note
+    assert note in monitor._repr_mimebundle_()["text/html"]
 
 
 def test_replicas_that_work_together_or_alone_take_no_turns() -> None:
     for options in ({"executor": "threads"}, {"executor": "inorder", "weights": [0, 1]}):
-        assert watched(strategy=DataParallelStrategy(**options)).note is None
-
-
-def test_the_choice_by_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trial, "_seconds", lambda trial, threads: float(threads))
-    monitor = watched(max_epochs=20)
-    assert '(executor="auto" measures what is faster)' in str(monitor.note)
-    assert f"of {monitor.total.steps} steps" in str(monitor.note)
+        assert watched(strategy=DataParallelStrategy(**options), max_epochs=1).note is None
 
 
 def test_it_shows_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +273,7 @@ def test_it_shows_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert shown["text/plain"] == str(monitor)
     picture = re.search(r'src="data:image/png;base64,([^"]+)"', shown["text/html"])
     assert picture is not None and base64.b64decode(picture[1]).startswith(PNG)
-    assert html.escape(str(monitor)) in shown["text/html"] and "cpu:1" in shown["text/html"]
+    assert str(monitor) in shown["text/html"] and "cpu:1" in shown["text/html"]
     figure = monitor.plot()
     assert isinstance(figure, matplotlib.figure.Figure) and figure._repr_png_().startswith(PNG)
     assert matplotlib.pyplot.get_fignums() == []
@@ -317,10 +285,7 @@ def test_it_shows_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     shown = monitor._repr_mimebundle_()
-    assert (
-        "pip install matplotlib" in shown["text/html"]
-        and html.escape(str(monitor)) in shown["text/html"]
-    )
+    assert "pip install matplotlib" in shown["text/html"] and str(monitor) in shown["text/html"]
     with pytest.raises(ModuleNotFoundError, match="python -m pip install matplotlib"):
         monitor.plot(tmp_path / "devices.png")
 
@@ -333,9 +298,8 @@ def test_nothing_is_measured_before_a_fit_and_on_one_device(strategy: str | None
     assert monitor.summary() == [] and monitor.note is None
     assert monitor._repr_mimebundle_() == {"text/plain": str(monitor)}
     assert str(monitor) == "DataParallelMonitor: no training step on several devices was measured"
-    for draws in (monitor.figure, monitor.plot):
-        with pytest.raises(ValueError, match=r"plot: expected .* got none\. "):
-            draws()
+    with pytest.raises(ValueError, match=r"plot: expected .* got none\. "):
+        monitor.plot()
 
 
 def test_each_fit_begins_anew(tmp_path: Path) -> None:
@@ -357,16 +321,9 @@ def test_each_fit_begins_anew(tmp_path: Path) -> None:
 
 
 def test_it_can_be_copied_and_pickled() -> None:
-    class Copies(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            copies.append(copy.deepcopy(trainer.callbacks[0]))
-
-    copies: list[Any] = []
-    monitor = DataParallelMonitor()
-    trainer(2, callbacks=[monitor, Copies()]).fit(Classifier(), loader(), loader())
-    assert [copied.total.steps for copied in copies] == list(range(1, STEPS + 1))
-    again = pickle.loads(pickle.dumps(monitor))
-    assert again.total == monitor.total and str(again) == str(monitor)
+    monitor = watched(max_epochs=1)
+    for again in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
+        assert again.total == monitor.total and str(again) == str(monitor)
 
 
 def test_for_the_package_pytorch_lightning() -> None:
@@ -421,15 +378,13 @@ def test_thinning_keeps_totals_and_peaks(limit: int, sizes: list[tuple[int, int]
 
 PICTURES = {
     "two": (["cuda:0", "cuda:1"], (24, 8), 2**30),
-    "four replicas on the CPU": (["cpu"] * 4, (7, 6, 6, 6), 0),
-    "one has nothing": (["xpu:0", "xpu:1", "xpu:2"], (5, 5, 0), 2**20),
     "nobody has anything": (["cpu", "cpu"], (0, 0), 0),
     "twenty": ([f"cuda:{i}" for i in range(20)], (4,) + (0,) * 19, 2**34),
 }
 
 
 def monitor_of(name: str, steps: int) -> DataParallelMonitor:
-    """As a fit of two periods leaves it, of so many steps each, with a note."""
+    """As a fit of two periods leaves it, of so many steps each."""
     devices, sizes, peak = PICTURES[name]
     busy = tuple(0.01 * size for size in sizes)
     period = Period.of(StepUsage(sizes, busy, max(busy), (peak,) * len(sizes)))
@@ -439,45 +394,13 @@ def monitor_of(name: str, steps: int) -> DataParallelMonitor:
     )
     monitor._history.periods = [replace(period, steps=steps)] * 2
     monitor.total = sum(monitor.periods, Period())
-    monitor._steps_in_turns, monitor._why_in_turns = 2 * steps, "for this reason, or another; " * 5
     return monitor
 
 
-@pytest.mark.parametrize("name", ["two", "nobody has anything", "twenty"])
+@pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_a_png_of_reasonable_size(name: str) -> None:
     rc = dict(matplotlib.rcParams)
     assert 10_000 < len(as_png(figure_of(monitor_of(name, 1)))) < 300_000
     assert dict(matplotlib.rcParams) == rc
     readme = (ROOT / "examples" / "devices.png").read_bytes()
     assert readme.startswith(PNG) and len(readme) < 100 * 2**10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PICTURES)
-@pytest.mark.parametrize("steps", [1, 30_000])
-def test_the_texts_of_a_picture_stay_apart_and_inside(steps: int, name: str) -> None:
-    figure = figure_of(monitor_of(name, steps))
-    as_png(figure)  # places everything
-    drawn = figure.findobj(lambda one: isinstance(one, Text) and one.get_text().strip())
-    boxes = [
-        (text.get_text(), text.get_window_extent())
-        for text in drawn
-        if text.get_visible() and not is_beyond_its_axis(text, figure)
-    ]
-    assert len(boxes) > 10
-    for text, box in boxes:
-        assert box.x0 >= 0 and box.y0 >= 0, text
-        assert box.x1 <= figure.bbox.width and box.y1 <= figure.bbox.height, text
-    for (text, box), (other, another) in itertools.combinations(boxes, 2):
-        assert not box.overlaps(another), f"{text!r} is over {other!r}"
-
-
-def is_beyond_its_axis(text: Text, figure: matplotlib.figure.Figure) -> bool:
-    """Whether it is of a tick that is not drawn."""
-    for axes in figure.axes:
-        for axis in (axes.xaxis, axes.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            for tick in axis.get_major_ticks():
-                if text in (tick.label1, tick.label2):
-                    return not low <= tick.get_loc() <= high
-    return False

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_dp.app.callbacks import StepTimes
-from lightning_dp.app.options import OptionError, check_numbers
+from lightning_dp.app.options import OptionError
 from lightning_dp.checkpointing import load_weights
 from lightning_dp.doctor import versions
 
@@ -58,8 +58,6 @@ def settle(cfg: DictConfig) -> DictConfig:
             f"seed: expected a whole number from 0 on or null, got {cfg.seed!r}. Try 42; null "
             "gives a new run each time."
         )
-    for group in ("trainer", "data", "model", "callbacks", "logger"):
-        check_numbers(cfg.get(group), group)
     for key in ("ckpt_path", "init_from"):
         _check_file(key, cfg.get(key))
     if cfg.ckpt_path is not None and cfg.get("init_from") is not None:

@@ -17,13 +17,12 @@ log = logging.getLogger(__name__)
 
 
 class InterruptedCheckpoint(Callback):
-    """Saves a checkpoint when Ctrl-C or an error ends training after its first step.
+    """Saves a checkpoint when Ctrl-C or an error ends training among the batches of an epoch.
 
-    Keeps out of the way of errors that come before there is anything to save, so that these reach
-    the user as they are. Lightning's OnExceptionCheckpoint does not, and makes ``fit`` look for a
-    checkpoint to resume from, too.
-
-    Where a strategy has started several processes there is only the last epoch's checkpoint.
+    Not before its first step, so that errors that come before there is anything to save reach the
+    user as they are; nor in a validation, of which a resumed training would only run the rest: then
+    the last epoch's checkpoint remains. Lightning's OnExceptionCheckpoint saves in both, and makes
+    ``fit`` look for a checkpoint to resume from, too.
 
     Args:
         dirpath: folder of the file.
@@ -37,38 +36,20 @@ class InterruptedCheckpoint(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Saves the checkpoint if the training has taken a step."""
-        training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        """Saves the checkpoint if the training has taken a step, and the epoch is not through."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking or trainer.validating:
+            return
         # Saving is collective, and several processes are never stopped at the same point.
         alone = trainer.world_size == 1
         # Lightning sets the attribute from outside the class, where type checkers do not see it.
         dry = getattr(trainer, "fast_dev_run", False)
-        if training and alone and trainer.global_step > 0 and not dry:
-            _validate_anew(trainer)
+        batches = trainer.fit_loop.epoch_loop.batch_progress
+        is_through = batches.is_last_batch and batches.current.completed == batches.current.ready
+        if alone and trainer.global_step > 0 and not dry and not is_through:
             try:
                 trainer.save_checkpoint(self.path, weights_only=False)
             except OSError as error:  # the error that ended the training is reported, not this
                 log.warning("%s was not written: %s", self.path, error)
-
-
-def _validate_anew(trainer: Trainer) -> None:
-    """A validation without its end begins anew when training resumes.
-
-    Of what it has logged nothing is in the checkpoint. Without this Lightning would validate on the
-    rest alone, or not at all, and callbacks that monitor would find nothing.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    batches = loop.batch_progress
-    is_through = batches.is_last_batch and batches.current.completed == batches.current.ready
-    if trainer.validating or is_through:
-        progress: Any = loop.val_loop.batch_progress
-        progress.reset()
-        # For Lightning: a validation that has begun with a batch, and none of which is through.
-        progress.total.ready = progress.total.started = 1
-        # Nor is the epoch through, whose end the callbacks that monitor have not seen.
-        epochs: Any = trainer.fit_loop.epoch_progress
-        epochs.current.processed = epochs.current.completed
-        epochs.total.processed = epochs.total.completed
 
 
 class StepTimes(Callback):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.fault_cases import Setting, thread_state, threads_left
 from support.forward_twins import CPU, EXACT, inputs, perceptron, said
 from support.oracle import accelerator, assert_equal_trees, devices_of, gradients
+from support.traces import thread_state, threads_left
 from torch import Tensor, nn
 
 from lightning_dp import DataParallel, gather, parallel_apply, replicate, scatter
@@ -288,12 +288,12 @@ def own_stages(net: nn.Module, x: Tensor) -> None:
 @pytest.mark.parametrize("use", [functions, own_stages])
 @pytest.mark.usefixtures("on_side_streams", "one_thread")
 def test_an_error_of_a_replica_leaves_the_thread_its_state(use: Any, on: str) -> None:
-    net, x, setting = Failing().to(devices_of(1)[0]), inputs(5), Setting("drop-in", on=on)
+    net, x = Failing().to(devices_of(1)[0]), inputs(5)
     with torch.autocast(accelerator(), torch.bfloat16), torch.device(devices_of(2)[-1]):
-        before = thread_state(setting)
+        before = thread_state(on)
         for _ in range(2):
             with pytest.raises(ValueError, match="the user's own") as caught:
                 use(net, x)
-            assert "in replica 1 on" in said(caught.value) and thread_state(setting) == before
+            assert "in replica 1 on" in said(caught.value) and thread_state(on) == before
     gc.collect()
     assert not threads_left()

@@ -3,19 +3,17 @@
 import gc
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from support.oracle import Classifier, assert_same, devices_of, loader, run, trainer
+from support.oracle import Classifier, assert_same, loader, run, trainer
 from support.waiting import soon
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.step import StepParallel
 
 pytestmark = pytest.mark.sim_only("Of a GPU's memory no limit can be set to the byte.")
 
@@ -184,51 +182,6 @@ def test_devices_that_are_still_at_work_are_waited_for(room: Any) -> None:
     assert_same(result, run(SlowInBackward, 1, **options))
 
 
-class FailsWhileAnotherAccumulates(Wide):
-    """A few times sim:0 runs out of memory while sim:1 is about to write a gradient."""
-
-    begun, failed = threading.Event(), threading.Event()
-    failures = 0  # to come
-
-    def loss(self, batch: Any) -> Tensor:
-        own, x = FailsWhileAnotherAccumulates, batch[0]
-        h = self.net(x)
-        if own.failures and torch.is_grad_enabled():
-            if x.device.index == 0:
-                h.register_hook(own.fail)
-            elif x.device.index == 1:
-                self.net[2].weight.register_hook(own.take_time)
-        return nn.functional.cross_entropy(h, batch[1])
-
-    @classmethod
-    def fail(cls, gradient: Tensor) -> None:
-        if cls.failures:
-            assert cls.begun.wait(30)
-            cls.begun.clear()
-            cls.failures -= 1
-            cls.failed.set()
-            gradient.new_empty(10**12)
-
-    @classmethod
-    def take_time(cls, gradient: Tensor) -> None:
-        if cls.failures:
-            cls.begun.set()
-            assert cls.failed.wait(30)
-            cls.failed.clear()
-            time.sleep(0.5)
-
-
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("times", [1, 2])
-def test_what_another_device_still_accumulates_is_taken_back_too(times: int, room: Any) -> None:
-    room(0, 2**30)
-    options: dict[str, Any] = {"precision": "64-true", "max_epochs": 1}
-    FailsWhileAnotherAccumulates.failures = times
-    result = run(FailsWhileAnotherAccumulates, 2, **options)
-    assert not FailsWhileAnotherAccumulates.failures
-    assert_same(result, run(FailsWhileAnotherAccumulates, 1, **options))
-
-
 class Careless(Wide):
     """Runs out of memory by itself, whatever its shard is."""
 
@@ -303,21 +256,6 @@ class Spread(Wide):
     predict_step = Classifier.predict_step
 
 
-class Sequences(Wide):
-    """Samples of unequal cost."""
-
-    def sample_cost(self, batch: Any) -> Tensor:
-        return batch[1] + 1
-
-
-def test_a_split_by_cost_gives_the_device_a_smaller_load(room: Any) -> None:
-    room(1, SMALL)
-    result = run(Sequences, 2, strategy={"split": "cost"}, precision="64-true")
-    room(1, 2**30)
-    assert 0 < result.trainer.strategy.usage[1].samples < result.trainer.strategy.usage[0].samples
-    assert_same(result, run(Sequences, 1, precision="64-true"))
-
-
 def test_memory_is_free_again_when_the_job_is_done(room: Any) -> None:
     gc.collect()
     before = torch.sim.memory_allocated(1)
@@ -325,34 +263,3 @@ def test_memory_is_free_again_when_the_job_is_done(room: Any) -> None:
     job = trainer(2, DataParallelStrategy(), precision="64-true")
     job.fit(WideInBackward(), loader(), loader(2))
     assert soon(lambda: torch.sim.memory_allocated(1) == before)
-
-
-def test_a_step_after_a_backward_that_failed_waits_for_devices_still_at_work(room: Any) -> None:
-    """Somebody may catch the error, and go on with the next batch."""
-
-    class Net(nn.Linear):
-        def training_step(self, x: Tensor) -> Tensor:
-            FailsWhileAnotherWorks.begin_step()
-            loss: Tensor = FailsWhileAnotherWorks.apply(self(x)).square().mean()
-            return loss
-
-    def fail(gradient: Tensor) -> None:
-        raise ValueError("the user's own")
-
-    own = FailsWhileAnotherWorks
-    own.prepare(fail)
-    devices = devices_of(2)
-    net, x = Net(4, 1).to(devices[0]), torch.randn(6, 4)
-    engine = StepParallel(net, devices, output_device=devices[0], split=lambda n: (3, 3))
-    with pytest.raises(ValueError, match="the user's own"):
-        engine.train("training_step", x).backward()
-    net.zero_grad()
-    engine.train("training_step", x).backward()
-    assert own.again.is_set() and not own.was_overtaken
-    got = [p.grad.cpu() for p in net.parameters() if p.grad is not None]
-    engine.close()
-    net.zero_grad()
-    net.training_step(x.to(devices[0])).backward()
-    for a, b in zip(got, net.parameters(), strict=True):
-        assert b.grad is not None
-        torch.testing.assert_close(a, b.grad.cpu())

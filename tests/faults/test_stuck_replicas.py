@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from support import oracle
-from support.forward_twins import EXACT, engine_of, inputs
 from support.oracle import Classifier, assert_same, devices_of, loader, names_of
 from support.waiting import soon
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.apply import Calls, Executor, Task, collectives, worker
+from lightning_dp.parallel.apply import Calls, Executor, Task, worker
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 
@@ -145,55 +144,6 @@ def test_a_second_interrupt_is_raised_at_once(
     assert named(caplog)
 
 
-def test_close_leaves_behind_who_is_at_work_for_another_thread(trap: Trap, caplog: Any) -> None:
-    executor = Executor(devices_of(2), "threads")
-    is_in, errors = threading.Event(), []
-
-    def hold() -> None:
-        trap.thread = threading.current_thread()
-        is_in.set()
-        trap.wait()
-
-    def run() -> None:
-        try:
-            executor.run("work", tasks_of(int, hold))
-        except BaseException as error:
-            errors.append(error)
-
-    host = threading.Thread(target=run)
-    host.start()
-    assert is_in.wait(60)
-    executor.close()
-    assert "dp-replica-1" in named(caplog) and "self.release.wait()" in named(caplog)
-    trap.release.set()
-    host.join()
-    assert all(isinstance(error, KeyboardInterrupt) for error in errors)
-
-
-def test_one_who_is_left_behind_meets_nobody_any_more(trap: Trap) -> None:
-    executor = Executor(devices_of(2), "threads")
-    trap.is_set = True
-    seen: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            trap.hold("dp-replica-1")
-        except KeyboardInterrupt as error:
-            seen.append(error)
-        for _ in range(3):
-            try:
-                collectives.barrier()
-            except RuntimeError as error:
-                seen.append(error)
-
-    with pytest.raises(KeyboardInterrupt):
-        executor.run("work", tasks_of(call, call))
-    trap.release.set()
-    assert soon(lambda: not trap.thread.is_alive())
-    executor.close()
-    assert [type(error).__name__ for error in seen[-3:]] == ["ReplicaStopped"] * 3
-
-
 # In the modes
 
 
@@ -201,15 +151,11 @@ class Stuck(Classifier):
     """Replica 1 gets stuck in the second batch."""
 
     trap: Trap | None = None
-    where = "forward"
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.trap is not None and self.where == "forward":
+        if self.trap is not None:
             self.trap.hold("dp-replica-1")
-        z = self.net(x)
-        if z.requires_grad and self.trap is not None and self.where == "backward":
-            z.register_hook(lambda _: self.trap.hold("dp-replica-1"))
-        return z
+        return self.net(x)
 
 
 class Meeting(Stuck):
@@ -255,47 +201,3 @@ def test_a_fit_ends_and_another_one_is_right(
     job = oracle.trainer(1, precision="64-true", num_sanity_val_steps=0)
     job.fit(one, loader(), loader())
     assert_same(again, oracle.Run(one, job))
-
-
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # elsewhere one backward serves them all
-def test_a_backward_that_is_stuck(trap: Trap, caplog: Any) -> None:
-    class StuckInBackward(Stuck):
-        where = "backward"
-
-    trap.is_set = True
-    with pytest.raises(SystemExit):
-        fit(StuckInBackward, "step", "threads", trap)
-    text = named(caplog)
-    assert "replica 1 on cpu:1, backward, samples" in text and "self.release.wait()" in text
-
-
-class Held(nn.Module):
-    def __init__(self, trap: Trap) -> None:
-        super().__init__()
-        self.net = nn.Linear(4, 3)
-        self.trap = (trap,)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.trap[0].hold("dp-replica-1")
-        y: Tensor = self.net(x).exp()
-        return y
-
-
-def test_a_spread_call_can_be_made_again_and_who_was_stuck_does_not_disturb_it(trap: Trap) -> None:
-    torch.manual_seed(0)
-    one, module = Held(Trap()).double(), Held(trap).double()
-    one.load_state_dict(module.state_dict())
-    with engine_of(module) as engine:
-        trap.is_set = True
-        with engine.spreading(), pytest.raises(KeyboardInterrupt):
-            module(inputs())
-        assert "forward" not in vars(module)
-        with engine.spreading():
-            for net in (module, one):
-                net(inputs()).square().sum().backward()
-            trap.release.set()
-            assert soon(lambda: not trap.thread.is_alive())
-            for net in (module, one):
-                net(inputs()).square().sum().backward()
-        expected = oracle.gradients(one)
-        oracle.assert_equal_trees(oracle.gradients(module), expected, "gradients", **EXACT)

@@ -97,9 +97,6 @@ def in_python(do: Callable[[], Any], *names: str) -> Any:
 PYTHON = [
     in_python(lambda: made(mode="foward"), "mode", "'foward'", "['step', 'forward']"),
     in_python(lambda: made(split="memmory"), "split", "'memmory'", "'memory'"),
-    in_python(lambda: made(executor="thread"), "executor", "'threads'"),
-    in_python(lambda: made(loss_reduction="avg"), "loss_reduction", "'mean'"),
-    in_python(lambda: made(buffers="all"), "buffers", "'first'"),
     in_python(lambda: made(dim="batch"), "dim", "'batch'"),
     in_python(lambda: made(timeout=-1), "timeout", "-1"),
     in_python(lambda: made(output_device=9), "output_device", "from 0 to 1", "got 9"),
@@ -152,38 +149,24 @@ def test_in_python(do: Callable[[], Any], names: tuple[str, ...]) -> None:
 
 def test_a_strategy_of_the_other_package_is_named() -> None:
     pl = pytest.importorskip("pytorch_lightning")
-    with pytest.raises(
-        ValueError, match="for a Trainer of lightning>"
-    ):
+    with pytest.raises(ValueError, match="for a Trainer of lightning>"):
         pl.Trainer(strategy=DataParallelStrategy(), accelerator="cpu", devices=2, logger=False)
 
 
 # On the command line
 
 OURS: dict[str, tuple[str, ...]] = {
-    "trainer.max_epochs=abc": ("trainer.max_epochs", "a whole number or null"),
-    "trainer.log_every_n_steps=x": ("trainer.log_every_n_steps", "'x'"),
-    "trainer.gradient_clip_val=abc": ("trainer.gradient_clip_val", "'abc'"),
-    "data.batch_size=many": ("data.batch_size", "'many'"),
     "seed=abc": ("seed", "'abc'", "null"),
-    "seed=-1": ("seed", "-1"),
     "test=perhaps": ("test", "true or false"),
-    "extras.quiet=2": ("extras.quiet", "true or false"),
     "ckpt_path=no.ckpt": ("ckpt_path", "'no.ckpt'", "does not exist"),
     "init_from=no.ckpt": ("init_from", "'no.ckpt'", "does not exist"),
 }
 HYDRAS = {
     "++trainer.devics=2": ("trainer", "unexpected keyword argument 'devics'"),
-    "trainer.devices=0": ("trainer", "Trainer(devices=0)"),
-    "trainer.devices=two": ("trainer", "`devices` selected with `CPUAccelerator`"),
     "strategy.weights=[1,2,3]": ("trainer", "weights: expected 2 numbers"),
     "strategy.output_device=9": ("trainer", "output_device", "from 0 to 1"),
-    "strategy.check_first_step=maybe": ("trainer.strategy", "check_first_step", "'maybe'"),
     "strategy.devices=[cpu,cpu:7]": ("trainer.strategy", "devices[1]", "'cpu:7'"),
     "model.width=0": ("model", "width: expected a whole number of at least 1"),
-    "trainer.max_epochs=-5": ("trainer", "`max_epochs`", "-5"),
-    "trainer.limit_train_batches=2.5": ("trainer", "limit_train_batches", "2.5"),
-    "trainer.accelerator=cpus": ("accelerator='cpus'", "Available names are"),
     "trainer.precision=fp16": ("'fp16'", "'16-mixed'"),
     "model._target_=lightning_dp.nowhere.Net": ("model", "lightning_dp.nowhere"),
 }

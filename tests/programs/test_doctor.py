@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -79,11 +75,6 @@ def copies_off_by_one(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(laws, "scatter", lambda *given: changed(scatter(*given), off_by_one))
 
 
-def joined_copies_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    gather = laws.gather
-    patch.setattr(laws, "gather", lambda *given: changed(gather(*given), off_by_one))
-
-
 def equal_loss_weights(patch: pytest.MonkeyPatch) -> None:
     """A mean of the shards' means, as nn.DataParallel has it."""
     patch.setattr(step, "loss_weights", lambda sizes, *_: [1 / len(sizes)] * len(sizes))
@@ -100,40 +91,6 @@ def gradients_off(patch: pytest.MonkeyPatch) -> None:
                 parameter.grad *= 1 + 1e-4
 
     patch.setattr(Engine, "reduce", wrong)
-
-
-def weights_never_refreshed(patch: pytest.MonkeyPatch) -> None:
-    """Replicas on another device would keep the weights that they were built with."""
-
-    def on_replica(self: Any, module: Any, shard: Any) -> Any:
-        if module is not self.engine.module:
-            module = (
-                vars(self.engine).setdefault("first", {}).setdefault(id(module), frozen(module))
-            )
-        return step.EvaluationStep.on_replica(self, module, shard)
-
-    patch.setattr(step.TrainingStep, "on_replica", on_replica)
-
-
-def frozen(module: torch.nn.Module) -> torch.nn.Module:
-    own = laws.Net().to(next(module.parameters()).dtype)
-    own.load_state_dict(module.state_dict())
-    return own
-
-
-def autocast_lost(patch: pytest.MonkeyPatch) -> None:
-    """The replicas compute in float16, as under nn.DataParallel."""
-
-    def on_replica(self: Any, module: Any, shard: Any) -> Any:
-        enabled = torch.is_autocast_enabled("cpu")
-        with torch.autocast("cpu", torch.float16, enabled=enabled):
-            return step.EvaluationStep.on_replica(self, module, shard) * (1.1 if enabled else 1.0)
-
-    patch.setattr(step.TrainingStep, "on_replica", on_replica)
-
-
-def idle_devices_get_samples(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(laws, "weighted", lambda n, weights: laws.even(n, len(weights)))
 
 
 def outputs_in_another_order(patch: pytest.MonkeyPatch) -> None:
@@ -155,16 +112,6 @@ def failed_step_leaves_gradients(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Engine, "run", leaves)
 
 
-def out_of_memory_is_swallowed(patch: pytest.MonkeyPatch) -> None:
-    """The replica that ran out is left out of the step."""
-
-    def on_replica(self: Any, module: Any, shard: Any) -> Any:
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return step.EvaluationStep.on_replica(self, module, shard)
-
-    patch.setattr(step.TrainingStep, "on_replica", on_replica)
-
-
 def prefixes_are_saved(patch: pytest.MonkeyPatch) -> None:
     def state_dict(self: Any) -> Any:
         return {f"module.{key}": value for key, value in self.module.state_dict().items()}
@@ -172,26 +119,15 @@ def prefixes_are_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DataParallel, "state_dict", state_dict)
 
 
-def loading_does_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DataParallel, "load_state_dict", lambda self, state: None)
-
-
 BROKEN = [
     ("copies are exact", copies_off_by_one),
-    ("copies are exact", joined_copies_off_by_one),
     ("one float64 step", equal_loss_weights),
-    ("one float64 step", gradients_off),
-    ("ten float32 steps", weights_never_refreshed),
     ("ten float32 steps", gradients_off),
-    ("one bf16 step", autocast_lost),
     ("one bf16 step", equal_loss_weights),
     ("uneven batches", equal_loss_weights),
-    ("uneven batches", idle_devices_get_samples),
     ("forward mode", outputs_in_another_order),
     ("out of memory", failed_step_leaves_gradients),
-    ("out of memory", out_of_memory_is_swallowed),
     ("checkpoint round trip", prefixes_are_saved),
-    ("checkpoint round trip", loading_does_nothing),
 ]
 
 
@@ -235,43 +171,6 @@ def test_a_sound_machine_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert "ms per step" in line and "ratio" in line
 
 
-def without_float64(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(laws, "float_dtype", lambda devices: torch.float32)
-
-
-@pytest.mark.usefixtures("quick")
-def test_what_is_skipped_is_named_and_nothing_proven_is_not_healthy(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without_float64(monkeypatch)
-    status, printed = run(capsys=capsys)
-    assert status == 1 and "one float64 step       skipped  cpu has no float64" in printed
-    assert printed.endswith("NOT HEALTHY: 0 of 1 laws hold on cpu:0, cpu:1.\n")
-
-
-@pytest.mark.usefixtures("quick")
-def test_without_float64_the_other_laws_hold_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_float64(monkeypatch)
-    for name in LAWS.keys() - {"one float64 step"}:
-        assert LAWS[name](CPU), name
-
-
-@pytest.mark.slow
-def test_a_law_that_hangs_ends_the_doctor_and_shows_where(tmp_path: Path) -> None:
-    code = (
-        "import sys, time; from lightning_dp.doctor import main, report\n"
-        "def hangs(devices): time.sleep(60)\n"
-        "report.laws.LAWS = {'a law that hangs': hangs}\n"
-        "report.TIMEOUT = 0.5\n"
-        "sys.exit(main(['--devices', 'cpu,cpu']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 1 and done.stdout.rstrip().endswith("a law that hangs")
-    assert "Timeout" in done.stderr and "in hangs" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("text", "found", "expected"),
     [
@@ -306,14 +205,3 @@ def test_env_tells_what_matters_and_no_secret(
         text = capsys.readouterr().out
         assert all(name in text for name in (*wanted, "MALLOC_CONF", "LOCAL_RANK", __version__))
         assert not any(word in text for word in ("secret", "somebody", "WANDB", str(Path.home())))
-
-
-def test_env_tells_name_and_memory_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = mock.Mock()
-    module.get_device_properties.return_value.name = "A GPU"
-    module.mem_get_info.return_value = (60 * 2**30, 80 * 2**30)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    assert report._accelerator(torch.device("cuda", 0)) == "A GPU, 80.0 GiB, 60.0 GiB free"
-    bare = mock.Mock(spec=["synchronize"])
-    monkeypatch.setattr(torch, "get_device_module", lambda device: bare)
-    assert report._accelerator(torch.device("mps", 0)) == "mps"

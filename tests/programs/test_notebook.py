@@ -192,30 +192,6 @@ def test_an_interrupt_in_the_middle_of_fit(kernel: Kernel) -> None:
 
 
 @pytest.mark.slow
-def test_a_class_that_is_defined_again(kernel: Kernel) -> None:
-    kernel.works(FIT)
-    kernel.works("old, old_job = net, job")
-    kernel.works(MODULE.replace("- batch[0].sum(1, keepdim=True)", ""))
-    kernel.works(FIT)
-    kernel.works("""
-        assert type(old).__name__ == type(net).__name__ and type(old) is not type(net)
-        job.fit_loop.max_epochs = 4
-        job.fit(net, data)
-        old_job.fit_loop.max_epochs = 4
-        old_job.fit(old, data)
-        assert float(job.callback_metrics["loss"]) != float(old_job.callback_metrics["loss"])
-        assert not left()
-    """)
-    # An error in a cell's step is its own, and the next cell works.
-    broken = MODULE.replace("self.log(", "undefined(")
-    kernel.works(broken)
-    text, error = kernel.run(FIT)
-    assert error == "NameError" and "undefined" in text
-    kernel.works(MODULE)
-    assert "sizes (3, 3, 2, 2)" in kernel.works(FIT)
-
-
-@pytest.mark.slow
 def test_a_monitor_shows_itself(kernel: Kernel) -> None:
     kernel.works("""
         monitor = lightning_dp.DataParallelMonitor()
@@ -227,25 +203,3 @@ def test_a_monitor_shows_itself(kernel: Kernel) -> None:
     assert kernel.shown["image/png"].startswith("iVBORw0KGgo")
     kernel.works("monitor.summary()")
     assert "DeviceSummary(device='cpu:0', samples=18" in kernel.shown["text/plain"]
-
-
-@pytest.mark.slow
-def test_devices_that_earlier_cells_have_used(kernel: Kernel) -> None:
-    """The last test, as it takes `os.fork` away."""
-    kernel.works("""
-        import os
-        import sim_devices
-
-        sim_devices.enable(4)
-        held = torch.randn(2, device="sim:1") + torch.randn(2, device="sim:1")
-
-        def fork():
-            raise OSError("a process that has used a GPU cannot be forked")
-
-        os.fork = fork
-    """)
-    text, _ = kernel.run("L.Trainer(strategy='ddp_notebook', devices=2).fit(Net(), data)")
-    assert "cannot be forked" in text
-    assert "sizes (3, 3, 2, 2)" in kernel.works(FIT)
-    on_sim = FIT.replace("trainer()", "trainer(accelerator='sim')")
-    assert "sizes (3, 3, 2, 2)" in kernel.works(on_sim)

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dp.app import run as program
 from lightning_dp.app import train as train_program
-from lightning_dp.app.callbacks import InterruptedCheckpoint, StepTimes
+from lightning_dp.app.callbacks import InterruptedCheckpoint
 from lightning_dp.app.evaluate import evaluate
 from lightning_dp.app.options import OptionError
 from lightning_dp.app.run import INTERRUPTED, TERMINATED, as_program
@@ -111,15 +111,8 @@ class Ends(DigitsCRNN):
         self.end("training", self.current_epoch == 1 and batch_idx == 1)
         return super().training_step(batch, batch_idx)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.end("validation step", self.current_epoch == 1 and batch_idx == 1)
-        super().validation_step(batch, batch_idx)
-
     def on_validation_epoch_end(self) -> None:
         self.end("validation", self.current_epoch == 1)
-
-    def on_train_epoch_end(self) -> None:
-        self.end("end", self.current_epoch == 1)
 
 
 class Ordered(DigitsDataModule):
@@ -218,32 +211,6 @@ def test_a_resumed_run_still_learns(done: Any, tmp_path: Path) -> None:
     assert state(tmp_path / "checkpoints" / "last.ckpt")["global_step"] == 15
 
 
-def test_nothing_but_a_test(tmp_path: Path) -> None:
-    """On one device, without a monitor."""
-    paths = (f"paths.output_dir={tmp_path}", "paths.work_dir=.", "trainer.accelerator=cpu")
-    options = ("strategy=single", "trainer.devices=3", "train=false", "model.width=2", *BARE)
-    with initialize_config_module("lightning_dp.conf", version_base="1.3"):
-        cfg = compose("train", overrides=[*paths, *options])
-    report = as_program(train)(cfg)
-    assert set(report.metrics) == {"test/acc", "test/loss"}
-    assert read_json(tmp_path / "metrics.json") == {**report.metrics, "devices": ["cpu"]}
-
-
-@pytest.mark.slow
-def test_a_finished_run_whose_best_state_is_gone_is_tested_as_it_is(
-    done: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    content = state(done[0] / "checkpoints" / "last.ckpt")
-    for callback in content["callbacks"].values():
-        if "best_model_path" in callback:
-            callback["best_model_path"] = "gone/epoch_000.ckpt"
-    torch.save(content, tmp_path / "moved.ckpt")
-    options = (of_class(Recorded), f"ckpt_path={tmp_path / 'moved.ckpt'}", *BARE)
-    as_program(train)(configured(tmp_path / "again", *options))
-    assert "gone/epoch_000.ckpt, does not exist: the last weights are tested" in caplog.text
-    assert read_json(tmp_path / "again" / "metrics.json")["test/acc"] >= 0
-
-
 # --- how it ends before its time ------------------------------------------------------------------
 
 STATUS = {KeyboardInterrupt: INTERRUPTED, SystemExit: TERMINATED}
@@ -263,14 +230,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     [
         ("validation", RuntimeError),
         ("training", SystemExit),
-        *(
-            pytest.param(where, error, marks=pytest.mark.slow)
-            for where, error in (
-                ("training", KeyboardInterrupt),
-                ("validation step", RuntimeError),
-                ("end", KeyboardInterrupt),
-            )
-        ),
+        pytest.param("training", KeyboardInterrupt, marks=pytest.mark.slow),
     ],
 )
 def test_an_end_leaves_a_state_to_go_on_from(
@@ -290,7 +250,9 @@ def test_an_end_leaves_a_state_to_go_on_from(
         assert stop.value.code == STATUS[error]
     else:
         assert "Traceback" in log.read_text() and "a plug was pulled" in log.read_text()
-    path = tmp_path / "run" / "checkpoints" / "interrupted.ckpt"
+    # Of a validation that has begun, a resumed training would run the rest alone.
+    name = "interrupted.ckpt" if where == "training" else "last.ckpt"
+    path = tmp_path / "run" / "checkpoints" / name
     said = {KeyboardInterrupt: "Interrupted", SystemExit: "Terminated"}.get(error, "Failed")
     lines = f"{said}. Run folder: {tmp_path / 'run'}\nTo go on: ckpt_path={path}\n"
     assert lines in capsys.readouterr().err
@@ -300,12 +262,6 @@ def test_an_end_leaves_a_state_to_go_on_from(
     assert (end["epoch"], end["global_step"]) == (whole["epoch"], whole["global_step"]) == (2, 9)
     if where != "training":  # a loader begins its epoch anew, as Lightning warns
         assert_equal_trees(end["state_dict"], whole["state_dict"], "resumed", atol=1e-6, rtol=0)
-        name = "EarlyStopping{'monitor': 'val/loss', 'mode': 'min'}"
-        seen = [each["callbacks"][name] for each in (end, whole)]
-        # What has failed after the validation is validated once more.
-        again = int(where == "end")
-        assert seen[0]["wait_count"] in (seen[1]["wait_count"], seen[1]["wait_count"] + again)
-        assert_equal_trees(*[s["best_score"] for s in seen], "validated", atol=1e-6, rtol=0)
 
 
 def test_an_unusable_option_leaves_its_traceback_in_the_log(tmp_path: Path, capsys: Any) -> None:
@@ -316,7 +272,8 @@ def test_an_unusable_option_leaves_its_traceback_in_the_log(tmp_path: Path, caps
 
 def test_an_error_is_told_where_its_checkpoint_has_no_room(caplog: Any) -> None:
     trainer = mock.Mock(sanity_checking=False, world_size=1, global_step=3, fast_dev_run=False)
-    trainer.state.fn = "fit"
+    trainer.state.fn, trainer.validating = "fit", False
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
     trainer.save_checkpoint.side_effect = OSError("No space left on device")
     InterruptedCheckpoint("folder").on_exception(trainer, mock.Mock(), ValueError("a mistake"))
     assert "No space left on device" in caplog.text and "interrupted.ckpt" in caplog.text
@@ -343,15 +300,3 @@ def test_a_sweep_goes_on_without_the_jobs_that_fail(
     assert f"sweep folder: {folder}" in said.out and "trainer.max_epochs" not in first
     assert "split: expected one of" in said.err and "Traceback" not in said.err
     assert not program._jobs, "the next program's table begins empty"
-
-
-def test_step_times_are_within_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, clock = StepTimes(), iter([1.0, 1.5, 2.5, 99.0, 99.25])
-    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    nothing: Any = None
-    assert times.milliseconds is None
-    for steps in (3, 2):
-        times.on_train_epoch_start(nothing, nothing)
-        for _ in range(steps):
-            times.on_train_batch_end(nothing, nothing)
-    assert times.milliseconds == 500, "the median of 0.5, 1 and 0.25 s"

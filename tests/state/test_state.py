@@ -277,20 +277,6 @@ def test_replicas_begin_with_the_roots_items_after_a_step_that_failed(undone: bo
     assert len(module.outputs) == (0 if undone else 2) and hasattr(module, "extra") != undone
 
 
-def test_what_a_hook_binds_is_not_a_steps() -> None:
-    module = Listing()
-    replicas, state = Replicas(module, [CPU] * 3), ModuleState(CPU)
-    for sizes in [(1, 0, 0), (2, 1, 1), (0, 1, 1), (2, 1, 1)]:
-        module.rate = torch.full((1,), float(sum(sizes)))  # as a hook between steps
-        shards = Shards(sizes, [])
-        replicas.refresh(shards.active)
-        state.begin(replicas, shards.active)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            state.settle(replicas, shards)
-        assert module.rate == sum(sizes)
-
-
 class Stateful(Classifier):
     """Goes on from the state in which the batch before it ended, and fails if it is to."""
 
@@ -465,73 +451,3 @@ def test_what_a_layer_keeps_for_itself_is_not_the_users(layers: str, mode: str) 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*to different values")
         assert_same(run(Layered, 3, strategy=strategy), run(Layered, 1))
-
-
-@pytest.mark.parametrize("mode", ["step", "forward"])
-@pytest.mark.parametrize("how", ["in place", "assigned", "through data"])
-def test_averages_that_hooks_update_and_a_teacher_follow(how: str, mode: str) -> None:
-    class Averaging(Classifier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("mean", torch.zeros(10))
-            self.teacher = nn.Linear(10, 3).requires_grad_(False)
-
-        @torch.no_grad()
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            mean = 0.9 * self.mean + 0.1 * batch[0].to(self.device).mean(0)
-            if how == "assigned":
-                self.mean = mean
-            elif how == "in place":
-                self.mean.copy_(mean)
-            else:
-                self.mean.data.copy_(mean)
-            self.teacher.weight.lerp_(self.net[2].weight[:, :10], 0.1)
-            self.net[0].requires_grad_(batch_idx % 2 == 0)  # frozen in some steps
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x - self.mean) + 0.1 * self.teacher(x)
-
-    torch.set_default_dtype(torch.float64)
-    several, one = run(Averaging, 3, strategy={"mode": mode}), run(Averaging, 1)
-    assert_same(several, one)
-    assert several.module.mean.abs().max() > 0
-
-
-class Queueing(Classifier):
-    """A queue of keys, a place in it and a moving centre, all of the batch."""
-
-    gathers = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.zeros(64, 3))
-        self.register_buffer("place", torch.zeros((), dtype=torch.long))
-        self.register_buffer("centre", torch.zeros(3))
-
-    def loss(self, batch: Any) -> Tensor:
-        z = self.net(batch[0])
-        loss = F.cross_entropy(z + self.queue.mean(0) - self.centre, batch[1])
-        if self.training:
-            keys = self.all_gather(z.detach()) if self.gathers else z.detach()
-            place = int(self.place)
-            self.queue[(torch.arange(len(keys), device=keys.device) + place) % 64] = keys
-            self.place[()] = (place + len(keys)) % 64
-            self.centre = 0.9 * self.centre + 0.1 * keys.mean(0)
-        return loss
-
-
-@pytest.mark.parametrize("how", ["gathers", "forward"])
-def test_state_of_a_batch_in_buffers_is_gathered(how: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    options: dict[str, Any] = {"data": lambda: loader(72, 24)}  # of shards of one size
-    strategy = {"parallel_modules": ["net"], "mode": "forward"} if how == "forward" else {}
-    make = type("Queueing", (Queueing,), {"gathers": how == "gathers"})
-    assert_same(run(make, 3, strategy=strategy, **options), run(Queueing, 1, **options))
-
-
-def test_the_check_of_the_first_step_finds_what_is_not_gathered() -> None:
-    strategy = DataParallelStrategy(check_first_step=True)
-    with pytest.warns(UserWarning, match="(?s)check_first_step|buffer") as caught:
-        trainer(3, strategy, max_epochs=1).fit(Queueing(), loader(50, 25), loader())
-    text = "\n".join(str(w.message) for w in caught)
-    assert all(f"- buffer {name}: " in text for name in ("queue", "place", "centre")), text

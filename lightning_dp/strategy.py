@@ -78,22 +78,19 @@ class DataParallelMixin(CheckpointMixin):
         output_device: where loss, logs and gathered outputs end up. None for the root device, a
             name (`"cuda:1"`, `"cpu"`), a `torch.device`, or an integer: a device's id (on the
             CPU, a replica's index). Not a device of another process.
-        split: how samples are shared out. `"even"`: sizes differ by at most one, larger ones
-            first, and with fewer samples than devices some are idle. `"auto"`: as `"adaptive"`, on
-            as many devices as make a step shortest; where the root alone is fastest, it does the
-            step as Lightning itself would. It goes by times: two runs may differ by rounding, but
-            with `Trainer(deterministic=True)` it is `"even"`. `"chunk"`: the sizes of
-            `torch.chunk`, as in `torch.nn.DataParallel`. `"memory"`: learns from the peaks of the
-            first steps, and leaves equally much memory free on every device. `"adaptive"`: begins
-            even, learns from the times of the steps how fast every device is, and lets all end at
-            the same time. What they learn is of one fit: it goes into no checkpoint. `"cost"`:
-            samples of unequal cost (sequence length, nodes) go where there is least to do, and
-            results are in the batch's order. Costs come from the module's method
-            `sample_cost(batch)`, which returns a 1-D tensor, or by an entry of the batch, see
-            `sample_cost`. Or a function
-            `(batch_size, devices) -> sizes`. Where memory runs out, every split gives the device
-            fewer samples, and the step runs again. Between processes shares are as the numbers of
-            devices; `"chunk"` goes by all devices of all processes.
+        split: how samples are shared out. `"even"`: sizes differ by at most one. `"auto"`: as
+            `"adaptive"`, on as many devices as make a step shortest; where the root alone is
+            fastest, it does the step as Lightning itself would. It goes by times: two runs may
+            differ by rounding, but with `Trainer(deterministic=True)` it is `"even"`. `"chunk"`:
+            the sizes of `torch.chunk`, as in `torch.nn.DataParallel`. `"memory"`: leaves equally
+            much memory free on every device, by the peaks of the first steps. `"adaptive"`: lets
+            all devices end at the same time, by the times of the steps. `"cost"`: samples of
+            unequal cost (sequence length, nodes) go where there is least to do; costs come from the
+            module's method `sample_cost(batch)`, which returns a 1-D tensor, or from an entry of
+            the batch, see `sample_cost`. Or a function `(batch_size, devices) -> sizes`. What a
+            split learns goes into no checkpoint. Where memory runs out, every split gives the
+            device fewer samples, and the step runs again. Between processes shares are as the
+            numbers of devices; `"chunk"` goes by all devices of all processes.
         weights: fixed shares, one number of at least 0 per device of the machine: `[1, 3, 3, 3]`.
             Only their ratios matter, between machines too; 0 leaves a device idle. With
             `split="adaptive"`, the shares that it begins with. None for equal shares.
@@ -118,16 +115,13 @@ class DataParallelMixin(CheckpointMixin):
             debugger), or `"auto"`, which measures both in the first steps and keeps the faster.
         check_first_step: whether the first step of each kind (training, validation, test, predict)
             also runs on a few samples of its batch, once on the root alone and once split, to
-            compare loss, gradients, logged values, outputs, items of lists and buffers. Everything
-            is put back: gradients, buffers, random state, metrics, logs, and lists and attributes
-            of the module and of the user's objects on it. Files, environments, classes, global
-            numbers and the Trainer's data module cannot be: a step that changes them needs `False`.
-            A difference beyond rounding is one warning that names what differs, the cause (a sum, a
-            mean over something else than samples, a loss over the whole batch, a logged value that
-            is no mean) and what to write instead; batch norm without sync and random numbers are
-            one line at INFO. `"auto"` leaves it out under `fast_dev_run`, for modules with compiled
-            parts or more than 4 GiB of tensors, and where state cannot be put back. What was found
-            is `first_step`, by the name of the step.
+            compare loss, gradients, logged values, outputs, lists and buffers. Everything is put
+            back but files, environments, globals and the data module: a step that changes these
+            needs `False`. A difference is one warning that names what differs, the cause and what
+            to write instead; batch norm without sync and random numbers are one line at INFO.
+            `"auto"` leaves it out under `fast_dev_run`, for modules with compiled parts or more
+            than 4 GiB of tensors, and where state cannot be put back. What was found is
+            `first_step`, by the name of the step.
         process_group_backend: with several processes, what moves bytes between them:
             `"gloo"`, `"nccl"` or `"cpu:gloo,cuda:nccl"`. None for gloo on CPUs, and for both on
             GPUs.

@@ -14,7 +14,7 @@ from lightning_dp.app import report
 from lightning_dp.app.build import begin
 from lightning_dp.app.devices import register_resolvers
 from lightning_dp.app.options import OptionError
-from lightning_dp.app.run import as_program, sweep_table
+from lightning_dp.app.run import as_program
 from lightning_dp.app.together import agree_on_run_folder
 
 _GROUPS = ("model", "data")
@@ -81,8 +81,7 @@ def _best_of(folder: Path) -> Path:
 def main() -> None:
     """Entry point of the command line."""
     agree_on_run_folder()
-    with sweep_table():
-        _main()
+    _main()
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_dp.conf", config_name="eval")

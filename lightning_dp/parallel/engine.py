@@ -37,7 +37,7 @@ from lightning_dp.parallel.reduce import (
     backward_at_once,
     reduce_gradients,
 )
-from lightning_dp.parallel.replicate import BufferCopies, ReplicaRules, Replicas, limits_norms
+from lightning_dp.parallel.replicate import BufferCopies, ReplicaRules, Replicas
 from lightning_dp.parallel.scatter import (
     Inferred,
     Shards,
@@ -128,7 +128,7 @@ class Engine:
             self.meter.watch()
         self.snapshot = None if self.on_cpu else Snapshot()
         # Two threads would limit the norm of the same row of a weight twice.
-        in_order = self.on_cpu and limits_norms(module)
+        in_order = self.on_cpu and bool(self.replicas.limited)
         how: ExecutorName = "inorder" if in_order else executor
         seconds = Calls.timeout if timeout is None else timeout.total_seconds()
         self.executor = Executor(devices, how, self.replicas.lose, self.meter.names, seconds)
@@ -250,7 +250,7 @@ class Engine:
         copied = "all" if stale else call.copied_parameters
         self.replicas.refresh(shards.active, parameters=copied, buffers=buffers)
         self._stale -= stale
-        self._compiles = self.replicas.may_compile
+        self._compiles = self.replicas.compiled.are_known
         in_threads = self.executor.choose(call.name, len(shards.active), compiles=self._compiles)
         if call.training:
             # Where no two backwards run at once, they accumulate into the root's gradients.
@@ -297,7 +297,7 @@ class Engine:
             self.meter.add_seconds(tasks)
             if not call.has_backward:
                 self.meter.stop()
-        elif self.replicas.limited is not None:
+        elif self.replicas.limited:
             self.replicas.adopt_rows(shards.active)
         return outputs
 

@@ -94,7 +94,7 @@ class ForwardParallel(RecoveringEngine):
             yield
             return
         # Compiled code may also be called with whole batches, beside the replicas' calls.
-        compiles = self.replicas.may_compile
+        compiles = self.replicas.compiled.are_known
         with self.replicas.compiled.as_often() if compiles else nullcontext():
             self.start_spreading()
             try:
@@ -166,7 +166,7 @@ class ForwardParallel(RecoveringEngine):
         """As every engine; and lets go of graphs, which would keep the replicas for good."""
         self.stop_spreading()
         super().close()
-        self.replicas.disconnect()
+        self.replicas.drop()
 
 
 @not_compiled  # compiled code may call the module, and would have the engine compiled

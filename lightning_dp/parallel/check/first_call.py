@@ -226,7 +226,7 @@ def first_samples(engine: Engine, batch: Any, count: int) -> Any:
 
 def check_is_cheap(engine: Engine) -> None:
     """Raises `NotChecked` for a module whose check would take long or much memory."""
-    if engine.replicas.may_compile:
+    if engine.replicas.compiled.are_known:
         raise NotChecked("it has compiled parts, which would compile anew for the small batch.")
     tensors = chain(engine.module.parameters(), engine.module.buffers())
     if sum(t.numel() * t.element_size() for t in tensors if not is_lazy(t)) > MOST_BYTES:

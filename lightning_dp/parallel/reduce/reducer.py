@@ -100,7 +100,7 @@ class Reducer:
     def _take_buffers(self, shards: Shards) -> None:
         """Not before the backward, which checks that nothing it has saved was written to."""
         self._forward = None
-        if self._replicas.limited is not None:
+        if self._replicas.limited:
             self._replicas.adopt_rows(shards.active)
         if self._policy == "mean" or not shards.sizes[0]:
             buffers = self._replicas.buffers_of_steps

@@ -7,4 +7,3 @@ from lightning_dp.parallel.replicate.structure import Contents as Contents
 from lightning_dp.parallel.replicate.structure import ModuleStructure as ModuleStructure
 from lightning_dp.parallel.replicate.structure import ReplicaRules as ReplicaRules
 from lightning_dp.parallel.replicate.structure import layers_in as layers_in
-from lightning_dp.parallel.replicate.tensors import limits_norms as limits_norms

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from operator import is_not, itemgetter
+from operator import is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dp.parallel.torch_private import (
-    FIXED_NAMES,
     buffer_table,
     child_table,
     hook_tables,
@@ -49,33 +48,26 @@ class ModuleStructure:
     """
 
     def __init__(self, root: nn.Module, rules: ReplicaRules) -> None:
-        self.root = root
         self.modules: list[nn.Module] = []
         self.scripted: list[nn.Module] = []  # compiled by torch.jit, and apart
         self.apart: set[int] = set()  # ids of modules, see `ReplicaRules.is_apart`
         self.staying: set[int] = set()  # ids of modules, see `ReplicaRules.stays`
-        self._device = next((p.device for p in root.parameters()), None)
+        self.device = next((p.device for p in root.parameters()), None)
         self._walk(root, rules, set())
-        parameters, buffers = [
+        parameters, self.buffer_tables = [
             [{} if id(m) in self.staying else table(m) for m in self.modules]
             for table in (parameter_table, buffer_table)
         ]
         unique = {id(p): p for table in parameters for p in table.values() if p is not None}
         self.parameters: list[nn.Parameter] = list(unique.values())
-        self.buffer_tables = buffers
-        self._with_buffers = [m for m in self.modules if buffer_table(m)]
-        self.owners: list[Any] = [*self.modules, *(p for p in self.parameters if vars(p))]
+        self.owners: list[Any] = [*self.modules, *self.parameters]
         self.attributes = AttributeVersions(list(map(vars, self.owners)))
+        self._with_buffers = [m for m in self.modules if buffer_table(m)]
         bound = [*parameters, *map(child_table, self.modules)]
         # Buffers are compared by their names, hooks by their numbers, which are never used again.
-        named: list[dict[Any, Any]] = [
-            *buffers,
-            *chain.from_iterable(map(hook_tables, self.modules)),
-        ]
-        named += [vars(p) for p in self.parameters if not vars(p)]
-        self._tables = Contents(
-            [*(table.values() for table in bound), *(table.keys() for table in named)]
-        )
+        named = [*self.buffer_tables, *chain.from_iterable(map(hook_tables, self.modules))]
+        self.tables = Contents([*map(dict.values, bound), *map(dict.keys, named)])
+        """Differ where a parameter, submodule, buffer name or hook came, went or was replaced."""
 
     def _walk(
         self,
@@ -95,29 +87,30 @@ class ModuleStructure:
         _check_replicable(module)
         self.modules.append(module)
         stays = stays or (is_apart and rules.stays(module))
-        for ids in [self.apart] * is_apart + [self.staying] * stays:
-            ids.add(id(module))
+        if is_apart:
+            self.apart.add(id(module))
+        if stays:
+            self.staying.add(id(module))
         for child in child_table(module).values():
             if child is not None:
                 self._walk(child, rules, seen, is_apart, stays)
         for _, hidden in layers_in(vars(module), ""):
             if rules.is_apart(hidden) or not isinstance(hidden, torch.jit.ScriptModule):
                 tensors = chain(hidden.parameters(), hidden.buffers())
-                elsewhere = any(tensor.device != self._device for tensor in tensors)
+                elsewhere = any(tensor.device != self.device for tensor in tensors)
                 self._walk(hidden, rules, seen, stays=stays or elsewhere)
 
-    def has_changed(self) -> bool:
-        """Whether a parameter, submodule, buffer name or hook came, went or was replaced."""
-        return self._tables.differ()
+    def present_buffers(self) -> list[Tensor]:
+        """Each buffer once, though modules may share it, but for those that are parameters too."""
+        buffers = chain.from_iterable(map(dict.values, self.buffer_tables))
+        found = {id(buffer): buffer for buffer in buffers if buffer is not None}
+        for parameter in self.parameters:
+            found.pop(id(parameter), None)
+        return list(found.values())
 
     def reads_buffers(self) -> bool:
         """Whether a forward may read a buffer. Batch norm in training only writes to its own."""
-        return any(type(m) not in _BATCH_NORMS or not m.training for m in self._with_buffers)
-
-    def read_buffers(self) -> list[Tensor | None]:
-        """The buffers that a forward may read."""
-        readers = [m for m in self._with_buffers if type(m) not in _BATCH_NORMS or not m.training]
-        return [buffer for module in readers for buffer in buffer_table(module).values()]
+        return any([type(m) not in _BATCH_NORMS or not m.training for m in self._with_buffers])
 
 
 def layers_in(value: Any, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -150,56 +143,38 @@ def _check_replicable(module: nn.Module) -> None:
             )
 
 
-class AttributeVersions:
-    """A number for each owner of attributes, which grows when one is bound anew, comes or goes."""
-
-    def __init__(self, owners: list[dict[str, Any]]) -> None:
-        self._owners = owners
-        self.versions = [0] * len(owners)
-        self._names: list[set[str]] = [set() for _ in owners]
-        self._seen: list[tuple[Any, ...]] = [()] * len(owners)
-        self._getters: list[Callable[[Any], tuple[Any, ...]]] = [tuple] * len(owners)
-        self._learn_names()
-
-    def look(self) -> list[int]:
-        """Compares with the last look; returns the versions."""
-        try:
-            values = [get(own) for get, own in zip(self._getters, self._owners, strict=True)]
-        except KeyError:  # an attribute was deleted
-            values = []
-        if not values or list(map(len, self._owners)) != self._sizes:
-            self._learn_names()
-        elif any(map(is_not, chain.from_iterable(values), self._flat)):
-            self._compare(values)
-        return self.versions
-
-    def _compare(self, values: list[tuple[Any, ...]]) -> None:
-        for j, pair in enumerate(zip(values, self._seen, strict=True)):
-            self.versions[j] += len(pair[0]) != len(pair[1]) or any(map(is_not, *pair))
-        self._seen = values
-        self._flat = list(chain.from_iterable(values))
-
-    def _learn_names(self) -> None:
-        self._sizes = list(map(len, self._owners))
-        for j, own in enumerate(self._owners):
-            names = own.keys() - FIXED_NAMES
-            if names != self._names[j]:
-                self._names[j], self._seen[j] = names, ()
-                # With a name twice, itemgetter returns a tuple also of a single attribute.
-                self._getters[j] = itemgetter(*names, next(iter(names))) if names else tuple
-        self._compare([get(own) for get, own in zip(self._getters, self._owners, strict=True)])
-
-
 class Contents:
-    """The items of containers, as they were."""
+    """The items of containers at one moment. They are compared by identity."""
 
-    def __init__(self, live: list[Collection[Any]]) -> None:
-        self._live = live
-        self._lengths = list(map(len, live))
-        self._filled = list(filter(len, live))
+    def __init__(self, containers: Sequence[Collection[Any]]) -> None:
+        self._containers = containers
+        self._lengths = list(map(len, containers))
+        self._filled = list(filter(len, containers))
         self._items = list(chain.from_iterable(self._filled))
 
     def differ(self) -> bool:
         """Whether the containers have other items now."""
-        items = chain.from_iterable(self._filled)
-        return list(map(len, self._live)) != self._lengths or any(map(is_not, items, self._items))
+        if list(map(len, self._containers)) != self._lengths:
+            return True
+        return any(map(is_not, chain.from_iterable(self._filled), self._items))
+
+
+class AttributeVersions:
+    """A number for each owner of attributes, which grows when one is bound anew, comes or goes."""
+
+    def __init__(self, owners: Sequence[dict[str, Any]]) -> None:
+        self._values = list(map(dict.values, owners))
+        self.versions = [0] * len(owners)
+        self._note()
+
+    def _note(self) -> None:
+        self._contents = Contents(self._values)
+        self._seen = list(map(tuple, self._values))
+
+    def look(self) -> list[int]:
+        """Compares with the last look; returns the versions."""
+        if self._contents.differ():
+            for j, (now, seen) in enumerate(zip(self._values, self._seen, strict=True)):
+                self.versions[j] += len(now) != len(seen) or any(map(is_not, now, seen))
+            self._note()
+        return self.versions

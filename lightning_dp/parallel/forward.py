@@ -166,7 +166,7 @@ class ForwardParallel(RecoveringEngine):
         """As every engine; and lets go of graphs, which would keep the replicas for good."""
         self.stop_spreading()
         super().close()
-        self.replicas.drop()
+        self.replicas.lose()
 
 
 @not_compiled  # compiled code may call the module, and would have the engine compiled

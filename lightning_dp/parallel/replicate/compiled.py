@@ -1,8 +1,8 @@
 """Modules and functions that `torch.compile` has made, on replicas.
 
 Compiling in several threads at once is unsafe, so replicas with compiled parts run in order. These
-are found on the module, in its classes, and in what the functions of its classes know by name;
-others are noticed when they are compiled, and replicas run in order from the next step on.
+are found on the module by the copier, in its classes, and in what the functions of its classes know
+by name; others are noticed when they are compiled, and replicas run in order from the next step on.
 
 There may be a graph per replica: dynamo's limit of recompilations is raised accordingly.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -30,36 +29,16 @@ class Compilations:
 
     def __init__(self, root: nn.Module, replicas: int) -> None:
         self._replicas = replicas
-        self.are_known = compiles(root)
+        modules = list(root.modules())
+        classes = {cls for module in modules for cls in type(module).__mro__}
+        self.are_known = any(compiled_inner(module) is not None for module in modules) or any(
+            compiled_function(value) is not None for cls in classes for value in _known_to(cls)
+        )
         self.counts = compilation_counts()
 
     def as_often(self) -> AbstractContextManager[None]:
         """In this context each replica may compile as often as one device would."""
         return more_recompilations(self._replicas)
-
-
-def compiles(module: nn.Module) -> bool:
-    """Whether a module has compiled parts."""
-    modules = list(module.modules())
-    classes = {cls for each in modules for cls in type(each).__mro__}
-    return any(
-        compiled_inner(each) is not None or any(map(is_compiled, each.__dict__.values()))
-        for each in modules
-    ) or any(is_compiled(known) for cls in classes for known in _known_to(cls))
-
-
-def is_compiled(value: Any) -> bool:
-    """Whether a value is a compiled function, or a container of one."""
-    kind = type(value)
-    if kind is FunctionType:
-        return compiled_function(value) is not None
-    if kind in (list, tuple):
-        return any(map(is_compiled, value))
-    if kind is dict:
-        return any(map(is_compiled, value.values()))
-    if kind is partial:
-        return is_compiled(value.func)
-    return kind is MethodType and is_compiled(value.__func__)
 
 
 def compiled_attributes(original: nn.Module, twin: nn.Module) -> dict[str, Any]:
@@ -74,22 +53,11 @@ def compiled_attributes(original: nn.Module, twin: nn.Module) -> dict[str, Any]:
 
 
 def _known_to(cls: type) -> Iterator[Any]:
-    """The functions of a class of users, and what these know by name."""
+    """The functions of a class of users, and the values of global names in them."""
     if cls.__module__.partition(".")[0] in ("torch", "builtins"):
         return
     for member in vars(cls).values():
         function = getattr(member, "fget", None) or getattr(member, "__func__", member)
         if isinstance(function, FunctionType):
             yield function
-            yield from _named_in(function.__code__, function.__globals__)
-
-
-def _named_in(code: CodeType, names: dict[str, Any]) -> Iterator[Any]:
-    """Values of global names, and of those that stand after the name of a Python module."""
-    for name in code.co_names:
-        value = names.get(name)
-        if issubclass(type(value), ModuleType):
-            members = vars(value)
-            yield from (members[other] for other in code.co_names if other in members)
-        else:
-            yield value
+            yield from map(function.__globals__.get, function.__code__.co_names)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from operator import attrgetter
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.comm import Packing, gradients_on, to_device_coalesced
+from lightning_dp.parallel.comm import gradients_on, to_device_coalesced
 from lightning_dp.parallel.replicate.compiled import Compilations, compiled_attributes
 from lightning_dp.parallel.replicate.copier import ATOMS, Copier, OwnGenerators
 from lightning_dp.parallel.replicate.structure import Contents, ModuleStructure, ReplicaRules
 from lightning_dp.parallel.replicate.tensors import (
     BufferState,
     Parameters,
-    ReplicaParameters,
     copies_of,
     entries,
     pointers_of,
@@ -47,11 +46,22 @@ _ABSENT = object()
 class Replicas:
     """A module and its replicas.
 
-    `modules[0]` is the root itself, whose parameters lie on the first device. `submodules` has all
-    modules of every replica, at equal positions; it is another list after replicas were replaced.
-    `attributes` counts changes of the root's attributes. `limited` are embeddings with `max_norm`.
-    `before_rebuild` is called with the parameters of all replicas before others take their place,
-    to save accumulated gradients.
+    Attributes:
+        modules: one per device; `modules[0]` is the root itself, on the first device.
+        submodules: all modules of every replica, at equal positions; another list after replicas
+            were replaced.
+        root_parameters: the root's parameters, tied ones once.
+        packing: how parameters, and gradients of their kinds, are packed when they travel.
+        attributes: counts changes of the root's attributes.
+        limited: positions of the weights of embeddings with `max_norm`, and the kinds of norms.
+        compiled: what is compiled by the module.
+
+    Args:
+        root: the module.
+        devices: the replicas' devices, the root's first.
+        rules: how special submodules are replicated.
+        before_rebuild: called with the parameters of all replicas before others take their place,
+            to save accumulated gradients.
     """
 
     def __init__(
@@ -67,37 +77,31 @@ class Replicas:
         self._build()
 
     def _build(self) -> None:
-        self._are_lost = self._has_failed = self._share = False
+        self._are_lost = self._has_failed = False
         with torch.inference_mode(False), torch.no_grad():
             self._structure = structure = ModuleStructure(self._root, self._rules)
-            self.attributes = structure.attributes
-            self.limited = _limited(structure)
-            self._weights = Parameters(structure.parameters)
+            self.root_parameters, self.attributes = structure.parameters, structure.attributes
+            self.limited = _limited_norms(structure)
             self.compiled = Compilations(self._root, len(self._devices))
+            self._parameters = Parameters(structure.parameters, self._devices)
+            self.packing = self._parameters.packing
             self._others = [
-                Replica(structure, k, device, self._rules, self._weights.on(device))
+                Replica(structure, k, device, self._rules, self._parameters.rows[k])
                 for k, device in enumerate(self._devices)
                 if k > 0
             ]
             self._copy_buffers(self._others)
-            for replica in self._others:
-                replica.copy_attributes()
-                replica.wrap_compiled()
-            self._note_attributes()
+            self._copy_attributes()
         self.modules = [self._root, *(replica.module for replica in self._others)]
         self.submodules = [structure.modules, *(r.submodules for r in self._others)]
 
     def lose(self) -> None:
-        """Has the next refresh make new replicas: a thread may still use these."""
-        self._are_lost = True
+        """Lets go of the replicas, which a thread may still use; the next refresh makes new ones.
 
-    def drop(self) -> None:
-        """Lets go of the replicas, and of graphs that they hold; the next refresh makes new ones.
-
-        Python's garbage collector does not see through a graph that reaches a tensor of ours.
+        Also of graphs that they hold: Python's garbage collector does not see through a graph that
+        reaches a tensor of ours.
         """
-        self.lose()
-        self._others, self._contents = [], Contents([])
+        self._are_lost, self._others = True, []
         self.modules, self.submodules = self.modules[:1], self.submodules[:1]
 
     def fail(self) -> None:
@@ -106,7 +110,7 @@ class Replicas:
 
     def expect_change(self) -> None:
         """Has the next refresh copy trained parameters, which are about to be updated."""
-        self._weights.expect_change()
+        self._parameters.expect_change()
 
     @property
     def parameters(self) -> Sequence[Sequence[Tensor]]:
@@ -114,7 +118,7 @@ class Replicas:
 
         Left out are replicas whose gradients are all in the root's, see `share_parameters`.
         """
-        rows: list[Sequence[Tensor]] = [self._structure.parameters]
+        rows: list[Sequence[Tensor]] = [self.root_parameters]
         for replica in self._others:
             # A parameter may be in the graph of an earlier step, or a step may have bound a
             # gradient.
@@ -122,21 +126,9 @@ class Replicas:
                 rows.append(replica.parameters)
         return rows
 
-    @property
-    def root_parameters(self) -> Sequence[Tensor]:
-        """The first of `parameters`."""
-        return self._structure.parameters
-
     def parameters_of(self, k: int) -> Sequence[Tensor]:
         """The parameters that a backward of replica k fills: the root's where it shares them."""
-        if k == 0 or self._others[k - 1].shares:
-            return self._structure.parameters
-        return self._others[k - 1].parameters
-
-    @property
-    def packing(self) -> Packing:
-        """How parameters, and gradients of their kinds, are packed when they travel."""
-        return self._weights.packing
+        return self._parameters.rows[0 if k and self._others[k - 1].shares else k]
 
     @property
     def root_buffers(self) -> list[Tensor | None]:
@@ -171,73 +163,69 @@ class Replicas:
         forward only writes to them, as batch norm does in training.
         """
         has_failed, self._has_failed = self._has_failed, True  # until this has ended
+        everything = has_failed or parameters == "all"
+        others = self._others
+        if active and not has_failed:
+            others = [others[k - 1] for k in active if k > 0]
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
-            if (
-                self._are_lost
-                or self._structure.tables.differ()
-                or self._weights.have_other_kinds()
-            ):
-                # Tensors that a functional call puts in place of parameters accumulate nothing.
-                if not self._are_lost and all([p.is_leaf for p in self._structure.parameters]):
-                    self._before_rebuild(self.parameters)
+            if self._has_other_structure():
                 self._build()
-            elif self._others:
-                others = self._others
-                if active and not has_failed:
-                    others = [self._others[k - 1] for k in active if k > 0]
-                everything = has_failed or parameters == "all"
-                self._follow_attributes(everything=has_failed)
-                self._weights.refresh(
-                    [replica.weights for replica in others],
-                    everything=everything,
-                    frozen=parameters == "frozen",
-                )
-                if buffers != "read" or everything or self._structure.reads_buffers():
+            elif others:
+                own = [replica.k for replica in others]
+                self._parameters.refresh(own, everything=everything, frozen=parameters == "frozen")
+                if everything or buffers != "read" or self._structure.reads_buffers():
                     if buffers == "changed" and not everything:
-                        now = BufferState(self._structure.buffer_tables)
-                        others = [r for r in others if r.has_other_buffers(now)]
+                        others = [replica for replica in others if replica.has_other_buffers()]
                     self._copy_buffers(others)
+                if has_failed or self._has_other_attributes() or (others and self._holds_tensors):
+                    self._copy_attributes()
             for replica in self._others:
                 if replica.generators.own:
                     replica.generators.follow(alone=bool(active and 0 not in active))
         self._has_failed = False
 
+    def _has_other_structure(self) -> bool:
+        """Whether new replicas are to be made; saves the gradients of those that there are."""
+        if self._are_lost:
+            return True
+        if not (self._structure.tables.differ() or self._parameters.have_other_kinds()):
+            return False
+        # Tensors that a functional call puts in place of parameters accumulate nothing.
+        if all([p.is_leaf for p in self.root_parameters]):
+            self._before_rebuild(self.parameters)
+        return True
+
     def _copy_buffers(self, others: Sequence[Replica]) -> None:
         """Gives replicas new buffers, with the root's values."""
-        present = self._structure.present_buffers()
-        state, changed = BufferState(self._structure.buffer_tables), False
+        present = self._structure.present_buffers() if others else []
         arrived: dict[torch.device, list[Tensor]] = {}
         for replica in others:
             if replica.device not in arrived:
                 arrived[replica.device] = to_device_coalesced(present, replica.device)
-            changed |= replica.take_buffers(present, copies_of(arrived[replica.device]), state)
-        if changed:
-            self._note_attributes()
+            replica.take_buffers(present, copies_of(arrived[replica.device]))
 
-    def _follow_attributes(self, *, everything: bool) -> None:
-        """Copies the attributes of all modules anew if one of the root's or replicas' changed."""
-        if (
-            everything
-            or self.attributes.look() != self._versions
+    def _has_other_attributes(self) -> bool:
+        """Whether an attribute, or the content of a container, is not what was copied."""
+        return (
+            self.attributes.look() != self._versions
             or list(map(len, self._own)) != self._sizes
             or self._contents.differ()
-            or (self._moved and versions_of(self._moved) != self._moved_versions)
-        ):
-            for replica in self._others:
-                replica.copy_attributes()
-            self._note_attributes()
+            or (bool(self._moved) and versions_of(self._moved) != self._moved_versions)
+        )
 
-    def _note_attributes(self) -> None:
-        """Notes what shows that attributes have changed."""
+    def _copy_attributes(self, *, with_graphs: bool = False) -> None:
+        """Copies all attributes of all modules anew, and notes what shows that they change."""
+        copiers = [r.copy_attributes(with_graphs=with_graphs) for r in self._others]
+        self._holds_tensors = any([copier.holds_tensors for copier in copiers])
+        self._has_graphs = any([copier.has_graphs for copier in copiers])
+        self.compiled.are_known |= any([copier.compiles for copier in copiers])
         self._versions = list(self.attributes.look())
         self._own = [vars(module) for r in self._others for module in r.submodules]
         self._sizes = list(map(len, self._own))
-        copiers = [replica.copier for replica in self._others]
         self._contents = Contents(list(chain.from_iterable(c.containers for c in copiers)))
         self._moved = [tensor for copier in copiers for tensor in copier.moved]
         self._moved_versions = versions_of(self._moved)
-        self.compiled.are_known |= any([copier.compiles for copier in copiers])
 
     def share_parameters(self, share: bool) -> None:
         """Has replicas on the root's device compute with the root's own parameters, or no longer.
@@ -246,23 +234,29 @@ class Replicas:
         after every refresh; `share` only where replicas and their backwards run one after another.
         They do not share parameters to which a forward writes.
         """
-        share = share and not self.limited
-        for device, replica in zip(self._devices[1:], self._others, strict=True):
-            if not replica.weights.shares_memory:
+        share, changed = share and not self.limited, False
+        for replica in self._others:
+            if not self._parameters.share_memory[replica.k]:
                 if torch.is_grad_enabled():
                     # Now, and not in the midst of a backward that has little memory left.
-                    self.packing.sums.prepare([self._devices[0], device])
-            elif replica.shares != share and replica.share(share):
-                self._note_attributes()
+                    self.packing.sums.prepare([self._devices[0], replica.device])
+            elif replica.shares != share:
+                replica.share(share)
+                changed = True
+        if changed and self._holds_tensors:
+            self._copy_attributes()
 
     def connect(self, active: Iterable[int], after_backward: Callable[[], None]) -> None:
         """Has replicas compute with functions of the root's parameters, see `Replica.connect`.
 
-        A backward through them calls `after_backward` at its end.
+        Attributes that are tensors with a graph are part of it, too. A backward through them calls
+        `after_backward` at its end.
         """
-        connected = [self._others[k - 1].connect(after_backward) for k in active if k > 0]
-        if any(connected):
-            self._note_attributes()
+        for k in active:
+            if k > 0:
+                self._others[k - 1].connect(after_backward)
+        if self._holds_tensors or self._has_graphs:
+            self._copy_attributes(with_graphs=torch.is_grad_enabled())
 
     def refuse_trained_buffers(self) -> None:
         """Raises a ValueError about buffers that are trained: replicas would give them nothing.
@@ -285,17 +279,15 @@ class Replicas:
 
         They are written without a trace: graphs that have saved the weight stay usable.
         """
-        others = [self._others[k - 1] for k in active if k > 0]
-        for replica in others:
-            for i, norm_type in self.limited.items():
-                own, other = self._structure.parameters[i].data, replica.parameters[i].data
-                other = other.to(own.device)
+        for k, (i, norm_type) in product(active, self.limited.items()):
+            if k > 0:
+                own = self.root_parameters[i].data
+                other = self._parameters.rows[k][i].data.to(own.device)
                 norms = [rows.norm(norm_type, dim=1, keepdim=True) for rows in (own, other)]
                 own.copy_(torch.where(norms[1] < norms[0], other, own))
 
 
-def _limited(structure: ModuleStructure) -> dict[int, float]:
-    """Positions of the weights of embeddings with `max_norm`, and the kinds of their norms."""
+def _limited_norms(structure: ModuleStructure) -> dict[int, float]:
     places = {id(parameter): i for i, parameter in enumerate(structure.parameters)}
     return {
         places[id(module.weight)]: module.norm_type
@@ -317,10 +309,9 @@ class Replica:
         k: int,
         device: torch.device,
         rules: ReplicaRules,
-        weights: ReplicaParameters,
+        parameters: Sequence[nn.Parameter],
     ) -> None:
-        self._source, self.device, self.weights = source, device, weights
-        self.parameters = weights.parameters
+        self._source, self.k, self.device, self.parameters = source, k, device, parameters
         self.shares = False  # whether it computes with the root's own parameters
         self._root_buffers: list[Tensor] = []
         self._buffers: list[Tensor] = []  # its own, one for each of the root's
@@ -331,7 +322,6 @@ class Replica:
         self._new_copier = partial(
             Copier, source=root_device, device=device, generators=self.generators
         )
-        self.copier = self._new_copier({})  # with which attributes were copied
         twins: dict[int, Any] = {id(m): object.__new__(type(m)) for m in source.modules}
         twins.update((id(m), copy.deepcopy(m).to(device)) for m in source.scripted)
         self.submodules: list[nn.Module] = [twins[id(m)] for m in source.modules]
@@ -354,91 +344,72 @@ class Replica:
             hooks = {name: type(vars(original)[name])() for name in HOOK_TABLES}
             vars(twin).update({**vars(original), **hooks, **own})
             self._kept.append((FIXED_NAMES - _HOOK_TABLES) | own.keys())
-        self._kept += [frozenset(["__deepcopy__"])] * len(self.parameters)  # see `broadcast`
-
-    def wrap_compiled(self) -> None:
-        """Compiles its modules for themselves where the root's are `torch.compile(module)`."""
-        for j, (original, twin) in enumerate(
-            zip(self._source.modules, self.submodules, strict=True)
-        ):
+        for j, (original, twin) in enumerate(zip(source.modules, self.submodules, strict=True)):
             compiled = compiled_attributes(original, twin)
             vars(twin).update(compiled)
             self._kept[j] |= compiled.keys()
+        self._kept += [frozenset(["__deepcopy__"])] * len(parameters)  # see `broadcast`
 
     # Parameters and buffers
 
-    def compute_with(self, tensors: Sequence[Tensor]) -> bool:
-        """Puts tensors in the place of its parameters and buffers; True if attributes changed."""
+    def _compute_with(self, tensors: Sequence[Tensor]) -> None:
+        """Puts tensors in the place of its parameters and buffers."""
         before, self._in_place = self._in_place, [*tensors]
         pairs = zip(before, tensors, strict=True)
         replaced = {id(old): new for old, new in pairs if old is not new}
         for table in self._tables if replaced else ():
             table.update({n: replaced[id(t)] for n, t in table.items() if id(t) in replaced})
-        if replaced and self.copier.holds_tensors:
-            self.copy_attributes()
-            return True
-        return False
 
-    def share(self, shares: bool) -> bool:
-        """Computes with the root's own parameters, or no longer; True if attributes changed."""
+    def share(self, shares: bool) -> None:
+        """Computes with the root's own parameters, or no longer."""
         self.shares = shares
         parameters = self._source.parameters if shares else self.parameters
-        return self.compute_with([*parameters, *self._buffers])
+        self._compute_with([*parameters, *self._buffers])
 
-    def connect(self, on_backward: Callable[[], None]) -> bool:
+    def connect(self, on_backward: Callable[[], None]) -> None:
         """Computes with functions of the root's parameters, and of its buffers with gradients.
 
         A backward goes through them to the root, and calls `on_backward`. Without gradients the
         replica computes with its own tensors, or with those of the latest call that had gradients:
-        its backward may still recompute a part of it (reentrant checkpoints). Attributes that are
-        tensors with a graph are inside of it, too. True if attributes changed.
+        its backward may still recompute a part of it (reentrant checkpoints).
         """
-        roots, own = (
-            [*self._source.parameters, *self._root_buffers],
-            [*self.parameters, *self._buffers],
-        )
-        tensors, has_graphs = own, torch.is_grad_enabled()
-        if has_graphs and any(map(_REQUIRES_GRAD, roots)):
-            tensors = broadcast(roots, own, partial(at_end_of_backward, on_backward))
-        elif not has_graphs and pointers_of(own) == pointers_of(self._in_place):
-            tensors = self._in_place
-        changed = self.compute_with(tensors)
-        if self.copier.has_graphs:
-            self.copy_attributes(with_graphs=has_graphs)
-        return changed or self.copier.has_graphs
+        roots = [*self._source.parameters, *self._root_buffers]
+        own = [*self.parameters, *self._buffers]
+        if not torch.is_grad_enabled():
+            if pointers_of(own) != pointers_of(self._in_place):
+                self._compute_with(own)
+        elif any(map(_REQUIRES_GRAD, roots)):
+            self._compute_with(broadcast(roots, own, partial(at_end_of_backward, on_backward)))
+        else:
+            self._compute_with(own)
 
-    def has_other_buffers(self, roots: BufferState) -> bool:
+    def _stand_ins(self) -> dict[int, Any]:
+        """What stands for the root's parameters and buffers, by their ids."""
+        roots = [*self._source.parameters, *self._root_buffers]
+        return dict(zip(map(id, roots), self._in_place, strict=True))
+
+    def has_other_buffers(self) -> bool:
         """Whether the root's are not those that it has copies of, or a step changed its own."""
-        own = BufferState(self.buffer_tables)
-        return roots.differs(self._seen_buffers) or own.differs(self._own_buffers)
+        return self._seen.differs(BufferState(self._source.buffer_tables + self.buffer_tables))
 
-    def take_buffers(self, roots: list[Tensor], copies: list[Tensor], state: BufferState) -> bool:
-        """Takes copies of the root's buffers as its own; True if attributes changed."""
-        # A parameter may be a buffer as well.
-        own = {
-            id(p): twin for p, twin in zip(self._source.parameters, self._in_place, strict=False)
-        }
-        own.update(zip(map(id, roots), copies, strict=True))
+    def take_buffers(self, roots: list[Tensor], copies: list[Tensor]) -> None:
+        """Takes copies of the root's buffers as its own."""
+        self._root_buffers, self._buffers = roots, copies
+        self._in_place[len(self.parameters) :] = copies
+        own = self._stand_ins()  # a parameter may be a buffer as well
         for table, root_table in zip(self.buffer_tables, self._source.buffer_tables, strict=True):
             table.clear()
             table.update({name: own.get(id(buffer)) for name, buffer in root_table.items()})
-        self._root_buffers, self._buffers = roots, copies
-        self._in_place[len(self.parameters) :] = copies
-        self._seen_buffers, self._own_buffers = state, BufferState(self.buffer_tables)
-        if self.copier.holds_tensors:
-            self.copy_attributes()
-        return self.copier.holds_tensors
+        self._seen = BufferState(self._source.buffer_tables + self.buffer_tables)
 
     # Attributes
 
-    def copy_attributes(self, *, with_graphs: bool = False) -> None:
-        """Copies all attributes of the root's modules and parameters anew.
+    def copy_attributes(self, *, with_graphs: bool) -> Copier:
+        """Copies all attributes of the root's modules and parameters anew; returns the copier.
 
         Tensors come first, which containers may hold; hooks last, which may know containers.
         """
-        roots = [*self._source.parameters, *self._root_buffers]
-        parts: dict[int, Any] = dict(zip(map(id, roots), self._in_place, strict=True))
-        self.copier = copier = self._new_copier({**parts, **self._twins})
+        copier = self._new_copier({**self._stand_ins(), **self._twins})
         tensors, others, hooks = [], [], []
         owners = zip(self._source.owners, [*self.submodules, *self._in_place], strict=False)
         for j, (original, twin) in enumerate(owners):
@@ -464,6 +435,7 @@ class Replica:
                 own[name] = copier.tensor(value)
             for own, name, value in others + hooks:
                 own[name] = copier.copy(value)
+        return copier
 
     def keep(self, j: int, name: str) -> None:
         """Keeps the value of an attribute of owner j until the root's is bound anew."""

@@ -54,113 +54,95 @@ class ParameterState(NamedTuple):
     requires_grad: list[bool]
 
 
-class ReplicaParameters:
-    """The parameters of one replica, which are leaves."""
-
-    def __init__(
-        self, roots: Sequence[nn.Parameter], device: torch.device, packing: Packing
-    ) -> None:
-        # What shares the memory of an inference tensor could never be trained.
-        self.shares_memory = all(p.device == device and not p.is_inference() for p in roots)
-        self.packed: list[Packed] = []
-        if self.shares_memory:
-            self._memory = [p.detach() for p in roots]
-        else:
-            self.packed, self._memory = packing.memory(roots, device)
-        self.parameters = list(map(_leaf, roots, self._memory))
-        self.seen: ParameterState | None = None  # the root's, when they were followed last
-        self.is_behind = False  # trained parameters of the root may have changed
-        self._roots = roots
-
-    def follow(self, state: ParameterState, *, trained: bool, frozen: bool) -> set[int]:
-        """Follows the root, of which this is the state; returns positions that are to be copied.
-
-        These are what has changed, and all that are trained or frozen where the caller says so.
-        """
-        seen, self.seen = self.seen or state, state
-        bound = _differences(state.pointers, seen.pointers)
-        written = _differences(state.versions, seen.versions)
-        toggled = _differences(state.requires_grad, seen.requires_grad)
-        for i in toggled:
-            self.parameters[i].requires_grad_(state.requires_grad[i])
-        if self.shares_memory:
-            for i in range(len(self._roots)) if trained and frozen else bound:
-                self.parameters[i].data = self._roots[i].data
-            return set()
-        # A backward through the values of before then raises autograd's error, as on one device.
-        increment_version([self.parameters[i] for i in bound | written])
-        for i in _differences(pointers_of(self.parameters), pointers_of(self._memory)):
-            self.parameters[i].data = self._memory[i]  # a step has bound others on its replica
-        stale = bound | written | toggled
-        chosen = {True: trained, False: frozen}
-        return stale.union(i for i, trains in enumerate(state.requires_grad) if chosen[trains])
-
-
 class Parameters:
-    """The parameters of all replicas: those elsewhere are packed on the root's device and sent."""
+    """The parameters of all replicas, which are leaves: `rows[k]` are those of replica k.
 
-    def __init__(self, roots: Sequence[nn.Parameter]) -> None:
-        self._roots = roots
+    On the root's device they are in the root's memory; elsewhere their memory is in buckets.
+    """
+
+    def __init__(self, roots: Sequence[nn.Parameter], devices: Sequence[torch.device]) -> None:
         self.packing = Packing(roots)
-        """How parameters, and gradients of their kinds, are packed when they travel."""
-        self._elsewhere: list[ReplicaParameters] = []
+        self.rows: list[Sequence[nn.Parameter]] = [roots]
+        # What shares the memory of an inference tensor could never be trained.
+        self.share_memory = [
+            all(p.device == device and not p.is_inference() for p in roots) for device in devices
+        ]
+        self._packed: dict[int, list[Packed]] = {}  # of replicas elsewhere
+        self._memory: list[list[Tensor]] = [[]]
+        for k, device in enumerate(devices[1:], 1):
+            if self.share_memory[k]:
+                memory = [p.detach() for p in roots]
+            else:
+                self._packed[k], memory = self.packing.memory(roots, device)
+            self._memory.append(memory)
+            self.rows.append(list(map(_leaf, roots, memory)))
+        self._behind: set[int] = set()  # replicas for which trained parameters may have changed
+        self._seen = [self._state()] * len(devices)  # the root's, when replicas were refreshed
+        if self._packed:
+            hook = register_optimizer_step_post_hook(partial(_after_step, weakref.ref(self)))
+            weakref.finalize(self, hook.remove)
+        self.refresh(range(1, len(devices)), everything=True)
 
-    def on(self, device: torch.device) -> ReplicaParameters:
-        """Parameters for a replica on a device, with the root's values."""
-        own = ReplicaParameters(self._roots, device, self.packing)
-        if not own.shares_memory:
-            if not self._elsewhere:
-                hook = register_optimizer_step_post_hook(partial(_after_step, weakref.ref(self)))
-                weakref.finalize(self, hook.remove)
-            self._elsewhere.append(own)
-        self.refresh([own], everything=True)
-        return own
+    def _state(self) -> ParameterState:
+        roots = self.rows[0]
+        # Replicas in the root's memory see what is written there.
+        versions = versions_of(roots) if self._packed else []
+        return ParameterState(pointers_of(roots), versions, list(map(_REQUIRES_GRAD, roots)))
 
     def have_other_kinds(self) -> bool:
         """Whether one has a shape or dtype for which replicas elsewhere have no memory."""
-        return bool(self._elsewhere) and not self.packing.fits(self._roots)
+        return bool(self._packed) and not self.packing.fits(self.rows[0])
 
     def expect_change(self) -> None:
         """Trained parameters may change without a trace."""
-        for own in self._elsewhere:
-            own.is_behind = True
+        self._behind.update(self._packed)
 
     def refresh(
-        self,
-        replicas: Sequence[ReplicaParameters],
-        *,
-        everything: bool = False,
-        frozen: bool = False,
+        self, replicas: Iterable[int], *, everything: bool = False, frozen: bool = False
     ) -> None:
-        """Brings replicas up to date with the root's parameters, see `ReplicaParameters.follow`.
+        """Brings replicas up to date: with what has changed, what is frozen, or with everything.
 
         Where one parameter of a bucket has changed, all of the bucket is sent. That leaves no trace
         in versions, so that graphs of earlier calls stay usable.
         """
-        # Replicas in the root's memory see what is written there.
-        versions = versions_of(self._roots) if self._elsewhere else []
-        trains = list(map(_REQUIRES_GRAD, self._roots))
-        state = ParameterState(pointers_of(self._roots), versions, trains)
-        stale = []
-        for own in replicas:
+        state, stale = self._state(), dict[int, set[int]]()
+        for k in replicas:
             # Where a checkpoint calls again, other threads are at work with the parameters.
-            trained = everything or (own.is_behind and not is_in_backward())
-            frozen = frozen or everything
-            if trained or frozen or own.seen != state:
-                own.is_behind = own.is_behind and not trained
-                stale.append((own, own.follow(state, trained=trained, frozen=frozen)))
-        if not any([positions for _, positions in stale]):
-            return
-        self.packing.send(
-            self._roots,
-            [
-                [own.packed[j] for own, positions in stale if positions & bucket.positions]
-                for j, bucket in enumerate(self.packing.buckets)
-            ],
-        )
-        for own, positions in stale:
-            for i in positions.intersection(self.packing.alone):
-                own.parameters[i].data.copy_(self._roots[i].data)
+            trained = everything or (k in self._behind and not is_in_backward())
+            if trained or (frozen and k in self._packed) or self._seen[k] != state:
+                stale[k] = self._follow(k, state, trained=trained, frozen=frozen or everything)
+        if any(stale.values()):
+            buckets = self.packing.buckets
+            targets = [
+                [self._packed[k][j] for k, positions in stale.items() if positions & b.positions]
+                for j, b in enumerate(buckets)
+            ]
+            self.packing.send(self.rows[0], targets)
+            for k, positions in stale.items():
+                for i in positions.intersection(self.packing.alone):
+                    self.rows[k][i].data.copy_(self.rows[0][i].data)
+
+    def _follow(self, k: int, state: ParameterState, *, trained: bool, frozen: bool) -> set[int]:
+        """Follows the root, of which this is the state; returns positions that are to be copied."""
+        own, seen, self._seen[k] = self.rows[k], self._seen[k], state
+        bound = _differences(state.pointers, seen.pointers)
+        written = _differences(state.versions, seen.versions)
+        toggled = _differences(state.requires_grad, seen.requires_grad)
+        for i in toggled:
+            own[i].requires_grad_(state.requires_grad[i])
+        if self.share_memory[k]:
+            for i in range(len(own)) if trained else bound:
+                own[i].data = self.rows[0][i].data
+            return set()
+        if trained:
+            self._behind.discard(k)
+        # A backward through the values of before then raises autograd's error, as on one device.
+        increment_version([own[i] for i in bound | written])
+        for i in _differences(pointers_of(own), pointers_of(self._memory[k])):
+            own[i].data = self._memory[k][i]  # a step has bound others on its replica
+        stale = bound | written | toggled
+        chosen = {True: trained, False: frozen}
+        return stale.union(i for i, trains in enumerate(state.requires_grad) if chosen[trains])
 
 
 def _after_step(parameters: Callable[[], Parameters | None], *_: Any) -> None:

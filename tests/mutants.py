@@ -175,7 +175,7 @@ MUTANTS = [
     Mutant(
         "versions-not-compared",
         "replicate",
-        _of("replicate.tensors:ReplicaParameters.follow"),
+        _of("replicate.tensors:Parameters._follow"),
         "written = _differences(state.versions, seen.versions)",
         "written = set()",
         "weights that an optimizer writes reach the replicas",
@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "thawed-not-sent",
         "replicate",
-        _of("replicate.tensors:ReplicaParameters.follow"),
+        _of("replicate.tensors:Parameters._follow"),
         "stale = bound | written | toggled",
         "stale = bound | written",
         "weights that were frozen are sent when they are trained",
@@ -202,8 +202,8 @@ MUTANTS = [
     Mutant(
         "attributes-not-followed",
         "replicate",
-        _of("replicate.structure:AttributeVersions._compare"),
-        "self.versions[j] += len(pair[0]) != len(pair[1]) or any(map(is_not, *pair))",
+        _of("replicate.structure:AttributeVersions.look"),
+        "self.versions[j] += len(now) != len(seen) or any(map(is_not, now, seen))",
         "self.versions[j] += 0",
         "attributes that hooks set reach the replicas",
         ("tests/replicas/test_changes_between_steps.py", "tests/state"),
@@ -212,7 +212,7 @@ MUTANTS = [
         "parameter-attributes-lost",
         "replicate",
         _of("replicate.structure:ModuleStructure.__init__"),
-        "[*self.modules, *(p for p in self.parameters if vars(p))]",
+        "[*self.modules, *self.parameters]",
         "[*self.modules]",
         "attributes of a parameter are there on replicas",
         ("tests/replicas", "tests/drop_in"),

@@ -166,7 +166,7 @@ class Replicas:
         everything = has_failed or parameters == "all"
         others = self._others
         if active and not has_failed:
-            others = [others[k - 1] for k in active if k > 0]
+            others = [replica for replica in others if replica.k in active]
         # An inference tensor could never be trained, and evaluation often comes before training.
         with torch.inference_mode(False), torch.no_grad():
             if self._has_other_structure():
@@ -174,11 +174,12 @@ class Replicas:
             elif others:
                 own = [replica.k for replica in others]
                 self._parameters.refresh(own, everything=everything, frozen=parameters == "frozen")
-                if everything or buffers != "read" or self._structure.reads_buffers():
-                    if buffers == "changed" and not everything:
-                        others = [replica for replica in others if replica.has_other_buffers()]
-                    self._copy_buffers(others)
-                if has_failed or self._has_other_attributes() or (others and self._holds_tensors):
+                if buffers == "read" and not (everything or self._structure.reads_buffers()):
+                    others = []
+                elif buffers == "changed" and not everything:
+                    others = [replica for replica in others if replica.has_other_buffers()]
+                has_new = bool(others) and self._copy_buffers(others)
+                if has_failed or (has_new and self._holds_tensors) or self._has_other_attributes():
                     self._copy_attributes()
             for replica in self._others:
                 if replica.generators.own:
@@ -196,14 +197,15 @@ class Replicas:
             self._before_rebuild(self.parameters)
         return True
 
-    def _copy_buffers(self, others: Sequence[Replica]) -> None:
-        """Gives replicas new buffers, with the root's values."""
-        present = self._structure.present_buffers() if others else []
+    def _copy_buffers(self, others: Sequence[Replica]) -> bool:
+        """Gives replicas new buffers, with the root's values; whether there are any."""
+        present = self._structure.present_buffers()
         arrived: dict[torch.device, list[Tensor]] = {}
         for replica in others:
             if replica.device not in arrived:
                 arrived[replica.device] = to_device_coalesced(present, replica.device)
             replica.take_buffers(present, copies_of(arrived[replica.device]))
+        return bool(present)
 
     def _has_other_attributes(self) -> bool:
         """Whether an attribute, or the content of a container, is not what was copied."""

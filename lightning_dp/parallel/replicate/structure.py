@@ -65,7 +65,8 @@ class ModuleStructure:
         self._with_buffers = [m for m in self.modules if buffer_table(m)]
         bound = [*parameters, *map(child_table, self.modules)]
         # Buffers are compared by their names, hooks by their numbers, which are never used again.
-        named = [*self.buffer_tables, *chain.from_iterable(map(hook_tables, self.modules))]
+        named: list[dict[Any, Any]] = [*self.buffer_tables]
+        named += chain.from_iterable(map(hook_tables, self.modules))
         self.tables = Contents([*map(dict.values, bound), *map(dict.keys, named)])
         """Differ where a parameter, submodule, buffer name or hook came, went or was replaced."""
 

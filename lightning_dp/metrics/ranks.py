@@ -145,7 +145,7 @@ class HostRecorder(StepRecorder):
     @contextmanager
     def _whole_step(self) -> Iterator[None]:
         self._records[0].clear()
-        if self._structure is None or self._structure.has_changed():
+        if self._structure is None or self._structure.tables.differ():
             self._structure = ModuleStructure(self._module, self)
             self.follow([self._structure.modules])
         recording = self.recording()

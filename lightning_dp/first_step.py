@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from lightning_dp.forward_mode import ForwardMode
 from lightning_dp.lightning_private import own_device, state_defaults
-from lightning_dp.metrics import is_metric
 from lightning_dp.mode import Mode, Transfer
 from lightning_dp.parallel.check import (
     Call,
@@ -43,7 +42,6 @@ from lightning_dp.parallel.check import (
     small_sizes,
 )
 from lightning_dp.parallel.contexts import ObjectProxy, replaced, standing_in
-from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.reduce import LossReduction, StepOutput
 from lightning_dp.parallel.split import Sizes
 
@@ -56,13 +54,7 @@ OPTION = "check_first_step"
 _LOSS_SCALE = 256.0
 """Of float16, whose small gradients would become 0."""
 
-_CONTEXTS = {
-    "training_step": "train_step_context",
-    "validation_step": "val_step_context",
-    "test_step": "test_step_context",
-    "predict_step": "predict_step_context",
-}
-"""The context of precision plugins for each step."""
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class FirstSteps:
@@ -75,7 +67,6 @@ class FirstSteps:
         make_mode: makes a mode for the check alone; takes options of an engine.
         transfer: moves a batch to a device through the hooks of the module.
         loss_reduction: the strategy's.
-        as_only_process: while it lasts, the strategy communicates with no other process.
 
     Attributes:
         due: the names of the steps that have not run yet.
@@ -89,14 +80,11 @@ class FirstSteps:
         make_mode: Callable[..., Mode],
         transfer: Transfer,
         loss_reduction: LossReduction,
-        as_only_process: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._reports = reports
-        self._option, self._trainer = option, trainer
+        self._reports, self._option, self._trainer = reports, option, trainer
         self._new_mode = partial(make_mode, executor="inorder", world=None)
         self._transfer, self._loss_reduction = transfer, loss_reduction
-        self._as_only_process = as_only_process
-        self.due = set(_CONTEXTS)
+        self.due = set(_STEPS)
         self._method = ""  # whose calls `FirstCalls` checks now
 
     def check(
@@ -123,6 +111,8 @@ class FirstSteps:
                 check_is_cheap(mode.engine)
             if not isinstance(mode, ForwardMode):
                 report = replace(report, sizes=small_sizes(mode.engine, batch))
+                if not report.sizes:
+                    raise NotChecked("the batch has samples for one replica alone.")
                 part = first_samples(mode.engine, batch, sum(report.sizes))
         except NotChecked as reason:
             why = str(reason)
@@ -134,7 +124,13 @@ class FirstSteps:
             self._found(replace(report, skipped=why))
         elif isinstance(mode, ForwardMode):
             if mode.engine.first_calls is None:
-                mode.engine.first_calls = self._first_calls(mode)
+                mode.engine.first_calls = FirstCalls(
+                    lambda split: self._new_mode(split=split).engine,  # type: ignore[arg-type,return-value]  # a forward mode's
+                    OPTION,
+                    always=self._option is True,
+                    report=self._found,
+                    make_call=partial(_SpreadCall, self._trainer),
+                )
         else:
             transfer = partial(self._transfer, dataloader_idx=mode.dataloader_idx)
 
@@ -142,34 +138,7 @@ class FirstSteps:
                 own = self._new_mode(split=lambda n: report.sizes)
                 return _StepCall(own, method, part, report.sizes, args, transfer, self._trainer)
 
-            with self._around_check():
-                found = check(make_call, report, self._loss_reduction)
-            self._found(found)
-
-    def _first_calls(self, mode: ForwardMode) -> FirstCalls:
-        def make_engine(split: Callable[[int], Sizes]) -> ForwardParallel:
-            engine = self._new_mode(split=split).engine
-            assert isinstance(engine, ForwardParallel)
-            return engine
-
-        return FirstCalls(
-            make_engine,
-            OPTION,
-            always=self._option is True,
-            report=self._found,
-            make_call=partial(_SpreadCall, self._trainer),
-            around=self._around_check,
-        )
-
-    @contextmanager
-    def _around_check(self) -> Iterator[None]:
-        """A step may stop the training; one of the check does not."""
-        stops = self._trainer.should_stop
-        try:
-            with self._as_only_process():
-                yield
-        finally:
-            self._trainer.should_stop = stops
+            self._found(check(make_call, report, self._loss_reduction))
 
     def _found(self, report: Report) -> None:
         before = self._reports.get(self._method)
@@ -186,7 +155,6 @@ class _InTrainer(Call):
 
     def _surround(self, module: LightningModule, trainer: Trainer) -> None:
         self.module, self.trainer = module, trainer
-        self.compared_elsewhere = [m for m in module.modules() if is_metric(m)]
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         self.others = [*trainer.strategy.optimizers, *schedulers]
 
@@ -195,18 +163,18 @@ class _InTrainer(Call):
     def recording(self) -> Iterator[dict[Key, Any]]:
         """Records what a step logs, measures, and does with loggers; none of it reaches anything.
 
-        The module's snapshot puts metrics back.
+        Nor does it stop the training, or ask other processes. The snapshot puts metrics back.
         """
         values: dict[Key, Any] = {}
         used: Counter[str] = Counter()
         trainer: Any = self.trainer
-        loggers = trainer.loggers
+        loggers, stops = trainer.loggers, trainer.should_stop
         trainer.loggers = [_SilentLogger(logger, used) for logger in loggers]
         log = standing_in(self.module, "log", partial(_record, values))
         # In forward mode the step's own code is on the output device, but the call's on the root.
         on_root = own_device(self.module, self.engine.devices[0])
         try:
-            with log, replaced(self.module, **on_root):
+            with trainer.strategy.as_only_process(), log, replaced(self.module, **on_root):
                 yield values
             values.update({Key("logger", name): count for name, count in used.items()})
             values.update(_metric_states(self.module))
@@ -216,7 +184,7 @@ class _InTrainer(Call):
                     numbers = [(n, v) for n, v in group.items() if isinstance(v, float)]
                     values.update({Key("option", f"{name} of {of}"): v for name, v in numbers})
         finally:
-            trainer.loggers = loggers
+            trainer.loggers, trainer.should_stop = loggers, stops
 
 
 class _SpreadCall(_InTrainer, ForwardCall):
@@ -246,7 +214,8 @@ class _StepCall(_InTrainer):
         self._batch, self._args = batch, args
         precision = trainer.precision_plugin
         self._context: Callable[[], AbstractContextManager[None]]
-        self._context = getattr(precision, _CONTEXTS[method])
+        name = method.replace("training", "train").replace("validation", "val")
+        self._context = getattr(precision, f"{name}_context")
         scaler = getattr(precision, "scaler", None)
         if scaler is not None and scaler.is_enabled():
             self.loss_scale = _LOSS_SCALE

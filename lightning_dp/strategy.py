@@ -357,7 +357,6 @@ class DataParallelMixin(CheckpointMixin):
                 self._new_mode,
                 super().batch_to_device,
                 self._engine_options["loss_reduction"],
-                self.as_only_process,
             )
 
     def _new_mode(self, **others: Any) -> Mode:

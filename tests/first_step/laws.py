@@ -22,6 +22,7 @@ Cause = str | None
 Loss = Callable[[Tensor, nn.Linear, Tensor, Tensor], Tensor]
 Number = Callable[[Tensor, Tensor], Any]
 Step = Callable[[Any, Tensor, Tensor], Tensor]
+Call = Callable[[Tensor, Any, Tensor], Any]
 
 
 # --- losses
@@ -581,65 +582,61 @@ def _gradient(energy: Tensor, x: Tensor) -> Tensor:
     return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
-CALLS: dict[Cause, dict[str, Callable[[Any, Tensor], Any]]] = {
+CALLS: dict[Cause, dict[str, Call]] = {
     None: {
-        "products of features": lambda net, x: net.layer(x)[:, :, None] * x[:, None],
-        "first feature": lambda net, x: net.layer(x) - x[:, :1] - x[:, 0, None],
-        "a number": lambda net, x: net.layer(x) * 0.5 + torch.tensor([1.0, 2, 3, 4]).to(x),
-        "each by itself": lambda net, x: (
-            net.layer(x) * torch.tensor([r[0] for r in x.tolist()])[:, None]
+        "products of features": lambda z, net, x: z[:, :, None] * x[:, None],
+        "first feature": lambda z, net, x: z - x[:, :1] - x[:, 0, None],
+        "a number": lambda z, net, x: z * 0.5 + torch.tensor([1.0, 2, 3, 4]).to(x),
+        "each by itself": lambda z, net, x: z * torch.tensor([r[0] for r in x.tolist()])[:, None],
+        "features first": lambda z, net, x: (z.T - x.T[0]).T,
+        "each at its place": lambda z, net, x: z[torch.arange(len(x)), x.argmax(1)] * 2,
+        "offsets": lambda z, net, x: (
+            z.flatten()[torch.arange(len(x)) * x.shape[1] + x.argmax(1)] * 2
         ),
-        "features first": lambda net, x: (net.layer(x).T - x.T[0]).T,
-        "each at its place": lambda net, x: net.layer(x)[torch.arange(len(x)), x.argmax(1)] * 2,
-        "offsets": lambda net, x: (
-            net.layer(x).flatten()[torch.arange(len(x)) * x.shape[1] + x.argmax(1)] * 2
-        ),
-        "places of features": lambda net, x: net.layer(x) * torch.arange(x.shape[1]),
-        "parts of each": lambda net, x: net.layer(x).index_add(
+        "places of features": lambda z, net, x: z * torch.arange(x.shape[1]),
+        "parts of each": lambda z, net, x: z.index_add(
             0, torch.arange(len(x)).repeat_interleave(2), x.repeat_interleave(2, 0)
         ),
-        "a mask of places": lambda net, x: net.layer(x).masked_fill(x > float("inf"), -1.5),
-        "each by itself again": lambda net, x: torch.stack(
+        "a mask of places": lambda z, net, x: z.masked_fill(x > float("inf"), -1.5),
+        "each by itself again": lambda z, net, x: torch.stack(
             [net.layer(row) if row[0] > 0 else -net.layer(row) for row in x]
         ),
-        "each by its place": lambda net, x: torch.stack(
+        "each by its place": lambda z, net, x: torch.stack(
             [net.layer(x[i]) if x[i].sum() > 0 else x[i] for i in range(len(x))]
         ),
-        "if there is any": lambda net, x: (
-            torch.where(x[:, :1] > 0.9, net.layer(x), x) if (x[:, 0] > 0.9).any() else x
+        "if there is any": lambda z, net, x: (
+            torch.where(x[:, :1] > 0.9, z, x) if (x[:, 0] > 0.9).any() else x
         ),
-        "if there are some": lambda net, x: (
-            torch.where(x[:, :1] > 0.9, net.layer(x), x) if (x[:, 0] > 0.9).sum() > 0 else x
+        "if there are some": lambda z, net, x: (
+            torch.where(x[:, :1] > 0.9, z, x) if (x[:, 0] > 0.9).sum() > 0 else x
         ),
-        "the same for all": lambda net, x: net.layer(x) if x.abs().max() < 99 else x,
-        "what is no number": lambda net, x: x if x.isnan().any() else net.layer(x),
-        "classes": lambda net, x: net.layer(x).softmax(-1),
-        "rows": lambda net, x: F.normalize(net.layer(x)),
-        "features again": lambda net, x: net.layer(x.flip(1) + x.roll(1, 1) + x.cumsum(1)),
-        "shuffled features": lambda net, x: net.layer(x)[:, torch.tensor([2, 0, 1, 3])],
-        "features at random": lambda net, x: net.layer(x[:, drawn_apart(4)]),
-        "time first": lambda net, x: net.layer(
+        "the same for all": lambda z, net, x: z if x.abs().max() < 99 else x,
+        "what is no number": lambda z, net, x: x if x.isnan().any() else z,
+        "classes": lambda z, net, x: z.softmax(-1),
+        "rows": lambda z, net, x: F.normalize(z),
+        "features again": lambda z, net, x: net.layer(x.flip(1) + x.roll(1, 1) + x.cumsum(1)),
+        "shuffled features": lambda z, net, x: z[:, torch.tensor([2, 0, 1, 3])],
+        "features at random": lambda z, net, x: net.layer(x[:, drawn_apart(4)]),
+        "time first": lambda z, net, x: net.layer(
             torch.stack([x, x + 1]).flip(0).softmax(0).cumsum(0)
         ).transpose(0, 1),
-        "diagonal": lambda net, x: net.layer(x)[torch.arange(len(x)), x.argmax(1)],
-        "layer": lambda net, x: net.layer(x).relu(),
-        "rows again": lambda net, x: net.layer(x) - net.layer(x).mean(1, keepdim=True),
-        "attention again": lambda net, x: (
-            (net.layer(x)[:, :, None] * x[:, None]).softmax(-1).sum(-1)
-        ),
-        "weights": lambda net, x: net.layer(x) * net.layer.weight.norm(),
-        "forces": lambda net, x: _gradient(net.layer(x := x.requires_grad_()).square().sum(), x),
+        "diagonal": lambda z, net, x: z[torch.arange(len(x)), x.argmax(1)],
+        "layer": lambda z, net, x: z.relu(),
+        "rows again": lambda z, net, x: z - z.mean(1, keepdim=True),
+        "attention again": lambda z, net, x: (z[:, :, None] * x[:, None]).softmax(-1).sum(-1),
+        "weights": lambda z, net, x: z * net.layer.weight.norm(),
+        "forces": lambda z, net, x: _gradient(net.layer(x := x.requires_grad_()).square().sum(), x),
     },
     "output": {
-        "attention": lambda net, x: (net.layer(x) @ x.T).softmax(-1) @ x,
-        "scale": lambda net, x: net.layer(x) * float(x.detach().max()),
-        "first": lambda net, x: net.layer(x) - net.layer(x)[0],
-        "data": lambda net, x: net.layer(x + x.flip(0)),
-        "features": lambda net, x: net.layer(x).softmax(0),
-        "data again": lambda net, x: net.layer(x - x.mean(0)),
-        "features again again": lambda net, x: net.layer(x) - net.layer(x).mean(0),
-        "scale again": lambda net, x: net.layer(x) / net.layer(x).std(0),
-        "pairs": lambda net, x: net.layer(x) @ (x.T @ x),
+        "attention": lambda z, net, x: (z @ x.T).softmax(-1) @ x,
+        "scale": lambda z, net, x: z * float(x.detach().max()),
+        "first": lambda z, net, x: z - z[0],
+        "data": lambda z, net, x: net.layer(x + x.flip(0)),
+        "features": lambda z, net, x: z.softmax(0),
+        "data again": lambda z, net, x: net.layer(x - x.mean(0)),
+        "features again again": lambda z, net, x: z - z.mean(0),
+        "scale again": lambda z, net, x: z / z.std(0),
+        "pairs": lambda z, net, x: z @ (x.T @ x),
     },
 }
 

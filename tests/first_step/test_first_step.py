@@ -46,7 +46,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dp import DataParallel, DataParallelStrategy
 from lightning_dp.parallel.check import Report, first_call
 from lightning_dp.parallel.check.compare import distance, rounding
-from lightning_dp.parallel.check.trial import ConstantDraws
 from lightning_dp.parallel.devices import reset_peak_memory
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -70,10 +69,16 @@ def fit(
 # --- when it runs ---------------------------------------------------------------------------------
 
 
-def test_every_kind_of_step_is_checked_once_in_a_run() -> None:
-    strategy = DataParallelStrategy(check_first_step=True)
+@pytest.mark.parametrize("check", [True, "auto"])
+def test_every_kind_of_step_is_checked_once_in_a_run(
+    check: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = DataParallelStrategy(check_first_step=check)
     job, module = trainer(3, strategy, max_epochs=2), Classifier()
-    job.fit(module, loader(), loader())
+    with caplog.at_level(logging.INFO):
+        job.fit(module, loader(), loader())
+    # Success is worth a line where somebody has asked.
+    assert sum("check_first_step" in m for m in caplog.messages) == (2 if check is True else 0)
     reports = dict(strategy.first_step)
     assert set(reports) == {"training_step", "validation_step"}
     assert all(report.is_same and report.sizes == (4, 3, 2) for report in reports.values())
@@ -238,16 +243,6 @@ def test_what_every_data_parallel_trainer_has_is_one_line_at_info(
     assert list(reports["training_step"].causes) == [name if name == "batch norm" else "random"]
 
 
-def test_success_is_a_line_at_info_only_where_it_is_asked_for(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for check, count in ((True, 2), ("auto", 0)):
-        caplog.clear()
-        with caplog.at_level(logging.INFO):
-            fit(Classifier(), check=check)
-        assert sum("check_first_step" in m for m in caplog.messages) == count
-
-
 def test_what_a_step_prints_warns_and_logs_in_the_check_is_not_shown() -> None:
     class Talking(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -303,27 +298,6 @@ def test_differences_that_count_are_larger_than_roundings() -> None:
     finally:
         for kind, precision in zip(kinds, before, strict=True):
             kind.fp32_precision = precision
-
-
-DRAWS: dict[str, Callable[[int], Tensor]] = {
-    "rand": lambda n: torch.rand(n, 2),
-    "randint": lambda n: torch.randint(3, 1000, (n, 2)),
-    "normal_": lambda n: torch.empty(n, 2).normal_(3.0, 2.0),
-    "bernoulli": lambda n: torch.bernoulli(torch.full((n, 2), 0.5)),
-    "dropout": lambda n: F.dropout(torch.ones(n, 2), 0.5),
-    "rsample": lambda n: torch.distributions.Normal(torch.ones(n, 2), 2.0).rsample(),
-}
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_shards_draw_what_the_whole_batch_does(name: str) -> None:
-    found = []
-    for n in (5, 3):
-        with ConstantDraws() as draws:
-            found += [DRAWS[name](n), DRAWS[name](n)]
-        assert draws.names and not draws.uncontrolled
-    assert torch.equal(found[0][:3], found[2]) and torch.equal(found[1][:3], found[3])
-    assert all(draw.unique().numel() == 1 for draw in found)
 
 
 @pytest.mark.parametrize(

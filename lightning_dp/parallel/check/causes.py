@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_dp.parallel.check.compare import (
     UNCHANGED,
@@ -83,8 +83,8 @@ class _Comparison:
 
     def _run_both(self, **options: bool) -> None:
         self._options |= options
-        self._alone = self._trial.alone(**self._options)
-        self._split = self._trial.split(**self._options)
+        self._alone = self._trial.run(**self._options)
+        self._split = self._trial.run(split=True, **self._options)
         self._found = differing(self._alone, self._split, self._trial.eps)
 
     def report(self, empty: Report) -> Report:
@@ -92,7 +92,7 @@ class _Comparison:
         if self._found:
             self._switch_off_what_is_known()
         if self._found and "not repeatable" not in self._causes:
-            perturbed = (self._trial.alone(perturbed=i, **self._options) for i in (1, 2, 3))
+            perturbed = (self._trial.run(perturbed=i, **self._options) for i in (1, 2, 3))
             self._keep_beyond(perturbed, _ROUNDING_FACTOR)
             if self._found:
                 self._name_causes()
@@ -120,10 +120,10 @@ class _Comparison:
     def _switch_off_what_is_known(self) -> None:
         """What differs with batch norm by running statistics and without chance."""
         trial = self._trial
-        trial.alone(constant_draws=True)
+        trial.run(constant_draws=True)
         draws = trial.draws
         trial.computes_in(draws.dtypes)
-        unstable = differing(self._alone, trial.alone(), trial.eps)
+        unstable = differing(self._alone, trial.run(), trial.eps)
         if any(k.kind in ("loss", "gradient", "output") for k in unstable.keys() & self._found):
             self._name("not repeatable")
             return
@@ -136,7 +136,7 @@ class _Comparison:
             if found.keys() != before.keys() or any(found[k] < before[k] / 2 for k in found):
                 self._name("batch norm", _listed(list(trial.norms)))
         if self._found:
-            self._without_chance(draws.names, is_controlled=not draws.uncontrolled)
+            self._without_chance(list(draws.names), is_controlled=not draws.uncontrolled)
 
     def _without_chance(self, drawn: Sequence[str], *, is_controlled: bool) -> None:
         """What differs where random numbers do not depend on how many samples there are."""
@@ -144,7 +144,7 @@ class _Comparison:
         # draws, as their generators start alike.
         states = []
         for shard in (None, self._trial.active[0]):
-            self._trial.alone(shard=shard, **self._options)
+            self._trial.run(shard=shard, **self._options)
             states.append(self._trial.python_state)
         draws_for_each_sample = states[0] != states[1]
         if not drawn and not draws_for_each_sample:
@@ -155,10 +155,10 @@ class _Comparison:
             self._alone, self._split, self._found = plain
             self._options["constant_draws"] = is_controlled = False
         if self._found and (draws_for_each_sample or not is_controlled):
-            others = (self._trial.alone(seed=seed, **self._options) for seed in range(1, 9))
+            others = (self._trial.run(seed=seed, **self._options) for seed in range(1, 9))
             self._keep_beyond(others, _CHANCE_FACTOR)
-        if not (self._found and set(drawn) == {"randperm"}):  # pairs that differ are no chance
-            self._name("random", ", ".join(dict.fromkeys(drawn)) or "numpy's or Python's")
+        if not (self._found and drawn == ["randperm"]):  # pairs that differ are no chance
+            self._name("random", ", ".join(drawn) or "numpy's or Python's")
 
     # What is the call's own
 
@@ -186,7 +186,7 @@ class _Comparison:
 
     def _name_cause_of_loss(self) -> None:
         """Which weights make the shards' losses and gradients those of the batch."""
-        parts = [self._trial.alone(shard=k, **self._options) for k in self._trial.active]
+        parts = [self._trial.run(shard=k, **self._options) for k in self._trial.active]
         sizes = [size for size in self._call.sizes if size]
         sums, means = loss_weights(sizes, "sum"), loss_weights(sizes, "mean")
         fitted = _shares_in(self._alone, parts)
@@ -219,23 +219,18 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
-_WHY: dict[str, Any] = {
+_WHY = {
     "sum": 'The loss is a sum over samples, not a mean: use loss_reduction="sum".',
-    "mean": (
-        "The loss is a mean over samples: leave out num_items, and use the default "
-        'loss_reduction="mean".'
-    ),
+    "mean": "The loss is a mean over samples: leave out num_items and loss_reduction.",
     "items": (
         "The loss is a mean over something else than samples, such as valid tokens: the shards "
         "have the weights {} in it; by number of samples they would have {}. Return "
-        '{{"loss": loss, "num_items": n}} from training_step, with the number n of what it is a '
-        "mean over."
+        '{{"loss": loss, "num_items": n}}, with the number n of what it is a mean over.'
     ),
     "whole batch": (
         "The loss is not a mean over samples. It looks at the whole batch at once (as Dice, "
         "contrastive and triplet losses and mixup do) or depends on how many samples there are: "
-        'use mode="forward". If on_after_batch_transfer mixes samples, do that in '
-        "on_before_batch_transfer, which has the whole batch."
+        'use mode="forward". What on_after_batch_transfer mixes, on_before_batch_transfer can.'
     ),
     "forward": (
         "{} looks at more than one sample at a time, or is not one row per sample. Compute it "
@@ -244,8 +239,7 @@ _WHY: dict[str, Any] = {
     ),
     "logged value": (
         "Logged values that are not means over samples: {}. Log a torchmetrics metric, or pass "
-        'what the value is: self.log(..., reduce_fx="sum") for a sum, batch_size=n for a mean over '
-        "n items."
+        'self.log(..., reduce_fx="sum") for a sum, batch_size=n for a mean over n items.'
     ),
     "output": (
         "{} is not one row per sample, or looks at other samples of the batch (is padded to the "
@@ -261,8 +255,7 @@ _WHY: dict[str, Any] = {
     ),
     "buffer": (
         "Buffers that the step writes ({}) keep what the first replica left. Write what follows "
-        'from the whole batch: gather it with self.all_gather first, use buffers="mean", or use '
-        'mode="forward".'
+        'from the whole batch (self.all_gather), use buffers="mean", or use mode="forward".'
     ),
     "parameter": (
         "The step writes to parameters ({}), once on every replica. Write to them in "
@@ -275,7 +268,7 @@ _WHY: dict[str, Any] = {
     "replicas": (
         "Run one by one from the same state, the shards add up to the batch; run as replicas they "
         "do not. The step writes to something that the replicas share, keeps something from call "
-        "to call, or makes parameters of its own (make them in __init__ or configure_model)."
+        "to call, or makes parameters (make them in __init__ or configure_model)."
     ),
     "logger": (
         "The step calls self.logger itself ({}), once on every replica. Return what it shows and "
@@ -283,8 +276,8 @@ _WHY: dict[str, Any] = {
     ),
     "option": (
         "The step, or a scheduler that it steps, changes options of an optimizer ({}), once on "
-        "every replica. Change them in on_train_batch_start, let configure_optimizers return the "
-        'scheduler, or use mode="forward".'
+        "every replica. Change them in on_train_batch_start, or let configure_optimizers return "
+        "the scheduler."
     ),
     "batch norm": (
         "batch norm in training normalizes each shard by its own statistics, as in DDP ({}); "
@@ -296,8 +289,8 @@ _WHY: dict[str, Any] = {
     ),
     "not repeatable": (
         "The step differs from run to run on one device, with the same seeds: it keeps state or "
-        "draws random numbers where they cannot be reached from the module. Use "
-        "Trainer(deterministic=True), and seed what it draws from."
+        "draws random numbers where they cannot be reached from the module. Seed what it draws "
+        "from, and use Trainer(deterministic=True)."
     ),
 }
 """Each cause, with what to write instead."""

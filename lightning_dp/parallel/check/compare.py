@@ -15,11 +15,7 @@ from lightning_dp.parallel.scatter import tree
 
 
 class Key(NamedTuple):
-    """One value of a call.
-
-    Kinds are "loss", "gradient", "log", "output", "metric", "logger", "option", and those of
-    `Snapshot`: "parameter", "buffer", "list", "state".
-    """
+    """One value of a call; for its kinds see `report.NAMES`."""
 
     kind: str
     name: str = ""
@@ -122,9 +118,9 @@ def _numbers_apart(a: Tensor, b: Tensor, eps: float, floor: float) -> float:
     others = x[~finite], y[~finite]  # infinities and NaN have to be the same ones
     if not torch.equal(finite, y.isfinite()) or not torch.allclose(*others, equal_nan=True):
         return math.inf
-    x, y = x[finite], y[finite]
-    off = float((x - y).abs().max()) if x.numel() else 0.0
-    scale = float(x.abs().max()) if x.numel() else 0.0
+    if not finite.any():
+        return 0.0
+    off, scale = float((x - y)[finite].abs().max()), float(x[finite].abs().max())
     if off <= eps**0.5 * scale + floor:
         return 0.0
     return off / scale if scale else math.inf

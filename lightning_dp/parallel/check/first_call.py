@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -41,7 +40,6 @@ class FirstCalls:
         always: whether also modules are checked that `"auto"` leaves out.
         report: receives each report.
         make_call: makes what is checked, as `ForwardCall`.
-        around: surrounds each check.
     """
 
     def __init__(
@@ -52,10 +50,9 @@ class FirstCalls:
         always: bool,
         report: Callable[[Report], object],
         make_call: Callable[..., Call] | None = None,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._make_engine, self._option, self._always = make_engine, option, always
-        self._report, self._around, self._make_call = report, around, make_call or ForwardCall
+        self._report, self._make_call = report, make_call or ForwardCall
         self._seen: set[tuple[str, bool]] = set()
 
     def before(
@@ -72,9 +69,9 @@ class FirstCalls:
             if not self._always:
                 check_is_cheap(engine)
             sizes = small_sizes(engine, arguments, path)
+            if not sizes:  # a later call may have more samples
+                return
             part = first_samples(engine, arguments, sum(sizes))
-        except TooFewSamples:  # a later call may have more
-            return
         except NotChecked as reason:
             report = replace(report, skipped=str(reason))
         else:
@@ -83,21 +80,15 @@ class FirstCalls:
                 own = self._make_engine(lambda n: sizes)
                 return self._make_call(own, path, num_args, part, sizes)
 
-            with self._around():
-                report = check(make_call, replace(report, sizes=sizes))
+            report = check(make_call, replace(report, sizes=sizes))
         self._seen.add(kind)
         self._report(report)
 
 
 class ForwardCall(Call):
-    """The call of a module's `forward`, and in training the backward of a weighted sum of outputs.
+    """The call of `forward` of a submodule; in training the backward of a weighted sum of outputs.
 
-    Args:
-        engine: an engine for the check alone.
-        path: the submodule that is called.
-        num_args: how many of the arguments are positional.
-        arguments: by position or name.
-        sizes: how many samples each device gets.
+    The first `num_args` of its arguments are by position, the others by name.
     """
 
     reports_loss = False
@@ -130,9 +121,8 @@ class ForwardCall(Call):
 
         def joined(path: Any, leaf: Any) -> Any:
             one = returned.get(path)
-            if not (isinstance(one, Tensor) and not one.shape and isinstance(leaf, Tensor)):
-                return leaf
-            if leaf.shape != sizes.shape:
+            is_stacked = isinstance(leaf, Tensor) and leaf.shape == sizes.shape
+            if not (is_stacked and isinstance(one, Tensor) and not one.shape):
                 return leaf
             # As the user joins them: as a sum or as a mean, whichever is nearer to one device's.
             ways = leaf.sum(), (leaf * (sizes / sizes.sum()).to(leaf)).sum()
@@ -160,21 +150,11 @@ class ForwardCall(Call):
 # The part of a batch that is checked
 
 
-class TooFewSamples(NotChecked):
-    """A batch has samples for one replica alone."""
-
-
 def small_sizes(engine: Engine, batch: Any, path: str = "") -> Sizes:
-    """How many of the first samples of a batch each device gets in a check.
+    """How many of the first samples of a batch, or of arguments, each device gets in a check.
 
-    Args:
-        engine: the engine that will run the batch.
-        batch: the batch, or the arguments of a call.
-        path: the submodule that is called.
-
-    Raises:
-        TooFewSamples: if fewer than two devices would get any.
-        NotChecked: if the batch cannot be split; the real call raises the same error.
+    Empty if fewer than two devices would get any. If the batch cannot be split it raises
+    `NotChecked`, and the real call raises its own error.
     """
     policy = engine.planner.policy
     try:
@@ -183,9 +163,7 @@ def small_sizes(engine: Engine, batch: Any, path: str = "") -> Sizes:
         sizes = unequal_sizes(n, list(active), fewest_samples(engine.module, path)) if n else ()
     except Exception as error:
         raise NotChecked(f"{type(error).__name__}: {described(error, str)}") from error
-    if sum(map(bool, sizes)) < 2:
-        raise TooFewSamples("the batch has samples for one replica alone.")
-    return sizes
+    return sizes if sum(map(bool, sizes)) > 1 else ()
 
 
 def unequal_sizes(batch_size: int, active: Sequence[bool], least: int = 1) -> Sizes:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_dp.parallel.check.compare import UNCHANGED, Key
@@ -48,10 +47,7 @@ class Difference(NamedTuple):
 
     def text(self, devices: int) -> str:
         """Both values, as far as they fit a line."""
-        name, (a, b) = NAMES[self.key.kind].format(self.key.name), map(_short, self[1:])
-        if a == b and all(isinstance(v, Tensor | float) for v in (self.alone, self.split)):
-            x, y = (torch.as_tensor(v, dtype=torch.complex128) for v in self[1:])
-            return f"{name}: values differ by up to {float((x - y).abs().max()):.3g}"
+        name, a, b = NAMES[self.key.kind].format(self.key.name), *map(_short, self[1:])
         return f"{name}: {a} on one device, {b} on {devices} devices"
 
 
@@ -64,8 +60,7 @@ class Report:
         name: what was called.
         sizes: how many samples each device had.
         differences: the values that differ, beyond rounding and chance.
-        causes: why, each with what to write instead. "batch norm" and "random" are known from every
-            data-parallel trainer; they are no mistake.
+        causes: why, each with what to write instead; those in `KNOWN` are no mistake.
         skipped: why nothing was compared; empty if it was.
         raised: whether that was an error in the check.
     """
@@ -129,18 +124,14 @@ def announce(
 
 def _short(value: Any) -> str:
     """A value, at most as long as a few words."""
-    if isinstance(value, str) and value == UNCHANGED:
-        return value
+    if value is UNCHANGED:
+        return str(value)
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, Tensor):
-        norm = f", norm {float(value.double().norm()):.4g}" if value.is_floating_point() else ""
+        norm = f", norm {float(value.double().norm()):.9g}" if value.is_floating_point() else ""
         return f"shape {tuple(value.shape)}{norm}"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, list | tuple | dict) and len(value) > 3:
+    if isinstance(value, list | tuple | dict):
         return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_short, value)) + "]"
-    text = repr(value)
+    text = f"{value:.9g}" if isinstance(value, float) else repr(value)
     return text if len(text) < 60 else text[:57] + "..."

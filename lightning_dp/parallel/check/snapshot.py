@@ -9,7 +9,7 @@ import pickle
 import random
 import sys
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import FunctionType, SimpleNamespace
@@ -71,7 +71,6 @@ class Snapshot:
         module: the module.
         devices: the devices whose random state is kept.
         others: containers, optimizers and schedulers outside of the module that a call may change.
-        compared_elsewhere: modules inside that are only put back.
 
     Attributes:
         parameters: all leaf tensors that are, or may be, trained.
@@ -87,11 +86,9 @@ class Snapshot:
         module: nn.Module,
         devices: Iterable[torch.device],
         others: Iterable[Any] = (),
-        compared_elsewhere: Sequence[nn.Module] = (),
     ) -> None:
         self.module, self.has_graph = module, False
         self._roots = [_Found(module, "self", True), *(_Found(o, "", False) for o in others)]
-        self._compared_elsewhere = set(map(id, compared_elsewhere))
         self._known: list[Any] = []  # all objects: an id is unique among living ones only
         self._before: dict[int, Any] = {}  # values, items and attributes, by the id of their owner
         self._restores: list[Callable[[], object]] = []
@@ -105,22 +102,15 @@ class Snapshot:
             self._keep(node, path)
         self._keep_containers_of_functions()
         self._restores += [partial(g.set, g.get()) for g in self._generators]
-        self.parameters = [
-            node
-            for node in self._known
-            if isinstance(node, Tensor)
-            and node.is_leaf
-            and (node.requires_grad or isinstance(node, nn.Parameter))
-        ]
+        tensors = [node for node in self._known if isinstance(node, Tensor) and node.is_leaf]
+        self.parameters = [t for t in tensors if t.requires_grad or isinstance(t, nn.Parameter)]
         self._hooks = [SuspendedHooks(self.parameters[i]) for i in hooked(self.parameters)]
         self._gradients = StashedGradients(self.parameters)
 
     def changes(self) -> dict[tuple[str, str], Any]:
         """What differs from the snapshot now, by kind and place, as detached host copies.
 
-        Kinds are "parameter", "buffer", "list" (any container's items) and "state" (attributes and
-        tensors of plain objects). Other attributes that a step binds on modules are not among
-        them: the first replica's value stays by rule.
+        Attributes that a step binds on modules are not among it: replica 0's value stays by rule.
         """
         names = {id(p): ("parameter", name) for name, p in self.module.named_parameters()}
         names |= {id(b): ("buffer", name) for name, b in self.module.named_buffers()}
@@ -188,8 +178,7 @@ class Snapshot:
             if id(node) in seen:
                 continue
             seen.add(id(node))
-            if id(node) in self._compared_elsewhere or isinstance(node, Optimizer | LRScheduler):
-                is_compared = False
+            is_compared = is_compared and not isinstance(node, Optimizer | LRScheduler)
             yield _Found(node, path, is_compared)
             held = [_Found(value, path + step, is_compared) for step, value in _held_by(node)]
             waiting += held[::-1]
@@ -236,18 +225,19 @@ class Snapshot:
 
     def _keep_items(self, items: Any, owner: Any) -> None:
         """Keeps which objects are in a container, not what is in them."""
-        kind = next(kind for kind in (dict, set, list) if kind is list or isinstance(items, kind))
-        before = self._before[id(owner)] = kind(items)
+        is_dict, is_set = isinstance(items, dict), isinstance(items, set)
+        before: Any = dict(items) if is_dict else set(items) if is_set else list(items)
+        self._before[id(owner)] = before
 
         def restore() -> None:
             if _ids(items) == _ids(before):
                 return
             items.clear()
-            if kind is dict:
+            if is_dict:
                 for key, value in before.items():  # `update` of a Counter would count
                     items[key] = value
             else:
-                items.update(before) if kind is set else items.extend(before)
+                items.update(before) if is_set else items.extend(before)
 
         self._restores.append(restore)
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+)
 from contextvars import ContextVar
 from itertools import chain
 from typing import Any
@@ -20,6 +26,7 @@ from torch import Tensor, nn
 from lightning_dp.parallel.apply import is_synced
 from lightning_dp.parallel.check.compare import Key, Outcome, rounding
 from lightning_dp.parallel.check.snapshot import Snapshot, on_host
+from lightning_dp.parallel.contexts import ObjectProxy
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.split import Sizes
@@ -40,7 +47,6 @@ class Call(ABC):
         engine: an engine of the check's own, whose replicas run one after another.
         sizes: how many of the batch's samples each device gets.
         others: containers, optimizers and schedulers outside of the module that it may change.
-        compared_elsewhere: modules inside of it whose state `recording` holds.
         loss_scale: by which a loss is multiplied before its backward, so that small gradients of
             float16 do not become 0.
         reports_loss: whether the loss is the user's own, and not made by the check.
@@ -51,7 +57,6 @@ class Call(ABC):
     engine: Engine
     sizes: Sizes
     others: Sequence[Any] = ()
-    compared_elsewhere: Sequence[nn.Module] = ()
     loss_scale: float = 1.0
     reports_loss: bool = True
     counts_items: bool = False
@@ -70,11 +75,11 @@ class Call(ABC):
 
     def recording(self) -> AbstractContextManager[dict[Key, Any]]:
         """Records what a call reports elsewhere than in its output; filled when it ends."""
-        return contextlib.nullcontext({})
+        return nullcontext({})
 
     def during_backward(self) -> AbstractContextManager[None]:
         """What surrounds a split call and its backward."""
-        return contextlib.nullcontext()
+        return nullcontext()
 
 
 class Trial:
@@ -84,8 +89,8 @@ class Trial:
         active: the shards that have samples.
         eps: the relative rounding error of the call.
         norms: layers that keep statistics of the batch, which are a shard's on a replica, by name.
-        draws: the random operations of the latest run with constant draws.
-        python_state: where random generators of Python and NumPy were after the latest call alone.
+        draws: the random operations of the latest run, if it had constant draws.
+        python_state: where generators of Python and NumPy were after the latest call alone.
     """
 
     def __init__(self, call: Call) -> None:
@@ -98,43 +103,7 @@ class Trial:
         self._dropouts = [layer for _, layer in layers if _drops(layer)]
         self.draws, self.python_state = ConstantDraws(), b""
         devices = [*call.engine.devices, call.engine.output_device]
-        self._snapshot = Snapshot(call.module, devices, call.others, call.compared_elsewhere)
-
-    def alone(
-        self, *, shard: int | None = None, perturbed: int = 0, seed: int = 0, **options: bool
-    ) -> Outcome:
-        """The call on the root.
-
-        Args:
-            shard: which shard it gets; None for the whole small batch.
-            perturbed: if not 0, parameters are moved by rounding errors that follow from this.
-            seed: of the random generators.
-            options: `norms_off` and `constant_draws`, see `_run`.
-        """
-
-        def call() -> Any:
-            if perturbed:
-                self._snapshot.perturb(self.eps, perturbed)
-            output = self.call.alone(shard)
-            self.python_state = self._snapshot.python_state()
-            return output
-
-        return self._run(call, seed, contextlib.nullcontext(), **options)
-
-    def split(self, **options: bool) -> Outcome:
-        """The call split over the devices."""
-        engine, sizes = self.call.engine, self.call.sizes
-
-        def call() -> Any:
-            # Each replica starts with the generators as the root alone does.
-            engine.before_replica = lambda: self._snapshot.reseed(0)
-            engine.resync()
-            output = self.call.split()
-            if engine.last_sizes != sizes:
-                raise RuntimeError(f"expected the samples split as {sizes}: {engine.last_sizes}.")
-            return output
-
-        return self._run(call, 0, self.call.during_backward(), **options)
+        self._snapshot = Snapshot(call.module, devices, call.others)
 
     def computes_in(self, dtypes: Iterable[torch.dtype]) -> None:
         """Takes note of dtypes, as those of autocast: some may have fewer digits."""
@@ -147,21 +116,32 @@ class Trial:
         finally:
             self.call.engine.before_replica = None  # it refers to this trial: a cycle
 
-    def _run(
+    def run(
         self,
-        make: Callable[[], Any],
-        seed: int,
-        around: AbstractContextManager[None],
+        *,
+        split: bool = False,
+        shard: int | None = None,
+        seed: int = 0,
+        perturbed: int = 0,
         norms_off: bool = False,
         constant_draws: bool = False,
     ) -> Outcome:
-        """Makes a call and its backward.
+        """Makes the call and its backward, and puts everything back.
 
-        With `norms_off`, batch norm uses its running statistics; `constant_draws` see there.
+        Args:
+            split: over the devices; else on the root alone.
+            shard: which shard the root gets alone; None for the whole small batch.
+            seed: of the random generators.
+            perturbed: if not 0, parameters are moved by rounding errors that follow from this.
+            norms_off: batch norm uses its running statistics.
+            constant_draws: see `ConstantDraws`.
         """
-        call, snapshot = self.call, self._snapshot
+        call, engine, snapshot = self.call, self.call.engine, self._snapshot
         try:
-            snapshot.reseed(seed)
+            self.draws = ConstantDraws()
+            self._begin_draws(seed)
+            if perturbed:
+                snapshot.perturb(self.eps, perturbed)
             for layer in (*self._dropouts, *(self.norms.values() if norms_off else ())):
                 if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
                     layer.dropout = 0.0
@@ -169,10 +149,20 @@ class Trial:
                     layer.training = False
             with ExitStack() as stack:
                 if constant_draws:
-                    self.draws = stack.enter_context(ConstantDraws())
-                stack.enter_context(around)
+                    stack.enter_context(self.draws)
                 values = stack.enter_context(call.recording())
-                loss, rest = call.parse(make())
+                if split:
+                    stack.enter_context(call.during_backward())
+                    engine.resync()
+                    engine.before_replica = self._begin_draws  # as the root alone does
+                    output = call.split()
+                    if engine.last_sizes != call.sizes:
+                        sizes = f"{call.sizes}, got {engine.last_sizes}"
+                        raise RuntimeError(f"expected the samples split as {sizes}.")
+                else:
+                    output = call.alone(shard)
+                    self.python_state = snapshot.python_state()
+                loss, rest = call.parse(output)
                 if loss is not None and loss.requires_grad:
                     # Not the step's: a handler would wait for those of other processes.
                     with backwards_go_to(None):
@@ -180,6 +170,10 @@ class Trial:
             return Outcome({**values, **self._values(loss, rest)})
         finally:
             snapshot.restore()
+
+    def _begin_draws(self, seed: int = 0) -> None:
+        self._snapshot.reseed(seed)
+        self.draws.count = 0
 
     def _values(self, loss: Tensor | None, rest: Any) -> dict[Key, Any]:
         """Loss, outputs, gradients, and what the call has changed on the module."""
@@ -216,7 +210,7 @@ def _drops(layer: nn.Module) -> bool:
 
 
 class ConstantDraws(TorchDispatchMode):
-    """Has the k-th random operation of a call give one number, which depends on k alone.
+    """Has the k-th random operation of a replica give one number, which depends on k alone.
 
     A step that adds noise to each sample draws n numbers for n samples: a shard cannot draw those
     of the whole batch. With constant draws both compute the same, and what still differs is not
@@ -226,6 +220,7 @@ class ConstantDraws(TorchDispatchMode):
 
     Attributes:
         names: of the random operations that ran.
+        count: how many have run in this replica.
         dtypes: in which floating point numbers were computed.
         uncontrolled: whether one of them stayed random (a multinomial, dropout in a fused kernel).
     """
@@ -247,7 +242,8 @@ class ConstantDraws(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.names: list[str] = []
+        self.names: dict[str, None] = {}
+        self.count = 0
         self.dtypes: set[torch.dtype] = set()
         self.uncontrolled = False
 
@@ -258,11 +254,12 @@ class ConstantDraws(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
             name = str(func.overloadpacket).removeprefix("aten.")
-            self.names.append(name)
+            self.names[name] = None
+            self.count += 1
             given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
             if name in self._FILLED:
                 lowest = given.get("low", given.get("from", 0)) or 0
-                spread = (len(self.names) * 0.618) % 0.8 + 0.1
+                spread = (self.count * 0.618) % 0.8 + 0.1
                 result.fill_(lowest + spread * result.is_floating_point())
             elif name in ("bernoulli", "bernoulli_"):
                 result.fill_(1)
@@ -304,25 +301,15 @@ def muted() -> Iterator[None]:
         if is_own or not is_held_back():
             handle(logger, record)
 
-    class OfOtherThreads:
-        def __init__(self, stream: Any) -> None:
-            self._stream = stream
-
+    class OfOtherThreads(ObjectProxy):
         def write(self, text: str) -> int:
-            return len(text) if is_held_back() else int(self._stream.write(text))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._stream, name)
+            return len(text) if is_held_back() else int(self._original.write(text))
 
     token = _checking.set(True)
     patched.handle = handle_others
-    out, err = OfOtherThreads(sys.stdout), OfOtherThreads(sys.stderr)
+    out, err = (OfOtherThreads(stream) for stream in (sys.stdout, sys.stderr))
     try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-        ):
+        with warnings.catch_warnings(), redirect_stdout(out), redirect_stderr(err):
             warnings.simplefilter("ignore")
             yield
     finally:

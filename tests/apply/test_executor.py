@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextvars
 import gc
 import subprocess
@@ -80,17 +79,6 @@ def test_threads_overlap_and_turns_and_deterministic_runs_stay_on_the_calling_th
     assert set(run(own, own, how="auto")) == main
     with pytest.raises(ValueError, match=r"executor: expected one of .*got 'processes'"):
         Executor(devices_of(1), "processes")
-
-
-def test_when_workers_rest_they_have_let_go_of_their_calls() -> None:
-    """What these hold, a batch say, is gone before a step is done again."""
-    ended: list[int] = []
-    with executor_of(2) as executor:
-        executor.run("work", tasks_of(int, int))
-        for own in executor._workers:
-            own.inbox.put(lambda: ended.append(time.sleep(0.1) or 1))
-        executor.rest()
-        assert len(ended) == 2
 
 
 # The caller's thread state
@@ -246,36 +234,6 @@ def test_the_first_replicas_exception_arrives_when_all_have_ended(
     assert sorted(ended) == expected
 
 
-@pytest.fixture
-def nobody_swallows_interrupts() -> Iterator[None]:
-    """One that arrives in a callback of the garbage collector (hypothesis has one) is lost."""
-    callbacks, gc.callbacks[:] = list(gc.callbacks), []
-    yield
-    gc.callbacks[:] = callbacks
-
-
-@on_cpu
-@pytest.mark.usefixtures("nobody_swallows_interrupts")
-def test_an_interrupt_at_any_moment_ends_the_run_when_all_tasks_have_ended() -> None:
-    """Also while they are handed out, and between a result's arrival and a look at it."""
-    running: set[int] = set()
-
-    def task(k: int, delay: float) -> None:
-        running.add(k)
-        if k == 2:
-            time.sleep(delay)
-            _thread.interrupt_main()
-        running.discard(k)
-
-    with executor_of(3) as executor:
-        for n in range(150):
-            calls = [partial(task, k, n % 10 * 2e-5) for k in range(3)]
-            with pytest.raises(KeyboardInterrupt):
-                executor.run("work", tasks_of(*calls))
-                time.sleep(5)  # the interrupt has still to arrive
-            assert not running
-
-
 @executors
 def test_a_replica_that_waits_too_long_says_who_has_not_come(
     how: ExecutorName, monkeypatch: pytest.MonkeyPatch
@@ -335,35 +293,22 @@ def times(trial: Trial, calls: int, seconds: dict[bool, float], change: Any = No
 
 
 @pytest.mark.parametrize("is_threads", [True, False])
-@pytest.mark.parametrize("slower", [1.05, 1.3, 3.0])
-@pytest.mark.parametrize("change", [1.0, 4.0])
-def test_after_the_first_calls_it_costs_less_than_three_percent(
+@pytest.mark.parametrize(("slower", "change"), [(1.05, 4.0), (3.0, 1.0), (3.0, 4.0)])
+def test_auto_costs_little_more_than_the_better_way(
     is_threads: bool, slower: float, change: float
 ) -> None:
-    """Though the first call after a change of ways takes longer, as it starts teams of threads."""
+    """Though the first call after a change of ways takes longer; and a busy moment is forgotten."""
     seconds = {is_threads: 1.0, not is_threads: slower}
     first = {way: change * value for way, value in seconds.items()}
     trial = Trial()
-    times(trial, COMPARED, seconds, first)
+    times(trial, 6, seconds, first)
+    times(trial, 2, {True: 100.0, False: 100.0})
+    times(trial, COMPARED - 8, seconds, first)
     taken = times(trial, 2 * Trial.INTERVAL, seconds, first)
     assert sum(taken) / len(taken) < 1.03
-
-
-@pytest.mark.parametrize("is_threads", [True, False])
-def test_a_way_that_becomes_faster_is_taken(is_threads: bool) -> None:
-    trial = Trial()
-    times(trial, 100, {is_threads: 1.0, not is_threads: 10.0})
     seconds = {is_threads: 1.0, not is_threads: 0.5}
     times(trial, Trial.INTERVAL + COMPARED, seconds)
-    assert set(times(trial, 300, seconds)) == {0.5}
-
-
-def test_a_busy_moment_changes_nothing() -> None:
-    trial, usual = Trial(), {True: 1.0, False: 2.0}
-    times(trial, 6, usual)
-    times(trial, 2, {True: 100.0, False: 100.0})
-    times(trial, COMPARED - 8, usual)
-    assert set(times(trial, 1000, usual)) == {1.0}
+    assert set(times(trial, 10, seconds)) == {0.5}, "the other way has become faster"
 
 
 @on_cpu  # whose time is the host's
@@ -421,35 +366,23 @@ def test_what_torch_has_once_for_all_threads_is_refused(call: Any, match: str) -
             executor.run("work", tasks_of(call, call))
 
 
-PRODUCT = """
+FIRST_CALLS = """
 import warnings
-import torch
-from lightning_dp import DataParallel
-
-warnings.simplefilter("error")  # cuBLAS warns once in a process
-wrapper = DataParallel(torch.nn.Linear(4, 3).to("cuda:0"), ["cuda:0"] * 3, executor="threads")
-with torch.no_grad():
-    print(wrapper(torch.ones(6, 4)).shape)
-"""
-
-DECOMPOSITION = """
 import torch
 from lightning_dp import DataParallel
 
 class Orthogonal(torch.nn.Linear):
     def forward(self, x):
-        return x @ torch.linalg.qr(self.weight)[0]
+        return super().forward(x) @ torch.linalg.qr(self.weight)[0]
 
+warnings.simplefilter("error")  # cuBLAS warns once in a process
 net = Orthogonal(4, 4).to("cuda:0")
 DataParallel(net, ["cuda:0"] * 8, executor="threads")(torch.ones(64, 4)).sum().backward()
-print(net.weight.grad.shape)
 """
 
 
 @pytest.mark.on("cuda")
-@pytest.mark.parametrize("script", [PRODUCT, DECOMPOSITION], ids=["product", "decomposition"])
-def test_first_calls_of_threads_are_as_in_one(script: str) -> None:
-    command = [sys.executable, "-c", script]
+def test_first_calls_of_threads_are_as_in_one() -> None:
+    command = [sys.executable, "-c", FIRST_CALLS]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("torch.Size")

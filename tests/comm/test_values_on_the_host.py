@@ -23,30 +23,25 @@ pytestmark = [on_accelerators, pytest.mark.usefixtures("on")]
 counts_waits = pytest.mark.sim_only("It counts how often the host waits.")
 
 
-CASES = [(Classifier, "step"), (Classifier, "forward")]
-
-
 # --- the scale of a gradient scaler --------------------------------------------------------------
 
 
-def scaled(make: type[Classifier], devices: int, **options: Any) -> tuple[float, dict[str, Tensor]]:
+def scaled(devices: int, **options: Any) -> tuple[float, dict[str, Tensor]]:
     torch.manual_seed(0)
     scaler = torch.amp.GradScaler(oracle.accelerator(), init_scale=2.0**12, growth_interval=2)
     where, strategy = oracle.accelerator(), DataParallelStrategy(**options)
     plugins = [MixedPrecision("16-mixed", where, scaler)]
-    module, job = make(), trainer(devices, strategy, accelerator=where, plugins=plugins)
+    module, job = Classifier(), trainer(devices, strategy, accelerator=where, plugins=plugins)
     job.fit(module, loader(), loader())
     assert scaler._scale is not None and scaler._scale.device == devices_of(1)[0]
     return scaler.get_scale(), dict(module.state_dict())
 
 
-@pytest.mark.parametrize("make, mode", CASES, ids=["step", "forward"])
-def test_a_scale_is_on_the_root_where_the_loss_is_on_the_host(
-    make: Any, mode: str, executor: str = "threads"
-) -> None:
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_a_scale_is_on_the_root_where_the_loss_is_on_the_host(mode: str) -> None:
     """A scaler on the host reads what devices have found, and does not wait for it."""
-    scale, state = scaled(make, 3, mode=mode, executor=executor, output_device="cpu")
-    expected, oracle_state = scaled(make, 1)
+    scale, state = scaled(3, mode=mode, executor="threads", output_device="cpu")
+    expected, oracle_state = scaled(1)
     assert scale == expected != 2.0**12
     assert_equal_trees(state, oracle_state, "state", atol=2e-3, rtol=0)
 
@@ -96,24 +91,6 @@ def waits_per_step(make: type[Classifier], options: dict[str, Any], **fit: Any) 
     return {after - before for before, after in pairs}
 
 
-NO_WAITS: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any]]] = {
-    "logs": (Several, {}, {}),
-    "accumulating": (Classifier, {}, {"accumulate_grad_batches": 2}),
-    "clipped": (Classifier, {}, {"gradient_clip_val": 1.0}),
-    "batch norm": (Normed, {}, {}),
-    "synced batch norm": (Normed, {}, {"sync_batchnorm": True}),
-    "means of buffers": (Normed, {"buffers": "mean"}, {}),
-    "forward, with batch norm": (Normed, {"mode": "forward"}, {}),
-}
-
-
-@counts_waits
-@pytest.mark.parametrize("case", NO_WAITS)
-def test_a_step_does_not_wait_for_devices(case: str, executor: str = "threads") -> None:
-    make, options, fit = NO_WAITS[case]
-    assert waits_per_step(make, {"executor": executor, **options}, **fit) == {0}
-
-
 class WithOutputs(Classifier):
     """Returns more than a loss, and logs something that is on no replica's device."""
 
@@ -126,21 +103,29 @@ class WithOutputs(Classifier):
         return {"loss": loss, "logits": logits.detach(), "count": (y >= 0).sum()}
 
 
-ONE_WAIT: dict[str, tuple[type[Classifier], dict[str, Any]]] = {
-    "logs": (Several, {}),
-    "outputs": (WithOutputs, {}),
-    "items": (Counted, {}),
-    "items on the root": (Counted, {"output_device": None}),  # they decide which losses count
-    "forward, with batch norm": (Normed, {"mode": "forward"}),
+TO_HOST: dict[str, Any] = {"output_device": "cpu"}
+WAITS: dict[str, tuple[type[Classifier], dict[str, Any], dict[str, Any], int]] = {
+    "logs": (Several, {}, {}, 0),
+    "accumulating": (Classifier, {}, {"accumulate_grad_batches": 2}, 0),
+    "clipped": (Classifier, {}, {"gradient_clip_val": 1.0}, 0),
+    "batch norm": (Normed, {}, {}, 0),
+    "synced batch norm": (Normed, {}, {"sync_batchnorm": True}, 0),
+    "means of buffers": (Normed, {"buffers": "mean"}, {}, 0),
+    "forward, with batch norm": (Normed, {"mode": "forward"}, {}, 0),
+    "logs to the host": (Several, TO_HOST, {}, 1),
+    "logs to the host, in order": (Several, {**TO_HOST, "executor": "inorder"}, {}, 1),
+    "outputs to the host": (WithOutputs, TO_HOST, {}, 1),
+    "items to the host": (Counted, TO_HOST, {}, 1),
+    "items on the root": (Counted, {}, {}, 1),  # they decide which losses count
+    "forward, to the host": (Normed, {**TO_HOST, "mode": "forward"}, {}, 1),
 }
 
 
 @counts_waits
-@pytest.mark.parametrize("executor", EXECUTORS)
-@pytest.mark.parametrize("case", ONE_WAIT)
-def test_all_that_goes_to_the_host_in_a_step_is_waited_for_once(case: str, executor: str) -> None:
-    make, options = ONE_WAIT[case]
-    assert waits_per_step(make, {"output_device": "cpu", **options, "executor": executor}) == {1}
+@pytest.mark.parametrize("case", WAITS)
+def test_a_step_waits_once_for_all_that_goes_to_the_host(case: str) -> None:
+    make, options, fit, expected = WAITS[case]
+    assert waits_per_step(make, {"executor": "threads", **options}, **fit) == {expected}
 
 
 class Validated(Waits):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from itertools import chain
 from typing import Any
 from weakref import finalize
 
@@ -63,6 +64,6 @@ def _is_adjustable() -> bool:
 
 def optimizer_threads(optimizer: Any) -> int:
     """How many torch threads the step of an optimizer on the CPU takes beside workers."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    total = sum(p.numel() for p in parameters if p.grad is not None)
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    total = sum([p.numel() for p in parameters if p.grad is not None])
     return 1 if total <= ALONE else torch.get_num_threads()

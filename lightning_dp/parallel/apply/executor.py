@@ -148,7 +148,7 @@ class Executor:
         is_plain = self._is_on_cpu and not (
             torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu") or has_modes()
         )
-        state = None if is_plain else ThreadState.capture(self._devices)
+        state = None if is_plain else ThreadState(self._devices)
         collects = COLLECTS_ANYWHERE and in_threads and gc.isenabled()  # see the note
         if collects:
             gc.disable()

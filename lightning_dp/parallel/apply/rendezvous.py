@@ -245,8 +245,8 @@ class Calls:
         for task in () if in_threads else tasks:
             if task.state is NOT_BEGUN:  # else a rendezvous has begun it in its worker
                 task.is_hosted, task.state = True, RUNNING
-                on_cpu = state is None or task.device.type == "cpu"
-                with nullcontext() if on_cpu else state.moved_to(task.device):
+                stays = task.device.type == "cpu"
+                with nullcontext() if state is None or stays else state.moved_to(task.device):
                     task.run()
                 task.state = ENDED
             if task.error is not None or self.broken is not None:
@@ -350,17 +350,23 @@ class Calls:
     def close(self) -> tuple[list[Any], Task | None, BaseException | None]:
         """Ends the apply; returns the replicas' results, and the task and the error that failed."""
         tasks, error = self.participants, self._first_error()
-        results = [task.result for task in tasks]
-        failed = next((t for t in tasks if error is not None and t.error is error), None)
+        results: list[Any] = []
+        failed: Task | None = None
         self.is_open, self.participants, self.broken = False, [], None
-        for task in tasks:  # results and errors refer to batches and graphs, in reference cycles
+        for task in tasks:
+            results.append(task.result)
+            if failed is None and error is not None and task.error is error:
+                failed = task
+            # They refer to batches and graphs, in reference cycles.
             task.result = task.error = task.reply = None
         return results, None if is_a(error, RendezvousError) else failed, error
 
     def _first_error(self) -> BaseException | None:
         """The error that ends all calls, or the first replica's own."""
-        errors = [task.error for task in self.participants if task.error is not None]
-        return errors[0] if self.broken is None and errors else self.broken
+        for task in self.participants if self.broken is None else ():
+            if task.error is not None:
+                return task.error
+        return self.broken
 
     def _stopped(self) -> BaseException:
         """The error for a replica that cannot run on because of others."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,87 +32,70 @@ def is_checkpointing(functions: Functions | None) -> bool:
     return functions is not None and functions[0].__module__ == "torch.utils.checkpoint"
 
 
-@dataclass(frozen=True)
 class ThreadState:
-    """The state of the thread that captured it, as far as it concerns work on some devices."""
+    """The state of the thread that makes it, as far as it concerns work on some devices.
 
-    root: torch.device
-    grad: bool
-    inference: bool
-    autocasts: Sequence[tuple[str, torch.dtype, bool]]  # device type, dtype, cache
-    modes: Modes
-    saved_tensors: Functions | None
-    streams: Sequence[torch.Stream]  # current streams that are not the default ones
-    hand_over: Callable[[], AbstractContextManager[None]] | None
+    Args:
+        devices: the replicas' devices, the root device first.
+    """
 
-    @classmethod
-    def capture(cls, devices: Sequence[torch.device]) -> ThreadState:
-        """The calling thread's state; devices[0] is the root device."""
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._root, self._modes, saving = devices[0], current_modes(), saved_tensors_functions()
         kinds = {"cpu", *[device.type for device in devices]}
-        autocasts = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-            for kind in kinds
-            if torch.is_autocast_enabled(kind)
-        ]
         places = list(devices)
         if kinds != {"cpu"}:  # the user's code may compute on devices that have no replica
             (kind,) = kinds - {"cpu"}
             places = [torch.device(kind, k) for k in range(torch.accelerator.device_count())]
-        saving = saved_tensors_functions()
-        return cls(
-            devices[0],
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            autocasts,
-            current_modes(),
-            saving and _one_at_a_time(saving),
-            side_streams(places),
-            hand_over(devices[0]),
-        )
+        self._hand_over = hand_over(devices[0])
+        self._saving = nullcontext if saving is None else _one_at_a_time(saving)
+        self._contexts: list[Callable[[], AbstractContextManager[Any]]] = [
+            partial(on_streams, side_streams(places)),
+            partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+            partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+        ]
+        caches = torch.is_autocast_cache_enabled()
+        for kind in filter(torch.is_autocast_enabled, kinds):
+            dtype = torch.get_autocast_dtype(kind)
+            self._contexts.append(partial(torch.autocast, kind, dtype, cache_enabled=caches))
 
     @contextmanager
     def entered(self, device: torch.device) -> Iterator[None]:
         """Gives the calling thread, a worker, this state, with `device` as the current device."""
         with ExitStack() as stack:
-            if self.hand_over is not None:
-                stack.enter_context(self.hand_over())
+            if self._hand_over is not None:
+                stack.enter_context(self._hand_over())
             stack.enter_context(current_device(device))  # before streams of other devices
-            stack.enter_context(on_streams(self.streams))
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype, caches in self.autocasts:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=caches))
+            for context in self._contexts:
+                stack.enter_context(context())
             default = self._default_device_on(device)
-            stack.enter_context(in_modes(self.modes._replace(default_device=default)))
-            if self.saved_tensors is not None:
-                stack.enter_context(saved_tensors_hooks(*self.saved_tensors))
+            stack.enter_context(in_modes(self._modes._replace(default_device=default)))
+            stack.enter_context(self._saving())
             yield
 
     @contextmanager
     def moved_to(self, device: torch.device) -> Iterator[None]:
-        """Gives the thread that captured this state another current and default device."""
-        saving = self.saved_tensors
-        hooks = nullcontext() if saving is None else saved_tensors_hooks(*saving)
-        with current_device(device), in_modes(Modes(self._default_device_on(device))), hooks:
+        """Gives the thread that made this state another current and default device."""
+        modes = Modes(self._default_device_on(device))
+        with current_device(device), in_modes(modes), self._saving():
             yield
 
     def _default_device_on(self, device: torch.device) -> torch.device | None:
         """A default device that names the root device means "the replica's" in a replica."""
-        return device if self.modes.default_device == self.root else self.modes.default_device
+        return device if self._modes.default_device == self._root else self._modes.default_device
 
 
-def _one_at_a_time(functions: Functions) -> Functions:
-    """Saved tensor hooks of a checkpoint, for the autograd threads of several devices.
+def _one_at_a_time(functions: Functions) -> Callable[[], AbstractContextManager[Any]]:
+    """The same saved tensor hooks; those of a checkpoint for autograd threads of several devices.
 
     The first tensor that a backward unpacks recomputes the whole checkpoint; others wait for it.
     """
-    if not is_checkpointing(functions):
-        return functions
     pack, unpack = functions
+    if not is_checkpointing(functions):
+        return partial(saved_tensors_hooks, pack, unpack)
     lock = vars(unpack).setdefault("lightning_dp_lock", threading.RLock())
 
     def unpack_locked(packed: Any) -> Any:
         with lock:
             return unpack(packed)
 
-    return pack, unpack_locked
+    return partial(saved_tensors_hooks, pack, unpack_locked)

@@ -1,8 +1,8 @@
-"""Every test leaves no thread behind, and the environment and torch's globals as found.
+"""Which tests run on which kinds of devices, and that each leaves the process as it found it.
 
-Tests run in a process for each core; with `-n 0` in this one, where a debugger and prints work. Of
-a test with three parameters or more as many combinations run as it takes for every two values to
-meet; `--whole-products` runs all.
+`python -m pytest` tests on the CPU and on simulated devices, `--on cuda` on GPUs (see
+`support/device_kinds.py`). A test with three parameters or more runs as many combinations as it
+takes for every two values to meet. `-n 0` runs all in this process, for debuggers and prints.
 """
 
 import functools
@@ -24,7 +24,6 @@ import torch
 from hypothesis import HealthCheck, settings
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from support import device_kinds, oracle
-from support.conformance_table import table
 from support.device_kinds import SIM_DEVICES
 from support.pairwise import covering
 
@@ -34,43 +33,23 @@ from lightning_dp.parallel.check import FirstCalls
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs behind them
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ELSEWHERE = "elsewhere"  # in place of a kind: this process has none that the test is for
-# Processes that compile the same read each other's files before they are whole.
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if WORKER is not None:
+    # Processes that compile the same read each other's files before they are whole.
     cache = os.path.join(tempfile.gettempdir(), f"lightning_dp_inductor_{WORKER}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
     # Else each process has a thread per core for every operation, and most of them wait.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-CONFORMS = "::test_as_one_device["
-
-ABOUT_DEVICES = {
-    *("apply", "batches", "comm", "drop_in", "forward", "reduce", "replicas", "same_numbers", "sim")
+NONE_HERE = "none here"  # in place of a kind of device: this process has none the test is for
+QUICK_ON_SIM = {
+    *("apply", "batches", "comm", "reduce", "replicas", "sim"),
+    *("test_drop_in", "test_forward_engine", "test_same_numbers", "test_strategy"),
 }
-"""Folders whose tests run on simulated devices, too; elsewhere a case of each test, if slow."""
-SIM_IS_SLOW = {
-    "test_callbacks",
-    "test_changes_between_steps",
-    "test_classes_made_at_run_time",
-    "test_own_stages",
-    "test_forward_calls",
-    "test_forward_mode",
-    "test_let_go",
-    "test_lightning_demos",
-    "test_modules_that_broke_dp",
-    "test_peers_models",
-    "test_pytorch_lightning",
-    "test_silent_writes",
-    "test_steps_set_to_none",
-    "test_strides_of_gradients",
-    "test_sync_batch_norm",
-    "test_trainer_options",
-    "test_unusual_steps",
-}
-"""Long files in these folders, whose runs on simulated devices are for `-m slow`."""
-
+"""Folders and files whose tests run on simulated devices by default."""
+SLOW_ON_SIM = {"drop_in", "forward", "same_numbers"}
+"""Folders whose other tests do with `-m slow`; elsewhere that runs one case of each test."""
 
 # A busy machine is no failure.
 settings.register_profile(
@@ -84,16 +63,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--on",
         choices=["sim", "cuda"],
         help="the accelerators that are tested beside the CPU: simulated ones (default) or GPUs",
-    )
-    parser.addoption(
-        "--whole-products",
-        action="store_true",
-        help="all combinations of a test's parameters, not only those in which every two meet",
-    )
-    parser.addoption(
-        "--side-streams",
-        action="store_true",
-        help="each test is on a stream of its own on every accelerator",
     )
 
 
@@ -110,17 +79,17 @@ def pytest_report_header() -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`on` is each kind of this process that the test is for."""
-    if "on" not in metafunc.fixturenames or _chooses_itself(metafunc.definition):
+    if "on" not in metafunc.fixturenames or _lists_kinds(metafunc.definition):
         return
     mark = metafunc.definition.get_closest_marker("on")
     wanted = mark.args if mark else device_kinds.ALL
     if metafunc.definition.get_closest_marker("sim_only"):
         wanted = ("sim",)
     found = device_kinds.as_parameters(wanted)
-    metafunc.parametrize("on", found or [ELSEWHERE], indirect=True)
+    metafunc.parametrize("on", found or [NONE_HERE], indirect=True)
 
 
-def _chooses_itself(item: pytest.Item) -> bool:
+def _lists_kinds(item: pytest.Item) -> bool:
     return any("on" in names for names in _parametrized(item))
 
 
@@ -133,73 +102,62 @@ def _parametrized(item: pytest.Item) -> Iterator[list[str]]:
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    left_out = set(_elsewhere(items))
-    if not config.option.whole_products:
-        left_out |= set(_in_no_new_pair([item for item in items if item not in left_out]))
+    kept = set(_pairwise([item for item in _fewer_on_sim(items) if not _is_for_others(item)]))
+    left_out = [item for item in items if item not in kept]
     if left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item in kept]
 
 
-def _elsewhere(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Those for kinds of devices that this process has not; marks some of the others as slow."""
+def _kind_of(item: pytest.Item) -> Any:
+    return getattr(item, "callspec", None) and item.callspec.params.get("on")  # type: ignore[attr-defined]  # of functions
+
+
+def _is_for_others(item: pytest.Item) -> bool:
+    """Whether it is for kinds of devices that this process has not."""
+    of_sim = item.get_closest_marker("sim_only") or item.path.parent.name == "sim"
+    return _kind_of(item) == NONE_HERE or bool(of_sim and "sim" not in device_kinds.kinds)
+
+
+def _fewer_on_sim(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Leaves out, or marks as slow, runs on simulated devices of what is not about devices."""
     seen = set[str]()
     for item in items:
-        callspec = getattr(item, "callspec", None)
-        kind = callspec.params.get("on") if callspec is not None else None
-        mark = item.get_closest_marker("on")
+        mark, test = item.get_closest_marker("on"), item.nodeid.partition("[")[0]
         chosen = (mark and "cpu" not in mark.args) or item.get_closest_marker("sim_only")
-        if kind == "sim" and not (chosen or _chooses_itself(item)):
-            test, folder = item.nodeid.partition("[")[0], item.path.parent.name
-            if folder not in ABOUT_DEVICES and test in seen:
-                yield item
+        places = {item.path.parent.name, item.path.stem}
+        if _kind_of(item) == "sim" and not (chosen or places & QUICK_ON_SIM or _lists_kinds(item)):
+            if not places & SLOW_ON_SIM and test in seen:
                 continue
             seen.add(test)
-            if folder not in ABOUT_DEVICES or item.path.stem in SIM_IS_SLOW:
-                item.add_marker(pytest.mark.slow)
-        of_sim = item.get_closest_marker("sim_only") or item.path.parent.name == "sim"
-        if kind == ELSEWHERE or (of_sim and "sim" not in device_kinds.kinds):
-            yield item
+            item.add_marker(pytest.mark.slow)
+        yield item
 
 
-def _in_no_new_pair(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """Of each test the combinations without which every two values of its parameters meet."""
+def _pairwise(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of each test the combinations in which every two values of its parameters meet."""
     tests = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec"):
-            tests[item.nodeid.partition("[")[0]].append(item)
+        tests[item.nodeid.partition("[")[0]].append(item)
     for own in tests.values():
-        rows = [_lists_of(item) for item in own]
+        rows = [_values_of(item) for item in own]
         if len(rows[0]) > 2:
             quick = [item.get_closest_marker("slow") is None for item in own]
-            kept = set(covering(rows, quick))
-            yield from (item for i, item in enumerate(own) if i not in kept)
+            yield from (own[i] for i in covering(rows, quick))
+        else:
+            yield from own
 
 
-def _lists_of(item: Any) -> list[Hashable]:
+def _values_of(item: Any) -> list[Hashable]:
     """Which entry a test has of each list of parameters."""
+    if not hasattr(item, "callspec"):
+        return []
     left = {name: id(value) for name, value in item.callspec.params.items()}
     listed = [tuple(left.pop(name) for name in names) for names in _parametrized(item)]
     return [*listed, *left.values()]
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """With -v, after the tests of conformance: their table."""
-    names = {
-        outcome: [r.nodeid for r in terminalreporter.getreports(outcome) if CONFORMS in r.nodeid]
-        for outcome in ("passed", "failed")
-    }
-    if terminalreporter.verbosity > 0 and any(names.values()):
-        terminalreporter.section("conformance")
-        for line in table(names["passed"], names["failed"]):
-            terminalreporter.write_line(line)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def imported_code_is_no_garbage() -> None:
-    """Collections, of which tests make many, need not look at it: half a second each, otherwise."""
-    gc.collect()
-    gc.freeze()
+# Devices
 
 
 @pytest.fixture
@@ -255,15 +213,7 @@ def on_side_streams() -> Iterator[None]:
     torch.accelerator.set_device_index(0)
 
 
-@pytest.fixture(autouse=True)
-def all_are_on_side_streams(request: pytest.FixtureRequest) -> None:
-    """With --side-streams; but for tests of what is not ours on them.
-
-    Those of the simulated devices are about streams, and the benchmarks' peers know none.
-    """
-    is_ours = request.path.parent.name != "sim" and request.path.stem != "test_benchmarks"
-    if request.config.getoption("--side-streams") and is_ours:
-        request.getfixturevalue("on_side_streams")
+# What tests ask for
 
 
 @pytest.fixture
@@ -291,6 +241,16 @@ def weight_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(oracle.GPU_ROUNDING, torch.float64, 1e-6)
 
 
+# What every test leaves as it was
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported_code_is_no_garbage() -> None:
+    """Collections, of which tests make many, need not look at it: half a second each, otherwise."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_thread_is_left_behind() -> Iterator[None]:
     before = set(threading.enumerate())
@@ -300,46 +260,30 @@ def no_thread_is_left_behind() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def environment_is_restored() -> Iterator[None]:
-    before, rank = dict(os.environ), rank_zero_only.rank
+def process_is_as_before() -> Iterator[None]:
+    """The environment, torch's globals, loggers and Hydra's configuration are restored."""
+    environment, rank = dict(os.environ), rank_zero_only.rank
+    handlers = {logger: [*logger.handlers] for logger in _loggers()}
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
     yield
     os.environ.clear()
-    os.environ.update(before)
+    os.environ.update(environment)
     # Without it loggers of later tests write nothing: the process would be the second of several.
     rank_zero_only.rank = rank
-
-
-@pytest.fixture(autouse=True)
-def loggers_are_restored() -> Iterator[None]:
-    """A library that a test imports, or a program that it runs, logs to where its output went."""
-    before = {logger: [*logger.handlers] for logger in _loggers()}
-    yield
-    for logger in _loggers():
+    for logger in _loggers():  # programs log to where their output went
         for handler in [*logger.handlers]:
-            if handler not in before.get(logger, ()):
+            if handler not in handlers.get(logger, ()):
                 logger.removeHandler(handler)
+    if "hydra.core.singleton" in sys.modules:
+        from hydra.core.hydra_config import HydraConfig
+
+        HydraConfig.instance().cfg = None
+    torch.set_default_dtype(dtype)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def _loggers() -> list[logging.Logger]:
     known = logging.root.manager.loggerDict.values()
     return [logging.root, *(logger for logger in known if isinstance(logger, logging.Logger))]
-
-
-@pytest.fixture(autouse=True)
-def hydra_is_restored() -> Iterator[None]:
-    """Hydra keeps the configuration of a program that has ended."""
-    yield
-    if "hydra.core.singleton" in sys.modules:
-        from hydra.core.hydra_config import HydraConfig
-
-        HydraConfig.instance().cfg = None
-
-
-@pytest.fixture(autouse=True)
-def torch_globals_are_restored() -> Iterator[None]:
-    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    yield
-    torch.set_default_dtype(dtype)
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)

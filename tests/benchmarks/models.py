@@ -10,21 +10,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CLASSES, TOKENS, VOCABULARY, LENGTH, LONGEST = 10, 512, 8192, 64, 256
+CLASSES, TOKENS, VOCABULARY, LENGTH = 10, 512, 8192, 64
 
 
 class Model(LightningModule):
-    """A net, and the mean cross-entropy of its outputs.
+    """A net that makes logits of a batch's first tensor, and their mean cross-entropy."""
 
-    Args:
-        net: makes logits of a batch's first tensor.
-        optimizer: a class of torch.optim.
-        rate: its learning rate.
-    """
-
-    def __init__(self, net: nn.Module, optimizer: Any = torch.optim.AdamW, rate: float = 1e-3):
+    def __init__(self, net: nn.Module, optimizer: Any = torch.optim.AdamW) -> None:
         super().__init__()
-        self.net, self.optimizer, self.rate = net, optimizer, rate
+        self.net, self.optimizer = net, optimizer
 
     def loss(self, batch: Any, net: Callable[..., Tensor] | None = None) -> Tensor:
         """The mean loss; `net` is what a loop has made of the net, such as DDP around it."""
@@ -36,24 +30,7 @@ class Model(LightningModule):
         return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
-        return self.optimizer(self.net.parameters(), lr=self.rate)
-
-
-class Texts(Model):
-    """Texts of unequal length: a device's work depends on which samples it gets."""
-
-    def sample_cost(self, batch: Any) -> Tensor:
-        lengths: Tensor = batch["lengths"]
-        return lengths
-
-    def loss(self, batch: Any, net: Callable[..., Tensor] | None = None) -> Tensor:
-        texts, lengths = batch["texts"], batch["lengths"]
-        logits = (net or self.net)(texts, lengths)
-        columns = torch.arange(texts.shape[1], device=texts.device)
-        return F.cross_entropy(logits, texts[columns < lengths.unsqueeze(1)])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"loss": self.loss(batch), "num_items": int(batch["lengths"].sum())}
+        return self.optimizer(self.net.parameters(), lr=1e-3)
 
 
 class Bottleneck(nn.Module):
@@ -103,10 +80,11 @@ def mlp(depth: int, width: int) -> nn.Sequential:
 class Transformer(nn.Module):
     """An encoder over tokens [B, L]; a causal one predicts each next token, another one a class."""
 
-    def __init__(self, vocabulary: int, outputs: int, width: int, depth: int, *, causal: bool):
+    def __init__(self, vocabulary: int, outputs: int, depth: int, *, causal: bool) -> None:
         super().__init__()
+        width = 128
         self.embed = nn.Embedding(vocabulary, width)
-        self.places = nn.Parameter(torch.zeros(LENGTH, width))
+        self.positions = nn.Parameter(torch.zeros(LENGTH, width))
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
         self.layers = nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
         self.head = nn.Linear(width, outputs)
@@ -115,36 +93,20 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         causal = self.mask is not None
-        x = self.layers(self.embed(tokens) + self.places, self.mask, is_causal=causal)
+        x = self.layers(self.embed(tokens) + self.positions, self.mask, is_causal=causal)
         logits: Tensor = self.head(x if causal else x.mean(1))
-        return logits
-
-
-class TextNet(nn.Module):
-    """Predicts each token from the one before it; works on the tokens alone, without padding."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(TOKENS + 1, width)  # one more: the start of a text
-        layers = [m for _ in range(depth) for m in (nn.Linear(width, width), nn.GELU())]
-        self.layers = nn.Sequential(*layers, nn.Linear(width, TOKENS))
-
-    def forward(self, texts: Tensor, lengths: Tensor) -> Tensor:
-        before = torch.full_like(texts, TOKENS)
-        before[:, 1:] = texts[:, :-1]
-        columns = torch.arange(texts.shape[1], device=texts.device).expand_as(texts)
-        logits: Tensor = self.layers(self.embed(before[columns < lengths.unsqueeze(1)]))
         return logits
 
 
 class EvenLayers(nn.Module):
     """Layers of equal time and equally many bytes, 101 MB in all, for virtual time alone.
 
-    A step of two samples takes `flops` operations, a third of them forward, in about 150 kernels,
+    A step of two samples takes `FLOPS` operations, a third of them forward, in about 150 kernels,
     as many as a ResNet-50 has. The arithmetic is skipped: steps of 16 devices take seconds.
     """
 
     DEPTH, WIDTH, ROWS, KERNELS = 24, 1024, 78, 6
+    FLOPS = 3 * DEPTH * 2 * (ROWS + 2) * WIDTH**2
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,10 +118,6 @@ class EvenLayers(nn.Module):
             x = _TakesTime.apply(layer(x), layer.weight)
         logits: Tensor = self.head(x)
         return logits
-
-    @classmethod
-    def flops(cls) -> int:
-        return 3 * cls.DEPTH * 2 * (cls.ROWS + 2) * cls.WIDTH**2
 
 
 class _TakesTime(torch.autograd.Function):
@@ -185,13 +143,16 @@ def _take_time(weight: Tensor) -> None:
         torch.addmm(rows, rows, weight.detach(), beta=0, alpha=0)
 
 
-def _labelled(*shape: int, tokens: int = 0) -> Callable[[int, torch.Generator], Any]:
-    def batch(n: int, g: torch.Generator) -> Any:
-        x = torch.randint(tokens, (n, *shape), generator=g) if tokens else None
-        x = torch.randn(n, *shape, generator=g) if x is None else x
-        return x, torch.randint(CLASSES, (n,), generator=g)
+def _vectors(*shape: int) -> Callable[[int, torch.Generator], Any]:
+    return lambda n, g: (
+        torch.randn(n, *shape, generator=g),
+        torch.randint(CLASSES, (n,), generator=g),
+    )
 
-    return batch
+
+def _tokens(n: int, g: torch.Generator) -> Any:
+    x = torch.randint(TOKENS, (n, LENGTH), generator=g)
+    return x, torch.randint(CLASSES, (n,), generator=g)
 
 
 def _sentences(n: int, g: torch.Generator) -> Any:
@@ -199,41 +160,39 @@ def _sentences(n: int, g: torch.Generator) -> Any:
     return x[:, :-1].contiguous(), x[:, 1:].contiguous()
 
 
-def _texts(n: int, g: torch.Generator) -> Any:
-    """Most are short, and the longest ones come together, as where data are sorted."""
-    lengths = (4 + (LONGEST - 4) * torch.rand(n, generator=g).sort().values ** 3).long()
-    texts = torch.randint(TOKENS, (n, int(lengths.max())), generator=g)
-    return {"texts": texts, "lengths": lengths}
-
-
 class Workload(NamedTuple):
-    """A model, what makes a batch of n samples for it, and how many it usually has."""
+    """What makes a net, its optimizer, what makes a batch of n samples, and how many it has."""
 
-    make: Callable[[], Model]
+    net: Callable[[], nn.Module]
+    optimizer: Any
     batch: Callable[[int, torch.Generator], Any]
     samples: int
+
+    def make(self) -> Model:
+        return Model(self.net(), self.optimizer)
 
     def batches(self, samples: int | None = None, count: int = 4) -> list[Any]:
         generator = torch.Generator().manual_seed(0)
         return [self.batch(samples or self.samples, generator) for _ in range(count)]
 
 
-def _transformer() -> Model:
-    return Model(Transformer(TOKENS, CLASSES, 128, 3, causal=False))
+def classifier() -> nn.Module:
+    return Transformer(TOKENS, CLASSES, 3, causal=False)
 
 
-def _language_model() -> Model:
-    return Model(Transformer(VOCABULARY, VOCABULARY, 128, 2, causal=True))
+def language_model() -> nn.Module:
+    """Large outputs and gradients."""
+    return Transformer(VOCABULARY, VOCABULARY, 2, causal=True)
 
 
+ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
 WORKLOADS = {
-    "convnet": Workload(lambda: Model(convnet()), _labelled(3, 32, 32), 64),
-    "transformer": Workload(_transformer, _labelled(LENGTH, tokens=TOKENS), 32),
-    "language_model": Workload(_language_model, _sentences, 16),  # large outputs and gradients
-    "wide": Workload(lambda: Model(mlp(24, 1024), torch.optim.SGD), _labelled(1024), 64),
-    "mlp": Workload(lambda: Model(mlp(60, 16)), _labelled(16), 32),  # bound by Python
-    "resnet": Workload(lambda: Model(TinyResNet50()), _labelled(3, 8, 8), 32),
-    "texts": Workload(lambda: Texts(TextNet(96, 6)), _texts, 32),
-    "even_layers": Workload(lambda: Model(EvenLayers(), torch.optim.SGD), _labelled(1024), 2),
+    "convnet": Workload(convnet, ADAMW, _vectors(3, 32, 32), 64),
+    "transformer": Workload(classifier, ADAMW, _tokens, 32),
+    "language_model": Workload(language_model, ADAMW, _sentences, 16),
+    "wide": Workload(lambda: mlp(24, 1024), SGD, _vectors(1024), 64),
+    "mlp": Workload(lambda: mlp(60, 16), ADAMW, _vectors(16), 32),  # bound by Python
+    "resnet": Workload(TinyResNet50, ADAMW, _vectors(3, 8, 8), 32),
+    "even_layers": Workload(EvenLayers, SGD, _vectors(1024), 2),
 }
 """By name; `even_layers` takes time on virtual time alone, and 2 samples are those of a device."""

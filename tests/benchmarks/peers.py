@@ -15,10 +15,9 @@ from typing import IO, Any
 
 import sim_devices
 import torch
-from benchmarks import comm
 from benchmarks.models import WORKLOADS
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor, _utils, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_dp
@@ -79,12 +78,12 @@ class Pace:
         self._left = 0
 
     def begin(self, module: nn.Module) -> bool:
-        """The training is ready; whether a step is to be done."""
+        """The training is ready; returns whether a step is to be done."""
         self._answer({"bytes": sum(p.nbytes for p in module.parameters())})
         return self._next()
 
     def step_done(self, loss: Any) -> bool:
-        """A step was launched, with this loss; whether another one is to be done."""
+        """A step was launched, with this loss; returns whether another one is to be done."""
         self._left -= 1
         if self._job.machine:
             self._ends.append(torch.sim.elapsed())
@@ -96,7 +95,7 @@ class Pace:
         if self._job.machine:  # from the end of one step to the end of the next
             seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * len(self._ends)
             torch.sim.set_clock("wall")
-        peaks = [torch.get_device_module(d).max_memory_allocated(d) for d in self._accelerators]
+        peaks = [torch.accelerator.max_memory_allocated(d) for d in self._accelerators]
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         memory = max(peaks, default=resident)
         self._answer({"seconds": seconds, "loss": float(loss), "memory": memory})
@@ -107,7 +106,7 @@ class Pace:
             return False
         self._left, self._ends = int(line), []
         for device in self._accelerators:
-            torch.get_device_module(device).reset_peak_memory_stats(device)
+            torch.accelerator.reset_peak_memory_stats(device)
         if self._job.machine:
             torch.sim.set_clock("virtual")
         self._start = time.perf_counter()
@@ -143,16 +142,17 @@ class _Paced(Callback):
 
 def fit(job: Job, pace: Pace, batches: Sequence[Any], **options: Any) -> None:
     """Trains the job's model by a Trainer with these options."""
+    quiet = dict.fromkeys(
+        ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
+    )
+    kind = {"cuda": "gpu"}.get(job.device, job.device)
     trainer = Trainer(
-        accelerator={"cuda": "gpu"}.get(job.device, job.device),
+        accelerator=kind,
         max_epochs=1,
         min_epochs=0,
         min_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[_Paced(pace)],
+        **quiet,
         **options,
     )
     trainer.fit(WORKLOADS[job.model].make(), DataLoader(_InTurns(batches), batch_size=None))
@@ -177,36 +177,28 @@ def dp_custom(job: Job, pace: Pace) -> None:
 # --- in a loop of plain PyTorch -------------------------------------------------------------------
 
 
-def share(batch: Any, parts: int, k: int) -> Any:
+def share(batch: Sequence[Tensor], parts: int, k: int) -> list[Tensor]:
     """The samples of one of several devices."""
-    if isinstance(batch, dict):
-        return {key: share(value, parts, k) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(share(value, parts, k) for value in batch)
-    return torch.tensor_split(batch, parts)[k].contiguous()
+    return [torch.tensor_split(tensor, parts)[k].contiguous() for tensor in batch]
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def moved(batch: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """The batch on a device."""
-    if isinstance(batch, dict):
-        return {key: moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple):
-        return tuple(moved(value, device) for value in batch)
-    return batch.to(device, non_blocking=True)
+    return [tensor.to(device, non_blocking=True) for tensor in batch]
 
 
 def loop(model: Any, net: Any, pace: Pace, batches: Sequence[Any], device: torch.device) -> None:
     """Trains a model on its device, with `net` in place of its net."""
     optimizer = model.configure_optimizers()
     going = pace.begin(model)
-    while going:
-        for batch in batches:
-            optimizer.zero_grad()
-            loss = model.loss(moved(batch, device), net)
-            loss.backward()
-            optimizer.step()
-            if not (going := pace.step_done(loss.detach())):
-                break
+    for batch in itertools.cycle(batches):
+        if not going:
+            break
+        optimizer.zero_grad()
+        loss = model.loss(moved(batch, device), net)
+        loss.backward()
+        optimizer.step()
+        going = pace.step_done(loss.detach())
 
 
 def torch_ddp(job: Job, pace: Pace) -> None:
@@ -237,12 +229,52 @@ def _called(work_for: Any, replica: nn.Module, *args: Any, **kwargs: Any) -> Any
 
 def nn_data_parallel(job: Job, pace: Pace) -> None:
     """torch.nn.DataParallel: one process, the loss on the first device."""
-    if job.device == "sim":
-        comm.install()
+    for function in (_broadcast_coalesced, _scatter, _gather):
+        if not hasattr(torch._C, function.__name__):
+            setattr(torch._C, function.__name__, function)
     devices = job.torch_devices
     model = WORKLOADS[job.model].make().to(devices[0])
     net = OnVirtualTime(model.net, [device.index for device in devices])
     loop(model, net, pace, job.batches, devices[0])
+
+
+# C++ functions that PyTorch's CPU wheels lack (torch/csrc/cuda/comm.cpp), as they are without NCCL:
+# the same copies in the same order on the same streams, none of which the host waits for.
+
+
+def _broadcast_coalesced(
+    tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+) -> list[list[Tensor]]:
+    copies: list[list[Tensor]] = [[] for _ in devices[1:]]
+    for chunk in _utils._take_tensors(tensors, buffer_size):
+        flat = _utils._flatten_dense_tensors(chunk)
+        for own, index in zip(copies, devices[1:], strict=True):
+            with torch.accelerator.device_index(index):
+                there = torch.empty_like(flat, device=torch.device(index))
+                there.copy_(flat, non_blocking=True)
+                # As new tensors, which do not know each other's versions.
+                own.extend(part.data for part in _utils._unflatten_dense_tensors(there, chunk))
+    return [list(tensors), *(list(_utils._reorder_tensors_as(own, tensors)) for own in copies)]
+
+
+def _scatter(
+    tensor: Tensor, devices: Sequence[int], sizes: Any, dim: int, streams: Any
+) -> list[Tensor]:
+    chunks = list(tensor.chunk(len(devices), dim))
+    for i, (chunk, index) in enumerate(zip(chunks, devices, strict=False)):
+        if torch.device(index) != tensor.device:
+            with (streams and streams[i]) or contextlib.nullcontext():
+                chunks[i] = chunk.to(torch.device(index), non_blocking=True)
+    return chunks
+
+
+def _gather(tensors: Sequence[Tensor], dim: int, destination: int) -> Tensor:
+    shape, sizes = list(tensors[0].shape), [tensor.shape[dim] for tensor in tensors]
+    shape[dim] = sum(sizes)
+    joined = tensors[0].new_empty(shape, device=torch.device(destination))
+    for part, tensor in zip(joined.split(sizes, dim), tensors, strict=True):
+        part.copy_(tensor, non_blocking=True)
+    return joined
 
 
 # --- DDP's schedule on simulated devices, which are in one process --------------------------------
@@ -258,20 +290,19 @@ def ring_ddp(job: Job, pace: Pace) -> None:
     optimizers = [own.configure_optimizers() for own in models]
     ring = Ring(models)
     going = pace.begin(models[0])
-    while going:
-        for batch in job.batches:
-            losses = []
-            for k, (own, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-                optimizer.zero_grad()
-                loss = own.loss(moved(share(batch, len(devices), k), devices[k]))
-                loss.backward()
-                losses.append(loss.detach())
-            ring.reduce()
-            for optimizer in optimizers:
-                optimizer.step()
-            going = pace.step_done(_Mean(losses))
-            if not going:
-                break
+    for batch in itertools.cycle(job.batches):
+        if not going:
+            break
+        losses = []
+        for k, (own, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = own.loss(moved(share(batch, len(devices), k), devices[k]))
+            loss.backward()
+            losses.append(loss.detach())
+        ring.reduce()
+        for optimizer in optimizers:
+            optimizer.step()
+        going = pace.step_done(_Mean(losses))
 
 
 class _Mean:
@@ -294,11 +325,11 @@ class Ring:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._parameters = [list(model.parameters()) for model in models]
-        self._devices = [own[0].device for own in self._parameters]
-        self._buckets = buckets([p.nbytes for p in self._parameters[0]])
-        self._filled = [[torch.Event(device) for _ in self._buckets] for device in self._devices]
-        self._sends = [torch.Stream(device) for device in self._devices]
-        self._receives = [torch.Stream(device) for device in self._devices]
+        devices = [own[0].device for own in self._parameters]
+        self._buckets = _buckets([p.nbytes for p in self._parameters[0]])
+        self._filled = [[torch.Event(device) for _ in self._buckets] for device in devices]
+        self._sends = [torch.Stream(device) for device in devices]
+        self._receives = [torch.Stream(device) for device in devices]
         self._flats = [[self._room(own, b) for b in self._buckets] for own in self._parameters]
         self._arrived = [[torch.empty_like(flat[0]) for flat in own] for own in self._flats]
         for own, events in zip(self._parameters, self._filled, strict=True):
@@ -306,23 +337,23 @@ class Ring:
                 _record_when_filled([own[i] for i in bucket], event)
 
     def _room(self, own: Sequence[Tensor], bucket: Sequence[int]) -> Tensor:
-        size = -(-sum(own[i].numel() for i in bucket) // len(self._devices))
-        return own[0].new_zeros(len(self._devices), size)
+        size = -(-sum(own[i].numel() for i in bucket) // len(self._parameters))
+        return own[0].new_zeros(len(self._parameters), size)
 
     def reduce(self) -> None:
         """Makes every device's gradients their mean; they are of use on the current streams."""
-        count = len(self._devices)
+        count = len(self._parameters)
         for b, bucket in enumerate(self._buckets):
             for k, own in enumerate(self._parameters):
-                with _on(self._receives[k]):
+                with torch.sim.stream(self._receives[k]):
                     self._receives[k].wait_event(self._filled[k][b])
                     torch._foreach_copy_(self._views(k, b), [own[i].grad for i in bucket])
             for turn in range(count - 1):
                 self._exchange(b, turn, adds=True)
             for turn in range(count - 1):
                 self._exchange(b, turn - 1, adds=False)
-        for k, (own, device) in enumerate(zip(self._parameters, self._devices, strict=True)):
-            current = torch.accelerator.current_stream(device)
+        for k, own in enumerate(self._parameters):
+            current = torch.accelerator.current_stream(own[0].device)
             current.wait_stream(self._receives[k])
             current.wait_stream(self._sends[k])
             for b, bucket in enumerate(self._buckets):
@@ -338,16 +369,16 @@ class Ring:
 
     def _exchange(self, b: int, turn: int, *, adds: bool) -> None:
         """Every device sends a row to the next one, which adds it to its own or keeps it."""
-        count = len(self._devices)
+        count = len(self._parameters)
         for send, receive in zip(self._sends, self._receives, strict=True):
             send.wait_stream(receive)  # the row that arrived last leaves next
         for k in range(count):
             following, row = (k + 1) % count, (k - turn) % count
             room = self._arrived[following][b] if adds else self._flats[following][b][row]
-            with _on(self._receives[following]), _on(self._sends[k]):
+            with torch.sim.stream(self._receives[following]), torch.sim.stream(self._sends[k]):
                 room.copy_(self._flats[k][b][row], non_blocking=True)
         for k in range(count) if adds else ():
-            with _on(self._receives[k]):
+            with torch.sim.stream(self._receives[k]):
                 self._flats[k][b][(k - 1 - turn) % count] += self._arrived[k][b]
 
 
@@ -364,42 +395,24 @@ def _record_when_filled(bucket: Sequence[Tensor], filled: torch.Event) -> None:
         parameter.register_post_accumulate_grad_hook(hook)
 
 
-def buckets(sizes: Sequence[int], first: int = 2**20, most: int = 25 * 2**20) -> list[list[int]]:
-    """Indices of parameters that travel together, the last ones first.
-
-    Example:
-        >>> buckets([5, 5, 2, 1], first=3, most=8)
-        [[3, 2], [1, 0]]
-    """
+def _buckets(sizes: Sequence[int]) -> list[list[int]]:
+    """Indices of parameters that travel together, the last ones first."""
     found: list[list[int]] = [[]]
     for i in reversed(range(len(sizes))):
-        if sum(sizes[j] for j in found[-1]) >= (first if len(found) == 1 else most):
+        if sum(sizes[j] for j in found[-1]) >= (2**20 if len(found) == 1 else 25 * 2**20):
             found.append([])
         found[-1].append(i)
     return found
 
 
-@contextlib.contextmanager
-def _on(stream: torch.Stream) -> Iterator[None]:
-    """Makes a stream its device's current one, and the device too."""
-    before = torch.accelerator.current_stream(stream.device)
-    with torch.accelerator.device_index(stream.device.index):
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
-
-
 def why_not(name: str, job: Job) -> str:
     """Why a peer cannot do a job; empty if it can."""
-    is_sim, is_texts = job.device == "sim", job.model == "texts"
-    if name == "torch DDP" and is_sim:
+    if name == "torch DDP" and job.device == "sim":
         return "simulated devices are in one process"
     if name == "torch DDP" and job.device == "cuda" and torch.cuda.device_count() < job.devices:
         return "each process needs a GPU of its own"
-    if name == "nn.DataParallel" and (job.device == "cpu" or is_texts):
-        return "it does not cut texts" if is_texts else "it does not spread on the CPU"
+    if name == "nn.DataParallel" and job.device == "cpu":
+        return "it does not spread on the CPU"
     return "it is simulated, on virtual time" if name == "DDP's ring" and not job.machine else ""
 
 

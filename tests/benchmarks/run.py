@@ -2,7 +2,6 @@
 
     python tests/benchmarks/run.py                            # the CPU, 4 replicas
     python tests/benchmarks/run.py --devices 2 --only transformer --quick
-    python tests/benchmarks/run.py --also ../old --peers dp_custom  # beside another version
     python tests/benchmarks/run.py --device sim --virtual --devices 2 4 8 16 --only even_layers
 
 Each contestant is in processes of its own and waits on a pipe while others train; all have the
@@ -42,7 +41,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.models import WORKLOADS, EvenLayers
 from benchmarks.peers import PEERS, Job, Pace, why_not
-from sim_devices.links import PRESETS
+from sim_devices.virtual_time import PRESETS
 
 TESTS = Path(__file__).resolve().parents[1]
 SETTLE = 0.05  # seconds between turns: OpenMP's threads spin for some milliseconds
@@ -59,10 +58,9 @@ class Contestant:
     Args:
         name: in the table.
         job: what it does.
-        package: the folder that `lightning_dp` is imported from.
     """
 
-    def __init__(self, name: str, job: Job, package: Path = TESTS.parent) -> None:
+    def __init__(self, name: str, job: Job) -> None:
         self.name, self.job = name, job
         self.seconds: list[float] = []
         self.loss, self.memory, self.steps, self.failure = math.nan, 0.0, 0, ""
@@ -70,16 +68,14 @@ class Contestant:
         count = job.devices if job.peer == "torch DDP" else 1
         shares = job.devices if job.peer == "one share" else count
         threads = "1" if job.machine else str(max(1, job.cores // shares))
-        path = os.pathsep.join([str(package), str(TESTS)])
-        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": threads, "MASTER_ADDR": "127.0.0.1"}
-        own |= {"MASTER_PORT": _free_port(), "WORLD_SIZE": str(count)}
-        own = {k: v for k, v in own.items() if count > 1 or k in ("PYTHONPATH", "OMP_NUM_THREADS")}
+        path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": threads}
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(count)}
         command = [sys.executable, __file__, "--child", json.dumps(dataclasses.asdict(job))]
         self._processes = [
             subprocess.Popen(
                 command,
-                env={**os.environ, **own, **({"RANK": str(rank)} if count > 1 else {})},
-                cwd=package,
+                env={**environment, **({**group, "RANK": str(rank)} if count > 1 else {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -205,17 +201,11 @@ def contest(job: Job, options: argparse.Namespace) -> dict[str, Any]:
         )
         if reason := why_not(name, own):
             print(f"without {name}: {reason}")
-        elif name == "dp_custom":
-            for i, split in enumerate(options.split):
-                given = {"split": split, "executor": options.executor, "mode": options.mode}
-                ours = dataclasses.replace(own, options=given)
-                contestants.append(Contestant(f"{name} {split}" if i else name, ours))
-                for folder in options.also:
-                    contestants.append(
-                        Contestant(f"{name} of {folder.name}", ours, folder.resolve())
-                    )
-        else:
-            contestants.append(Contestant(name, own))
+            continue
+        if name == "dp_custom":
+            given = {key: getattr(options, key) for key in ("split", "executor", "mode")}
+            own = dataclasses.replace(own, options=given)
+        contestants.append(Contestant(name, own))
     is_virtual = bool(job.machine)
     warm_up, rounds = options.warm_up or (4 if is_virtual else 40), options.rounds
     hold(contestants, rounds, warm_up, 0.0 if is_virtual else 0.25 if options.quick else 0.5)
@@ -228,7 +218,7 @@ def contest(job: Job, options: argparse.Namespace) -> dict[str, Any]:
 
 def on_virtual_time(job: Job, links: str, seconds_per_byte: float) -> Job:
     """The job on devices so fast that one computes so many seconds for each byte of the model."""
-    speed = {"flops_per_second": EvenLayers.flops() / 0.1, "bytes_per_second": BYTES_PER_SECOND}
+    speed = {"flops_per_second": EvenLayers.FLOPS / 0.1, "bytes_per_second": BYTES_PER_SECOND}
     if job.model != "even_layers":
         trial = {"links": None, "speed": {"flops_per_second": 1e9}}
         one = Contestant("", dataclasses.replace(job, peer="one device", devices=1, machine=trial))
@@ -274,10 +264,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--devices", type=int, nargs="+", default=[4], metavar="K", help="how many; default 4")
     add("--only", nargs="+", default=models, choices=WORKLOADS, metavar="MODEL")
     add("--peers", nargs="+", default=list(PEERS), choices=PEERS, metavar="PEER")
-    add("--split", nargs="+", default=["even"], help="of ours")
+    add("--split", default="even", help="of ours")
     add("--executor", default="auto", help="of ours")
     add("--mode", default="step", choices=("step", "forward"), help="of ours")
-    add("--also", type=Path, nargs="+", default=[], metavar="FOLDER", help="other versions of ours")
     add("--samples", type=int, help="in a batch, instead of each model's own number")
     add("--cores", type=int, default=cores, help="of the CPU, for all devices together")
     add("--rounds", type=int, help="turns of each; 7, with --quick 3, on virtual time 1")

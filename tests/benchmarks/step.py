@@ -154,7 +154,7 @@ def rebuild(module: nn.Module, k: int) -> None:
 
 
 def overheads(k: int, steps: int) -> dict[str, Any]:
-    """What the engine and the drop-in take, and bare modules, and nn.DataParallel's building."""
+    """What the engine and the drop-in take, and bare modules."""
     torch.set_num_threads(1)  # the tensors are tiny: more threads only wait for each other
     module, batch = Net(), torch.randn(2 * k, 3, 8, 8)
     copies = [module, *(copy.deepcopy(module) for _ in range(k - 1))]

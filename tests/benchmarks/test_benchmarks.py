@@ -7,15 +7,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sim_devices
 import torch
 from benchmarks.models import WORKLOADS
 from benchmarks.peers import PEERS, Job, Pace, Ring, moved, share
-from benchmarks.step import overheads
+from benchmarks.step import files_of, overheads, plain_step
 from support.device_kinds import SIM_DEVICES
 from support.oracle import gradients
+from support.processes import in_another_process
 
 RUN = Path(__file__).with_name("run.py")
 MODELS = [name for name in WORKLOADS if name not in ("wide", "language_model", "even_layers")]
@@ -33,12 +35,12 @@ def losses(peer: str, model: str, turns: int = 2, **job: object) -> list[float]:
 
 
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("model, split", [*((m, "even") for m in MODELS), ("texts", "cost")])
-def test_ours_trains_as_one_device_does(model: str, split: str) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_ours_trains_as_one_device_does(model: str) -> None:
     expected = losses("one device", model)
     # Statistics of batch norm are those of a device's own samples.
     tolerance = 0.3 if model in ("convnet", "resnet") else 1e-4
-    actual = losses("dp_custom", model, devices=3, options={"split": split})
+    actual = losses("dp_custom", model, devices=3)
     assert actual == pytest.approx(expected, rel=tolerance) and len(set(expected)) == 2
 
 
@@ -107,3 +109,18 @@ def test_on_virtual_time_a_contest_says_the_same_each_time() -> None:
 def test_overheads_are_measured() -> None:
     found = overheads(2, steps=2)
     assert len(found) == 4 and all(0 < low <= middle for middle, low in found.values())
+
+
+@pytest.mark.parametrize("executor, files, most", [("inorder", 29, 290), ("threads", 31, 370)])
+@pytest.mark.usefixtures("unchecked")
+def test_a_plain_step_enters_few_functions_and_no_meeting(
+    executor: Any, files: int, most: int
+) -> None:
+    # In a process of its own: pytest keeps the frames of a test that has failed, also as expected,
+    # and so its replicas, which listen to all optimizers.
+    calls = in_another_process(plain_step, executor)
+    # In threads some ten more or less: the main thread learns of the ends of several replicas at
+    # once, or one by one.
+    assert calls.total() <= most, calls.most_common(20)
+    assert len(files_of(calls)) <= files, files_of(calls).most_common()
+    assert not [call for call in calls if "collectives" in call[0] or "meet" in call[1]]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.device_kinds import on_separate
 from support.oracle import Classifier, devices_of, loader, trainer
-from support.sim_streams import devices_at_work
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
@@ -128,19 +127,6 @@ def test_waiting_for_others_is_not_counted_as_work(
         assert step.busy_seconds == pytest.approx([3 * s for s in seconds])
         assert step.step_seconds == pytest.approx(9.0)
     engine.close()
-
-
-@pytest.mark.sim_only("A GPU cannot be told to be late.")
-@devices_at_work()
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_timer_of_a_busy_device_is_over_when_it_was_waited_for(waits: bool) -> None:
-    device = devices_of(1)[0]
-    timer = DeviceTimer([device])
-    torch.ones(4, device=device)
-    timer.end()
-    if waits:
-        timer.wait()
-    assert timer.is_over() is waits
 
 
 def test_nobody_watches_and_the_peaks_of_memory_stay_the_programs_own() -> None:

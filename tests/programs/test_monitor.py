@@ -135,7 +135,9 @@ def slow_device(on: str) -> Iterator[None]:
     """Four simulated devices, of which the last has a quarter of the speed."""
     for device, factor in enumerate([1, 1, 1, 4]):
         torch.sim.set_speed(device, seconds_per_element=1e-7 * factor)
+    torch.sim.set_clock("virtual")
     yield
+    torch.sim.set_clock("wall")
     for device in range(4):
         torch.sim.set_speed(device)
 

@@ -65,14 +65,7 @@ def fits(devices: int, n: int, strategy: dict[str, Any], folder: Path) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "strategy"),
-    [
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        (2, {}),
-        pytest.param(2, {"mode": "forward"}, marks=pytest.mark.slow),
-        pytest.param(3, {"split": "adaptive"}, marks=pytest.mark.slow),
-        pytest.param(2, {"executor": "inorder"}, marks=pytest.mark.slow),
-        pytest.param(2, {"weights": [1, 2]}, marks=pytest.mark.slow),
-    ],
+    [(1, {}), (2, {}), (2, {"mode": "forward"}), (3, {"split": "adaptive"})],
     ids=str,
 )
 def test_the_largest_batch_is_found(

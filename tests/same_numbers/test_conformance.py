@@ -1,7 +1,5 @@
 """Conformance: many kinds of models x options, each against one device in the same precision.
 
-`python -m pytest tests/same_numbers/test_conformance.py -v` prints the table, and with
-`-m "slow or not slow"` all of it.
 By default every family is tried without options on CPU replicas and on simulated devices, and the
 i-th option on every sixth family from the i-th on, by turns on the two kinds of devices: so an
 option meets two or three families, and a family four or five options. The rest of the product is
@@ -239,30 +237,6 @@ ROUNDING = {
 }
 
 
-@dataclass
-class Record:
-    """All that a job leaves behind."""
-
-    start: dict[str, Tensor]
-    state: dict[str, Tensor]
-    checkpoint: dict[str, Any]
-    callback_metrics: dict[str, Tensor]
-    logged_metrics: dict[str, Tensor]
-    tested: Any
-    predictions: Any
-
-    def compared(self) -> dict[str, Any]:
-        kept = (
-            "state",
-            "checkpoint",
-            "callback_metrics",
-            "logged_metrics",
-            "tested",
-            "predictions",
-        )
-        return {name: getattr(self, name) for name in kept}
-
-
 def kind_of(name: str, option: Option) -> type[Family]:
     """The family's class as the option changes it."""
     family = FAMILIES[name]
@@ -283,8 +257,8 @@ def trainer_of(devices: int, where: str, option: Option, **options: Any) -> Trai
     return oracle.trainer(devices, **options)
 
 
-def record(job: Trainer, module: Family) -> Record:
-    """Fits, saves, tests and predicts."""
+def record(job: Trainer, module: Family) -> dict[str, Any]:
+    """Fits, saves, tests and predicts; all that is left behind."""
     start = {name: value.clone() for name, value in module.state_dict().items()}
     data = module.loader()
     job.fit(module, data, data)
@@ -293,21 +267,25 @@ def record(job: Trainer, module: Family) -> Record:
         saved = job.is_global_zero and torch.load(path, map_location="cpu", weights_only=True)
     checkpoint: Any = oracle.of_first(job, saved)
     checkpoint.pop("lightning_dp", None)  # what an adaptive split has learnt
-    state = {name: value.clone() for name, value in module.state_dict().items()}
-    metrics = (dict(job.callback_metrics), dict(job.logged_metrics))
-    tested = job.test(module, data, verbose=False)
-    predictions = oracle.predicted(job, module, data)
-    return Record(start, state, checkpoint, *metrics, tested, predictions)
+    return {
+        "start": start,
+        "state": {name: value.clone() for name, value in module.state_dict().items()},
+        "checkpoint": checkpoint,
+        "callback_metrics": dict(job.callback_metrics),
+        "logged_metrics": dict(job.logged_metrics),
+        "tested": job.test(module, data, verbose=False),
+        "predictions": oracle.predicted(job, module, data),
+    }
 
 
 @cache
-def one_device(name: str, key: str, where: str) -> Record:
+def one_device(name: str, key: str, where: str) -> dict[str, Any]:
     option = OPTIONS[key]
     with oracle.as_only_process():
         return record(trainer_of(1, where, option, strategy="auto"), kind_of(name, option)())
 
 
-def expected(name: str, key: str) -> Record:
+def expected(name: str, key: str) -> dict[str, Any]:
     """What one device leaves behind, to which the strategy's own options are nothing."""
     option = OPTIONS[key]
     same = (option.trainer, option.mixin, option.precision)
@@ -316,11 +294,8 @@ def expected(name: str, key: str) -> Record:
     return one_device(name, first, oracle.accelerator() if "mixed" in option.precision else "cpu")
 
 
-def several_devices(name: str, key: str) -> Record:
-    return several_devices_with(name, OPTIONS[key])
-
-
-def several_devices_with(name: str, option: Option) -> Record:
+def several_devices(name: str, key: str) -> dict[str, Any]:
+    option = OPTIONS[key]
     module = kind_of(name, option)()
     mode = {"mode": module.mode} if module.mode == "forward" else {}
     devices = oracle.DEVICES or option.devices
@@ -365,9 +340,9 @@ def assert_as_one_device(family: str, option: str) -> None:
     ):  # it has no LSTM under autocast
         one, several = expected(family, option), several_devices(family, option)
     values = {"atol": rounding.values, "rtol": rounding.values}
-    assert_equal_trees(several.compared(), one.compared(), "run", **values)
-    after = one.checkpoint["state_dict"]
-    names = [name for name, value in one.start.items() if value.is_floating_point()]
-    moved = distance(after, one.start, names)
+    assert_equal_trees(several, one, "run", **values)
+    start, after = one["start"], one["checkpoint"]["state_dict"]
+    names = [name for name, value in start.items() if value.is_floating_point()]
+    moved = distance(after, start, names)
     closest = closeness(torch.get_default_dtype(), rtol=rounding.training)["rtol"]
-    assert distance(several.checkpoint["state_dict"], after, names) <= closest * moved
+    assert distance(several["checkpoint"]["state_dict"], after, names) <= closest * moved

@@ -1,22 +1,20 @@
 """Modules that torch.nn.DataParallel cannot train, in the Trainer: as one device does.
 
 Lists and dicts of parameters, weight and spectral norm and packed sequences are in
-test_conformance.py, tied weights and normalised ones in test_same_numbers.py.
+test_conformance.py, tied and normalised weights in test_same_numbers.py, checkpoints in
+test_peers_models.py.
 """
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support import oracle
-from support.device_kinds import not_on_sim
 from support.oracle import Classifier, assert_same, loader, run
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("on", "one_thread")
 
@@ -73,21 +71,6 @@ class Adapts(Classifier):
                 for (name, weight), slope in zip(weights.items(), slopes, strict=True)
             }
             return F.cross_entropy(torch.func.functional_call(self.net, moved, (x,)), y)
-
-
-class Checkpointed(Classifier):
-    reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return self.net(x)
-        x = x.detach().requires_grad_()  # a reentrant checkpoint needs an input with a gradient
-        h = checkpoint(self.net[:2], x, use_reentrant=self.reentrant)
-        return checkpoint(self.net[2], h, use_reentrant=self.reentrant)
-
-
-class CheckpointedReentrantly(Checkpointed):
-    reentrant = True
 
 
 class KeepsMethods(Classifier):
@@ -161,8 +144,6 @@ class TalksToRecurrentLayers(Classifier):
     [
         LooksAtParameters,
         CopiesItself,
-        Checkpointed,
-        CheckpointedReentrantly,
         KeepsMethods,
         KeepsReferences,
         KeepsFunctions,
@@ -216,59 +197,3 @@ def test_what_is_no_layer_of_its_own_may_be_in_plain_containers() -> None:
             self.save_hyperparameters({"layers": [nn.Linear(1, 1)]})
 
     oracle.trainer(2, max_epochs=1).fit(Keeps(), loader(), loader())
-
-
-# Compiled submodules
-
-
-class Compiled(Classifier):
-    """A part of it is compiled; who compiles is written down."""
-
-    def __init__(self, backend: Any) -> None:
-        super().__init__()
-        self.net[2] = torch.compile(nn.Sequential(nn.Linear(16, 3), nn.Tanh()), backend=backend)
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.mark.slow
-@not_on_sim  # which cannot compile
-@pytest.mark.parametrize(
-    ("backend", "mode"),
-    [
-        ("eager", "step"),
-        ("aot_eager", "forward"),
-        pytest.param("eager", "forward", marks=pytest.mark.slow),
-        pytest.param("aot_eager", "step", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own imports
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # and looks
-def test_compiled_submodules(backend: str, mode: str, fresh_compiler: None) -> None:
-    torch.set_default_dtype(torch.float64)
-    make = lambda: Compiled(backend)
-    one = run(make, 1)
-    several = run(make, 3, strategy={"mode": mode, "executor": "threads"})
-    assert_same(several, one)
-
-
-@not_on_sim
-@pytest.mark.parametrize("mode", ["step", "forward"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_they_are_compiled_and_run_in_order(mode: str, fresh_compiler: None) -> None:
-    compilers: list[str] = []
-
-    def backend(graph: Any, examples: Any) -> Any:
-        compilers.append(threading.current_thread().name)
-        return graph.forward
-
-    run(lambda: Compiled(backend), 3, strategy={"mode": mode, "executor": "threads"})
-    assert set(compilers) == {"MainThread"}

@@ -45,75 +45,31 @@ N, WIDTH = 10, 4  # 8 replicas do not get the same; in the last batch of 3 some 
 STEPS = 3
 
 
-class Base(nn.Module):
-    """A layer before and a layer after what a model is about; its outputs are rows."""
+class Row(NamedTuple):
+    """What a model is about: the layers it has, what is between its first and its last one."""
 
-    def __init__(self) -> None:
+    build: Callable[[Any], Any] = lambda m: None
+    between: Callable[[Any, Tensor], Tensor] = lambda m, h: h.tanh()
+    outputs: Callable[[Any, Tensor], Any] = lambda m, h: m.last(h)
+
+
+class Model(nn.Module):
+    """A layer before and a layer after what its row is about; its outputs are rows."""
+
+    def __init__(self, row: Row) -> None:
         super().__init__()
+        self.row, self.odd = row, False
         self.first, self.last = nn.Linear(WIDTH, 6), nn.Linear(6, 2)
-        self.build()
+        row.build(self)
 
-    def build(self) -> None:
-        """Makes more layers."""
+    def add(self, **parts: Any) -> None:
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def between(self, h: Tensor) -> Tensor:
-        return h.tanh()
-
-    def forward(self, x: Tensor) -> Any:
-        return self.last(self.between(self.first(x)))
-
-
-class Frozen(Base):
-    """One parameter is not trained, and is an integer."""
-
-    def build(self) -> None:
-        self.fixed = nn.Parameter(torch.tensor([2, 2]), requires_grad=False)
-        self.first.bias.requires_grad_(False)
-
-
-class Relu(Base):
-    def build(self) -> None:
-        self.more = nn.Sequential(nn.Linear(6, 50, bias=False), nn.ReLU(), nn.Linear(50, 6))
-
-    def between(self, h: Tensor) -> Tensor:
-        return self.more(h.relu())
-
-
-class Large(Base):
-    """More than one bucket of gradients."""
-
-    def build(self) -> None:
-        self.more = nn.Sequential(*(nn.Linear(6, 6) for _ in range(30)))
-
-    def between(self, h: Tensor) -> Tensor:
-        return self.more(h)
-
-
-class Parameter(Base):
-    """A parameter of its own beside the layers, and one without dimensions."""
-
-    def build(self) -> None:
-        self.p, self.scale = nn.Parameter(torch.ones(6)), nn.Parameter(torch.tensor(0.5))
-
-    def between(self, h: Tensor) -> Tensor:
-        return (h + self.p) * self.scale
-
-
-class Unused(Base):
-    """Layers that no forward uses, or only for an output that the loss leaves out."""
-
-    def build(self) -> None:
-        self.never, self.left_out = nn.Linear(5, 5), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.first(x)
-        return self.last(h), self.left_out(h)
-
-
-class Dicts(Unused):
-    def forward(self, x: Tensor) -> Any:
-        y, other = super().forward(x)
-        return {"predictions": (y, other), "rows": y, "numbers": [7, "text"]}
+    def forward(self, x: Tensor, more: Any = None, *, scale: float = 1.0) -> Any:
+        if more is not None:
+            return self.last(self.first(x + more["shift"][0])) * scale
+        return self.row.outputs(self, self.row.between(self, self.first(x)))
 
 
 class Outputs(NamedTuple):
@@ -121,11 +77,6 @@ class Outputs(NamedTuple):
 
     a: Tensor
     b: Tensor
-
-
-class Named(Unused):
-    def forward(self, x: Tensor) -> Any:
-        return Outputs(*super().forward(x))
 
 
 @dataclass
@@ -137,95 +88,47 @@ class Record:
     kind: str
 
 
-class Nested(Unused):
-    def forward(self, x: Tensor) -> Any:
-        y, other = super().forward(x)
-        return Record(y, {"b": [other.detach(), (y * 2,)]}, "record")
+def freeze(m: Any) -> None:
+    """One parameter is not trained, and is an integer."""
+    m.fixed = nn.Parameter(torch.tensor([2, 2]), requires_grad=False)
+    m.first.bias.requires_grad_(False)
 
 
-class Detached(Base):
+def without_graph(m: Any, h: Tensor) -> Any:
     """One of its outputs has no graph."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        with torch.no_grad():
-            return y, self.last(self.first(x)) + 1
+    with torch.no_grad():
+        return m.last(h), m.last(h) + 1
 
 
-class NewTensor(Base):
+def new_tensor(m: Any, h: Tensor) -> Any:
     """Makes a tensor in the forward, where its input lies, and gives it back."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return y, torch.zeros(len(x), 3, device=x.device, dtype=x.dtype, requires_grad=True)
+    return m.last(h), torch.zeros(len(h), 3, device=h.device, dtype=h.dtype, requires_grad=True)
 
 
-class ByTraining(Base):
-    """Another layer in every second call."""
-
-    calls = 0
-
-    def build(self) -> None:
-        self.other = nn.Linear(6, 6)
-        self.odd = False
-
-    def between(self, h: Tensor) -> Tensor:
-        return self.other(h) if self.odd else h
+def by_sample(m: Any, h: Tensor) -> Tensor:
+    """Each sample goes through one of three layers."""
+    chosen, y = (h[:, 0] * 10).long() % 3, torch.zeros_like(h)
+    for k, expert in enumerate(m.experts):
+        rows = (chosen == k).nonzero()[:, 0]
+        if len(rows):
+            y = y.index_copy(0, rows, expert(h[rows]))
+    return y
 
 
-class BySample(Base):
-    """Each sample goes through one of two layers."""
-
-    def build(self) -> None:
-        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-
-    def between(self, h: Tensor) -> Tensor:
-        chosen, y = (h[:, 0] * 10).long() % 3, torch.zeros_like(h)
-        for k, expert in enumerate(self.experts):
-            rows = (chosen == k).nonzero()[:, 0]
-            if len(rows):
-                y = y.index_copy(0, rows, expert(h[rows]))
-        return y
+def tie(m: Any) -> None:
+    m.add(shared=nn.Linear(6, 6), tied=nn.Linear(6, 6, bias=False))
+    m.tied.weight = m.shared.weight
 
 
-class Twice(Base):
-    """A layer that is used twice in a forward, with tied weights beside it."""
-
-    def build(self) -> None:
-        self.shared = nn.Linear(6, 6)
-        self.tied = nn.Linear(6, 6, bias=False)
-        self.tied.weight = self.shared.weight
-
-    def between(self, h: Tensor) -> Tensor:
-        return self.shared(self.shared(h).tanh()) + self.tied(h)
-
-
-class Checkpointed(Base):
+def checkpointed(reentrant: bool) -> Callable[[Any, Tensor], Tensor]:
     """Its backward computes a part once more."""
-
-    reentrant = False
-
-    def build(self) -> None:
-        self.more = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-
-    def between(self, h: Tensor) -> Tensor:
-        return checkpoint(self.more, h, use_reentrant=self.reentrant)
+    return lambda m, h: checkpoint(m.more, h, use_reentrant=reentrant)
 
 
-class Reentrant(Checkpointed):
-    reentrant = True
-
-
-class CheckpointedTwice(Checkpointed):
-    """The same layers twice, in two checkpoints; with weights that a third layer shares."""
-
-    def build(self) -> None:
-        super().build()
-        self.after = nn.Linear(6, 6)
-        self.after.weight = self.more[2].weight
-
-    def between(self, h: Tensor) -> Tensor:
-        return self.after(super().between(super().between(h)))
+def three_layers(m: Any) -> None:
+    m.more = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    m.after = nn.Linear(6, 6)
+    m.after.weight = m.more[2].weight
 
 
 class Square(torch.autograd.Function):
@@ -242,198 +145,172 @@ class Square(torch.autograd.Function):
         return 2 * x * gradient, None
 
 
-class OwnFunction(Base):
-    """The gradient of a parameter that is used is undefined."""
-
-    def build(self) -> None:
-        self.undefined = nn.Parameter(torch.ones(6))
-
-    def between(self, h: Tensor) -> Tensor:
-        return Square.apply(h, self.undefined)
+def embed(m: Any, h: Tensor) -> Tensor:
+    ids = (h.detach().abs() * 10).long() % 10
+    return (h + m.table(ids).sum(1) + m.bag(ids)).tanh()
 
 
-class Embedded(Base):
-    def build(self) -> None:
-        self.table, self.bag = nn.Embedding(10, 6), nn.EmbeddingBag(10, 6, mode="sum")
-
-    def between(self, h: Tensor) -> Tensor:
-        ids = (h.detach().abs() * 10).long() % 10
-        return (h + self.table(ids).sum(1) + self.bag(ids)).tanh()
+def recur(m: Any, h: Tensor) -> Tensor:
+    states, state = m.rnn(h.view(len(h), 3, 2))
+    return torch.cat([states[:, -1], state[0]], 1)
 
 
-class Recurrent(Base):
-    def build(self) -> None:
-        self.rnn = nn.GRU(2, 3, batch_first=True)
-
-    def between(self, h: Tensor) -> Tensor:
-        states, state = self.rnn(h.view(len(h), 3, 2))
-        return torch.cat([states[:, -1], state[0]], 1)
-
-
-class Convolved(Base):
+def convolutions(m: Any) -> None:
     """Strides of channels_last, and a layer with a norm of its weight."""
-
-    def build(self) -> None:
-        self.conv = nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last)
-        self.project = weight_norm(nn.Linear(8, 6))
-
-    def between(self, h: Tensor) -> Tensor:
-        return self.project(self.conv(h.view(len(h), 1, 2, 3)).flatten(1))
+    conv = nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last)
+    m.add(conv=conv, project=weight_norm(nn.Linear(8, 6)))
 
 
-class Buffered(Base):
+def buffers(m: Any) -> None:
     """Buffers that are read: one of them is not contiguous, one is an integer."""
-
-    def build(self) -> None:
-        self.register_buffer("strided", torch.arange(12.0).view(6, 2).T[:, ::2])
-        self.register_buffer("offset", torch.tensor(2))
-        self.register_buffer("passing", torch.ones(6), persistent=False)
-
-    def between(self, h: Tensor) -> Tensor:
-        return h * self.passing + self.strided.sum() * 0.01 + self.offset
+    m.register_buffer("strided", torch.arange(12.0).view(6, 2).T[:, ::2])
+    m.register_buffer("offset", torch.tensor(2))
+    m.register_buffer("passing", torch.ones(6), persistent=False)
 
 
-class Normed(Base):
+def norm(m: Any, h: Tensor) -> Tensor:
     """Batch norm that does not train, and norms of each sample."""
-
-    def build(self) -> None:
-        self.bn, self.ln, self.gn = nn.BatchNorm1d(6), nn.LayerNorm(6), nn.GroupNorm(2, 6)
-        self.bn.eval()
-
-    def train(self, mode: bool = True) -> Any:
-        super().train(mode)
-        self.bn.eval()
-        return self
-
-    def between(self, h: Tensor) -> Tensor:
-        return self.gn(self.ln(self.bn(h)))
+    m.bn.eval()
+    return m.gn(m.ln(m.bn(h)))
 
 
-class Listed(Base):
+def lists(m: Any) -> None:
     """Layers in a list, a dict and in nothing; one is None."""
-
-    def build(self) -> None:
-        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Identity()])
-        self.named = nn.ModuleDict({"a": nn.Linear(6, 6)})
-        self.nothing = None
-        self.register_parameter("no_parameter", None)
-
-    def between(self, h: Tensor) -> Tensor:
-        for layer in (*self.layers, *self.named.values()):
-            h = layer(h)
-        return h
+    m.add(layers=nn.ModuleList([nn.Linear(6, 6), nn.Identity()]), nothing=None)
+    m.named = nn.ModuleDict({"a": nn.Linear(6, 6)})
+    m.register_parameter("no_parameter", None)
 
 
-class Attention(Base):
-    def build(self) -> None:
-        self.block = nn.TransformerEncoderLayer(2, 1, 8, dropout=0.0, batch_first=True)
-
-    def between(self, h: Tensor) -> Tensor:
-        return self.block(h.view(len(h), 3, 2)).flatten(1)
+def through_lists(m: Any, h: Tensor) -> Tensor:
+    for layer in (*m.layers, *m.named.values()):
+        h = layer(h)
+    return h
 
 
-class Hooked(Base):
+def hooks(m: Any) -> None:
     """Hooks of a layer that change what goes forward and backward."""
-
-    def build(self) -> None:
-        self.more = nn.Linear(6, 6)
-        self.more.register_forward_hook(lambda module, args, y: y * 2)
-        self.more.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
-        self.last.weight.register_hook(lambda gradient: gradient * 3)
-
-    def between(self, h: Tensor) -> Tensor:
-        return self.more(h)
+    m.more = nn.Linear(6, 6)
+    m.more.register_forward_hook(lambda module, args, y: y * 2)
+    m.more.register_full_backward_hook(lambda module, given, got: (given[0] * 0.5,))
+    m.last.weight.register_hook(lambda gradient: gradient * 3)
 
 
-class NoFeatures(Base):
-    """A layer with nothing to say."""
-
-    def build(self) -> None:
-        self.empty = nn.Linear(6, 0)
-
-    def between(self, h: Tensor) -> Tensor:
-        return torch.cat([h, self.empty(h)], 1)
-
-
-class Inplace(Base):
-    """Writes to what it computes, and to its input's copy."""
-
-    def between(self, h: Tensor) -> Tensor:
-        return F.relu_(h.clone().mul_(2).add_(1))
-
-
-class Functional(Base):
+def functional(m: Any, h: Tensor) -> Tensor:
     """Calls a part of itself with other weights."""
-
-    def build(self) -> None:
-        self.more = nn.Linear(6, 6)
-
-    def between(self, h: Tensor) -> Tensor:
-        weights = {name: p * 2 for name, p in self.more.named_parameters()}
-        return torch.func.functional_call(self.more, weights, (h,))
+    weights = {name: p * 2 for name, p in m.more.named_parameters()}
+    return torch.func.functional_call(m.more, weights, (h,))
 
 
-class Dtypes(Base):
-    """Parameters of two dtypes."""
-
-    def build(self) -> None:
-        self.single = nn.Linear(6, 6)
-
-    def double(self) -> Any:
-        super().double()
-        self.single.float()
-        return self
-
-    def between(self, h: Tensor) -> Tensor:
-        return self.single(h.float()).to(h.dtype)
+def more(m: Any, h: Tensor) -> Tensor:
+    return m.more(h)
 
 
-class Several(nn.Module):
-    """Several arguments of several kinds, in containers and under names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor, more: Any = None, *, scale: float = 1.0) -> Any:
-        return self.first(x + more["shift"][0]) * scale
-
-    arguments = staticmethod(lambda x: ((x, {"shift": [x * 0.5, "name"]}), {"scale": 0.5}))
+def unused(m: Any) -> None:
+    """Layers that no forward uses, or only for an output that the loss leaves out."""
+    m.add(never=nn.Linear(5, 5), left_out=nn.Linear(6, 3))
 
 
-MODELS = [
-    Base, Frozen, Relu, Large, Parameter, Unused, Dicts, Named, Nested, Detached, NewTensor,
-    ByTraining, BySample, Twice, Checkpointed, Reentrant, CheckpointedTwice, OwnFunction, Embedded,
-    Recurrent, Convolved, Buffered, Normed, Listed, Attention, Hooked, NoFeatures, Inplace,
-    Functional, Dtypes, Several,
-]  # fmt: skip
+MODELS: dict[str, Row] = {
+    "Base": Row(),
+    "Frozen": Row(freeze),
+    "Relu": Row(
+        lambda m: m.add(more=nn.Sequential(nn.Linear(6, 50, False), nn.ReLU(), nn.Linear(50, 6))),
+        lambda m, h: m.more(h.relu()),
+    ),
+    # More than one bucket of gradients.
+    "Large": Row(lambda m: m.add(more=nn.Sequential(*(nn.Linear(6, 6) for _ in range(30)))), more),
+    "Parameter": Row(
+        lambda m: m.add(p=nn.Parameter(torch.ones(6)), scale=nn.Parameter(torch.tensor(0.5))),
+        lambda m, h: (h + m.p) * m.scale,
+    ),
+    "Unused": Row(unused, outputs=lambda m, h: (m.last(h), m.left_out(h))),
+    "Dicts": Row(
+        unused,
+        outputs=lambda m, h: {"pair": (m.last(h), h), "rows": m.last(h), "numbers": [7, "text"]},
+    ),
+    "Named": Row(unused, outputs=lambda m, h: Outputs(m.last(h), m.left_out(h))),
+    "Nested": Row(
+        outputs=lambda m, h: Record(m.last(h), {"b": [h.detach(), (m.last(h) * 2,)]}, "record")
+    ),
+    "Detached": Row(outputs=without_graph),
+    "NewTensor": Row(outputs=new_tensor),
+    # Another layer in every second call.
+    "ByTraining": Row(
+        lambda m: m.add(other=nn.Linear(6, 6)), lambda m, h: m.other(h) if m.odd else h
+    ),
+    "BySample": Row(
+        lambda m: m.add(experts=nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])), by_sample
+    ),
+    # A layer that is used twice in a forward, with tied weights beside it.
+    "Twice": Row(tie, lambda m, h: m.shared(m.shared(h).tanh()) + m.tied(h)),
+    "Checkpointed": Row(three_layers, checkpointed(False)),
+    "Reentrant": Row(three_layers, checkpointed(True)),
+    "CheckpointedTwice": Row(
+        three_layers, lambda m, h: m.after(checkpointed(False)(m, checkpointed(False)(m, h)))
+    ),
+    # The gradient of a parameter that is used is undefined.
+    "OwnFunction": Row(
+        lambda m: m.add(undefined=nn.Parameter(torch.ones(6))),
+        lambda m, h: Square.apply(h, m.undefined),
+    ),
+    "Embedded": Row(
+        lambda m: m.add(table=nn.Embedding(10, 6), bag=nn.EmbeddingBag(10, 6, mode="sum")), embed
+    ),
+    "Recurrent": Row(lambda m: m.add(rnn=nn.GRU(2, 3, batch_first=True)), recur),
+    "Convolved": Row(
+        convolutions, lambda m, h: m.project(m.conv(h.view(len(h), 1, 2, 3)).flatten(1))
+    ),
+    "Buffered": Row(buffers, lambda m, h: h * m.passing + m.strided.sum() * 0.01 + m.offset),
+    "Normed": Row(
+        lambda m: m.add(bn=nn.BatchNorm1d(6), ln=nn.LayerNorm(6), gn=nn.GroupNorm(2, 6)), norm
+    ),
+    "Listed": Row(lists, through_lists),
+    "Attention": Row(
+        lambda m: m.add(block=nn.TransformerEncoderLayer(2, 1, 8, dropout=0.0, batch_first=True)),
+        lambda m, h: m.block(h.view(len(h), 3, 2)).flatten(1),
+    ),
+    "Hooked": Row(hooks, more),
+    # A layer with nothing to say.
+    "NoFeatures": Row(
+        lambda m: m.add(empty=nn.Linear(6, 0)), lambda m, h: torch.cat([h, m.empty(h)], 1)
+    ),
+    # Writes to what it computes.
+    "Inplace": Row(between=lambda m, h: F.relu_(h.clone().mul_(2).add_(1))),
+    "Functional": Row(lambda m: m.add(more=nn.Linear(6, 6)), functional),
+    # Parameters of two dtypes: see `made`.
+    "Dtypes": Row(
+        lambda m: m.add(single=nn.Linear(6, 6)), lambda m, h: m.single(h.float()).to(h.dtype)
+    ),
+    # Several arguments of several kinds, in containers and under names: see `call`.
+    "Several": Row(),
+}
 
 
-def call(net: Any, model: Any, x: Tensor) -> Any:
-    args, kwargs = getattr(model, "arguments", lambda x: ((x,), {}))(x)
-    return net(*args, **kwargs)
-
-
-def rows(outputs: Any) -> Tensor:
-    """What the loss is of: one tensor of the outputs."""
-    if isinstance(outputs, Record):
-        return outputs.o1
-    if isinstance(outputs, dict):
-        return outputs["rows"]
-    return outputs if isinstance(outputs, Tensor) else outputs[0]
+def call(net: Any, name: str, x: Tensor) -> Any:
+    return net(x, {"shift": [x * 0.5, "name"]}, scale=0.5) if name == "Several" else net(x)
 
 
 def loss_of(outputs: Any) -> Tensor:
-    return rows(outputs).square().mean()
+    """Of one tensor of the outputs."""
+    if isinstance(outputs, Record):
+        outputs = outputs.o1
+    elif isinstance(outputs, dict):
+        outputs = outputs["rows"]
+    elif isinstance(outputs, tuple):
+        outputs = outputs[0]
+    return outputs.square().mean()
 
 
-def made(make: Callable[[], nn.Module]) -> nn.Module:
+def made(row: Row) -> nn.Module:
     torch.manual_seed(0)
-    return make().double()
+    model = Model(row).double()
+    if row is MODELS["Dtypes"]:
+        model.single.float()
+    return model
 
 
-def close_of(make: Any) -> dict[str, float]:
-    return {"atol": 1e-6, "rtol": 1e-5} if make is Dtypes else EXACT
+def close_of(name: str) -> dict[str, float]:
+    return {"atol": 1e-6, "rtol": 1e-5} if name == "Dtypes" else EXACT
 
 
 def compare(net: nn.Module, one: nn.Module, close: Any) -> None:
@@ -451,31 +328,26 @@ WAYS = [(2, "inorder"), (3, "threads")] + [
 
 
 @pytest.mark.parametrize(("k", "executor"), WAYS)
-@pytest.mark.parametrize("make", MODELS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("weight_norms")
-def test_the_drop_in(make: Any, k: int, executor: Any) -> None:
-    one, net = made(make), made(make)
-    close = close_of(make)
+def test_the_drop_in(name: str, k: int, executor: Any) -> None:
+    one, net, close = made(MODELS[name]), made(MODELS[name]), close_of(name)
     with wrapping() as wrap:
         wrapper = wrap(net, k, output_device="cpu", executor=executor)
-        train(one, net, wrapper, make, close)
-
-
-def train(one: nn.Module, net: nn.Module, wrapper: Any, make: Any, close: Any) -> None:
-    for step, n in enumerate((N, N, 3)):
-        outputs = []
-        for module, layers in ((one, one), (wrapper, net)):
-            layers.odd = bool(step % 2)
-            outputs.append(call(module, make, inputs(n, WIDTH, seed=step)))
-            loss_of(outputs[-1]).backward()
-        assert_equal_trees(_plain(outputs[1]), _plain(outputs[0]), "outputs", **close)
-        compare(net, one, close)
-        if step:  # the first two steps accumulate
-            update(one), update(net)
-    with torch.no_grad():
-        x = inputs(5, WIDTH)
-        y = [_plain(call(module.eval(), make, x)) for module in (wrapper, one)]
-    assert_equal_trees(*y, "outputs", **close)
+        for step, n in enumerate((N, N, 3)):
+            outputs = []
+            for module, layers in ((one, one), (wrapper, net)):
+                layers.odd = bool(step % 2)
+                outputs.append(call(module, name, inputs(n, WIDTH, seed=step)))
+                loss_of(outputs[-1]).backward()
+            assert_equal_trees(_plain(outputs[1]), _plain(outputs[0]), "outputs", **close)
+            compare(net, one, close)
+            if step:  # the first two steps accumulate
+                update(one), update(net)
+        with torch.no_grad():
+            x = inputs(5, WIDTH)
+            y = [_plain(call(module.eval(), name, x)) for module in (wrapper, one)]
+        assert_equal_trees(*y, "outputs", **close)
 
 
 def _plain(outputs: Any) -> Any:
@@ -487,7 +359,7 @@ def _plain(outputs: Any) -> Any:
 
 @pytest.mark.parametrize("k", [2, 3, 8])
 def test_second_derivatives(k: int) -> None:
-    one, net = made(Twice), made(Twice).to(devices_of(1)[0])
+    one, net = made(MODELS["Twice"]), made(MODELS["Twice"]).to(devices_of(1)[0])
     wrapper = DataParallel(net, devices_of(k), output_device="cpu")
     for module in (one, wrapper):
         own = list(module.parameters())
@@ -499,7 +371,7 @@ def test_second_derivatives(k: int) -> None:
 
 @pytest.mark.parametrize("k", [2, 3, 8])
 def test_two_calls_before_a_backward_and_two_backwards_of_a_call(k: int) -> None:
-    one, net = made(Twice), made(Twice).to(devices_of(1)[0])
+    one, net = made(MODELS["Twice"]), made(MODELS["Twice"]).to(devices_of(1)[0])
     wrapper = DataParallel(net, devices_of(k), output_device="cpu")
     for module in (one, wrapper):
         first, second = module(inputs(N, seed=1)), module(inputs(7, seed=2))
@@ -525,13 +397,12 @@ def test_batch_norm_is_that_of_the_shard_and_buffers_the_first_ones(k: int) -> N
 
 
 def test_an_exception_in_one_replica_ends_the_call_and_the_next_one_works() -> None:
-    class Fails(Base):
-        def between(self, h: Tensor) -> Tensor:
-            if h.abs().max() > 1e3:
-                raise ValueError("Uneven")
-            return h
+    def between(m: Any, h: Tensor) -> Tensor:
+        if h.abs().max() > 1e3:
+            raise ValueError("Uneven")
+        return h
 
-    one, net = made(Fails), made(Fails).to(devices_of(1)[0])
+    one, net = made(Row(between=between)), made(Row(between=between)).to(devices_of(1)[0])
     wrapper = DataParallel(net, devices_of(3), output_device="cpu", executor="threads")
     x = inputs(N)
     x[-1] = 1e6
@@ -544,11 +415,8 @@ def test_an_exception_in_one_replica_ends_the_call_and_the_next_one_works() -> N
 
 
 def test_every_replica_decides_by_its_own_samples() -> None:
-    class ByBatch(Base):
-        def between(self, h: Tensor) -> Tensor:
-            return h if h.sum() > 0 else -h
-
-    one, net = made(ByBatch), made(ByBatch).to(devices_of(1)[0])
+    row = Row(between=lambda m, h: h if h.sum() > 0 else -h)
+    one, net = made(row), made(row).to(devices_of(1)[0])
     wrapper = DataParallel(net, devices_of(2), output_device="cpu")
     x = inputs(N)
     expected = torch.cat([one(x[:5]), one(x[5:])])
@@ -562,15 +430,15 @@ def test_every_replica_decides_by_its_own_samples() -> None:
 class Trained(LightningModule):
     """Trains a model; in forward mode the calls of the model are spread."""
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.make, self.net = make, made(make)
+        self.name, self.net = name, made(MODELS[name])
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.net.odd = bool(batch_idx % 2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = loss_of(call(self.net, self.make, batch[0]))
+        loss = loss_of(call(self.net, self.name, batch[0]))
         self.log("loss", loss)
         return loss
 
@@ -578,8 +446,8 @@ class Trained(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fitted(make: Any, devices: int, **options: Any) -> tuple[nn.Module, Any]:
-    module = Trained(make)
+def fitted(name: str, devices: int, **options: Any) -> tuple[nn.Module, Any]:
+    module = Trained(name)
     x = inputs(2 * N + 3, WIDTH)
     trainer = oracle.trainer(devices, DataParallelStrategy(**options), max_epochs=1)
     trainer.fit(module, DataLoader(TensorDataset(x), N))
@@ -588,12 +456,12 @@ def fitted(make: Any, devices: int, **options: Any) -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
 @pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 8))])
-@pytest.mark.parametrize("make", MODELS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.usefixtures("weight_norms")
-def test_the_strategy(make: Any, k: int, mode: str) -> None:
+def test_the_strategy(name: str, k: int, mode: str) -> None:
     options = {"parallel_modules": ["net"]} if mode == "forward" else {}
     executor = "threads" if k % 2 else "inorder"
-    net, logs = fitted(make, k, mode=mode, executor=executor, **options)
-    one, expected = fitted(make, 1)
-    assert_equal_trees(dict(net.state_dict()), dict(one.state_dict()), "state", **close_of(make))
-    assert_equal_trees(logs, expected, "logs", **close_of(make))
+    net, logs = fitted(name, k, mode=mode, executor=executor, **options)
+    one, expected = fitted(name, 1)
+    assert_equal_trees(dict(net.state_dict()), dict(one.state_dict()), "state", **close_of(name))
+    assert_equal_trees(logs, expected, "logs", **close_of(name))

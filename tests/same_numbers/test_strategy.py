@@ -2,20 +2,17 @@
 
 import importlib
 import threading
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from support.device_kinds import accelerator_count, not_repeated
 from support.oracle import (
     EPOCHS,
     Classifier,
     accelerator,
-    assert_equal_trees,
     assert_same,
     devices_of,
     loader,
@@ -196,23 +193,6 @@ def test_transfer_hooks_run_once_for_the_batch_and_once_per_shard() -> None:
     assert_same(run(Hooked, 3), run(Hooked, 1), atol=1e-6, rtol=1e-5)
 
 
-def test_several_data_loaders_are_told_apart() -> None:
-    class Two(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            self.log(f"val/{dataloader_idx}", self.loss(batch), add_dataloader_idx=False)
-            self.log("val/loss", self.loss(batch))
-
-        def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-            return {"y": self.net(batch[0]), "loader": dataloader_idx, "batch": batch_idx}
-
-    results = []
-    for devices in (1, 3):
-        torch.manual_seed(0)
-        job, module, data = trainer(devices), Two(), [loader(), loader(n=9, batch_size=3)]
-        results.append([job.validate(module, data, verbose=False), job.predict(module, data)])
-    assert_equal_trees(results[1], results[0], "results", atol=1e-6, rtol=1e-5)
-
-
 def fail_in(stage: str) -> type[Classifier]:
     """A module that raises in one stage, for the shard that begins with sample 17."""
 
@@ -284,41 +264,6 @@ def test_an_error_in_a_transfer_hook_arrives_as_it_is() -> None:
         trainer(3).fit(kind(), loader(), loader())
 
 
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_training_resumes_from_a_checkpoint_of_any_number_of_devices(tmp_path: Path) -> None:
-    torch.set_default_dtype(torch.float64)
-
-    def fit(devices: int, epochs: int, ckpt_path: Path | None = None) -> tuple[Any, Path]:
-        torch.manual_seed(0)
-        folder = tmp_path / f"{devices} devices first" if ckpt_path is None else ckpt_path.parent
-        saving = ModelCheckpoint(folder, filename=f"{epochs}", save_last=True)
-        job = trainer(devices, max_epochs=epochs, callbacks=[saving], enable_checkpointing=True)
-        module = Classifier()
-        job.fit(module, loader(), loader(), ckpt_path=ckpt_path)
-        return module, folder / "last.ckpt"
-
-    expected, _ = fit(1, 4)
-    for before, after in ((3, 1), (1, 3), (3, 2)):
-        _, checkpoint = fit(before, 2)
-        saved = torch.load(checkpoint, weights_only=True)["state_dict"]
-        assert list(saved) == list(expected.state_dict()), "clean keys"
-        resumed, _ = fit(after, 4, checkpoint)
-        assert_equal_trees(
-            resumed.state_dict(), expected.state_dict(), "resumed", atol=1e-10, rtol=0
-        )
-
-
-def test_early_stopping_stops_when_one_device_does() -> None:
-    def epochs(devices: int) -> int:
-        torch.manual_seed(0)
-        stop = EarlyStopping("val/loss", patience=1, min_delta=0.03)
-        job = trainer(devices, max_epochs=30, callbacks=[stop])
-        job.fit(Classifier(), loader(), loader())
-        return job.current_epoch
-
-    assert epochs(3) == epochs(1) < 30
-
-
 def test_weights_swapped_for_validation_are_seen_by_every_replica() -> None:
     """Writing through `.data`, as averaging callbacks do, leaves no version behind."""
 
@@ -345,25 +290,6 @@ def test_weights_swapped_for_validation_are_seen_by_every_replica() -> None:
     torch.set_default_dtype(torch.float64)
     results = [run(WithBuffer, k, callbacks=[Swap()]) for k in (3, 1)]
     assert_same(*results)
-
-
-@pytest.mark.slow
-def test_memory_threads_and_replicas_do_not_grow() -> None:
-    import gc
-
-    def tensors() -> int:
-        gc.collect()
-        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
-
-    counts: list[int] = []
-
-    class Count(Callback):
-        def on_train_epoch_end(self, job: Any, module: Any) -> None:
-            counts.append(tensors())
-
-    job = trainer(4, DataParallelStrategy(executor="threads"), max_epochs=40, callbacks=[Count()])
-    job.fit(Classifier(), loader(n=200, batch_size=10), loader())
-    assert counts[-1] <= counts[5] + 5
 
 
 def test_data_loader_workers_and_threads_live_together() -> None:

@@ -17,7 +17,15 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.utilities import CombinedLoader
 from support import oracle
 from support.device_kinds import not_on_sim
-from support.oracle import Classifier, assert_equal_trees, assert_same, loader, run, samples
+from support.oracle import (
+    Classifier,
+    assert_as_one_device,
+    assert_equal_trees,
+    assert_same,
+    loader,
+    run,
+    samples,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -32,11 +40,7 @@ EXACT = {"atol": 1e-10, "rtol": 0.0}
 def both(use: Callable[[Trainer], Any], **options: Any) -> None:
     """What `use` does with a Trainer of three devices is what it does with one."""
     torch.set_default_dtype(torch.float64)
-    results = []
-    for devices in (3, 1):
-        torch.manual_seed(0)
-        results.append(use(oracle.trainer(devices, **options)))
-    assert_equal_trees(*results, "results", **EXACT)
+    assert_as_one_device(lambda devices: use(oracle.trainer(devices, **options)))
 
 
 # Entry points
@@ -172,16 +176,15 @@ def test_barebones() -> None:
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             return self.loss(batch)
 
-    states = []
-    for devices in (3, 1):
-        torch.manual_seed(0)
+    def state(devices: int) -> Any:
         module = Bare()
         options: dict[str, Any] = {"accelerator": "cpu", "devices": 1}
         if devices == 3:
             options = oracle.on_devices(devices, "dp_custom")
         Trainer(barebones=True, max_epochs=2, **options).fit(module, loader(), loader())
-        states.append(module.state_dict())
-    assert_equal_trees(*states, "state", **EXACT)
+        return module.state_dict()
+
+    assert_as_one_device(state)
 
 
 def test_anomalies_are_found_in_the_replica_that_has_them() -> None:

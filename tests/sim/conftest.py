@@ -8,7 +8,6 @@ import pytest
 import sim_devices
 import torch
 from support.device_kinds import SIM_DEVICES
-from support.sim_streams import SIM
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,15 +19,14 @@ def _devices() -> None:
 def _clean(_devices: None) -> Iterator[None]:
     yield
     torch.sim.set_device(0)
-    for index in range(torch.sim.device_count()):
+    for index in range(SIM_DEVICES):
         torch.sim.synchronize(index)  # nothing is under way when the next test begins
         torch.sim.set_memory_limit(index, None)
         torch.sim.set_speed(index)
-
     torch.sim.set_links(None)
     torch.sim.set_clock("wall")
 
 
 @pytest.fixture
 def side(_devices: None) -> torch.Stream:
-    return torch.Stream(SIM)
+    return torch.Stream("sim:0")

@@ -2,8 +2,9 @@
 
 After ``enable(device_count=8)`` there are ``torch.device("sim:3")`` and the module ``torch.sim``.
 Kernels are the CPU's, and numbers too, but a simulated device is separate as a GPU is: an op that
-mixes tensors of two devices raises, every device counts its memory and has its own autograd thread
-and random generator.
+mixes tensors of two devices raises, every device counts its memory and has its own streams,
+autograd thread and random generator, and accesses that no stream, event or wait orders raise
+``torch.sim.RaceError``.
 
 Importing this package registers Lightning's accelerator ``sim``; it compiles nothing.
 """

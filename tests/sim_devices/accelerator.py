@@ -31,12 +31,12 @@ class SimAccelerator(Accelerator):
     _mixed_precision: ClassVar[type[Any]] = MixedPrecision
 
     def setup_device(self, device: torch.device) -> None:
-        """Make ``device`` the current one."""
+        """Makes ``device`` the current one."""
         if device.type == "sim":
             device_module.set_device(device)
 
     def setup(self, trainer: Trainer) -> None:
-        """Put right what Lightning chose for an unknown accelerator, before the model moves."""
+        """Puts right what Lightning chose for an unknown accelerator, before the model moves."""
         strategy, precision = trainer.strategy, trainer.precision_plugin
         if isinstance(strategy, self._single_device) and strategy.root_device.type == "cpu":
             found = trainer._accelerator_connector._parallel_devices[0]
@@ -48,10 +48,10 @@ class SimAccelerator(Accelerator):
         self.setup_device(strategy.root_device)
 
     def teardown(self) -> None:
-        """Do nothing: memory is given back when a tensor dies."""
+        """Does nothing: memory is given back when a tensor dies."""
 
     def get_device_stats(self, device: str | int | torch.device) -> dict[str, Any]:
-        """Return the memory counters of ``device``, in bytes."""
+        """Returns the memory counters of ``device``, in bytes."""
         free, total = device_module.mem_get_info(device)
         return {
             "memory_allocated": device_module.memory_allocated(device),
@@ -62,60 +62,58 @@ class SimAccelerator(Accelerator):
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
-        """Return ids, given a number, a list, either as a string, or -1 or ``"auto"`` for all."""
-        ids = _device_ids(devices)
+        """Returns ids, given a number, a list, either as a string, or -1 or ``"auto"`` for all."""
         # What is not enabled yet can still be enabled with any count.
         count = device_module.device_count() if is_enabled() else MAX_DEVICE_COUNT
-        known = ids and all(type(index) is int and 0 <= index < count for index in ids)
-        if not (ids and known and len(set(ids)) == len(ids)):
+        try:
+            ids = _device_ids(devices)
+        except (TypeError, ValueError):
+            ids = []
+        known = all(type(index) is int and 0 <= index < count for index in ids)
+        if not ids or not known or len(set(ids)) < len(ids):
             raise ValueError(
                 f"devices: expected different ids from 0 to {count - 1}, or a number from 1 to "
-                f"{count}, of simulated devices, got {devices!r}. For more devices call "
-                "sim_devices.enable(device_count=...) first; for several replicas on one take "
+                f"{count}, of simulated devices, got {devices!r}. For several replicas on one take "
                 "DataParallelStrategy(devices=['sim:0', 'sim:0'])."
             )
         return ids
 
     @staticmethod
     def get_parallel_devices(devices: list[int]) -> list[torch.device]:
-        """Return the devices with these ids, enabling them where that has not been done yet."""
+        """Returns the devices with these ids, enabling them where that has not been done yet."""
         if not is_enabled():
             enable(max(DEFAULT_DEVICE_COUNT, 1 + max(devices)))
         return [torch.device("sim", index) for index in devices]
 
     @staticmethod
     def auto_device_count() -> int:
-        """Return the number of devices for ``devices="auto"``."""
+        """Returns the number of devices for ``devices="auto"``."""
         return device_module.device_count() or DEFAULT_DEVICE_COUNT
 
     @staticmethod
     def is_available() -> bool:
-        """Return True: what is missing for compiling is said when the devices are enabled."""
+        """Returns True: what is missing for compiling is said when the devices are enabled."""
         return True
 
     @staticmethod
     def name() -> str:
-        """Return ``"sim"``."""
+        """Returns ``"sim"``."""
         return "sim"
 
 
-def _device_ids(devices: int | str | list[int]) -> list[int] | None:
-    """Return what ``devices`` means, or None where it means nothing."""
-    try:
-        if isinstance(devices, str) and "," in devices:
-            return [int(part) for part in devices.split(",") if part.strip()]
-        if isinstance(devices, str):
-            devices = -1 if devices == "auto" else int(devices)
-        if devices == -1:
-            devices = SimAccelerator.auto_device_count()
-        return list(range(devices)) if isinstance(devices, int) else list(devices)
-    except (TypeError, ValueError):
-        return None
+def _device_ids(devices: int | str | list[int]) -> list[int]:
+    if isinstance(devices, str) and "," in devices:
+        return [int(part) for part in devices.split(",") if part.strip()]
+    if isinstance(devices, str):
+        devices = -1 if devices == "auto" else int(devices)
+    if devices == -1:
+        devices = SimAccelerator.auto_device_count()
+    return list(range(devices)) if isinstance(devices, int) else list(devices)
 
 
 def register(
     cls: type[SimAccelerator] = SimAccelerator, registry: Any = AcceleratorRegistry
 ) -> None:
-    """Register ``sim`` with Lightning, once."""
+    """Registers ``sim`` with Lightning, once."""
     if cls.name() not in registry:
         registry.register(cls.name(), cls, description="Simulated devices in host memory")

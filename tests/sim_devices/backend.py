@@ -6,17 +6,17 @@ import atexit
 import os
 import threading
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.backend_registration import (
     generate_methods_for_privateuse1_backend,
     rename_privateuse1_backend,
 )
 
 from sim_devices import device_module
-from sim_devices.extension import load_extension
-from sim_devices.parameters import let_parameters_move
-from sim_devices.torch_backends import add_device_module, out_of_tree_backend
+from sim_devices.build import load_extension
 
 DEFAULT_DEVICE_COUNT = 8
 # PyTorch keeps device indices in a signed byte.
@@ -28,12 +28,12 @@ _lock = threading.Lock()
 
 
 def is_enabled() -> bool:
-    """Return whether :func:`enable` has been called in this process."""
+    """Returns whether `enable` has been called in this process."""
     return device_module.is_initialized()
 
 
-def enable(device_count: int = DEFAULT_DEVICE_COUNT, *, strict: bool = True) -> None:
-    """Make the devices ``sim:0`` to ``sim:<device_count - 1>`` and the module ``torch.sim`` exist.
+def enable(device_count: int = DEFAULT_DEVICE_COUNT) -> None:
+    """Makes the devices ``sim:0`` to ``sim:<device_count - 1>`` and the module ``torch.sim`` exist.
 
     The first call on a machine compiles a C++ extension (about a minute, cached afterwards).
     Devices stay for the life of the process: calling this again with the same count does nothing.
@@ -43,9 +43,6 @@ def enable(device_count: int = DEFAULT_DEVICE_COUNT, *, strict: bool = True) -> 
 
     Args:
         device_count: how many devices, 1 to 127.
-        strict: whether devices are as unforgiving as GPUs: what is read before it was waited for is
-            full of NaN, and accesses that nothing orders raise ``torch.sim.RaceError``. The first
-            call decides; ``torch.sim.set_strict`` changes it. Costs below a microsecond per op.
 
     Raises:
         ValueError: ``device_count`` is not in that range.
@@ -61,7 +58,6 @@ def enable(device_count: int = DEFAULT_DEVICE_COUNT, *, strict: bool = True) -> 
     with _lock:
         if not is_enabled():
             _enable(device_count)
-            device_module.set_strict(strict)
     enabled = device_module.device_count()
     if enabled != device_count:
         raise RuntimeError(
@@ -71,7 +67,7 @@ def enable(device_count: int = DEFAULT_DEVICE_COUNT, *, strict: bool = True) -> 
 
 
 def _enable(device_count: int) -> None:
-    backend = out_of_tree_backend()
+    backend = torch._C._get_privateuse1_backend_name()
     if backend not in ("privateuseone", "sim"):
         raise RuntimeError(
             f"PyTorch takes one out-of-tree backend per process, and {backend!r} is in use. "
@@ -82,9 +78,9 @@ def _enable(device_count: int) -> None:
     extension.initialize(device_count, _host_memory())
     extension.start_autograd_threads(device_count)
     device_module.attach(extension)
-    add_device_module("sim", device_module)
+    torch._register_device_module("sim", device_module)
     generate_methods_for_privateuse1_backend()
-    let_parameters_move(extension)
+    _let_parameters_move(extension)
     device_module.manual_seed_all(torch.initial_seed())
     extension.wake_autograd_threads(device_count)
     atexit.register(_settle_autograd_threads, extension, device_count)
@@ -93,7 +89,7 @@ def _enable(device_count: int) -> None:
 
 
 def _settle_autograd_threads(extension: ModuleType, device_count: int) -> None:
-    """Wait until autograd's threads have let go of what the last backward gave them.
+    """Waits until autograd's threads have let go of what the last backward gave them.
 
     A thread may hold the last reference to a backward's Python context after the backward has
     returned, and the process aborts if the interpreter ends meanwhile.
@@ -112,3 +108,33 @@ def _host_memory() -> int:
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 2**63 - 1  # Windows: no limit known
+
+
+def _let_parameters_move(extension: ModuleType) -> None:
+    """Lets ``tensor.data = ...`` cross between the CPU and simulated devices.
+
+    PyTorch gives a module that moves to an out-of-tree device new parameters: tied ones come apart,
+    and an optimizer made before keeps the old ones. It does so because it does not let
+    `tensor.data` change to such a device.
+    """
+    own_data: Any = Tensor.data
+    own_test = torch._has_compatible_shallow_copy_type
+
+    def may_cross(tensor: Tensor, data: Tensor) -> bool:
+        types = {tensor.device.type, data.device.type}
+        dense = tensor.layout == data.layout == torch.strided
+        plain = type(data) in (Tensor, torch.nn.Parameter)
+        return dense and plain and types in ({"cpu", "sim"}, {"sim"})
+
+    def is_compatible(tensor: Tensor, data: Tensor) -> bool:
+        return bool(own_test(tensor, data)) or may_cross(tensor, data)
+
+    def set_data(tensor: Tensor, data: Tensor) -> None:
+        if not own_test(tensor, data) and may_cross(tensor, data):
+            extension.set_data(tensor, data)
+        else:
+            own_data.__set__(tensor, data)
+
+    torch._has_compatible_shallow_copy_type = is_compatible  # type: ignore[assignment]  # ours
+    new_data = property(own_data.__get__, set_data, doc=own_data.__doc__)
+    setattr(Tensor, "data", new_data)  # noqa: B010  # mypy refuses to assign to a property

@@ -1,114 +1,30 @@
-"""Builds and loads the C++ extension."""
+"""The compiled extension, once devices are enabled, and what devices are called by."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import os
-import shutil
-import sys
-import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
+from typing import Any, TypeAlias
 
 import torch
-from filelock import FileLock  # which torch needs too
 
-_SOURCES = Path(__file__).parent / "csrc"
-# The kernels are PyTorch's own, so that optimising this code further buys build time and no speed.
-_FLAGS = ["/O1"] if sys.platform == "win32" else ["-O1", "-g0"]
-SANITIZE = "SIM_DEVICES_SANITIZE"
+DeviceLike: TypeAlias = "int | str | torch.device | None"
+
+loaded: Any = None  # the module that `build.load_extension` returns
 
 
-def load_extension() -> ModuleType:
-    """Returns the extension; builds it first if this user's cache does not hold it yet.
-
-    The cache has a folder for every combination of sources, PyTorch, Python and flags. One process
-    builds while others that ask for the same folder wait.
-    """
-    from torch.utils import cpp_extension
-
-    flags = _flags()
-    name = _name(flags)
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    folder = folder / name
-    folder.mkdir(parents=True, exist_ok=True)
-    complete = folder / "complete"
-    # The operating system releases the lock of a build that was killed.
-    with FileLock(folder / "building"):
-        if complete.exists():
-            return _import(name, folder / f"{name}{cpp_extension.LIB_EXT}")
-        _check_tools()
-        # PyTorch's own lock file outlives a killed build, and PyTorch waits for it forever.
-        (folder / "lock").unlink(missing_ok=True)
-        with _no_preloads():
-            module = cpp_extension.load(
-                name=name,
-                sources=[str(path) for path in sorted(_SOURCES.glob("*.cpp"))],
-                extra_cflags=flags,
-                extra_ldflags=[flag for flag in flags if flag.startswith("-fsanitize")],
-                build_directory=str(folder),
+def index_of(device: DeviceLike) -> int:
+    """The index of a simulated device; of the thread's current one for None."""
+    if device is not None and not isinstance(device, int):
+        given = torch.device(device)
+        if given.type != "sim":
+            raise ValueError(
+                f"device: expected a simulated device such as 'sim:0', got {str(given)!r}."
             )
-        complete.touch()
-    assert isinstance(module, ModuleType)
-    return module
-
-
-def _flags() -> list[str]:
-    """The compiler's flags: `_FLAGS`, and those of `SIM_DEVICES_SANITIZE=address` or `thread`."""
-    sanitizer = os.environ.get(SANITIZE)
-    if not sanitizer:
-        return _FLAGS
-    return ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
-
-
-@contextmanager
-def _no_preloads() -> Iterator[None]:
-    """Compilers run without LD_PRELOAD, which a sanitizer's runtime is loaded with."""
-    before = os.environ.pop("LD_PRELOAD", None)
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ["LD_PRELOAD"] = before
-
-
-def _name(flags: list[str]) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(_SOURCES.iterdir()):
-        digest.update(path.name.encode() + path.read_bytes())
-    for part in (torch.__version__, str(sysconfig.get_config_var("SOABI")), sys.version, *flags):
-        digest.update(part.encode())
-    return f"sim_devices_{digest.hexdigest()[:16]}"
-
-
-def _import(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RuntimeError(
-            f"Expected a compiled extension at {path}, found none. Delete its folder and try again."
+        device = given.index
+    index = int(loaded.current_device()) if device is None else device
+    count = 0 if loaded is None else loaded.device_count()
+    if not 0 <= index < count:
+        raise ValueError(
+            f"device: expected one of sim:0 to sim:{count - 1}, got {index}. "
+            "More devices: sim_devices.enable(device_count=...) at the start of the process."
         )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _check_tools() -> None:
-    """Find what a build needs: ninja and a compiler."""
-    from torch.utils import cpp_extension
-
-    missing = []
-    if not cpp_extension.is_ninja_available():
-        missing.append("ninja: pip install ninja")
-    compiler: str = cpp_extension.get_cxx_compiler()
-    if shutil.which(compiler) is None:
-        missing.append(
-            f"a C++ compiler ({compiler!r} was not found): `apt install g++` on Debian and Ubuntu, "
-            "`xcode-select --install` on macOS, Visual Studio Build Tools on Windows; "
-            "or name yours in CXX"
-        )
-    if missing:
-        needs = "".join(f"\n  - {item}" for item in missing)
-        raise RuntimeError(f"Simulated devices are compiled on first use. Please install:{needs}")
+    return index

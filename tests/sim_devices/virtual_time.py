@@ -1,40 +1,130 @@
 """Virtual time: what a program on simulated devices would take, computed and not slept.
 
-`set_clock` says what counts, and `schedule` computes it.
+What devices and links take is given (`set_speed`, `set_link`), what the program does is recorded by
+the extension, and `schedule.replay` computes when each part of it begins and ends.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
 
-from sim_devices import attached
-from sim_devices.links import check_seconds
-from sim_devices.timeline import Record, Timeline
+from sim_devices import extension
+from sim_devices.extension import DeviceLike, index_of
+from sim_devices.schedule import Command, Schedule, replay
 
-Clock: TypeAlias = Literal["wall", "virtual"]
+CPU = -1
+PRESETS = {
+    "pcie4": {"host": (26e9, 7.5e-6), "peer": None},
+    "pcie4_peer": {"host": (26e9, 7.5e-6), "peer": (26e9, 2e-6)},
+    "nvlink4": {"host": (53e9, 7.5e-6), "peer": (375e9, 2e-6)},
+}
+"""Bytes per second and seconds of links: between each device and the CPU, and between devices.
+
+Rates as measured, which are some 80 % of what the links are made for:
+
+- `pcie4`: PCI Express 4.0 x16, devices without access to each other (GeForce RTX 4090): copies
+  between them go through the CPU's memory. github.com/NVIDIA/nvbandwidth/issues/15,
+  github.com/NVIDIA/nccl/issues/814, github.com/NVIDIA/cuda-samples/issues/230.
+- `pcie4_peer`: the same with access (RTX A6000). github.com/NVIDIA/nvbandwidth/issues/50.
+- `nvlink4`: eight H100 SXM. github.com/NVIDIA/nccl/issues/1264,
+  github.com/NVIDIA/nvbandwidth/issues/24.
+"""
 
 _launch_nanoseconds = 0
-_has_recorded = False
 _latest: tuple[int, Timeline] | None = None  # with the recording's version
 
 
-def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
-    """Choose between time as it passes and time that is computed.
+def set_speed(
+    device: DeviceLike,
+    *,
+    seconds_per_op: float = 0.0,
+    seconds_per_element: float = 0.0,
+    flops_per_second: float = math.inf,
+    bytes_per_second: float = math.inf,
+) -> None:
+    """Says what ops on ``device`` take: nothing without arguments.
 
-    On ``"virtual"`` time, which begins at zero with this call, nothing waits. What the program does
-    is recorded, and `elapsed` computes when it would have been through:
+    Each takes ``seconds_per_op + seconds_per_element * (elements of its outputs)``, and the longer
+    one of ``flops / flops_per_second`` and ``bytes / bytes_per_second``: of its floating point
+    operations, and of what it reads and writes. Views cost nothing. Nobody waits for it: it is
+    counted (``busy_seconds``), and on virtual time it is part of the schedule.
+
+    Args:
+        device: the device.
+        seconds_per_op: seconds for every op.
+        seconds_per_element: seconds for every element of an op's outputs.
+        flops_per_second: operations of matrix products and convolutions; all else has one for each
+            element.
+        bytes_per_second: the speed of the device's memory.
+    """
+    rates = flops_per_second, bytes_per_second
+    extension.loaded.set_speed(index_of(device), seconds_per_op, seconds_per_element, *rates)
+
+
+def busy_seconds(device: DeviceLike = None) -> float:
+    """Returns what the ops of ``device`` have taken so far, by ``set_speed``."""
+    return float(extension.loaded.busy_seconds(index_of(device)))
+
+
+def set_link(
+    source: int | str, target: int | str, *, bytes_per_second: float, seconds: float = 0.0
+) -> None:
+    """Gives copies from one device (or ``"cpu"``) to another a speed; the way back has its own.
+
+    Each takes ``seconds + bytes / bytes_per_second``. Two devices without a link copy through the
+    CPU, over the links of both with it: in pieces, so that it takes the time of the slower one, and
+    the seconds of both. A link with the CPU that was not set costs nothing. What the copies of
+    several devices share, such as a switch or the CPU's memory, is not simulated.
+    """
+    count = extension.loaded.device_count()
+    ends = [_end(source), _end(target)]
+    if ends[0] == ends[1] or not all(CPU <= end < count for end in ends):
+        raise ValueError(
+            f"set_link: expected two of 'cpu' and sim:0 to sim:{count - 1}, "
+            f"got {source} and {target}."
+        )
+    extension.loaded.set_link(*ends, bytes_per_second, seconds)
+
+
+def _end(device: int | str) -> int:
+    if isinstance(device, int):
+        return device
+    return CPU if device == "cpu" else index_of(device)
+
+
+def set_links(preset: str | None) -> None:
+    """Gives all devices and the CPU the links of a machine of `PRESETS`; None takes all away."""
+    if preset is not None and preset not in PRESETS:
+        raise ValueError(f"set_links: expected one of {[*PRESETS, None]}, got {preset!r}.")
+    extension.loaded.remove_links()
+    links = {} if preset is None else PRESETS[preset]
+    ends = range(CPU, extension.loaded.device_count())
+    for source in ends:
+        for target in ends:
+            link = links.get("host" if CPU in (source, target) else "peer")
+            if link and source != target:
+                extension.loaded.set_link(source, target, *link)
+
+
+def set_clock(clock: Literal["wall", "virtual"], *, seconds_per_launch: float = 0.0) -> None:
+    """Chooses between time as it passes and time that is computed.
+
+    On ``"virtual"`` time, which begins at zero with this call, what the program does is recorded,
+    and `elapsed` computes when it would have been through:
 
     - The work of a stream is done in order. An op takes what ``set_speed`` says, and has its device
       to itself: ops of two streams of a device run one after another, as kernels do that fill it.
     - A copy between devices, or a device and the CPU, takes the time of its link (``set_link``),
       and no op's. A device has one engine for copies out and one for copies in: copies overlap ops
       and those of the other direction. One between two devices needs an engine of both.
-    - What waits for an event, a stream or a device, begins when that is through. So does what uses
-      memory that others still write, where races are let pass (``set_strict``).
+    - What waits for an event, a stream or a device, begins when that is through.
     - Events tell the time between them on this clock, if both were recorded since this call; else
       the wall's, which is the one that both have.
     - The host issues ops and copies in no time, or in ``seconds_per_launch`` each. It goes on when
@@ -43,79 +133,135 @@ def set_clock(clock: Clock, *, seconds_per_launch: float = 0.0) -> None:
       once, and always that it is: who means to wait should not ask in a loop.
     - Every host thread has its own order. It goes on after another one where it uses memory or an
       event of that, and where one works for the other, in a backward or as a replica of
-      ``dp_custom``. An order by a lock or a queue alone is not seen. Threads do not hinder each
-      other.
+      ``dp_custom``. An order by a lock or a queue alone is not seen.
 
-    So the result does not depend on the machine or its load, if the program does not. With
-    ``dp_custom``, ``executor="auto"`` goes by this time, but for what it has measured by the wall's
-    before: call this before the fit, or take ``"threads"`` or ``"inorder"``. Where gradients of
-    several devices meet in one graph, as with ``mode="forward"``, autograd's threads go by who
-    comes first; ``torch.autograd.set_multithreading_enabled(False)`` leaves it one. Recording takes
-    memory, some hundred bytes for each op, until the next call of this.
+    So the result does not depend on the machine or its load, if the program does not. Where
+    gradients of several devices meet in one graph, as with ``mode="forward"``, autograd's threads
+    go by who comes first; ``torch.autograd.set_multithreading_enabled(False)`` leaves it one.
 
     Args:
         clock: ``"wall"`` or ``"virtual"``.
         seconds_per_launch: on virtual time, what the host takes to issue an op or a copy.
     """
-    global _launch_nanoseconds, _has_recorded
-    if clock not in get_args(Clock):
+    global _launch_nanoseconds
+    if clock not in ("wall", "virtual"):
         raise ValueError(f"set_clock: expected 'wall' or 'virtual', got {clock!r}.")
-    check_seconds("set_clock", seconds_per_launch=seconds_per_launch)
     if clock == "wall":
-        attached.extension.stop_recording()
+        extension.loaded.stop_recording()
         return
     _launch_nanoseconds = round(seconds_per_launch * 1e9)
-    _has_recorded = True
-    attached.extension.start_recording()
+    extension.loaded.start_recording()
 
 
 def elapsed() -> float:
-    """Return the seconds on virtual time until all work is through, exact to the nanosecond.
+    """Returns the seconds on virtual time until all work is through, exact to the nanosecond.
 
-    Of what was recorded since ``set_clock("virtual")``, also if the clock is the wall's by now. To
-    ask changes nothing.
+    Of what was recorded since ``set_clock("virtual")``, also if the clock is the wall's by now.
     """
     return timeline().schedule.elapsed / 1e9
 
 
-def timeline() -> Timeline:
-    """Return what streams, copies and host threads do on virtual time."""
-    global _latest
-    if not _has_recorded:
-        raise RuntimeError(
-            "Expected a program on virtual time, got none. Call torch.sim.set_clock('virtual') "
-            "before it."
+class Record(NamedTuple):
+    """What the extension has written down of a command."""
+
+    kind: Literal["mark", "op", "copy", "host"]
+    thread: int
+    stream: int
+    name: str
+    needs: Sequence[int]
+    after: Sequence[int]
+    nanoseconds: int
+    source: int  # of a copy: a device's index, or CPU
+    target: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All that was recorded, and when it happens.
+
+    Args:
+        first: the number of the first record.
+        records: in the order in which they came; of several threads' that is an accident.
+        threads: the names of host threads. In the order of these, and not of their numbers, they
+            come first where nothing else decides.
+        launch_nanoseconds: what a thread takes to issue an op or a copy.
+    """
+
+    first: int
+    records: Sequence[Record]
+    threads: Sequence[str]
+    launch_nanoseconds: int
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """When each record's command begins and ends."""
+        names = sorted(range(len(self.threads)), key=lambda i: _in_order(self.threads[i]))
+        ranks = {thread: rank for rank, thread in enumerate(names)}
+        return replay([self._command(r, ranks) for r in self.records], self.launch_nanoseconds)
+
+    def _command(self, record: Record, ranks: Mapping[int, int]) -> Command:
+        def known(ids: Sequence[int]) -> tuple[int, ...]:
+            return tuple(i - self.first for i in ids if i >= self.first)
+
+        return Command(
+            thread=ranks[record.thread],
+            stream=None if record.kind == "host" else record.stream,
+            nanoseconds=record.nanoseconds,
+            engines=_engines(record) if record.nanoseconds else (),
+            needs=known(record.needs),
+            after=known(record.after),
+            is_launch=record.kind in ("op", "copy"),
         )
-    version = attached.extension.recording_version()
+
+
+def _engines(record: Record) -> tuple[tuple[str, int], ...]:
+    if record.kind == "op":
+        return (("compute", extension.loaded.device_of_stream(record.stream)),)
+    ways = (("out", record.source), ("in", record.target))
+    return tuple((way, device) for way, device in ways if device != CPU)
+
+
+def _in_order(name: str) -> list[tuple[bool, int, str]]:
+    """A key that sorts names with numbers in them as people do: sim:9 before sim:10."""
+    parts = re.split(r"(\d+)", name)
+    return [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in parts if p]
+
+
+def timeline() -> Timeline:
+    """Returns what streams, copies and host threads do on virtual time."""
+    global _latest
+    version = extension.loaded.recording_version()
     if _latest is None or _latest[0] != version:
-        first, records, threads = attached.extension.recorded()
-        device_of = attached.extension.device_of_stream
-        records = [Record(*record) for record in records]
-        _latest = version, Timeline(first, records, threads, device_of, _launch_nanoseconds)
+        first, records, threads = extension.loaded.recorded()
+        found = [Record(*record) for record in records]
+        _latest = version, Timeline(first, found, threads, _launch_nanoseconds)
     return _latest[1]
 
 
 def hand_over() -> Callable[[], AbstractContextManager[None]] | None:
-    """Return what other threads enter that work for this one, which waits for them.
+    """Returns what other threads enter that work for this one, which waits for them.
 
     On virtual time they go on from where this thread is, and it goes on after them. None on the
     wall's, where nobody need know.
     """
-    extension = attached.extension
-    return partial(_work_for, extension.own_scope()) if extension.is_recording() else None
+    is_recording = extension.loaded.is_recording()
+    return partial(_work_for, extension.loaded.own_scope()) if is_recording else None
 
 
 @contextmanager
 def _work_for(scope: Any) -> Iterator[None]:
-    before = attached.extension.exchange_scope(scope)
+    before = extension.loaded.exchange_scope(scope)
     try:
         yield
     finally:
-        attached.extension.exchange_scope(before)
+        extension.loaded.exchange_scope(before)
+
+
+# --- called by the extension ---
 
 
 def thread_name() -> str:
-    """The calling thread's name; asked once for each thread, by the extension."""
+    """The calling thread's name; asked once for each thread."""
     ident = threading.get_ident()
     # Not current_thread(), which would enter a thread that is not Python's among Python's.
     return next((t.name for t in threading.enumerate() if t.ident == ident), "")

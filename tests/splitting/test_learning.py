@@ -304,7 +304,9 @@ def set_speeds(*factors: float) -> None:
 
 @pytest.fixture
 def speeds(on: str) -> Iterator[None]:
+    torch.sim.set_clock("virtual")
     yield
+    torch.sim.set_clock("wall")
     set_speeds(*[0.0] * 8)
 
 

@@ -261,6 +261,18 @@ def assert_same(run: Run, oracle: Run, *, atol: float = 1e-10, rtol: float = 0.0
         assert_equal_trees(actual, expected, name, **close)
 
 
+def assert_as_one_device(
+    use: Callable[[int], Any], devices: int = 3, *, atol: float = 1e-10
+) -> Any:
+    """Asserts that `use` returns for several devices what it does for one; returns that."""
+    results = []
+    for k in (devices, 1):
+        torch.manual_seed(0)
+        results.append(use(k))
+    assert_equal_trees(*results, "results", atol=atol, rtol=0.0)
+    return results[1]
+
+
 GPU_ROUNDING = {
     torch.float64: 1e-10,
     torch.float32: 1e-5,

@@ -1,11 +1,14 @@
-// The device table: which device is current, what each one has in use, what was copied between them.
+// The device table: which device is current, what each one has in use, what was copied between them, and one random
+// generator for each.
 #include "sim.h"
 
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/GeneratorForPrivateuseone.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cstdio>
 #include <mutex>
 
 #ifndef _WIN32
@@ -26,7 +29,7 @@ std::atomic<bool> g_forked{false};
 thread_local c10::DeviceIndex t_current = 0;
 
 // Never destroyed: tensors of global lifetime give their bytes back after main() has ended.
-Device* const g_devices = new Device[128];
+Device* const g_devices = new Device[kMostDevices];
 std::mutex& g_copies_mutex = *new std::mutex();
 CopyTable& g_copies = *new CopyTable();
 
@@ -38,18 +41,42 @@ Device& at_index(c10::DeviceIndex index) {
   return g_devices[index];
 }
 
-std::string readable(int64_t bytes) {
-  constexpr int64_t kKib = 1 << 10, kMib = 1 << 20;
-  if (bytes < kKib) {
-    return std::to_string(bytes) + " bytes";
+// The state is a CPU generator's, so that equal seeds give equal numbers on any device.
+class SimGenerator final : public c10::GeneratorImpl {
+ public:
+  explicit SimGenerator(c10::DeviceIndex index, at::Generator cpu = at::detail::createCPUGenerator())
+      : GeneratorImpl(c10::Device(kSim, index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        cpu_(std::move(cpu)) {}
+
+  const at::Generator& cpu() const { return cpu_; }
+
+  void set_current_seed(uint64_t seed) override {
+    std::lock_guard<std::mutex> lock(cpu_.mutex());
+    cpu_.set_current_seed(seed);
   }
-  char text[32];
-  const bool small = bytes < kMib;
-  std::snprintf(
-      text, sizeof(text), "%.2f %s", static_cast<double>(bytes) / static_cast<double>(small ? kKib : kMib),
-      small ? "KiB" : "MiB");
-  return text;
-}
+  void set_offset(uint64_t offset) override { cpu_.set_offset(offset); }
+  uint64_t get_offset() const override { return cpu_.get_offset(); }
+  uint64_t current_seed() const override { return cpu_.current_seed(); }
+  uint64_t seed() override {
+    std::lock_guard<std::mutex> lock(cpu_.mutex());
+    return cpu_.unsafeGetGeneratorImpl()->seed();
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    std::lock_guard<std::mutex> lock(cpu_.mutex());
+    cpu_.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    std::lock_guard<std::mutex> lock(cpu_.mutex());
+    return cpu_.unsafeGetGeneratorImpl()->get_state();
+  }
+
+ private:
+  SimGenerator* clone_impl() const override {
+    std::lock_guard<std::mutex> lock(cpu_.mutex());
+    return new SimGenerator(device().index(), cpu_.clone());
+  }
+  mutable at::Generator cpu_;
+};
 
 }  // namespace
 
@@ -85,14 +112,10 @@ void take_bytes(c10::DeviceIndex index, int64_t bytes) {
   auto& memory = device.memory;
   if (memory.limit > 0 && memory.allocated + bytes > memory.limit) {
     ++memory.ooms;
-    const auto device_name = c10::str("sim:", static_cast<int>(index));
     TORCH_CHECK_WITH(
-        OutOfMemoryError, false, device_name, " out of memory. Tried to allocate ", readable(bytes), ". ", device_name,
-        " has a limit of ", readable(memory.limit), " of which ", readable(memory.limit - memory.allocated),
-        " is free; ", readable(memory.allocated), " is in use (peak ", readable(memory.peak),
-        "). The limit is set by torch.sim.set_memory_limit; a GPU would say \"CUDA out of memory\".");
+        OutOfMemoryError, false, "sim:", static_cast<int>(index), " out of memory. Tried to allocate ", bytes,
+        " bytes; ", memory.allocated, " of ", memory.limit, " are in use (torch.sim.set_memory_limit).");
   }
-  ++memory.allocations;
   memory.allocated += bytes;
   memory.peak = std::max(memory.peak, memory.allocated);
 }
@@ -128,9 +151,9 @@ void set_memory_limit(c10::DeviceIndex index, int64_t bytes) {
 
 void count_copy(c10::Device from, c10::Device to, int64_t bytes) {
   std::lock_guard<std::mutex> lock(g_copies_mutex);
-  auto& counter = g_copies[{from.str(), to.str()}];
-  ++counter.count;
-  counter.bytes += bytes;
+  auto& [count, sum] = g_copies[{from.str(), to.str()}];
+  ++count;
+  sum += bytes;
 }
 
 CopyTable copy_table() {
@@ -141,6 +164,29 @@ CopyTable copy_table() {
 void reset_copy_table() {
   std::lock_guard<std::mutex> lock(g_copies_mutex);
   g_copies.clear();
+}
+
+at::Generator new_generator(c10::DeviceIndex index) {
+  const auto device = index < 0 ? full_device({kSim, current_device()}) : full_device({kSim, index});
+  return at::make_generator<SimGenerator>(device.index());
+}
+
+const at::Generator& default_generator(c10::DeviceIndex index) {
+  static const auto& generators = *[] {
+    auto* made = new std::vector<at::Generator>();
+    for (c10::DeviceIndex i = 0; i < device_count(); ++i) {
+      made->push_back(new_generator(i));
+    }
+    return made;
+  }();
+  return generators[index < 0 ? current_device() : full_device({kSim, index}).index()];
+}
+
+at::Generator cpu_generator(const at::Generator& generator, c10::Device device) {
+  TORCH_CHECK(
+      generator.device() == device, "Expected a generator on ", device, ", got one on ", generator.device(),
+      ". Make it with torch.Generator(device='", device, "').");
+  return static_cast<SimGenerator*>(generator.unsafeGetGeneratorImpl())->cpu();
 }
 
 }  // namespace sim

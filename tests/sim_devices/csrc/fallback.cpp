@@ -4,7 +4,6 @@
 // In-place and out= arguments need no copy back, as the CPU tensors share their memory; only metadata (a resized out=,
 // squeeze_) is carried over. A result that shares an argument's storage is a view of that argument.
 #include "aliases.h"
-#include "kernels.h"
 #include "rules.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -30,7 +29,7 @@ class Call {
   void run() {
     const bool waits = tells_the_host(arguments_);
     const bool asks_a_device = !asks_no_device(schema_.name());
-    if (is_watched() && asks_a_device) {
+    if (asks_a_device) {
       check_strides(arguments_);
       launch_op();
     }
@@ -41,7 +40,6 @@ class Call {
       throw;
     }
     if (waits || (asks_a_device && !has_tensors_ && !schema_.returns().empty())) {
-      settle(device_.index());
       if (is_recording()) {
         read_result();
       }
@@ -51,7 +49,7 @@ class Call {
 
  private:
   void compute() {
-    if (counts_work(device_.index())) {
+    if (has_speed(device_.index())) {
       note_shapes();
     }
     if (schema_.returns().empty()) {
@@ -97,16 +95,14 @@ class Call {
     return name == "aten::batch_norm_update_stats" || (name == "aten::native_batch_norm" && arguments_["training"].toBool());
   }
 
-  // For the clock: the arguments are gone when the op has run.
+  // For its duration: the arguments are gone when the op has run.
   void note_shapes() {
     arguments_.for_each([&](const c10::Argument& argument, const c10::IValue& value) {
       for_each_tensor(value, [&](const at::Tensor& tensor) {
         shapes_.inputs.push_back(tensor.sizes().vec());
         touched_bytes_ += static_cast<double>(tensor.nbytes());
       });
-      if (argument.name() == "transposed" && value.isBool()) {
-        shapes_.transposed = value.toBool();
-      } else if (argument.name() == "output_mask" && value.isBoolList() && value.toBoolList().size() > 1) {
+      if (argument.name() == "output_mask" && value.isBoolList() && value.toBoolList().size() > 1) {
         const auto mask = value.toBoolList();
         shapes_.gradients = static_cast<int>(mask[0]) + static_cast<int>(mask[1]);
       }
@@ -154,18 +150,16 @@ class Call {
   }
 
   void keep_resized_arguments() {
-    for (const auto& [storage, cpu] : aliases_.resized()) {
-      forget_uses(history_of(storage.data_ptr()));
+    aliases_.for_each_resized([&](const c10::Storage& storage, const c10::Storage& cpu) {
+      // The old block, and its history with it, is freed next; `run` looks at the uses again after an error.
+      const auto* history = history_of(storage.data_ptr());
+      uses_.erase(
+          std::remove_if(uses_.begin(), uses_.end(), [&](const Use& use) { return use.history == history; }),
+          uses_.end());
       storage.unsafeGetStorageImpl()->set_data_ptr_noswap(adopt(cpu, device_.index()));
       note_made(storage);
-    }
+    });
     aliases_.carry_sizes();
-  }
-
-  // The block, and its history with it, is freed next; `run` looks at the uses again after an error.
-  void forget_uses(const History* history) {
-    uses_.erase(
-        std::remove_if(uses_.begin(), uses_.end(), [&](const Use& use) { return use.history == history; }), uses_.end());
   }
 
   void to_sim() {
@@ -201,7 +195,7 @@ class Call {
       note_made(storage);
       count_output(cpu);
     }
-    return sim_tensor(storage, cpu);
+    return tensor_on(storage, cpu, c10::DispatchKey::PrivateUse1);
   }
 
   void count_output(const at::Tensor& cpu) {
@@ -210,28 +204,19 @@ class Call {
   }
 
   void take_time() const {
-    Work work{computed_elements_, 0, touched_bytes_};
-    if (counts_work(device_.index())) {
-      work.flops = flops_of(schema_.name(), shapes_, computed_elements_);
-    }
-    const auto nanoseconds = charge(device_.index(), work);
-    if (moment_.record >= 0) {
-      set_op(moment_.record, nanoseconds);
-    }
+    const auto flops = has_speed(device_.index()) ? flops_of(schema_.name(), shapes_, computed_elements_) : 0;
+    set_op(moment_.record, charge(device_.index(), {computed_elements_, flops, touched_bytes_}));
   }
 
   // What the host reads comes over the link, as a number.
   void read_result() const {
     constexpr int64_t kBytes = 8;
     const auto copy = launch(current_stream(device_), "a number for the host", {});
-    const auto nanoseconds = transfer_nanoseconds(device_.index(), -1, kBytes);
-    set_copy(copy.record, device_.index(), -1, kBytes, nanoseconds);
+    set_copy(copy.record, device_.index(), -1, transfer_nanoseconds(device_.index(), -1, kBytes));
   }
 
   void note_made(const c10::Storage& storage) const {
-    if (is_watched()) {
-      made_by(*history_of(storage.data_ptr()), moment_, storage.nbytes(), schema_.name().c_str());
-    }
+    made_by(*history_of(storage.data_ptr()), moment_, storage.nbytes(), schema_.name().c_str());
   }
 
   const c10::OperatorHandle& op_;

@@ -1,11 +1,10 @@
 // What c10 and autograd ask of a device type: the current device, streams, events, generators.
-#include "kernels.h"
+#include "order.h"
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include <atomic>
 #include <chrono>
 
 namespace sim {
@@ -14,10 +13,9 @@ namespace {
 struct Event {
   std::chrono::steady_clock::time_point time;
   ClockPointer clock;
-  std::atomic<bool> was_asked{false};
 };
 
-const ClockPointer& clock_of(void* event) {
+const ClockPointer& clock_in(void* event) {
   static const auto& none = *new ClockPointer();
   return event == nullptr ? none : static_cast<Event*>(event)->clock;
 }
@@ -47,38 +45,36 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int) const override { return new_stream(device); }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return new_stream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
-  bool queryStream(const c10::Stream& stream) const override { return host_asks(stream); }
-  void synchronizeStream(const c10::Stream& stream) const override {
-    settle(stream.device_index());
-    host_waits_for(stream);
+  bool queryStream(const c10::Stream& stream) const override {
+    host_asks(stream);
+    return true;
   }
-  void synchronizeDevice(c10::DeviceIndex index) const override { synchronize(full_device({kSim, index}).index()); }
+  void synchronizeStream(const c10::Stream& stream) const override { host_waits_for(stream); }
+  void synchronizeDevice(c10::DeviceIndex index) const override {
+    host_waits_for_device(full_device({kSim, index}).index());
+  }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
-    if (auto* history = history_of(memory)) {
-      record_use(*history, stream);
-    }
+    record_use(memory, stream);
   }
 
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
-    settle(stream.device_index());
     if (*event == nullptr) {
       *event = new Event();
     }
     auto& recorded = *static_cast<Event*>(*event);
     recorded.time = std::chrono::steady_clock::now();
     recorded.clock = sim::record(stream);
-    recorded.was_asked = false;
   }
-  void block(void* event, const c10::Stream& stream) const override { wait(stream, clock_of(event)); }
+  void block(void* event, const c10::Stream& stream) const override { wait(stream, clock_in(event)); }
   bool queryEvent(void* event) const override {
-    auto* asked = static_cast<Event*>(event);
-    return asked == nullptr || host_asks(asked->clock, asked->was_asked.exchange(true));
+    host_asks(clock_in(event));
+    return true;
   }
-  void synchronizeEvent(void* event) const override { host_waits_for(clock_of(event)); }
+  void synchronizeEvent(void* event) const override { host_waits_for(clock_in(event)); }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* start, void* end, c10::DeviceIndex) const override {
     TORCH_CHECK(start != nullptr && end != nullptr, "Both events must be recorded before elapsed_time is called.");
-    if (const auto computed = milliseconds_between(mark_of(clock_of(start)), mark_of(clock_of(end)))) {
+    if (const auto computed = milliseconds_between(clock_in(start)->mark, clock_in(end)->mark)) {
       return *computed;
     }
     const std::chrono::duration<double, std::milli> elapsed =

@@ -30,9 +30,7 @@ void free_block(void* context) {
 
 c10::DataPtr make_block(void* data, Block&& block) {
   const c10::Device device(kSim, block.index);
-  if (is_strict()) {
-    hand_out(block.history, block.index, static_cast<size_t>(block.bytes));
-  }
+  hand_out(block.history, block.index, static_cast<size_t>(block.bytes));
   return {data, new Block(std::move(block)), &free_block, device};
 }
 
@@ -54,11 +52,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   bool initialized() override { return device_count() > 0; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override {
-    if (auto* history = history_of(memory)) {
-      record_use(*history, stream);
-    }
-  }
+  void recordStream(const c10::DataPtr& memory, c10::Stream stream) override { record_use(memory, stream); }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex index) override {
     const auto memory = memory_counters(index);
     c10::CachingDeviceAllocator::DeviceStats stats;
@@ -66,8 +60,6 @@ struct DeviceAllocator final : c10::DeviceAllocator {
       (*bytes)[0].current = memory.allocated;
       (*bytes)[0].peak = memory.peak;
     }
-    stats.allocation[0].allocated = memory.allocations;
-    stats.num_device_alloc = memory.allocations;
     stats.num_ooms = memory.ooms;
     return stats;
   }

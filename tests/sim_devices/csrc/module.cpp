@@ -86,7 +86,7 @@ void set_data(const at::Tensor& tensor, const at::Tensor& data) {
   }
 }
 
-// What was recorded for virtual time, in the form of tests/sim_devices/timeline.py.
+// What was recorded for virtual time, in the form of tests/sim_devices/virtual_time.py.
 py::tuple recorded() {
   const auto all = sim::recorded();
   py::list records;
@@ -94,7 +94,7 @@ py::tuple recorded() {
     const char* kinds[] = {"mark", "op", "copy", "host"};
     records.append(py::make_tuple(
         kinds[static_cast<int>(record.kind)], record.thread, record.stream, record.name, record.needs, record.after,
-        record.nanoseconds, record.source, record.target, record.bytes));
+        record.nanoseconds, record.source, record.target));
   }
   return py::make_tuple(all.first, records, all.threads);
 }
@@ -136,9 +136,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", &sim::device_count);
   m.def("current_device", &sim::current_device);
   m.def("set_device", &sim::set_current_device);
-  m.def("synchronize", &sim::synchronize, no_gil);
+  m.def("synchronize", &sim::host_waits_for_device, no_gil);
   m.def("set_strict", &sim::set_strict);
-  m.def("set_prompt", &sim::set_prompt);
   m.def("host_waits", &sim::host_waits);
   py::class_<sim::Scope, sim::ScopePointer>(m, "Scope");
   m.def("is_recording", &sim::is_recording);
@@ -149,21 +148,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("own_scope", &sim::own_scope);
   m.def("exchange_scope", &sim::exchange_scope, py::arg("scope").none(true));
   m.def("device_of_stream", &sim::device_of_stream);
-  m.def("set_link", [](int source, int target, double bytes_per_second, double seconds) {
-    sim::set_link(source, target, sim::Link{bytes_per_second, seconds});
-  });
-  m.def("can_access_peer", &sim::can_access_peer);
-  m.def("remove_link", [](int source, int target) { sim::set_link(source, target, std::nullopt); });
+  m.def("set_link", &sim::set_link);
+  m.def("remove_links", &sim::remove_links);
   m.def("memory_allocated", [](c10::DeviceIndex index) { return sim::memory_counters(index).allocated; });
   m.def("max_memory_allocated", [](c10::DeviceIndex index) { return sim::memory_counters(index).peak; });
-  m.def("memory_limit", [](c10::DeviceIndex index) { return sim::memory_counters(index).limit; });
   m.def("set_memory_limit", &sim::set_memory_limit);
   m.def("total_memory", &sim::total_memory);
-  m.def("reset_peak", &sim::reset_peak);
-  m.def("speed", [](c10::DeviceIndex index) {
-    const auto speed = sim::speed(index);
-    return py::make_tuple(speed.seconds_per_op, speed.seconds_per_element);
-  });
   m.def("set_speed", [](c10::DeviceIndex index, double per_op, double per_element, double flops, double bytes) {
     sim::set_speed(index, {per_op, per_element, flops, bytes});
   });
@@ -171,12 +161,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [](c10::DeviceIndex index) {
     return py::reinterpret_steal<py::object>(THPGenerator_Wrap(sim::default_generator(index)));
   });
-  m.def("copies", [] {
-    py::dict copies;
-    for (const auto& [devices, counter] : sim::copy_table()) {
-      copies[py::make_tuple(devices.first, devices.second)] = py::make_tuple(counter.count, counter.bytes);
-    }
-    return copies;
-  });
+  m.def("copies", &sim::copy_table);
   m.def("reset_copies", &sim::reset_copy_table);
 }

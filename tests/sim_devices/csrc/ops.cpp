@@ -1,9 +1,10 @@
 // The ops that the fallback cannot do: those that make, move or re-point memory, and those without a CPU kernel.
-#include "kernels.h"
+#include "order.h"
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -86,21 +87,10 @@ Tensor& set_empty(Tensor& self) {
       {1});
 }
 
-void record_stream(Tensor& self, at::Stream stream) {
-  if (auto* history = history_of(self.storage().data_ptr())) {
-    record_use(*history, stream);
-  }
-}
+void record_stream(Tensor& self, at::Stream stream) { record_use(self.storage().data_ptr(), stream); }
 
 // The question by which nn.TransformerEncoder decides to go on with a nested tensor, which there is none of here.
 bool can_be_nested(const Tensor&, const Tensor&) { return false; }
-
-// Autograd's lazily made zeros. A plain tensor of zeros serves the same end.
-Tensor efficient_zeros(
-    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
-    std::optional<at::Device> device, std::optional<bool> pin_memory) {
-  return empty(size, dtype, layout, device, pin_memory, std::nullopt).zero_();
-}
 
 // --- random ---
 
@@ -135,19 +125,21 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
       groups, output_mask);
 }
 
+// RNN cells. What their backward needs lies in the workspace: the inputs of the differentiable formulas that PyTorch has
+// for second derivatives.
+
 Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) {
   return bias && bias->defined() ? gates + *bias : gates;
 }
 
-// LSTM, gates in the order input, forget, cell, output:
-//   cy = f * cx + i * g, hy = o * tanh(cy). The workspace holds the gates after their activations.
+// Gates in the order input, forget, cell, output.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
-  const auto gates = (with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias)).chunk(4, 1);
-  const auto i = gates[0].sigmoid(), f = gates[1].sigmoid(), g = gates[2].tanh(), o = gates[3].sigmoid();
-  const auto cy = f * cx + i * g;
-  return {o * cy.tanh(), cy, at::cat({i, f, g, o}, 1)};
+  const auto all = with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias);
+  const auto gates = all.chunk(4, 1);
+  const auto cy = gates[1].sigmoid() * cx + gates[0].sigmoid() * gates[2].tanh();
+  return {gates[3].sigmoid() * cy.tanh(), cy, all};
 }
 
 std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
@@ -157,43 +149,29 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(
   if (!has_hy && !has_cy) {
     return {};
   }
-  const auto gates = workspace.chunk(4, 1);
-  const auto &i = gates[0], &f = gates[1], &g = gates[2], &o = gates[3];
-  const auto tanh_cy = cy.tanh();
-  const auto zero = at::zeros_like(cy);
-  const auto grad_h = has_hy ? *grad_hy : zero;
-  const auto grad_c = grad_h * o * (1 - tanh_cy * tanh_cy) + (has_cy ? *grad_cy : zero);
-  const auto grad_gates = at::cat(
-      {grad_c * g * i * (1 - i), grad_c * cx * f * (1 - f), grad_c * i * (1 - g * g),
-       grad_h * tanh_cy * o * (1 - o)},
-      1);
-  return {grad_gates, grad_c * f, has_bias ? grad_gates.sum(0) : Tensor()};
+  const auto zero = at::zeros_like(workspace);
+  const auto [gates, _, grad_cx, __, ___] = at::_thnn_differentiable_lstm_cell_backward(
+      grad_hy, grad_cy, workspace, zero, std::nullopt, std::nullopt, cx, cy);
+  return {gates, grad_cx, has_bias ? gates.sum(0) : Tensor()};
 }
 
-// GRU, gates in the order reset, update, new:
-//   n = tanh(in + r * hn), hy = n + z * (hx - n). The workspace holds r, z, n, hx and hn.
+// Gates in the order reset, update, new.
 std::tuple<Tensor, Tensor> gru_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
-  const auto inputs = with_bias(input_gates, input_bias).chunk(3, 1);
-  const auto hiddens = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
-  const auto r = (inputs[0] + hiddens[0]).sigmoid(), z = (inputs[1] + hiddens[1]).sigmoid();
-  const auto n = (inputs[2] + r * hiddens[2]).tanh();
-  return {n + z * (hx - n), at::cat({r, z, n, hx, hiddens[2]}, 1)};
+  const auto input = with_bias(input_gates, input_bias), hidden = with_bias(hidden_gates, hidden_bias);
+  const auto i = input.chunk(3, 1), h = hidden.chunk(3, 1);
+  const auto n = (i[2] + (i[0] + h[0]).sigmoid() * h[2]).tanh();
+  return {n + (i[1] + h[1]).sigmoid() * (hx - n), at::cat({input, hidden, hx}, 1)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
     const Tensor& grad_hy, const Tensor& workspace, bool has_bias) {
-  const auto saved = workspace.chunk(5, 1);
-  const auto &r = saved[0], &z = saved[1], &n = saved[2], &hx = saved[3], &hn = saved[4];
-  const auto grad_n = grad_hy * (1 - z) * (1 - n * n);
-  const auto grad_z = grad_hy * (hx - n) * z * (1 - z);
-  const auto grad_r = grad_n * hn * r * (1 - r);
-  const auto grad_inputs = at::cat({grad_r, grad_z, grad_n}, 1);
-  const auto grad_hiddens = at::cat({grad_r, grad_z, grad_n * r}, 1);
-  return {
-      grad_inputs, grad_hiddens, grad_hy * z, has_bias ? grad_inputs.sum(0) : Tensor(),
-      has_bias ? grad_hiddens.sum(0) : Tensor()};
+  const auto size = workspace.size(1) / 7;
+  const auto saved = workspace.split_with_sizes({3 * size, 3 * size, size}, 1);
+  const auto [input, hidden, hx, _, __] = at::_thnn_differentiable_gru_cell_backward(
+      grad_hy, saved[0], saved[1], saved[2], std::nullopt, std::nullopt);
+  return {input, hidden, hx, has_bias ? input.sum(0) : Tensor(), has_bias ? hidden.sum(0) : Tensor()};
 }
 
 }  // namespace cpu
@@ -234,7 +212,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", TORCH_FN(sim::copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(sim::copy_from_and_resize));
   m.impl("native_dropout", TORCH_FN(sim::native_dropout));
-  m.impl("_efficientzerotensor", TORCH_FN(sim::efficient_zeros));
   m.impl("convolution_overrideable", sim::through_fallback());
   m.impl("convolution_backward_overrideable", sim::through_fallback());
   sim::prefer_cpu_kernels(m);
@@ -259,3 +236,32 @@ TORCH_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
   m.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
 }
+
+// Autocast: the same ops are cast as on CUDA; PyTorch lists them.
+namespace at::autocast {
+namespace {
+
+Tensor refuse_binary_cross_entropy(const Tensor&, const Tensor&, const std::optional<Tensor>&, int64_t) {
+  TORCH_CHECK(
+      false,
+      "binary_cross_entropy and BCELoss are not safe under autocast. Use binary_cross_entropy_with_logits or "
+      "BCEWithLogitsLoss, which take the values before the sigmoid.");
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+#define LOWER_PRECISION(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define FP32_SET_OPT_DTYPE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+  AT_FORALL_LOWER_PRECISION_FP(LOWER_PRECISION)
+  AT_FORALL_FP32(FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(FP32_SET_OPT_DTYPE)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
+  AT_FORALL_PROMOTE(PROMOTE)
+  m.impl("binary_cross_entropy", TORCH_FN(refuse_binary_cross_entropy));
+}
+
+}  // namespace
+}  // namespace at::autocast

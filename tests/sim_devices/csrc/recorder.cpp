@@ -1,11 +1,55 @@
 #include "recorder.h"
 
+#include <c10/util/ThreadLocalDebugInfo.h>
+
 #include <algorithm>
 #include <atomic>
 #include <mutex>
 
 namespace sim {
 namespace {
+
+// --- the calling thread's scope, among the thread-local state that PyTorch hands on to autograd's threads ---
+//
+// [Note: no Python object in thread-local state]
+// A thread destroys its thread-local state when it ends, for which nobody waits: `Thread.join` returns earlier, and the
+// interpreter may be finalizing by then, or gone. To release a Python object there it would take the interpreter lock,
+// with a thread state that finalization may free at the same time. So this state is of C++ alone.
+
+using Info = c10::ThreadLocalDebugInfo;
+
+const c10::DebugInfoKind kKind = c10::DebugInfoKind::TEST_INFO_2;
+
+struct ScopeInfo final : c10::DebugInfoBase {
+  explicit ScopeInfo(ScopePointer scope) : scope(std::move(scope)) {}
+  const ScopePointer scope;
+};
+
+// The entry that this thread has pushed last. Others, such as a profiler's, may lie on top of it.
+thread_local std::weak_ptr<Info> t_pushed;
+
+bool is_on_top(const std::weak_ptr<Info>& entry) {
+  const auto found = entry.lock();
+  return found != nullptr && found == Info::current();
+}
+
+// The scope found there; of an earlier recording, too.
+ScopePointer found_scope() {
+  const auto* info = static_cast<ScopeInfo*>(Info::get(kKind));
+  return info == nullptr ? nullptr : info->scope;
+}
+
+void put_scope(const ScopePointer& scope) {
+  if (is_on_top(t_pushed)) {  // replaced, so that entries do not pile up
+    Info::_pop(kKind);
+  }
+  if (found_scope() != scope) {
+    Info::_push(kKind, std::make_shared<ScopeInfo>(scope));
+    t_pushed = Info::current();
+  }
+}
+
+// --- records ---
 
 struct State {
   std::mutex mutex;
@@ -82,13 +126,15 @@ RecordId append(const ScopePointer& scope, Record record) {
   return scope->latest;
 }
 
-// A record of the present recording, to be changed; nullptr for others. Called with the lock.
-Record* at(RecordId id) {
+// Changes a record of the present recording.
+template <typename Change>
+void change(RecordId id, Change change) {
+  std::lock_guard<std::mutex> lock(state().mutex);
   auto& all = state();
-  const auto index = id - all.first;
-  ++all.version;
-  const bool is_known = id >= all.first && index < static_cast<RecordId>(all.records.size());
-  return is_known ? &all.records[static_cast<size_t>(index)] : nullptr;
+  if (id >= all.first && id - all.first < static_cast<RecordId>(all.records.size())) {
+    change(all.records[static_cast<size_t>(id - all.first)]);
+    ++all.version;
+  }
 }
 
 }  // namespace
@@ -164,22 +210,19 @@ void Recorder::host_wait(std::vector<RecordId> needs) const {
 }
 
 void set_op(RecordId id, int64_t nanoseconds) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  if (auto* record = at(id)) {
-    record->kind = Kind::op;
-    record->nanoseconds = nanoseconds;
-  }
+  change(id, [&](Record& record) {
+    record.kind = Kind::op;
+    record.nanoseconds = nanoseconds;
+  });
 }
 
-void set_copy(RecordId id, int source, int target, int64_t bytes, int64_t nanoseconds) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  if (auto* record = at(id)) {
-    record->kind = Kind::copy;
-    record->source = source;
-    record->target = target;
-    record->bytes = bytes;
-    record->nanoseconds = nanoseconds;
-  }
+void set_copy(RecordId id, int source, int target, int64_t nanoseconds) {
+  change(id, [&](Record& record) {
+    record.kind = Kind::copy;
+    record.source = source;
+    record.target = target;
+    record.nanoseconds = nanoseconds;
+  });
 }
 
 std::optional<double> milliseconds_between(RecordId start, RecordId end) {

@@ -33,7 +33,6 @@ struct Record {
   std::vector<RecordId> after;   // it is issued after these
   int64_t nanoseconds = 0;
   int source = -1, target = -1;  // devices of a copy; -1: the CPU
-  int64_t bytes = 0;             // of a copy
 };
 
 // What one thread does for itself, or for the one that handed work over to it.
@@ -75,9 +74,9 @@ class Recorder {
   ScopePointer scope_;
 };
 
-// What has been added turns out to be an op or a copy that takes time.
+// What has been added turns out to be an op or a copy that takes time. Nothing happens without a record.
 void set_op(RecordId id, int64_t nanoseconds);
-void set_copy(RecordId id, int source, int target, int64_t bytes, int64_t nanoseconds);
+void set_copy(RecordId id, int source, int target, int64_t nanoseconds);
 
 // Milliseconds between two events on virtual time; none if that is not known of both any more, or was not yet.
 std::optional<double> milliseconds_between(RecordId start, RecordId end);
@@ -85,12 +84,6 @@ std::optional<double> milliseconds_between(RecordId start, RecordId end);
 // The calling thread's scope, for threads that work for it; and what a thread's scope is from now on. None: no scope.
 ScopePointer own_scope();
 ScopePointer exchange_scope(const ScopePointer& scope);
-
-// --- scopes of threads (scopes.cpp) ---
-
-// The scope among what PyTorch hands on to autograd's threads; of an earlier recording, too.
-ScopePointer found_scope();
-void put_scope(const ScopePointer& scope);
 
 // --- what is asked of Python (module.cpp) ---
 

@@ -1,6 +1,6 @@
 // Simulated devices: what the files of this extension share.
 //
-// A simulated device is a counter of bytes, a random generator and a clock. Its memory is host memory and its kernels
+// A simulated device is a counter of bytes, a random generator and a speed. Its memory is host memory and its kernels
 // are the CPU's (fallback.cpp), but every storage belongs to exactly one device, and no op takes tensors of two.
 #pragma once
 
@@ -10,8 +10,8 @@
 #include <c10/core/Storage.h>
 
 #include <cstdint>
+#include <limits>
 #include <map>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -23,20 +23,15 @@ struct Generator;
 namespace sim {
 
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
+constexpr int kMostDevices = 128;
 
 // --- devices (device.cpp) ---
 
 struct MemoryCounters {
-  int64_t allocated = 0;    // bytes in use now
-  int64_t peak = 0;         // most bytes in use since the last reset
-  int64_t limit = 0;        // bytes; 0: no limit
-  int64_t allocations = 0;  // blocks handed out so far
-  int64_t ooms = 0;         // requests refused so far
-};
-
-struct CopyCounter {
-  int64_t count = 0;
-  int64_t bytes = 0;
+  int64_t allocated = 0;  // bytes in use now
+  int64_t peak = 0;       // most bytes in use since the last reset
+  int64_t limit = 0;      // bytes; 0: no limit
+  int64_t ooms = 0;       // requests refused so far
 };
 
 // Called once, before anything else here.
@@ -51,17 +46,17 @@ MemoryCounters memory_counters(c10::DeviceIndex index);
 int64_t total_memory(c10::DeviceIndex index);  // the limit, or the host's memory where there is none
 void reset_peak(c10::DeviceIndex index);
 void set_memory_limit(c10::DeviceIndex index, int64_t bytes);
+// Counts `bytes` as in use, or raises OutOfMemoryError and leaves the counters as they were.
+void take_bytes(c10::DeviceIndex index, int64_t bytes);
+void give_bytes(c10::DeviceIndex index, int64_t bytes);
 
-using CopyTable = std::map<std::pair<std::string, std::string>, CopyCounter>;
+// Copies from one device to another: how many, and their bytes.
+using CopyTable = std::map<std::pair<std::string, std::string>, std::pair<int64_t, int64_t>>;
 void count_copy(c10::Device from, c10::Device to, int64_t bytes);
 CopyTable copy_table();
 void reset_copy_table();
 
 // --- memory (memory.cpp) ---
-
-// Counts `bytes` as in use, or raises OutOfMemoryError and leaves the counters as they were.
-void take_bytes(c10::DeviceIndex index, int64_t bytes);
-void give_bytes(c10::DeviceIndex index, int64_t bytes);
 
 // Memory of a CPU storage, kept alive and counted as memory of device `index`. No copy.
 c10::DataPtr adopt(c10::Storage cpu, c10::DeviceIndex index);
@@ -70,7 +65,14 @@ c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* data);
 
-// --- clock (clock.cpp) ---
+// --- what ops and copies take (duration.cpp) ---
+
+struct Speed {
+  double seconds_per_op = 0;
+  double seconds_per_element = 0;
+  double flops_per_second = std::numeric_limits<double>::infinity();
+  double bytes_per_second = std::numeric_limits<double>::infinity();
+};
 
 // What an op has to do.
 struct Work {
@@ -79,58 +81,26 @@ struct Work {
   double bytes = 0;      // read and written
 };
 
-struct Speed {
-  double seconds_per_op = 0;
-  double seconds_per_element = 0;
-  double flops_per_second = 0;  // 0: no limit, as for bytes
-  double bytes_per_second = 0;
-};
-
-void set_speed(c10::DeviceIndex index, Speed speed);
-Speed speed(c10::DeviceIndex index);
-// Whether flops and bytes count on this device.
-bool counts_work(c10::DeviceIndex index);
-// All that ops on the device have been charged so far: exact, unlike the time that was slept for it.
-double busy_seconds(c10::DeviceIndex index);
-// Adds one op to what the device owes; waits once the debt is long enough to be slept off accurately. On virtual time
-// nobody waits. Returns the op's nanoseconds.
-int64_t charge(c10::DeviceIndex index, const Work& work);
-// Waits for all that the device owes: at synchronize and wherever the host sees a result.
-void settle(c10::DeviceIndex index);
-
-// --- links (links.cpp) ---
-
-struct Link {
-  double bytes_per_second = 0;  // 0: no limit
-  double seconds = 0;           // before the first byte arrives
-};
-
-// From and to a device's index, or -1 for the CPU. None: copies of two devices go through the CPU.
-void set_link(int source, int target, std::optional<Link> link);
-// Whether copies do not go through the CPU, or as fast as if they did not.
-bool can_access_peer(int source, int target);
-// How long a copy takes. Through the CPU it is made in pieces, which go in while the next come out: it takes the time of
-// the slower way, and the delays of both.
-int64_t transfer_nanoseconds(int source, int target, int64_t bytes);
-
-// --- waits ---
-
-// Lets the host wait for all work of the device (streams.cpp).
-void synchronize(c10::DeviceIndex index);
-
-// --- work (work.cpp) ---
-
 // What the number of an op's floating point operations depends on.
 struct Shapes {
   std::vector<std::vector<int64_t>> inputs;  // of its tensors, in their order
-  bool transposed = false;                   // of a convolution
   int gradients = 1;                         // of a convolution's backward: how many are asked for
 };
 
 // Matrix products and convolutions by their sums of products; all else has one operation for each element.
 double flops_of(const std::string& op, const Shapes& shapes, int64_t outputs);
+void set_speed(c10::DeviceIndex index, Speed speed);
+bool has_speed(c10::DeviceIndex index);
+// Adds an op to what the device has been busy with; returns its nanoseconds.
+int64_t charge(c10::DeviceIndex index, const Work& work);
+double busy_seconds(c10::DeviceIndex index);
 
-// --- random numbers (generator.cpp) ---
+// From and to a device's index, or -1 for the CPU. Without a link, copies of two devices go through the CPU.
+void set_link(int source, int target, double bytes_per_second, double seconds);
+void remove_links();
+int64_t transfer_nanoseconds(int source, int target, int64_t bytes);
+
+// --- random numbers (device.cpp) ---
 
 const at::Generator& default_generator(c10::DeviceIndex index);
 at::Generator new_generator(c10::DeviceIndex index);

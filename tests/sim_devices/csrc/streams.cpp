@@ -1,10 +1,9 @@
 // Streams, and what they and the host wait for.
-#include "order_state.h"
+#include "order.h"
 
 #include <c10/util/StringUtil.h>
 
 #include <atomic>
-#include <utility>
 
 namespace sim {
 namespace {
@@ -20,10 +19,12 @@ struct Pool {
 // With the lock of the state.
 Pool* const g_pools = new Pool[kMostDevices];
 
-std::atomic<bool> g_strict{true};
-std::atomic<bool> g_prompt{true};
 std::atomic<int64_t> g_host_waits{0};
 thread_local std::vector<c10::StreamId> t_current(kMostDevices, 0);
+
+c10::DeviceIndex device_of(int stream) {
+  return stream < kMostDevices ? static_cast<c10::DeviceIndex>(stream) : state().streams[stream].device;
+}
 
 void host_joins(const Clock& clock) {
   state().host.join(clock);
@@ -46,28 +47,19 @@ State& state() {
   return *state;
 }
 
-c10::DeviceIndex device_of(int stream) {
-  return stream < kMostDevices ? static_cast<c10::DeviceIndex>(stream) : state().streams[stream].device;
-}
-
 std::string name_of(int stream) {
   const auto device = c10::str("sim:", static_cast<int>(device_of(stream)));
   return stream < kMostDevices ? c10::str("the default stream of ", device) : c10::str("stream ", stream, " of ", device);
 }
 
-StreamState& up_to_date(int number) {
+Clock& clock_of(int number) {
   auto& stream = state().streams[number];
   if (stream.host_seen != state().host_version) {
     stream.clock.join(state().host);
     stream.host_seen = state().host_version;
   }
-  return stream;
+  return stream.clock;
 }
-
-void set_strict(bool strict) { g_strict = strict; }
-void set_prompt(bool prompt) { g_prompt = prompt; }
-bool is_strict() { return g_strict.load(std::memory_order_relaxed); }
-int64_t host_waits() { return g_host_waits; }
 
 // --- streams ---
 
@@ -110,12 +102,10 @@ ClockPointer record(const c10::Stream& stream) {
   const Recorder recorder;
   const auto number = number_of(stream);
   std::lock_guard<std::mutex> lock(state().mutex);
-  auto event = std::make_shared<Clock>(up_to_date(number).clock);
+  auto event = std::make_shared<Clock>(clock_of(number));
   event->mark = recorder ? recorder.mark(number) : -1;
   return event;
 }
-
-RecordId mark_of(const ClockPointer& event) { return event ? event->mark : -1; }
 
 void wait(const c10::Stream& stream, const ClockPointer& event) {
   if (!event) {
@@ -124,7 +114,7 @@ void wait(const c10::Stream& stream, const ClockPointer& event) {
   const Recorder recorder;
   const auto number = number_of(stream);
   std::lock_guard<std::mutex> lock(state().mutex);
-  up_to_date(number).clock.join(*event);
+  clock_of(number).join(*event);
   if (recorder && event->mark >= 0) {
     recorder.mark(number, {event->mark});
   }
@@ -142,31 +132,6 @@ void host_waits_for(const ClockPointer& event) {
   }
 }
 
-bool host_asks(const ClockPointer& event, bool again) {
-  if (!event) {
-    return true;
-  }
-  if (is_strict() && !g_prompt && !again) {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    return state().host.covers(*event);
-  }
-  host_knows(*event);
-  return true;
-}
-
-bool host_asks(const c10::Stream& stream) {
-  bool again = false;
-  ClockPointer now;
-  {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    const auto number = number_of(stream);
-    auto& known = up_to_date(number);
-    again = std::exchange(known.asked_at, known.clock.of(number)) == known.clock.of(number);
-    now = std::make_shared<const Clock>(known.clock);
-  }
-  return host_asks(now, again);
-}
-
 void host_waits_for_device(c10::DeviceIndex index) {
   ++g_host_waits;
   const Recorder recorder;
@@ -176,7 +141,7 @@ void host_waits_for_device(c10::DeviceIndex index) {
     const auto count = static_cast<int>(state().streams.size());
     for (int number = 0; number < count; ++number) {
       if (device_of(number) == index) {
-        host_joins(up_to_date(number).clock);
+        host_joins(clock_of(number));
         if (recorder) {
           marks.push_back(recorder.mark(number));
         }
@@ -189,9 +154,17 @@ void host_waits_for_device(c10::DeviceIndex index) {
   deliver();
 }
 
-void synchronize(c10::DeviceIndex index) {
-  settle(index);
-  host_waits_for_device(index);
+void host_asks(const ClockPointer& event) {
+  if (event) {
+    host_knows(*event);
+  }
+}
+
+void host_asks(const c10::Stream& stream) {
+  std::unique_lock<std::mutex> lock(state().mutex);
+  host_joins(clock_of(number_of(stream)));
+  lock.unlock();
+  deliver();
 }
 
 ClockPointer host_now() {
@@ -199,11 +172,11 @@ ClockPointer host_now() {
   return std::make_shared<const Clock>(state().host);
 }
 
-bool covers(const ClockPointer& clock, Moment moment) { return clock->covers(moment); }
-
 bool has_waited_for(const c10::Stream& stream, Moment moment) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  return up_to_date(number_of(stream)).clock.covers(moment);
+  return clock_of(number_of(stream)).covers(moment);
 }
+
+int64_t host_waits() { return g_host_waits; }
 
 }  // namespace sim

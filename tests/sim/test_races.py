@@ -1,0 +1,504 @@
+"""Streams, events and unfinished copies of simulated devices, as CUDA documents them.
+
+Each race here fails on a GPU now and then, and on strict simulated devices always; what CUDA leaves
+unfinished is full of NaN. The rules are those of "CUDA semantics" in PyTorch's notes (asynchronous
+execution, streams, pinned memory buffers) and of `torch.Tensor.record_stream`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+SIM = "sim:0"
+
+
+def main() -> torch.Stream:
+    stream: torch.Stream = torch.sim.current_stream(SIM)
+    return stream
+
+
+def ones(n: int = 4) -> Tensor:
+    return torch.ones(n, device=SIM)
+
+
+# --- races ----------------------------------------------------------------------------------------
+
+
+def on_side_after_main(side: torch.Stream, work: Callable[[], Any]) -> Any:
+    side.wait_stream(main())
+    with torch.sim.stream(side):
+        return work()
+
+
+def reads_too_early(side: torch.Stream) -> None:
+    x = ones()
+    with torch.sim.stream(side):
+        x + 1
+
+
+def writes_what_is_being_read(side: torch.Stream) -> None:
+    x = ones()
+    kept = on_side_after_main(side, lambda: x + 1)
+    try:
+        x.add_(1)
+    finally:
+        main().wait_stream(side)
+        del kept
+
+
+def writes_what_is_being_written(side: torch.Stream) -> None:
+    x = ones()
+    on_side_after_main(side, lambda: x.add_(1))
+    x.mul_(2)
+
+
+def overlapping_parts(side: torch.Stream) -> None:
+    x = ones()
+    on_side_after_main(side, lambda: x[1:3].add_(1))
+    x[:2].mul_(2)
+
+
+def memory_that_its_stream_has_not_got_yet(side: torch.Stream) -> None:
+    ones() + 1  # what was freed may be handed out while this still works
+    x = torch.empty(4, device=SIM)
+    with torch.sim.stream(side):
+        x.fill_(1)
+
+
+def event_before_the_work(side: torch.Stream) -> None:
+    event = main().record_event()
+    x = ones()
+    side.wait_event(event)
+    with torch.sim.stream(side):
+        x + 1
+
+
+def freed_too_early(side: torch.Stream, *, handed_out_again: int = 1000) -> None:
+    x = ones(1000)
+    side.wait_stream(main())
+    with torch.sim.stream(side):
+        x + 1
+    del x
+    ones(handed_out_again)
+
+
+def freed_too_early_for_a_smaller_one(side: torch.Stream) -> None:
+    freed_too_early(side, handed_out_again=10)
+
+
+def pinned_source_changed_too_early(side: torch.Stream) -> None:
+    x = torch.ones(4).pin_memory()
+    x.to(SIM, non_blocking=True)
+    x.zero_()
+    torch.sim.synchronize(SIM)
+
+
+def pinned_memory_overwritten_while_another_stream_reads_it(side: torch.Stream) -> None:
+    buffer, zeros = torch.ones(4).pin_memory(), torch.zeros(4, device=SIM)
+    with torch.sim.stream(side):
+        kept = buffer.to(SIM, non_blocking=True)
+    try:
+        buffer.copy_(zeros, non_blocking=True)
+    finally:
+        side.synchronize()
+        del kept
+
+
+def another_device_reads_an_unfinished_copy(side: torch.Stream) -> None:
+    ones().to("cpu", non_blocking=True).to("sim:1", non_blocking=True)
+
+
+def gradient_read_on_another_stream(side: torch.Stream) -> None:
+    layer, x = nn.Linear(4, 4, device=SIM), torch.ones(2, 4, device=SIM)
+    on_side_after_main(side, lambda: layer(x).sum().backward())
+    assert layer.weight.grad is not None
+    layer.weight.grad.sum()
+
+
+def copy_runs_on_the_sources_current_stream(side: torch.Stream) -> None:
+    x = ones()
+    y = on_side_after_main(side, lambda: x.to("sim:1"))
+    y.add_(1)
+    x.add_(1)
+
+
+def grows_on_another_stream(side: torch.Stream) -> None:
+    x = ones()
+    with torch.sim.stream(side):
+        x.resize_(100)
+
+
+def race_in_a_backward(side: torch.Stream) -> None:
+    class Racing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            with torch.sim.stream(side):
+                return gradient + 1
+
+    Racing.apply(ones().requires_grad_()).sum().backward()
+
+
+RACES: list[Callable[[torch.Stream], None]] = [
+    reads_too_early,
+    writes_what_is_being_read,
+    writes_what_is_being_written,
+    overlapping_parts,
+    memory_that_its_stream_has_not_got_yet,
+    event_before_the_work,
+    freed_too_early,
+    freed_too_early_for_a_smaller_one,
+    pinned_source_changed_too_early,
+    pinned_memory_overwritten_while_another_stream_reads_it,
+    another_device_reads_an_unfinished_copy,
+    gradient_read_on_another_stream,
+    copy_runs_on_the_sources_current_stream,
+    grows_on_another_stream,
+    race_in_a_backward,
+]
+
+
+@pytest.mark.parametrize("mistake", RACES, ids=lambda mistake: mistake.__name__)
+def test_a_race_is_an_error(mistake: Callable[[torch.Stream], None], side: torch.Stream) -> None:
+    with pytest.raises(torch.sim.RaceError, match=r"^Race: "):
+        mistake(side)
+
+
+def test_an_error_names_both_ops_and_their_streams(side: torch.Stream) -> None:
+    x = ones().mul_(2)
+    with torch.sim.stream(side), pytest.raises(torch.sim.RaceError) as race:
+        x + 1
+    for part in ("aten::add on stream", "reads", "aten::mul_ on the default stream of sim:0",
+                 "has written", "wait_stream"):  # fmt: skip
+        assert part in str(race.value)
+
+
+def batch_norm(x: Tensor, i: Tensor, rows: Tensor) -> Any:
+    """Its schema does not say that it writes the running statistics."""
+    return F.batch_norm(rows, x[0], x[1], training=True)
+
+
+WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "scatter_": lambda x, i, rows: x.scatter_(0, i.view(1, 2), 1.0),
+    "x[i] = ...": lambda x, i, rows: x.__setitem__(i, rows),
+    "x[mask] = ...": lambda x, i, rows: x.__setitem__(torch.ones_like(x).bool(), 1.0),
+    "foreach add": lambda x, i, rows: torch._foreach_add_([x[0], x[1]], 1),
+    "out of cat": lambda x, i, rows: torch.cat([rows, rows], out=x),
+    "out of sort": lambda x, i, rows: torch.sort(rows, out=(x[:2], torch.empty_like(rows).long())),
+    "normal_": lambda x, i, rows: x.normal_(),
+    "dropout in place": lambda x, i, rows: F.dropout(x, inplace=True),
+    "copy_": lambda x, i, rows: x.copy_(rows[0]),
+    "from pinned memory": lambda x, i, rows: x.copy_(PINNED, non_blocking=True),
+    "from another device": lambda x, i, rows: x.copy_(rows.to("sim:1")[0], non_blocking=True),
+    "storage": lambda x, i, rows: x.untyped_storage().fill_(0),
+    "embedding's renorm": lambda x, i, rows: F.embedding(i, x, max_norm=0.1),
+    "batch norm's statistics": batch_norm,
+}
+PINNED = torch.ones(4, 4)
+
+READERS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "cat": lambda x, i: torch.cat([x, x]),
+    "index": lambda x, i: x[i],
+    "foreach": lambda x, i: torch._foreach_add([x], 1),
+    "to the host": lambda x, i: x.to("cpu", non_blocking=True),
+    "contiguous": lambda x, i: x.t().contiguous(),
+    "other dtype": lambda x, i: x.double(),
+    "batch norm": lambda x, i: F.batch_norm(torch.ones(2, 4, device=SIM), x[0], x[1]),
+    "saved for backward": lambda x, i: x.clone().requires_grad_().mul(x),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_reading_what_another_stream_writes_is_a_race(writer: str, side: torch.Stream) -> None:
+    global PINNED
+    PINNED = PINNED.pin_memory()
+    x, rows = torch.ones(4, 4, device=SIM), torch.ones(2, 4, device=SIM)
+    i = torch.tensor([0, 1], device=SIM)
+    kept = on_side_after_main(side, lambda: WRITERS[writer](x, i, rows))
+    with pytest.raises(torch.sim.RaceError):
+        x.sum()
+    main().wait_stream(side)
+    x.sum()
+    del kept
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_writing_what_another_stream_reads_is_a_race(reader: str, side: torch.Stream) -> None:
+    x, i = torch.ones(4, 4, device=SIM), torch.tensor([0, 1], device=SIM)
+    kept = on_side_after_main(side, lambda: READERS[reader](x, i))
+    READERS[reader](x, i)  # both may read
+    with pytest.raises(torch.sim.RaceError):
+        x.fill_(1)
+    main().wait_stream(side)
+    x.fill_(1)
+    del kept
+
+
+@given(*[st.tuples(st.integers(0, 5), st.integers(1, 6))] * 2)
+def test_parts_race_if_they_share_an_element(one: tuple[int, int], other: tuple[int, int]) -> None:
+    x, side = ones(11), torch.Stream(SIM)
+    (a, n), (b, m) = one, other
+    on_side_after_main(side, lambda: x[a : a + n].add_(1))
+    raised = False
+    try:
+        x[b : b + m].add_(1)
+    except torch.sim.RaceError:
+        raised = True
+    main().wait_stream(side)
+    assert raised == (a < b + m and b < a + n)
+
+
+# --- what is ordered ------------------------------------------------------------------------------
+
+
+def through_a_third_stream(side: torch.Stream, x: Tensor) -> None:
+    third = torch.Stream(SIM)
+    third.wait_stream(main())
+    side.wait_stream(third)
+
+
+ORDERS: dict[str, Callable[[torch.Stream, Tensor], Any]] = {
+    "wait_stream": lambda side, x: side.wait_stream(main()),
+    "event": lambda side, x: side.wait_event(main().record_event()),
+    "synchronize of the stream": lambda side, x: main().synchronize(),
+    "synchronize of an event": lambda side, x: main().record_event().synchronize(),
+    "query of an event": lambda side, x: main().record_event().query(),
+    "synchronize of the device": lambda side, x: torch.sim.synchronize(SIM),
+    "synchronize of torch.accelerator": lambda side, x: torch.accelerator.synchronize(0),
+    "item": lambda side, x: x.sum().item(),
+    "copy to the host": lambda side, x: x.cpu(),
+    "nonzero": lambda side, x: x.nonzero(),
+    "a third stream": through_a_third_stream,
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_is_ordered_is_no_race(order: str, side: torch.Stream) -> None:
+    x = ones()
+    ORDERS[order](side, x)
+    with torch.sim.stream(side):
+        y = x + 1
+    main().wait_stream(side)
+    assert (x + y).tolist() == [3] * 4
+
+
+def test_views_are_no_work(side: torch.Stream) -> None:
+    x = torch.ones(4, 4, device=SIM)
+    with torch.sim.stream(side):  # which waits for nothing
+        x.t()[1:].unsqueeze(0).expand(2, 3, 4).as_strided((2, 2), (1, 1)).detach().squeeze()
+        x.view(torch.int32), x.reshape(2, 8), x.unbind(), x.split(2), x.diagonal(), x.data
+        x.is_set_to(x), x.data_ptr(), x.is_contiguous(), x.new_empty(3), torch.empty_like(x)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_freed_memory_is_safe_if_recorded_or_waited_for(recorded: bool, side: torch.Stream) -> None:
+    x = ones(1000)
+    side.wait_stream(main())
+    with torch.sim.stream(side):
+        y = x + 1
+    if recorded:
+        x.record_stream(side)
+    else:
+        main().wait_stream(side)
+    del x
+    z = ones(1000)
+    main().wait_stream(side)
+    assert (y + z).sum().item() == 3000
+
+
+@pytest.mark.parametrize("out_of_memory", [False, True])
+def test_an_op_that_fails_has_done_nothing(out_of_memory: bool, side: torch.Stream) -> None:
+    x, other = ones(1000), ones(3)
+    side.wait_stream(main())
+    with torch.sim.stream(side):
+        if out_of_memory:
+            torch.sim.set_memory_limit(0, torch.sim.memory_allocated(0) + 10)
+            with pytest.raises(torch.OutOfMemoryError):
+                x + 1
+        else:
+            with pytest.raises(RuntimeError, match="size"):
+                x.add_(other)
+    x.add_(1)
+    with torch.sim.stream(torch.Stream(SIM)), pytest.raises(torch.sim.RaceError):
+        x.add_(1)
+    assert x.add_(1)[0].item() == 3
+
+
+def test_threads_hand_over_tensors_with_events() -> None:
+    asked: queue.Queue[tuple[Tensor, torch.Event] | None] = queue.Queue()
+    answers: queue.Queue[tuple[Tensor, torch.Event]] = queue.Queue()
+
+    def work() -> None:
+        own = torch.Stream(SIM)
+        with torch.sim.stream(own):
+            while (task := asked.get()) is not None:
+                x, is_there = task
+                own.wait_event(is_there)
+                x.record_stream(own)
+                answers.put((x + 1, own.record_event()))
+                del x, task
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(5):
+        x = ones()
+        asked.put((x, main().record_event()))
+        del x
+        y, is_there = answers.get(timeout=60)
+        main().wait_event(is_there)
+        y.record_stream(main())
+        assert (y + 1).tolist() == [3] * 4
+    asked.put(None)
+    thread.join()
+
+
+# --- the host -------------------------------------------------------------------------------------
+
+HOST_WAITS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+    "attention": (lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, 2, 2)] * 3), False),
+    "index": (lambda x: x[x.long() - 1], False),
+    "fill by mask": (lambda x: x.__setitem__(x > 0, 1.0), False),
+    "assert": (lambda x: torch._assert_async(x.all()), False),
+    "to a device": (lambda x: x.to("sim:1"), False),
+    "from pinned, non_blocking": (
+        lambda x: x.copy_(torch.ones(4).pin_memory(), non_blocking=True),
+        False,
+    ),
+    "index by mask": (lambda x: x[x > 0], True),
+    "index on the host": (lambda x: x[torch.tensor([0, 1])], True),
+    "masked_select": (lambda x: x.masked_select(x > 0), True),
+    "unique": (lambda x: x.unique(), True),
+    "equal": (lambda x: torch.equal(x, x), True),
+    "item": (lambda x: x.sum().item(), True),
+    "to the host": (lambda x: x.to("cpu"), True),
+    "from the host": (lambda x: x.copy_(torch.ones(4)), True),
+}
+
+
+@pytest.mark.parametrize("case", HOST_WAITS)
+def test_the_host_waits_where_it_does_for_cuda(case: str) -> None:
+    x, (work, waits) = ones(), HOST_WAITS[case]
+    before = torch.sim.host_waits()
+    work(x)
+    assert (torch.sim.host_waits() > before) == waits
+
+
+VALUES = [
+    torch.arange(4.0),
+    torch.arange(4),
+    torch.tensor([True, False, True]),
+    torch.arange(4.0).to(torch.complex64),
+    torch.arange(6.0).view(2, 3).t(),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: f"{value.dtype}-{value.dim()}d")
+def test_a_copy_to_the_host_is_there_when_it_was_waited_for(value: Tensor) -> None:
+    copied = value.to(SIM).to("cpu", non_blocking=True)
+    other = torch.Stream(SIM)
+    other.synchronize()  # brings nothing
+    assert copied.is_pinned() and not torch.equal(copied, value)
+    main().record_event().synchronize()
+    assert torch.equal(copied, value)
+
+
+def test_pageable_memory_is_staged() -> None:
+    """The source may change at once; a copy to the host "might" block, so it must not be read."""
+    source, target = torch.ones(4), torch.empty(4)
+    there = source.to(SIM, non_blocking=True)
+    source.zero_()
+    target.copy_(there, non_blocking=True)
+    assert target.isnan().all()
+    main().synchronize()
+    assert target.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("last_blocks", [False, True])
+def test_copies_into_one_place_arrive_in_order(last_blocks: bool) -> None:
+    target = torch.empty(2).pin_memory()
+    for value in (1.0, 2.0, 3.0):
+        blocks = last_blocks and value == 3
+        target.copy_(torch.full((2,), value, device=SIM), non_blocking=not blocks)
+    torch.sim.synchronize(SIM)
+    assert target.tolist() == [3, 3]
+
+
+def test_a_stream_reads_what_it_has_copied_to_pinned_memory() -> None:
+    buffer, arrived = torch.empty(4).pin_memory(), []
+    for value in range(3):
+        buffer.copy_(torch.full((4,), float(value), device=SIM), non_blocking=True)
+        arrived.append(buffer.to(SIM, non_blocking=True))
+    torch.sim.synchronize(SIM)
+    assert [tensor.tolist() for tensor in arrived] == [[value] * 4 for value in (0.0, 1.0, 2.0)]
+
+
+def test_pinned_memory_that_is_let_go_is_read_in_time() -> None:
+    """CUDA's allocator of pinned memory keeps it until the copy is through."""
+    there = torch.ones(4).pin_memory().to(SIM, non_blocking=True)
+    others = [torch.zeros(4).pin_memory() for _ in range(5)]
+    ones().to("cpu", non_blocking=True)  # whose target is gone
+    torch.sim.synchronize(SIM)
+    assert there.tolist() == [1] * 4 and len(others) == 5
+
+
+# --- PyTorch's own parts on streams ---------------------------------------------------------------
+
+NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)), (6, 4)),
+    "conv": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (2, 3, 8, 8)),
+    "lstm": (lambda: nn.LSTM(4, 5, num_layers=2, batch_first=True), (2, 3, 4)),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), (2, 3, 8)),
+}
+
+
+def trained(net: str, stream: torch.Stream | None, **adam: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    make, shape = NETS[net]
+    module, x = make().to(SIM), torch.randn(shape)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, **adam)
+    if stream is not None:
+        stream.wait_stream(main())
+    with torch.sim.stream(stream):
+        for _ in range(3):
+            optimizer.zero_grad()
+            output = module(x.to(SIM))
+            (output[0] if isinstance(output, tuple) else output).square().mean().backward()
+            optimizer.step()
+    if stream is not None:
+        main().wait_stream(stream)
+    return [parameter.detach().cpu() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("adam", [{"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("net", NETS)
+def test_training_on_a_side_stream_is_that_on_the_default_one(
+    net: str, adam: dict[str, Any], side: torch.Stream
+) -> None:
+    for a, b in zip(trained(net, None, **adam), trained(net, side, **adam), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_fused_optimizer_refuses_gradients_of_other_strides() -> None:
+    x = torch.ones(3, 4, device=SIM, requires_grad=True)
+    x.grad = torch.ones(4, 3, device=SIM).t()
+    with pytest.raises(RuntimeError, match=r"expected grads\[0\] of the strides of its parameter"):
+        torch.optim.AdamW([x], lr=0.1, fused=True).step()
+
+
+def test_a_device_has_32_streams_and_hands_them_out_in_turn() -> None:
+    streams = [torch.Stream(SIM) for _ in range(32)]
+    assert len({stream.stream_id for stream in [main(), *streams]}) == 33
+    assert [torch.Stream(SIM) for _ in range(32)] == streams

@@ -105,7 +105,7 @@ class AutoSplitSteps:
             self._engine.resync()  # weights may have been written in a way that no version counts
             if isinstance(self._mode, StepMode):
                 self._mode.batch(None, 0)  # lets go of the latest shards
-        self._accumulates = method == "training_step" and self._engine.reducer.accumulating
+        self._accumulates = method == "training_step" and self._engine.accumulating
         return self.is_alone
 
     def step(self, method: str, batch: Any, own: Callable[[], Any]) -> Any:

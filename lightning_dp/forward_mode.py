@@ -79,7 +79,7 @@ class ForwardMode(Mode):
         )
         self._of_processes: _StepsOfProcess | None = None
         if world is not None and host is not None:
-            self._of_processes = _StepsOfProcess(module, self.engine, host, world, loss_reduction)
+            self._of_processes = _StepsOfProcess(module, self.engine, host, loss_reduction)
         # Steps whose first run with a result has not been looked at.
         self._to_check = {"training_step", "validation_step", "test_step", "predict_step"}
 
@@ -138,13 +138,6 @@ class ForwardMode(Mode):
         with profiled, self.engine.spreading(), here, logs:
             yield
 
-    @override
-    def loss_of_closure(self, result: Any) -> Any:
-        """With several processes and manual optimisation: the loss of all."""
-        if self._of_processes is None or self.module.automatic_optimization:
-            return result  # with automatic optimisation, the step's loss was joined already
-        return self._of_processes.losses.number(result)
-
 
 class _StepsOfProcess:
     """The steps of one of several processes: each runs a step once, with its part of the batch."""
@@ -154,16 +147,19 @@ class _StepsOfProcess:
         module: LightningModule,
         engine: ForwardParallel,
         host: HostRecorder,
-        world: World,
         loss_reduction: LossReduction,
     ) -> None:
-        from lightning_dp.parallel.forward_losses import ForwardLosses
-
         self._module, self._engine, self.host = module, engine, host
-        self.losses = ForwardLosses(engine, world, loss_reduction)
+        self._loss_reduction = loss_reduction
 
     def step(self, method: str, call: Callable[[], Any], batch: Any) -> Any:
         """Calls a step; loss, logs and metrics become those of all processes."""
+        if method == "training_step" and not self._module.automatic_optimization:
+            raise ValueError(
+                "Expected automatic optimisation in several processes, got a module with "
+                "automatic_optimization = False, whose every backward they would have to join. Use "
+                "one process, or Lightning's strategy='ddp'."
+            )
         is_iterator = isinstance(batch, Iterator)
         size = None if is_iterator else self._engine.count_samples(batch)
         if not size:
@@ -177,7 +173,7 @@ class _StepsOfProcess:
         with self.host.around_step(size, self._engine.row_rules.dim):
             if method != "training_step":
                 return call()
-            return self.losses.step(call, size, by_hand=not self._module.automatic_optimization)
+            return self._engine.step_of_rank(call, size, self._loss_reduction)
 
 
 class _EngineOfProcess(ForwardParallel):

@@ -60,10 +60,6 @@ class Mode(ABC):
         """
         raise error
 
-    def loss_of_closure(self, result: Any) -> Any:
-        """With several processes: the loss of all, where an optimizer's closure returned ours."""
-        return result
-
     def to_be_scaled(self, loss: Tensor) -> Tensor:
         """Moves a loss to the root before a gradient scaler sees it.
 

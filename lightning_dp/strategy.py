@@ -486,12 +486,9 @@ class DataParallelMixin(CheckpointMixin):
             if is_spread:  # an optimizer may call this several times
                 torch.set_num_threads(num_threads)
             result = closure()
-            if self._auto is None or not self._auto.is_alone:
-                # of a training step that returned None, no backward has come
-                engine.reducer.sum_waiting()
-                if is_spread:
-                    torch.set_num_threads(optimizer_threads(optimizer))
-            return result if self._world is None else mode.loss_of_closure(result)
+            if is_spread and (self._auto is None or not self._auto.is_alone):
+                torch.set_num_threads(optimizer_threads(optimizer))
+            return result
 
         try:
             return super().optimizer_step(optimizer, with_all_gradients, *args, **kwargs)
@@ -502,12 +499,12 @@ class DataParallelMixin(CheckpointMixin):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        """While it lasts, processes keep their gradient sums; the next backward adds them up."""
+        """While it lasts, the optimizer waits for a later backward."""
         with super().block_backward_sync():
             if self._mode is None:
                 yield
                 return
-            with replaced(self._mode.engine.reducer, accumulating=True):
+            with replaced(self._mode.engine, accumulating=True):
                 yield
 
     # Callbacks may write weights in ways that leave no trace, and they do it at these times.

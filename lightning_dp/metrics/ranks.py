@@ -20,26 +20,19 @@ from lightning_dp.parallel.replicate import ModuleStructure
 from lightning_dp.parallel.scatter import Shards
 
 if TYPE_CHECKING:
-    from lightning_dp.parallel.processes import Losses, World
+    from lightning_dp.parallel.processes import World
 
 _OF_PROCESSES = ("sync_dist", "sync_dist_group", "rank_zero_only")
 """Options of `self.log` about processes: a value of all of them is everywhere the same."""
 
 
-def of_all_ranks(own: Records, losses: Sequence[Losses], world: World) -> Records:
+def of_all_ranks(own: Records, world: World) -> Records:
     """What the replicas of all ranks recorded, in the order of the batch.
 
-    Every rank takes part in every step: no other rank knows whether it has recorded anything. The
-    losses of the step travel with the records.
+    Every rank takes part in every step: no other rank knows whether it has recorded anything.
     """
-    from lightning_dp.parallel.processes import check_together
-
     sent = own._replace(calls=[list(map(_without_sync, calls)) for calls in own.calls])
-    gathered = world.gather((None if world.is_idle else sent, [loss.own for loss in losses]))
-    check_together(gathered)
-    for own_losses, *of_all in zip(losses, *[along for _, along in gathered], strict=True):
-        own_losses.of_all = of_all
-    parts = [part for part, _ in gathered]
+    parts = world.gather(None if world.is_idle else sent, "the end of its step")
     parts[world.rank] = None if world.is_idle else sent  # values may have a graph
     return _concatenated([part for part in parts if part is not None])
 
@@ -116,9 +109,6 @@ class HostRecorder(StepRecorder):
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """A backward after the step, whose checkpoints call the module again, records nothing."""
-        if self._active is not None:  # the step itself calls it
-            yield
-            return
         with self._whole_step():
             yield
         if self.calls:

@@ -168,7 +168,7 @@ class StepRecorder(ReplicaRules):
         if self.world is not None and self._host is None:
             from lightning_dp.metrics import ranks
 
-            found = ranks.of_all_ranks(found, shards.losses, self.world)
+            found = ranks.of_all_ranks(found, self.world)
             logging = ranks.logging_for_all(self._module, sum(found.sizes))
         with logging:
             self._make(found, shards.row_rules.dim)

@@ -1,31 +1,70 @@
-"""What runs on each replica in a step, and what becomes of its result."""
+"""What an engine is given: its options, and what runs on each replica in a step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.replicate import ParameterCopies, Replicas
+from lightning_dp.parallel.apply import ExecutorName
+from lightning_dp.parallel.gather import Override, Scalars
+from lightning_dp.parallel.reduce import Buffers
+from lightning_dp.parallel.replicate import ParameterCopies, ReplicaRules, Replicas
 from lightning_dp.parallel.scatter import Shards, to_device, to_device_together
+from lightning_dp.parallel.split import SplitPolicy
+
+if TYPE_CHECKING:
+    from lightning_dp.parallel.processes import World
 
 Transfer: TypeAlias = Callable[[Any, torch.device], Any]
 """Moves one shard to a device."""
 
-PLAIN: Transfer = to_device
-
 StepContext: TypeAlias = Callable[[Replicas, str, Shards, bool], AbstractContextManager[None]]
 """Of the replicas, what is called, the shards, and whether it is a rerun."""
 
-HOST = torch.device("cpu")
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What users and modes choose for an engine.
+
+    Attributes:
+        output_device: where gathered outputs end up.
+        split: how many samples each device gets.
+        dim: the dimension along which batches are cut and outputs joined.
+        columns: whether lists are containers of columns whatever is in them.
+        cost_key: the batch's entry that holds costs; None to ask the module, see `sample_costs`.
+        buffers: which buffers the root keeps after a training step, see `reduce_buffers`.
+        executor: how the replicas run, see `Executor`.
+        scalars, overrides: how 0-dim outputs and those under certain keys are gathered.
+        rules: how special submodules are replicated.
+        context: entered around every apply, for what replicas leave behind besides outputs.
+        world: the processes that train together; None if this is the only one.
+        timeout: how long replicas wait in a collective for one that does not come.
+    """
+
+    output_device: torch.device
+    split: SplitPolicy
+    dim: int = 0
+    columns: bool = False
+    cost_key: str | None = None
+    buffers: Buffers = "first"
+    executor: ExecutorName = "auto"
+    scalars: Scalars = "merge"
+    overrides: Mapping[str, Override] | None = None
+    rules: ReplicaRules | None = None
+    context: StepContext = field(default=lambda *_: nullcontext())
+    world: World | None = None
+    timeout: timedelta | None = None
 
 
 class ReplicaCall(ABC):
-    """One step's call, for `Engine.step`.
+    """What runs on each replica in one step, and what becomes of its results.
 
     Args:
         name: what errors call it; the executor chooses by it how the call runs.
@@ -38,7 +77,9 @@ class ReplicaCall(ABC):
     copied_parameters: ParameterCopies = "changed"  # to replicas
     path = ""  # of the submodule that is called
 
-    def __init__(self, name: str, *, training: bool = False, transfer: Transfer = PLAIN) -> None:
+    def __init__(
+        self, name: str, *, training: bool = False, transfer: Transfer = to_device
+    ) -> None:
         self.name, self.training, self.transfer = name, training, transfer
 
     @abstractmethod
@@ -49,18 +90,14 @@ class ReplicaCall(ABC):
     def on_replica(self, module: nn.Module, shard: Any) -> Any:
         """What a replica does with its shard."""
 
-    def leave(self, outputs: list[Any], devices: Collection[torch.device]) -> list[Any]:
+    def to_host(self, outputs: list[Any], devices: Collection[torch.device]) -> Any:
         """The outputs on their way to the host, which does not wait for these devices yet."""
-        return to_device_together(outputs, HOST, later=devices)
-
-    def exchange_losses(self, outputs: list[Any], shards: Shards) -> Any:
-        """Exchanges loss, samples and items with the other ranks; returns what `gather` takes."""
-        return outputs
+        return to_device_together(outputs, torch.device("cpu"), later=devices)
 
     @abstractmethod
-    def gather(self, outputs: list[Any], shards: Shards) -> Any:
+    def gather(self, outputs: Any, shards: Shards) -> Any:
         """What one device would have returned, where the replicas that work returned `outputs`."""
 
-    def finish(self, result: Any, gradient: Tensor | None = None) -> None:
-        """Does what comes after a step whose result no other code gets: its backward, if any."""
+    def finish(self, result: Any, gradient: Tensor) -> None:
+        """Runs the backward, if any, of a step that is done again."""
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +10,19 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dp.parallel.call import ReplicaCall
 from lightning_dp.parallel.comm import on_streams, side_streams
 from lightning_dp.parallel.contexts import StandIn, replaced
+from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.gather import Scalars
-from lightning_dp.parallel.out_of_memory import RecoveringEngine
+from lightning_dp.parallel.reduce import (
+    JointBackward,
+    LossReduction,
+    NoLossError,
+    StepOutput,
+)
 from lightning_dp.parallel.scatter import Shards, to_device_together
 from lightning_dp.parallel.torch_private import (
     COMPILED_CALL,
@@ -25,6 +30,8 @@ from lightning_dp.parallel.torch_private import (
     is_in_backward,
     not_compiled,
 )
+
+OWN_METHODS = ("batch_size", "split_batch", "sample_cost")
 
 
 class FirstCalls(Protocol):
@@ -36,7 +43,7 @@ class FirstCalls(Protocol):
         """A submodule is about to be called; the first arguments go by position."""
 
 
-class ForwardParallel(RecoveringEngine):
+class ForwardParallel(Engine):
     """Spreads calls of a module over its replicas; what they return is gathered.
 
     While `spreading` lasts, `module(x)` cuts its arguments, runs `forward` on all replicas and
@@ -80,7 +87,6 @@ class ForwardParallel(RecoveringEngine):
         self._spread: ExitStack | None = None  # gives the modules their own forwards back
         self._mode: tuple[bool, bool] | None = None
         self._turn = threading.RLock()
-        self._all_devices = [*self.devices, self.output_device]
         self._streams: list[torch.Stream] = []  # the caller's own
 
     def turn(self) -> threading.RLock:
@@ -96,14 +102,13 @@ class ForwardParallel(RecoveringEngine):
         # Compiled code may also be called with whole batches, beside the replicas' calls.
         compiles = self.replicas.compiled.are_known
         with self.replicas.compiled.as_often() if compiles else nullcontext():
-            self.start_spreading()
+            self._start_spreading()
             try:
                 yield
             finally:
                 self.stop_spreading()
 
-    def start_spreading(self) -> None:
-        """Spreads the module's calls from here on."""
+    def _start_spreading(self) -> None:
         self._spread = ExitStack()
         for path in self._paths:
             module = self.module.get_submodule(path)
@@ -126,19 +131,18 @@ class ForwardParallel(RecoveringEngine):
                 return self.call(path, args, kwargs)
             finally:
                 if is_spreading:
-                    self.start_spreading()
+                    self._start_spreading()
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Calls `forward` of the submodule `path` on all replicas, or on the root alone."""
         arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         self.num_calls += 1
         if not is_in_backward():
-            self._streams = side_streams(self._all_devices)
+            self._streams = side_streams([*self.devices, self.output_device])
         called = self.module.get_submodule(path)
-        names = ("batch_size", "split_batch", "sample_cost")
-        asked = called if any(callable(getattr(called, n, None)) for n in names) else self.module
+        decides = any([callable(getattr(called, name, None)) for name in OWN_METHODS])
         # A checkpoint calls again in a thread of autograd, which has other streams.
-        with on_streams(self._streams), replaced(self, asked=asked):
+        with on_streams(self._streams), replaced(self, asked=called if decides else self.module):
             if self.first_calls is not None and not is_in_backward():
                 self.first_calls.before(self, path, len(args), arguments)
             return self.run(self.spread_call(path, len(args)), arguments)
@@ -168,6 +172,49 @@ class ForwardParallel(RecoveringEngine):
         super().close()
         self.replicas.lose()
 
+    def step_of_rank(
+        self, call: Callable[[], Any], samples: int, loss_reduction: LossReduction
+    ) -> Any:
+        """With several processes: calls a training step for this rank's samples.
+
+        Its loss becomes that of all ranks, whose backward gives the root the gradients of all,
+        also those of parameters that the step uses outside of spread calls.
+        """
+        from lightning_dp.parallel.processes import RankGraph, exchange_losses
+
+        world: Any = self.world
+        graph = world.graph = RankGraph(world, samples)
+        try:
+            output = call()
+        finally:
+            world.graph = None
+        try:
+            step = None if output is None else StepOutput.parse(output)
+        except NoLossError:
+            return output  # Lightning raises its own error
+        own: Tensor | None = None
+        items, has_graph = None, False
+        if step is not None:
+            own, has_graph = step.loss.detach(), step.loss.requires_grad
+            items = None if step.num_items is None else float(step.num_items)
+        kind = {"has_graph": has_graph, "is_sum": loss_reduction == "sum"}
+        joint = exchange_losses(own, samples, items, world, **kind)
+        self.reducer.rank_samples = joint.samples  # exchanged once, after the backward
+        loss = None if joint.value is None else joint.on(self.output_device)
+        if loss is not None and joint.has_graph:
+            loss = JointBackward(
+                "training_step",
+                Shards((samples,), []),
+                [] if step is None else [(0, step.loss, joint.share)],
+                self.backward,
+                [*self.devices, self.output_device],
+                crosses=True,
+                rank_graph=graph,
+            ).attach(loss)
+        else:
+            self.reducer.settle()
+        return {**output, "loss": loss} if isinstance(output, Mapping) else loss
+
 
 @not_compiled  # compiled code may call the module, and would have the engine compiled
 def _spread(engine: ForwardParallel, path: str, *args: Any, **kwargs: Any) -> Any:
@@ -184,15 +231,13 @@ class SpreadCall(ReplicaCall):
         self, engine: ForwardParallel, path: str, num_args: int, *, training: bool
     ) -> None:
         super().__init__(f"{path}.forward".lstrip("."), training=training)
-        self._engine = engine
-        self.path = path
-        self._num_args = num_args
+        self._engine, self.path, self._num_args = engine, path, num_args
 
     def begin(self, shards: Shards) -> None:
         """Puts the replicas inside the root's graph."""
         # Not the engine itself: a graph that reaches what holds it is never freed.
-        settle = partial(_settle, weakref.ref(self._engine))
-        self._engine.replicas.connect(shards.active, settle)
+        after_backward = partial(_after_backward, weakref.ref(self._engine))
+        self._engine.replicas.connect(shards.active, after_backward)
 
     def on_replica(self, module: nn.Module, shard: Mapping[int | str, Any]) -> Any:
         """The replica's `forward`."""
@@ -205,15 +250,14 @@ class SpreadCall(ReplicaCall):
         if shards.whole:
             return to_device_together(outputs, self._engine.output_device)[0]
         self._engine.num_cut += 1
-        sizes, order = shards.active_sizes, shards.active_order
-        return self._engine.join(outputs, sizes=sizes, order=order, row_rules=shards.row_rules)
+        return self._engine.join(outputs, shards)
 
 
-def _settle(engine: Callable[[], ForwardParallel | None]) -> None:
-    """After a backward; of an engine that is gone there is nothing to settle."""
+def _after_backward(engine: Callable[[], ForwardParallel | None]) -> None:
+    """The root's weights are about to be updated, and it may have the step's buffers."""
     living = engine()
     if living is not None:
-        living.reducer.settle()
+        living.reducer.take_buffers()
         living.replicas.expect_change()
 
 
@@ -222,8 +266,7 @@ def check_parallel_modules(module: nn.Module, names: Sequence[str]) -> None:
     known = [name for name, _ in module.named_modules() if name]
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known)
             raise ValueError(
                 f"parallel_modules: expected names of submodules of {type(module).__qualname__}, "
-                f"such as {(close or known)[:4]}, got {name!r}. Correct the name."
+                f"such as {known[:4]}, got {name!r}. Correct the name."
             )

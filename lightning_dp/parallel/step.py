@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dp.parallel.call import PLAIN, ReplicaCall, Transfer
+from lightning_dp.parallel.call import ReplicaCall, Transfer
+from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.gather import without_rows
-from lightning_dp.parallel.out_of_memory import RecoveringEngine
 from lightning_dp.parallel.reduce import (
-    Graph,
     JointBackward,
     LossReduction,
     StepOutput,
@@ -21,27 +21,20 @@ from lightning_dp.parallel.reduce import (
     join_losses,
     loss_of,
     loss_weights,
+    parse_outputs,
     wait_for_autograd,
 )
-from lightning_dp.parallel.scatter import Shards
+from lightning_dp.parallel.scatter import Shards, to_device
 from lightning_dp.parallel.torch_private import hooked
 
 if TYPE_CHECKING:
-    from lightning_dp.parallel.processes import Losses
+    from lightning_dp.parallel.processes import JointLoss
 
 
-class _Joined(NamedTuple):
-    """What the replicas of one process have returned."""
-
-    sizes: list[int]  # of the shards that have a loss
-    steps: list[StepOutput]
-    graphs: list[Graph]
-    loss: Tensor | None
-    items: float | None
-    has_graph: bool
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
-class StepParallel(RecoveringEngine):
+class StepParallel(Engine):
     """Runs a method of a module on all replicas, each on its shard of the batch.
 
     What comes back is what one device would have returned: outputs in order, the loss of the
@@ -73,7 +66,7 @@ class StepParallel(RecoveringEngine):
         super().__init__(module, devices, **options)
         self.loss_reduction: LossReduction = loss_reduction
         self.has_own_backward = False  # the module overrides `backward`
-        self._has_warned_of_none = False
+        self.has_warned_of_none = False
 
     def train(self, method: str, batch: Any, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and joins the losses; see `TrainingStep`."""
@@ -82,27 +75,6 @@ class StepParallel(RecoveringEngine):
     def evaluate(self, method: str, batch: Any, *args: Any) -> Any:
         """Calls `method(shard, *args)` on the replicas and gathers what it returns."""
         return self.step(EvaluationStep(self, method, args), batch)
-
-    def warn_of_none(self, step: str, count: int, of: int) -> None:
-        """Warns once that some replicas returned no loss while others did."""
-        if not self._has_warned_of_none:
-            self._has_warned_of_none = True
-            warnings.warn(
-                f"{step}: expected a loss from every replica or from none, got None from {count} "
-                f"of {of}. Their samples are left out; one device leaves out the whole batch. Let "
-                "all decide alike, by what self.all_gather(...) returns, or use "
-                'DataParallelStrategy(mode="forward").',
-                stacklevel=2,
-            )
-
-    def requested_parameters(self) -> list[Tensor]:
-        """Parameters of which an own backward may ask gradients, without those that have hooks.
-
-        Autograd calls hooks although there is no gradient for them.
-        """
-        parameters = self.replicas.root_parameters
-        with_hooks = set(hooked(parameters))
-        return [p for i, p in enumerate(parameters) if p.requires_grad and i not in with_hooks]
 
 
 class EvaluationStep(ReplicaCall):
@@ -116,7 +88,7 @@ class EvaluationStep(ReplicaCall):
         engine: StepParallel,
         method: str,
         args: tuple[Any, ...] = (),
-        transfer: Transfer = PLAIN,
+        transfer: Transfer = to_device,
     ) -> None:
         self.name, self.training, self.transfer = method, self.is_training, transfer
         self.engine, self.args = engine, args
@@ -133,10 +105,9 @@ class EvaluationStep(ReplicaCall):
         """The replica's own method."""
         return getattr(module, self.name)(shard, *self.args)
 
-    def gather(self, outputs: list[Any], shards: Shards) -> Any:
+    def gather(self, outputs: Any, shards: Shards) -> Any:
         """See `gather`."""
-        sizes, order = shards.active_sizes, shards.active_order
-        return self.engine.join(outputs, sizes=sizes, order=order, row_rules=shards.row_rules)
+        return self.engine.join(outputs, shards)
 
 
 class TrainingStep(EvaluationStep):
@@ -151,101 +122,102 @@ class TrainingStep(EvaluationStep):
     """
 
     is_training = has_backward = True
-    _losses: Losses | None = None  # of this rank, and of all once they are exchanged
+    _of_ranks: JointLoss | None = None
 
-    def leave(self, outputs: list[Any], devices: Collection[torch.device]) -> list[Any]:
+    def to_host(self, outputs: list[Any], devices: Collection[torch.device]) -> Any:
         """Losses stay, too: their backward begins where they are."""
-        steps = [None if out is None else StepOutput.parse(out) for out in outputs]
-        parts = [s and (s.loss.detach(), s.num_items, s.extras) for s in steps]
-        left = super().leave(parts, devices)
-        return [
-            step and step._replace(value=sent[0], num_items=sent[1], extras=sent[2])
-            for step, sent in zip(steps, left, strict=True)
-        ]
-
-    def exchange_losses(self, outputs: list[Any], shards: Shards) -> _Joined:
-        """Sends the loss to the other ranks once; a rerun after out-of-memory does not repeat it.
-
-        The others have gone on by then.
-        """
-        from lightning_dp.parallel.processes import Losses, OwnLoss
-
-        joined = self._join(outputs, shards)
-        if self._losses is None or self._losses.of_all is None:
-            world, loss = self.engine.world, joined.loss
-            value, dtype = (None, None) if loss is None else (float(loss), loss.dtype)
-            is_idle = world is not None and world.is_idle
-            samples = 0 if is_idle else sum(joined.sizes) or sum(shards.sizes)
-            buffers = self.engine.reducer.rank_buffers
-            writes = buffers is not None and (
-                buffers.has_written() or not self.engine.reducer.root_keeps_its_buffers(shards)
+        steps = parse_outputs(self.shards.active, outputs)
+        parts = [(step.loss.detach(), step.num_items, step.extras) for step in steps.values()]
+        return {
+            k: step._replace(value=value, num_items=items, extras=extras)
+            for (k, step), (value, items, extras) in zip(
+                steps.items(), super().to_host(parts, devices), strict=True
             )
-            own = OwnLoss(value, samples, joined.items, joined.has_graph, dtype, writes)
-            self._losses = Losses(own)
-        shards.losses[:] = [self._losses]
-        return joined
+        }
 
-    def gather(self, outputs: list[Any] | _Joined, shards: Shards) -> Any:
+    def gather(self, outputs: Any, shards: Shards) -> Any:
         """The joint loss, with its backward."""
-        own = outputs if isinstance(outputs, _Joined) else self._join(outputs, shards)
-        sizes, steps, graphs, joint, items, has_graph = own
         engine, world = self.engine, self.engine.world
+        steps: dict[int, StepOutput] = outputs
+        if not isinstance(outputs, dict):
+            steps = parse_outputs(shards.active, outputs)
+        if 0 < len(steps) < len(shards.active):
+            self._warn_of_none(len(shards.active) - len(steps), len(shards.active))
+        sizes, counts, losses, values = [], [], list[Tensor](), []
+        for k, step in steps.items():
+            sizes.append(shards.sizes[k])
+            counts.append(step.num_items)
+            losses.append(step.loss)
+            values.append(step.loss if step.value is None else step.value)
+        loss, items, weights, has_graph = None, None, list[float](), False
+        if steps:
+            known = agreed_items(counts)
+            items = None if known is None else sum(known)
+            weights = loss_weights(sizes, engine.loss_reduction, known)
+            loss = join_losses(values, weights, engine.output_device)
+            has_graph = any(map(_REQUIRES_GRAD, losses))
         if world is not None:
-            of_all = cast("Losses", self._losses).join(world, is_sum=engine.loss_reduction == "sum")
-            if engine.reducer.rank_buffers is not None:
-                engine.reducer.rank_buffers.exchanged(of_all)
-            value, dtype, device = of_all.value, of_all.dtype, engine.output_device
-            joint = None if value is None else torch.tensor(value, dtype=dtype, device=device)
-            graphs = [graph._replace(weight=graph.weight * of_all.share) for graph in graphs]
-            items, has_graph = of_all.items, of_all.has_graph
-        if joint is not None and has_graph:
-            how = (engine.calls.crossed, engine.backward, engine.accelerators)
-            backward = JointBackward(self.name, shards, graphs, *how, engine.calls.rank_graph)
-            requested = engine.requested_parameters() if engine.has_own_backward else ()
-            joint = backward.attach(joint, requested)
-        if not steps or steps[0].extras is None:
-            return joint
-        order = None if shards.order is None else [shards.order[g.replica] for g in graphs]
-        extras = engine.join(
-            [step.extras for step in steps], sizes=sizes, order=order, row_rules=shards.row_rules
-        )
+            joint = self._of_ranks
+            if joint is None:  # else it is a rerun after out-of-memory: the others have gone on
+                from lightning_dp.parallel.processes import exchange_losses
+
+                samples = sum(sizes) or sum(shards.sizes)
+                is_sum = engine.loss_reduction == "sum"
+                kind = {"has_graph": has_graph, "is_sum": is_sum}
+                joint = self._of_ranks = exchange_losses(loss, samples, items, world, **kind)
+            engine.reducer.rank_samples = joint.samples
+            loss = None if joint.value is None else joint.on(engine.output_device)
+            weights = [weight * joint.share for weight in weights]
+            items, has_graph = joint.items, joint.has_graph
+        if loss is not None and has_graph:
+            backward = JointBackward(
+                self.name,
+                shards,
+                zip(steps, losses, weights, strict=True),
+                engine.backward,
+                engine.accelerators,
+                crosses=engine.calls.crossed,
+                rank_graph=engine.calls.rank_graph,
+            )
+            loss = backward.attach(loss, self._requested_parameters())
+        first = next(iter(steps.values()), None)
+        if first is None or first.extras is None:
+            return loss
+        extras = engine.join([step.extras for step in steps.values()], shards, list(steps))
         if world is not None and world.is_idle:
             extras = without_rows(extras, shards.row_rules.dim, sum(shards.sizes))
-        whole: dict[str, Any] = {"loss": joint, **extras}
-        if steps[0].has_items_entry:
-            given, whole["num_items"] = steps[0].num_items, items
-            if items is not None and isinstance(given, Tensor):  # then that of all is one, too
-                whole["num_items"] = torch.full_like(given, items, device=engine.output_device)
+        whole: dict[str, Any] = {"loss": loss, **extras}
+        if first.has_items_entry:
+            whole["num_items"] = items
+            if isinstance(first.num_items, Tensor):  # then that of all is one, too
+                device = engine.output_device
+                whole["num_items"] = torch.full_like(first.num_items, items or 0, device=device)
         return whole
 
-    def _join(self, outputs: list[Any], shards: Shards) -> _Joined:
-        """Joins the losses of this process's replicas."""
-        returned, sizes, steps, counts = [], [], [], []
-        for k, out in zip(shards.active, outputs, strict=True):
-            if out is None:
-                continue
-            if type(out) is Tensor and out.numel() == 1 and not out.__dict__:
-                step = StepOutput(out)  # as `parse` would; most steps return such a loss
-            else:
-                step = out if type(out) is StepOutput else StepOutput.parse(out)
-            returned.append(k)
-            sizes.append(shards.sizes[k])
-            steps.append(step)
-            counts.append(step.num_items)
-        if 0 < len(steps) < len(outputs):
-            self.engine.warn_of_none(self.name, len(outputs) - len(steps), len(outputs))
-        items = None if {*map(type, counts)} <= {type(None)} else agreed_items(counts)
-        if not steps:
-            return _Joined([], [], [], None, None, False)
-        weights = loss_weights(sizes, self.engine.loss_reduction, items)
-        graphs, has_graph = [], False
-        for k, step, weight in zip(returned, steps, weights, strict=True):
-            graphs.append(Graph(k, step.loss, weight, step.value))
-            has_graph = has_graph or step.loss.requires_grad
-        loss = join_losses(graphs, self.engine.output_device)
-        return _Joined(sizes, steps, graphs, loss, None if items is None else sum(items), has_graph)
+    def _requested_parameters(self) -> Sequence[Tensor]:
+        """Parameters of which an own backward may ask gradients, without those that have hooks.
 
-    def finish(self, result: Any, gradient: Tensor | None = None) -> None:
+        Autograd calls hooks although there is no gradient for them.
+        """
+        if not self.engine.has_own_backward:
+            return ()
+        parameters = self.engine.replicas.root_parameters
+        with_hooks = set(hooked(parameters))
+        return [p for i, p in enumerate(parameters) if p.requires_grad and i not in with_hooks]
+
+    def _warn_of_none(self, count: int, of: int) -> None:
+        """Warns once that some replicas returned no loss while others did."""
+        if not self.engine.has_warned_of_none:
+            self.engine.has_warned_of_none = True
+            warnings.warn(
+                f"{self.name}: expected a loss from every replica or from none, got None from "
+                f"{count} of {of}. Their samples are left out; one device leaves out the whole "
+                "batch. Let all decide alike, by what self.all_gather(...) returns, or use "
+                'DataParallelStrategy(mode="forward").',
+                stacklevel=2,
+            )
+
+    def finish(self, result: Any, gradient: Tensor) -> None:
         """The joint loss's backward."""
         loss = loss_of(result)
         if loss is None or not loss.requires_grad:

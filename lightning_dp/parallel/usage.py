@@ -74,7 +74,6 @@ class UsageMeter:
         self._peaks = [0] * len(self._devices)  # before the latest reset
         # Replicas that share a device share its clock, which cannot tell them apart.
         self._have_clocks = len(set(devices)) == len(self._devices)
-        self._counted: Sizes = ()  # of a step that may have to run again
         self._running: _Step | None = None
         self._stopped: deque[_Step] = deque(maxlen=_UNREAD)
         self._latest: StepUsage | None = None
@@ -115,7 +114,7 @@ class UsageMeter:
 
     def add_forward(self, kind: str, sizes: Sizes, *, in_turns: bool) -> None:
         """Counts the samples of a training call; `in_turns`: replicas ran one after another."""
-        self.kind, self._counted = kind, sizes
+        self.kind = kind
         for total, size in zip(self.usage, sizes, strict=True):
             total.samples += size
         if self._running is not None:
@@ -142,15 +141,10 @@ class UsageMeter:
             step.stop()
             self._stopped.append(step)
 
-    def commit(self) -> None:
-        """The step will not run again."""
-        self._counted = ()
-
-    def undo(self) -> None:
-        """Takes the latest samples back: the step will run again."""
-        for total, size in zip(self.usage, self._counted, strict=False):
+    def take_back(self, sizes: Sizes) -> None:
+        """Takes the samples of a step back that will run again."""
+        for total, size in zip(self.usage, sizes, strict=True):
             total.samples -= size
-        self._counted = ()
 
     # What was measured
 

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -113,37 +113,28 @@ class ProcessesMixin(ParallelStrategy):
         """Called by the Trainer once it knows the environment, the devices and the machines."""
         if self._cluster is not None:
             cast(Any, rank_zero_only).rank = self.global_rank
-            self.take_devices(self._devices_of(self.local_rank))
+            self.take_devices(self._slices_of_devices()[self.local_rank])
         elif self.num_nodes > 1:
             raise ValueError(
                 f"num_nodes: expected 1, as no processes were started on other machines, got "
                 f"{self.num_nodes}. Start the script on each machine by torchrun or srun."
             )
 
-    def _devices_of(self, local_rank: int) -> slice:
-        """Which of the machine's devices one of its processes has: neighbours, in order."""
-        size, count = self._local_world_size(), len(self.machine_devices or ())
-        if count < size:
-            raise ValueError(
-                f"devices: expected at least {size}, one for each of this machine's processes, "
-                f"which share out its devices, got {count}."
-            )
-        ends = [0, *accumulate(even(count, size))]
-        return slice(ends[local_rank], ends[local_rank + 1])
-
-    def _local_world_size(self) -> int:
-        """How many processes this machine has: as many as each of the others."""
-        size, nodes = self.world_size, self.num_nodes
-        own = int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-        if "SLURM_NNODES" in os.environ and not own:
-            own = size // int(os.environ["SLURM_NNODES"])
-        own = own or size // nodes
+    def _slices_of_devices(self) -> list[slice]:
+        """Which of the machine's devices each of its processes has: neighbours, in order."""
+        size, nodes, count = self.world_size, self.num_nodes, len(self.machine_devices or ())
+        own = int(os.environ.get("LOCAL_WORLD_SIZE", size // nodes))  # processes on this machine
         if own * nodes != size or self.local_rank >= own:
             raise ValueError(
-                f"num_nodes: expected {size // own}, as {size} processes were started, {own} on "
-                f"each machine, got {nodes}. Set Trainer(num_nodes=...) to the number of machines."
+                f"num_nodes: expected the number of machines, on which {size} processes were "
+                f"started, got {nodes}. Set Trainer(num_nodes=...)."
             )
-        return own
+        if count < own:
+            raise ValueError(
+                f"devices: expected at least {own}, one for each of this machine's processes, "
+                f"which share out its devices, got {count}."
+            )
+        return [slice(a, b) for a, b in pairwise([0, *accumulate(even(count, own))])]
 
     @property
     @abstractmethod
@@ -170,7 +161,7 @@ class ProcessesMixin(ParallelStrategy):
         if self._process_group_backend is not None:
             return self._process_group_backend.lower()
         devices = self.machine_devices or []
-        roots = [devices[self._devices_of(rank)][0] for rank in range(self._local_world_size())]
+        roots = [devices[own.start] for own in self._slices_of_devices()]
         # Not run on a GPU yet. NCCL takes a GPU from one process only.
         has_nccl = roots[0].type == "cuda" and len(set(roots)) == len(roots)
         return "cpu:gloo,cuda:nccl" if has_nccl else "gloo"
@@ -308,7 +299,7 @@ class ProcessesMixin(ParallelStrategy):
 
 def check_group_options(backend: str | None, timeout: timedelta | float | None) -> timedelta | None:
     """Raises a ValueError where these options are wrong; returns the timeout as a timedelta."""
-    known = {*torch.distributed.Backend.backend_list} - {torch.distributed.Backend.UNDEFINED}
+    known = {*torch.distributed.Backend.backend_list}
     names = backend.lower().split(",") if isinstance(backend, str) else [""]
     if backend is not None and not {name.rpartition(":")[2] for name in names} <= known:
         raise ValueError(
@@ -316,13 +307,11 @@ def check_group_options(backend: str | None, timeout: timedelta | float | None) 
             f"'cpu:gloo,cuda:nccl', or None, got {short_repr(backend)}. Leave it out to have it "
             "chosen."
         )
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if isinstance(timeout, int | float) and is_number and 0 < timeout < 1e9:
+        timeout = timedelta(seconds=timeout)
     if timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0)):
         return timeout
-    try:
-        if isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0:
-            return timedelta(seconds=timeout)
-    except (OverflowError, ValueError):  # infinite, or not a number
-        pass
     raise ValueError(
         "timeout: expected more than 0 seconds, as a number or a datetime.timedelta, or None, "
         f"got {short_repr(timeout)}. Leave it out for torch's default, half an hour with gloo."

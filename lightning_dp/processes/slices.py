@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
+from lightning.fabric.utilities.data import sized_len
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -45,8 +45,6 @@ def rank_sizes(
     Example:
         >>> rank_sizes(10, [2, 2]), rank_sizes(9, [1, 3], [3, 1, 1, 1])
         ((6, 4), (5, 4))
-        >>> rank_sizes(10, [4, 4], rule="chunk")
-        (8, 2)
     """
     if weights is not None:
         sizes = weighted(n, weights)
@@ -55,8 +53,7 @@ def rank_sizes(
     return tuple(sum(sizes[a:b]) for a, b in pairwise([0, *accumulate(device_counts)]))
 
 
-@dataclass
-class Slice:
+class Slice(NamedTuple):
     """What a `RankLoader` yields: this rank's part of a batch, as `collate_fn` made it.
 
     An empty slice has a few samples of other ranks in `batch`: the rank runs the step with them, so
@@ -85,11 +82,9 @@ class RankLoader:
         self.loader: DataLoader[Any] = loader
         self._sizes, self._world = sizes, world
         self._are_empty: deque[bool] = deque()  # of slices drawn, but not yielded yet
-        try:
-            own_length = len(self._sampler)
-        except (TypeError, NotImplementedError):  # torch's samplers may have no length
-            own_length = None
-        lengths = world.gather(own_length)
+        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        self._sampler = getattr(loader, name)
+        lengths = world.gather(sized_len(loader))
         if len(set(lengths)) > 1:
             raise ValueError(
                 "DataLoader: expected as many batches in every process, got "
@@ -99,13 +94,7 @@ class RankLoader:
         # Past DataLoader.__setattr__, which refuses a new batch_sampler; without the iterator that
         # holds persistent workers. `in_order` lets batches come in the order of their indices.
         kept = {n: v for n, v in vars(loader).items() if not isinstance(v, Iterator)}
-        name = "sampler" if loader.batch_sampler is None else "batch_sampler"
         vars(self._own).update(kept, in_order=True, **{name: _Indices(self)})
-
-    @property
-    def _sampler(self) -> Any:
-        loader = self.loader
-        return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
     def __len__(self) -> int:
         """The number of global batches."""
@@ -138,9 +127,8 @@ class RankLoader:
                     f"process loads its slice, got {indices!r}. Give it a batch_size."
                 )
             indices = list(indices)
-            sizes = self._sizes(len(indices))
-            start = sum(sizes[: world.rank])
-            own = indices[start : start + sizes[world.rank]]
+            ends = [0, *accumulate(self._sizes(len(indices)))]
+            own = indices[ends[world.rank] : ends[world.rank + 1]]
             if notes and world.rank == 0:
                 sampler.seen_batch_indices[-1] = own
             elif notes:
@@ -189,12 +177,10 @@ def _check_loader(loader: Any) -> None:
         kind = type(loader.dataset if is_iterable else loader).__name__
         raise TypeError(
             "Expected torch's DataLoader of a map-style data set in several processes, as each "
-            f"loads its slice of a batch by indices, got {kind}. Use such a data set and loader "
-            "(what changes batches goes into collate_fn or on_before_batch_transfer), or one "
-            "process, which can have all devices of the machine."
+            f"loads its slice of a batch by indices, got {kind}. Use such a data set and loader, "
+            "or one process, which can have all devices of the machine."
         )
-    samplers = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0)]
-    for sampler in samplers:
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if getattr(sampler, "num_replicas", 1) not in (None, 1):
             raise ValueError(
                 "DataLoader: expected the batches of all processes, of which each loads its slice, "

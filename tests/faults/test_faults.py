@@ -55,8 +55,8 @@ INSIDE: dict[str, tuple[type, str]] = {
     "replicate": (Replicas, "refresh"),
     "apply": (Engine, "apply"),
     "gather": (Engine, "gather"),
-    "before backward": (Reducer, "before_backward"),
-    "after backward": (Reducer, "after_backward"),
+    "before backward": (Reducer, "begin"),
+    "after backward": (Reducer, "commit"),
 }
 """Stages of the engine itself, which fail when their work is done."""
 STAGES = [("step", stage) for stage in (*IN_REPLICAS, *ON_SHARDS, *HOOKS, *ELSEWHERE, *INSIDE)]

@@ -11,11 +11,9 @@ import lightning.pytorch
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch import LightningModule
-from support.oracle import QUIET, Classifier, assert_equal_trees, assert_same, loader, run, trainer
+from support.oracle import QUIET, Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
 import lightning_dp.pytorch_lightning
 from lightning_dp import DataParallelStrategy
@@ -81,126 +79,54 @@ def test_a_loss_that_forward_returns_is_the_mean_over_samples(
     assert_same(run(WithLoss, 3, strategy=strategy), run(WithLoss, 1))
 
 
-# Graphs: nodes, edges between them, and each node's graph
+# Graphs: nodes, and each node's graph
 
 
-def graphs(n: int = 40, seed: int = 0) -> list[tuple[Tensor, Tensor, int]]:
-    """Features of nodes, edges (each node and the next one), and a class."""
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(1, 6, (n,), generator=generator).tolist()
-    return [
-        (torch.randn(m, 4, generator=generator), torch.arange(m - 1).repeat(2, 1), i % 3)
-        for i, m in enumerate(sizes)
-    ]
+class OfGraphs(Classifier):
+    """A batch has the nodes of several graphs; `forward` gives each graph's sum."""
+
+    def forward(self, x: Tensor, graph: Tensor) -> Tensor:
+        return x.new_zeros(int(graph[-1]) + 1, 3).index_add(0, graph, self.net(x))
+
+    def sums(self, batch: Any) -> Tensor:
+        x, y = batch
+        graph = torch.arange(len(x), device=x.device).repeat_interleave(y + 1)
+        return self(x[graph], graph)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.sums(batch), batch[1])
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.sums(batch)
 
 
-def as_batch(items: Sequence[tuple[Tensor, Tensor, int]]) -> dict[str, Tensor]:
-    starts = [0]
-    for x, _, _ in items:
-        starts.append(starts[-1] + len(x))
-    sizes = torch.tensor([len(x) for x, _, _ in items])
-    edges = [edge + start for (_, edge, _), start in zip(items, starts, strict=False)]
-    return {
-        "x": torch.cat([x for x, _, _ in items]),
-        "edge_index": torch.cat([edge + torch.tensor([[0], [1]]) for edge in edges], 1),
-        "batch": torch.arange(len(items)).repeat_interleave(sizes),
-        "y": torch.tensor([y for _, _, y in items]),
-    }
-
-
-class GraphNet(nn.Module):
-    """Sums over neighbours, then over the nodes of a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
-        h = self.first(x).tanh()
-        h = h.index_add(0, edge_index[1], h[edge_index[0]])
-        return h.new_zeros(int(batch[-1]) + 1, 3).index_add(0, batch, self.second(h))
-
-
-class CutByGraphs:
-    """How the arguments `(x, edge_index, batch)` are cut."""
+class CutByGraphs(OfGraphs):
+    """Says how the arguments `(x, graph)` are cut."""
 
     def batch_size(self, arguments: Any) -> int:
-        return int(arguments[2][-1]) + 1
+        return int(arguments[1][-1]) + 1
 
     def split_batch(self, arguments: Any, sizes: Sequence[int]) -> list[Any]:
-        x, edges, batch = (arguments[i] for i in range(3))
-        shards, first = [], 0
-        for size in sizes:
-            mine = ((batch >= first) & (batch < first + size)).nonzero().flatten()
-            start, end = (int(mine[0]), int(mine[-1]) + 1) if size else (0, 0)
-            own = (edges[0] >= start) & (edges[0] < end)
-            shards.append({0: x[start:end], 1: edges[:, own] - start, 2: batch[start:end] - first})
-            first += size
-        return shards
-
-
-class CuttingNet(CutByGraphs, GraphNet):
-    pass
-
-
-class OfGraphs(LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def step(self, batch: Any) -> Tensor:
-        return F.cross_entropy(
-            self.net(batch["x"], batch["edge_index"], batch["batch"]), batch["y"]
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.step(batch)
-        self.log("loss", loss, on_epoch=True, batch_size=len(batch["y"]))
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
-
-class CallingItself(CutByGraphs, OfGraphs):
-    """The module itself is called, and says how its arguments are cut."""
-
-    def forward(self, *arguments: Tensor) -> Tensor:
-        return self.net(*arguments)
-
-    def step(self, batch: Any) -> Tensor:
-        return F.cross_entropy(self(batch["x"], batch["edge_index"], batch["batch"]), batch["y"])
-
-
-def fitted(make: Any, devices: int, **strategy: Any) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    data = [(x.double(), edges, y) for x, edges, y in graphs()]
-    module, job = make(), trainer(devices, DataParallelStrategy(**strategy))
-    job.fit(module, DataLoader(data, batch_size=9, collate_fn=as_batch))
-    state = {name: value.cpu() for name, value in module.state_dict().items()}
-    return {"state": state, "metrics": dict(job.callback_metrics)}
+        x, graph = arguments[0], arguments[1]
+        ends = torch.tensor(sizes).cumsum(0).to(graph.device)
+        shards = [(graph >= end - n) & (graph < end) for end, n in zip(ends, sizes, strict=True)]
+        starts = [end - n for end, n in zip(ends, sizes, strict=True)]
+        return [{0: x[own], 1: graph[own] - a} for own, a in zip(shards, starts, strict=True)]
 
 
 @pytest.mark.usefixtures("on")
-@pytest.mark.parametrize(
-    "make, names",
-    [
-        (lambda: CallingItself(GraphNet()), []),
-        (lambda: OfGraphs(CuttingNet()), ["net"]),
-    ],
-    ids=["itself", "the net"],
-)
-def test_arguments_are_cut_as_the_module_says(make: Any, names: list[str]) -> None:
-    """The last batch has 4 graphs; some have one node."""
-    strategy = {"mode": "forward", "parallel_modules": names}
-    several = fitted(make, 3, **strategy)  # and no warning: it is spread, and nothing is guessed
-    assert_equal_trees(several, fitted(make, 1), "fits", atol=1e-10, rtol=0.0)
+def test_arguments_are_cut_as_the_module_says() -> None:
+    torch.set_default_dtype(torch.float64)
+    assert_same(run(CutByGraphs, 3, strategy={"mode": "forward"}), run(CutByGraphs, 1))
 
 
 def test_arguments_of_two_sizes_are_refused_with_the_way_out() -> None:
+    class OfTwoSizes(Classifier):
+        def loss(self, batch: Any) -> Tensor:
+            return self(batch[0], batch[1][:7])
+
     with pytest.raises(ValueError, match=r"two: .*split_batch\(batch, sizes\)"):
-        fitted(lambda: OfGraphs(GraphNet()), 3, mode="forward", parallel_modules=["net"])
+        trainer(3, DataParallelStrategy(mode="forward")).fit(OfTwoSizes(), loader(), loader())
 
 
 # Steps that spread nothing

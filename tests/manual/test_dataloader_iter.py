@@ -51,17 +51,6 @@ class Iterating(Classifier):
         return self(self.take("predict", dataloader_iter)[0])
 
 
-class ByHand(Iterating):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, dataloader_iter: Any) -> Any:
-        self.optimizers().zero_grad()
-        self.manual_backward(super().training_step(dataloader_iter))
-        self.optimizers().step()
-
-
 class Pairs(Iterating):
     """Two batches in a training step, of any sizes, as long as there are two."""
 
@@ -82,8 +71,8 @@ def unsized() -> DataLoader[Any]:
 @pytest.mark.parametrize(
     ("make", "data"),
     [
-        *((make, loader) for make in (Iterating, Pairs)),
-        (ByHand, unsized),
+        (Iterating, unsized),
+        (Pairs, loader),
     ],
 )
 def test_the_numbers_and_the_batches_are_those_of_one_device(make: Any, data: Any) -> None:

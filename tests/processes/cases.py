@@ -11,8 +11,6 @@ from lightning.pytorch import LightningModule
 from support.oracle import assert_equal_trees, loader, run
 from support.processes import run_in_processes
 
-METRICS = ("callback_metrics", "logged_metrics", "validated", "tested")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -20,31 +18,25 @@ class Case:
 
     make: Callable[[], LightningModule]
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] = field(default_factory=dict)
-    samples: int = 53
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = 1e-10
 
     @property
     def name(self) -> str:
-        options = getattr(self.options, "__name__", self.options)
-        make = getattr(self.make, "__name__", self.make)
-        return f"{make}, {dict(self.strategy)}, {options}, {self.samples} samples"
+        return f"{self.make.__name__}, {dict(self.strategy)}, {dict(self.options)}"
 
 
-def outcomes(cases: Sequence[Case], devices: int) -> list[dict[str, Any]]:
+def outcomes(cases: Sequence[Case], devices: int, samples: int) -> list[dict[str, Any]]:
     """What each of the cases leaves behind."""
     torch.set_default_dtype(torch.float64)
-    return [outcome(case, devices) for case in cases]
+    return [outcome(case, devices, samples) for case in cases]
 
 
-def outcome(case: Case, devices: int) -> dict[str, Any]:
-    options = case.options() if callable(case.options) else case.options
+def outcome(case: Case, devices: int, samples: int) -> dict[str, Any]:
+    strategy = dict(case.strategy) if devices > 1 else None
     try:
         done = run(
-            case.make,
-            devices,
-            strategy=dict(case.strategy) if devices > 1 else None,
-            data=lambda: loader(case.samples),
-            **{"max_epochs": 2, **options},
+            case.make, devices, strategy=strategy, data=lambda: loader(samples), **case.options
         )
     except BaseException as error:
         error.add_note(f"[in {case.name}]")
@@ -53,27 +45,23 @@ def outcome(case: Case, devices: int) -> dict[str, Any]:
         "state": dict(done.module.state_dict()),
         "steps": (done.trainer.global_step, done.trainer.current_epoch),
         "predictions": done.predictions,
-        **{name: getattr(done, name) for name in METRICS},
+        "metrics": (done.callback_metrics, done.logged_metrics, done.validated, done.tested),
     }
 
 
 def assert_as_on_one_device(
-    cases: Sequence[Case],
-    processes: int = 2,
-    devices: int = 4,
-    *,
-    without_metrics: Sequence[Case] = (),
+    cases: Sequence[Case], processes: int, devices: int, samples: int
 ) -> None:
     """Runs the cases in processes that have so many devices together, and on one device."""
-    several = run_in_processes(outcomes, processes, cases, devices, seconds=500)
+    several = run_in_processes(outcomes, processes, cases, devices, samples, seconds=500)
     wrong = []
-    for i, (case, expected) in enumerate(zip(cases, outcomes(cases, 1), strict=True)):
-        for rank, all_of_one in enumerate(several):
-            own = all_of_one[i]
-            for name in ("state", "steps", *(() if case in without_metrics else METRICS)):
+    for i, (case, expected) in enumerate(zip(cases, outcomes(cases, 1, samples), strict=True)):
+        for rank, own in enumerate(several):
+            for name in ("state", "steps", "metrics"):
                 what = f"{case.name}, process {rank}: {name}"
                 try:
-                    assert_equal_trees(own[name], expected[name], what, atol=1e-10, rtol=0.0)
+                    close = {"atol": case.tolerance, "rtol": 0.0}
+                    assert_equal_trees(own[i][name], expected[name], what, **close)
                 except AssertionError as error:
                     wrong.append(str(error))
     assert not wrong, "\n".join(wrong)

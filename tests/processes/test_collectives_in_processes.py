@@ -243,43 +243,12 @@ def lost() -> list[str]:
     return SEEN.copy()
 
 
-# Manual optimisation
-
-
-class ByHand(Net):
-    """Two losses, whose backwards each go through some of what processes told each other."""
-
-    def __init__(self) -> None:
-        super().__init__("contrastive")
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        (x,) = batch
-        optimizer = self.optimizers()
-        y, z = self.unused(x), self.net(x)
-        first, second = nt_xent(self.all_gather(y)), nt_xent(self.all_gather(z))
-        plain = y.square().mean()
-        optimizer.zero_grad()
-        self.manual_backward(plain, retain_graph=True)
-        self.manual_backward(first)
-        self.manual_backward(second)
-        optimizer.step()
-
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        pass
-
-
-def trained_by_hand(devices: int, samples: int) -> dict[str, Tensor]:
-    return fitted(ByHand(), devices, samples)
-
-
 def everything(devices: int, samples: int, executor: str) -> dict[str, Any]:
     """All of it in one start of the processes; on one device where there are no devices."""
     found: dict[str, Any] = {
         step: trained(step, devices, samples, **({"executor": executor} if devices else {}))
         for step in STEPS
     }
-    found["by hand"] = trained_by_hand(devices, samples)
     if devices:
         found["asked"], found["lost"] = asks(devices, executor=executor), lost()
     return found
@@ -324,8 +293,6 @@ def test_collectives_in_two_processes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("devices", "samples", "executor"), [(2, 53, "inorder"), (4, 53, "inorder")]
-)
+@pytest.mark.parametrize(("devices", "samples", "executor"), [(2, 53, "inorder")])
 def test_any_number_of_devices(devices: int, samples: int, executor: str) -> None:
     assert_right(run_in_processes(everything, 2, devices, samples, executor), devices, samples)

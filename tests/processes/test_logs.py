@@ -1,4 +1,4 @@
-"""What processes log in steps: in each of them the values that one device logs."""
+"""What processes log and measure in steps: in each of them the values of one device."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,7 +9,10 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from support.oracle import BATCH, SAMPLES, Classifier
 from support.processes import run_in_processes
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import CatMetric, MeanMetric, Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
 
 import lightning_dp
 
@@ -119,7 +122,71 @@ class LogsSometimes(LogsAll):
         pass
 
 
-KINDS: dict[str, Callable[[], Classifier]] = {"all": LogsAll, "sometimes": LogsSometimes}
+def accuracy() -> Metric:
+    return MulticlassAccuracy(3, average="macro")
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "accuracy": accuracy,
+    "auroc": lambda: MulticlassAUROC(3),  # its state is lists
+    "mean": MeanMetric,
+    "several": lambda: MetricCollection([accuracy(), MulticlassF1Score(3)]),
+}
+
+
+class Measures(Classifier):
+    """Calls metrics of each kind by `forward` or by `update`, logs them and their values."""
+
+    def __init__(self, how: str = "forward") -> None:
+        super().__init__()
+        self.how = how
+        self.metrics = nn.ModuleDict(
+            {
+                f"{stage} {name}": make()
+                for stage in ("train", "val")
+                for name, make in KINDS.items()
+            }
+        )
+        self.cat, self.unused = CatMetric(), MeanMetric()
+        self.seen: list[Any] = []
+
+    def measure(self, batch: Any, stage: str) -> None:
+        x, y = batch
+        logits, is_forward = self(x).detach(), self.how == "forward"
+        for name in KINDS:
+            metric: Any = self.metrics[f"{stage} {name}"]
+            arguments = (x.mean(),) if name == "mean" else (logits, y)
+            value = metric(*arguments) if is_forward else metric.update(*arguments)
+            if name == "several":
+                self.log_dict(metric, on_step=is_forward, on_epoch=True)
+                continue
+            self.log(f"{stage}/{name}", metric, on_step=is_forward, on_epoch=True)
+            if value is not None:
+                self.log(f"{stage}/{name} value", value, on_step=True, on_epoch=True)
+        self.cat.update(x[:, 0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.measure(batch, "train")
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.measure(batch, "val")
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.measure(batch, "val")
+
+    def on_validation_epoch_end(self) -> None:
+        self.seen.append(self.cat.compute().clone())
+        self.cat.reset()
+        self.log("rows", self.seen[-1].sum(), sync_dist=True, reduce_fx="max")
+
+
+class Updates(Measures):
+    def __init__(self) -> None:
+        super().__init__("update")
+
+
+MODULES = (LogsAll, LogsSometimes, Measures, Updates)
 
 
 def all_logs(devices: int, sizes: Sequence[int] = RAGGED) -> dict[str, Any]:
@@ -128,8 +195,8 @@ def all_logs(devices: int, sizes: Sequence[int] = RAGGED) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", message=".*sync_dist.*")
         return {
-            f"{kind}, {samples}": logs_of(make, devices, samples)
-            for kind, make in KINDS.items()
+            f"{make.__name__}, {samples}": logs_of(make, devices, samples)
+            for make in MODULES
             for samples in sizes
         }
 
@@ -138,7 +205,7 @@ def all_logs(devices: int, sizes: Sequence[int] = RAGGED) -> dict[str, Any]:
     ("processes", "devices", "sizes"),
     [(2, 2, [51]), pytest.param(4, 1, RAGGED, marks=pytest.mark.slow)],
 )
-def test_every_process_logs_what_one_device_logs(
+def test_every_process_has_the_values_of_one_device(
     processes: int, devices: int, sizes: Sequence[int]
 ) -> None:
     expected = all_logs(0, sizes)

@@ -127,10 +127,6 @@ def other_keys(module: Any, batch: Any, batch_idx: int) -> None:
         module.log("mine", 1.0)
 
 
-def other_options(module: Any, batch: Any, batch_idx: int) -> None:
-    module.log("value", 1.0, prog_bar=module.global_rank == 1)
-
-
 class Stubborn(float):
     """Cannot be pickled."""
 
@@ -142,19 +138,13 @@ def no_pickles(module: Any, batch: Any, batch_idx: int) -> None:
     module.metric.update(Stubborn(batch[0].mean()))
 
 
-def own_reduction(module: Any, batch: Any, batch_idx: int) -> None:
-    module.log("value", 1.0, reduce_fx=lambda values: values)
-
-
 UNLIKE: dict[str, tuple[Any, str, list[str]]] = {
     "keys": (
         other_keys,
         "ValueError",
         ["'mine'", "0 on process1/cpu", "0 on process0/cpu"],
     ),
-    "options": (other_options, "ValueError", ["'value'", "prog_bar=False", "prog_bar=True"]),
     "pickles": (no_pickles, "TypeError", ["no copies of me", "Process 0"]),
-    "reduction": (own_reduction, "TypeError", ["pickle", "lambda"]),
 }
 
 

@@ -82,15 +82,15 @@ def equal_loss_weights(patch: pytest.MonkeyPatch) -> None:
 
 def gradients_off(patch: pytest.MonkeyPatch) -> None:
     """What a gradient is off by is more than rounding, in float32 too."""
-    reduce = Engine.reduce
+    backward = Engine.backward
 
     def wrong(self: Any, *given: Any) -> None:
-        reduce(self, *given)
+        backward(self, *given)
         for parameter in self.module.parameters():
             if parameter.grad is not None:
                 parameter.grad *= 1 + 1e-4
 
-    patch.setattr(Engine, "reduce", wrong)
+    patch.setattr(Engine, "backward", wrong)
 
 
 def outputs_in_another_order(patch: pytest.MonkeyPatch) -> None:

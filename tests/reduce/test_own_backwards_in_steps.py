@@ -38,16 +38,6 @@ class Zeroing(Adversarial):
         return worse
 
 
-class ByOptimizer(Adversarial):
-    """Empties it by the optimizer."""
-
-    def worse(self, x: Tensor, y: Tensor) -> Tensor:
-        worse, optimizer = super().worse(x, y), self.optimizers()
-        assert isinstance(optimizer, torch.optim.Optimizer) and optimizer.param_groups
-        optimizer.zero_grad()
-        return worse
-
-
 class InPlace(Adversarial):
     """Gradients are zeroed in place."""
 
@@ -80,9 +70,7 @@ def fitted(make: type[Classifier], devices: int, executor: Any, **options: Any) 
 
 @pytest.mark.parametrize("executor", ["threads", "inorder"])
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(
-    "make", [Adversarial, Zeroing, ByOptimizer, InPlace, Validating, Accumulating]
-)
+@pytest.mark.parametrize("make", [Adversarial, Zeroing, InPlace, Validating, Accumulating])
 def test_a_fit_is_that_of_one_device(
     make: type[Classifier], accumulate: int, executor: Any
 ) -> None:

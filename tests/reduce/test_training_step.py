@@ -194,8 +194,7 @@ def test_gradient_hooks_of_parameters_see_the_sum_once(
     (module, seen), (oracle, expected) = with_hooks(), with_hooks()
     with engine_of(module, (2, 2, 1)) as engine:
         monkeypatch.setattr(engine, "on_cpu", on_cpu)
-        for i, batch in enumerate(batches):
-            engine.reducer.accumulating = i == 1
+        for batch in batches:
             engine.train("training_step", engine.scatter(batch)).backward()
     for batch in batches:
         oracle.training_step(batch).backward()

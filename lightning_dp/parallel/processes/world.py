@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning_dp.parallel.processes.graph import RankGraph
 
 T = TypeVar("T")
+
+BUCKET_BYTES = 4 * 2**20
+
+
+class ProcessesApartError(RuntimeError):
+    """The processes did not all come to the same collective."""
 
 
 class World:
@@ -49,11 +55,24 @@ class World:
         """A copied loader stays among the same processes."""
         return self
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks. Tensors arrive on the host, detached."""
+    def gather(self, value: T, place: str = "") -> list[T]:
+        """Every rank's value, in the order of the ranks. Tensors arrive on the host, detached.
+
+        Args:
+            value: this rank's.
+            place: what gathers, for the error that all ranks get if others are elsewhere.
+        """
         received: list[Any] = [None] * self.size
-        dist.all_gather_object(received, _pickled(value), group=self._host_group)
-        return [_unpickled(data, rank) for rank, data in enumerate(received)]
+        dist.all_gather_object(received, (place, _pickled(value)), group=self._host_group)
+        places = [other for other, _ in received]
+        if len(set(places)) > 1:
+            got = ", ".join(f"process {rank} is at {other}" for rank, other in enumerate(places))
+            raise ProcessesApartError(
+                f"Expected all processes at the same collective, got: {got}. Make the same calls "
+                "in the same order in every process: they must not depend on its rank or its "
+                "samples."
+            )
+        return [_unpickled(data, rank) for rank, (_, data) in enumerate(received)]
 
     def broadcast(self, value: T, src: int = 0) -> T:
         """The value of one rank in all of them; that rank gets the same object again."""
@@ -80,42 +99,64 @@ class World:
             if self.rank > 0:
                 tensor.copy_(sent)
 
-    def sum_async(self, tensor: Tensor) -> Callable[[], None]:
-        """Starts to add up the ranks' tensors in place; what it returns waits for the end."""
-        is_served = tensor.device.type == "cpu" or (tensor.is_cuda and self._has_nccl)
-        total = tensor if is_served else tensor.cpu()
-        group = self._host_group if total.device.type == "cpu" else None
-        work: Any = dist.all_reduce(total, group=group, async_op=True)
+    @torch.no_grad()
+    def sum(self, tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:
+        """The sums of the ranks' tensors; None for one that no rank has.
 
-        def finish() -> None:
-            work.wait()
-            if total is not tensor:
-                tensor.copy_(total)
+        A first small all_reduce shows which tensors exist in any rank. These travel in buckets.
 
-        return finish
+        Args:
+            tensors: this rank's; sums are written to them where they have the strides of `like`.
+            like: tensors of the same shapes and dtypes in all ranks. The sums get the strides that
+                autograd gives their gradients, as fused optimizers need them.
+
+        Raises:
+            ValueError: in all ranks, if one of them has a sparse tensor.
+        """
+        flags = [[t is not None for t in tensors], [t is not None and t.is_sparse for t in tensors]]
+        of_any = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(of_any, group=self._host_group)
+        exist, are_sparse = of_any.bool().tolist()
+        if any(are_sparse):
+            shapes = [tuple(like[i].shape) for i, is_sparse in enumerate(are_sparse) if is_sparse]
+            raise ValueError(
+                "Expected dense gradients in several processes, got sparse ones of parameters of "
+                f"the shapes {shapes[:3]}. Use nn.Embedding(sparse=False), or one process."
+            )
+        sums, sent = list(tensors), []
+        for bucket in _buckets(like, [i for i, exists in enumerate(exist) if exists]):
+            parts = [torch.zeros_like(like[i]) if sums[i] is None else sums[i] for i in bucket]
+            flat = torch.cat([part.reshape(-1) for part in parts if part is not None])
+            if flat.device.type != "cpu" and not self._has_nccl:
+                flat = flat.cpu()
+            group = self._host_group if flat.device.type == "cpu" else None
+            sent.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+        for bucket, flat, work in sent:
+            cast(Any, work).wait()
+            for i, total in zip(bucket, flat.split([like[i].numel() for i in bucket]), strict=True):
+                own, new = sums[i], torch.empty_like(like[i], requires_grad=False)
+                if own is None or own.stride() != new.stride():
+                    sums[i] = own = new
+                own.copy_(total.view(like[i].shape))
+        return sums
 
     def barrier(self) -> None:
         """Waits for all ranks."""
         dist.barrier(group=self._host_group)
 
 
-class ProcessesApartError(RuntimeError):
-    """The processes did not all come to the same collective."""
-
-
-def check_together(values: Sequence[Any]) -> None:
-    """Raises an error unless all ranks have gathered these values at the same place.
-
-    Of values from different places the attribute `what` differs, or only one has it.
-    """
-    places = [getattr(value, "what", None) for value in values]
-    if len(set(places)) > 1:
-        texts = [f"is at {what}" if what else "has ended its step" for what in places]
-        got = ", ".join(f"process {rank} {text}" for rank, text in enumerate(texts))
-        raise ProcessesApartError(
-            f"Expected all processes at the same collective, got: {got}. Make the same calls in "
-            "the same order in every process: they must not depend on its rank or its samples."
-        )
+def _buckets(like: Sequence[Tensor], positions: Sequence[int]) -> list[list[int]]:
+    """Positions of tensors that travel together: neighbours of one dtype, the same in all ranks."""
+    buckets: list[list[int]] = []
+    size = 0
+    for i in positions:
+        own = like[i].numel() * like[i].element_size()
+        if not buckets or size + own > BUCKET_BYTES or like[i].dtype != like[buckets[-1][0]].dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(i)
+        size += own
+    return buckets
 
 
 def _pickled(value: Any) -> bytes | str:
@@ -134,24 +175,16 @@ def _unpickled(data: bytes | str, rank: int) -> Any:
             f"Process {rank}: expected a value that can be pickled, to be sent to the other "
             f"processes, got {data}. Use tensors and plain values."
         )
-    return pickle.loads(data)
+    with torch.inference_mode(False):
+        return pickle.loads(data)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors by their bytes: torch's own way is slow, and keeps the base of a view."""
+    """Pickles tensors from any device, without graphs, and of a view no more than the view."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
             return NotImplemented
-        if type(obj) not in (Tensor, nn.Parameter) or obj.layout is not torch.strided:
-            return obj.detach().cpu().__reduce_ex__(4)
-        own = torch.empty(obj.numel(), dtype=obj.dtype, device="cpu")
-        own.copy_(obj.detach().reshape(-1))
-        return _tensor, (own.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape))
-
-
-def _tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    with torch.inference_mode(False):
-        return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+        with torch.inference_mode(False):  # an inference tensor has no version to be saved
+            own = torch.empty_like(obj, device="cpu", requires_grad=False).copy_(obj.detach())
+        return own.__reduce_ex__(5)

@@ -5,23 +5,21 @@ happens in one `backward`: which gradients leave while it runs, and how they are
 buffers the root gets, and when (`reducer`).
 """
 
-from lightning_dp.parallel.reduce.backward import ParallelFor as ParallelFor
 from lightning_dp.parallel.reduce.backward import StashedGradients as StashedGradients
 from lightning_dp.parallel.reduce.backward import SuspendedHooks as SuspendedHooks
 from lightning_dp.parallel.reduce.backward import clear_gradients as clear_gradients
 from lightning_dp.parallel.reduce.backward import reduce_gradients as reduce_gradients
+from lightning_dp.parallel.reduce.backward import single_threaded as single_threaded
 from lightning_dp.parallel.reduce.loss import LOSS_REDUCTIONS as LOSS_REDUCTIONS
-from lightning_dp.parallel.reduce.loss import Graph as Graph
 from lightning_dp.parallel.reduce.loss import JointBackward as JointBackward
 from lightning_dp.parallel.reduce.loss import LossReduction as LossReduction
 from lightning_dp.parallel.reduce.loss import NoLossError as NoLossError
 from lightning_dp.parallel.reduce.loss import StepOutput as StepOutput
 from lightning_dp.parallel.reduce.loss import agreed_items as agreed_items
-from lightning_dp.parallel.reduce.loss import backward_at_once as backward_at_once
 from lightning_dp.parallel.reduce.loss import join_losses as join_losses
 from lightning_dp.parallel.reduce.loss import loss_of as loss_of
 from lightning_dp.parallel.reduce.loss import loss_weights as loss_weights
-from lightning_dp.parallel.reduce.loss import sum_of_losses as sum_of_losses
+from lightning_dp.parallel.reduce.loss import parse_outputs as parse_outputs
 from lightning_dp.parallel.reduce.loss import wait_for_autograd as wait_for_autograd
 from lightning_dp.parallel.reduce.reducer import BUFFERS as BUFFERS
 from lightning_dp.parallel.reduce.reducer import Buffers as Buffers

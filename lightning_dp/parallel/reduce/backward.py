@@ -7,7 +7,8 @@ gradients while it runs; `reduce_gradients` adds up what is left at its end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, product
 from operator import attrgetter
@@ -34,16 +35,11 @@ from lightning_dp.parallel.torch_private import (
 )
 
 if TYPE_CHECKING:
-    from lightning_dp.parallel.processes import RankReducer
+    from lightning_dp.parallel.processes import World
 
-ParallelFor: TypeAlias = Callable[[Sequence[Callable[[], None]]], object]
-"""Makes calls at the same time, one in each worker, and returns when all have ended."""
 Gradients: TypeAlias = list[Tensor | None]
 
 _GRAD: Callable[[Tensor], Tensor | None] = attrgetter("grad")
-
-PARALLEL_ELEMENTS = 2**20
-"""Fewer elements are added on the calling thread sooner than workers are woken."""
 
 
 class Backward:
@@ -54,61 +50,58 @@ class Backward:
 
     Args:
         replicas: the root and its replicas.
-        fills: the replicas that get gradients, if buckets may leave while it runs; else None.
-        accumulates: whether a later backward sums over the ranks.
-        can_be_undone: whether it may run out of memory and be run again. Then the gradients of
-            earlier backwards are aside until it has succeeded.
-        ranks: the other processes; their gradients are added after the local sums.
+        gradient: of the joint loss.
+        fills: the replicas that get gradients, if buckets may leave while it runs; else none.
+        can_be_undone: whether it may run out of memory and be run again.
+        world: the processes, whose gradients are added to the local sums.
     """
 
     def __init__(
         self,
         replicas: Replicas,
-        fills: Sequence[int] | None,
+        gradient: Tensor,
+        fills: Sequence[int],
         *,
-        accumulates: bool,
         can_be_undone: bool,
-        ranks: RankReducer | None,
+        world: World | None,
     ) -> None:
-        self._rows, self._packing = replicas.parameters, replicas.packing
-        self._ranks, self._accumulates = ranks, accumulates
+        self.gradient = gradient
+        self._rows, self._packing, self._world = replicas.parameters, replicas.packing, world
         root = self._rows[0]
-        with_hooks = hooked(root)
-        if ranks is not None:
-            # Hooks may have come after a backward that accumulated.
-            ranks.sum_(ranks.own_among([root[i] for i in with_hooks]))
-            ranks.begin(root, with_hooks, stay=accumulates)
-        self._hooks = [(SuspendedHooks(root[i]), root[i].grad) for i in with_hooks]
-        for hooks, _ in self._hooks:
-            hooks.parameter.grad = None
-        self._earlier = StashedGradients(root) if can_be_undone else None
+        positions = hooked(root)
+        self._hooks = [SuspendedHooks(root[i]) for i in positions]
+        # What earlier backwards have left, where it must not be mixed with this one's sums.
+        self._earlier: StashedGradients | None = None
+        if can_be_undone or self._hooks or world is not None:
+            self._earlier = StashedGradients(root)
         self._overlap: Overlap | None = None
-        if fills is not None and 0 in fills:  # else no sums grow on the root
+        if 0 in fills:  # else no sums grow on the root
             rows = [*{id(row): row for row in map(replicas.parameters_of, fills)}.values()]
             devices = list(dict.fromkeys(row[0].device for row in rows))
             if len(devices) > 1 and self._packing.sums.prepare(devices):
-                self._overlap = Overlap(rows, devices, self._packing, with_hooks)
+                self._overlap = Overlap(rows, devices, self._packing, positions)
 
-    def commit(self, parallel_for: ParallelFor | None = None) -> None:
+    def commit(self) -> None:
         """Brings the sums to the root: of the replicas, then of all ranks."""
         if self._overlap is not None:
             self._overlap.end()
         if len(self._rows) > 1:
-            reduce_gradients(self._rows, self._packing, parallel_for)
+            reduce_gradients(self._rows, self._packing)
         if self._overlap is not None:
             self._overlap.take_sums()
-        called, self._hooks = self._hooks, []
-        if self._ranks is not None:
-            self._ranks.sum_([hooks.parameter for hooks, _ in called])
-        for hooks, _ in called:
-            hooks.put_back()
-        for hooks, earlier in called:
-            hooks.call(earlier)
+        if self._world is not None:
+            from lightning_dp.parallel.processes import sum_gradients
+
+            sum_gradients(self._rows[0], self._world)
+        hooks, self._hooks = self._hooks, []
+        for suspended in hooks:
+            suspended.put_back()
+            suspended.call_with_gradient()
         if self._earlier is not None:  # until here it could still be undone
             self._earlier.add()
             self._earlier = None
-        if self._ranks is not None and not self._accumulates:
-            self._ranks.finish()
+        for suspended in hooks:
+            suspended.call_after_accumulation()
 
     def abort(self) -> None:
         """Gives the root its earlier gradients and its hooks back, once.
@@ -119,18 +112,15 @@ class Backward:
         if self._earlier is not None:
             self._earlier.put_back()
             self._earlier = None
-        called, self._hooks = self._hooks, []
-        for hooks, earlier in called:
-            hooks.parameter.grad = earlier
-            hooks.put_back()
+        for suspended in self._hooks:
+            suspended.put_back()
+        self._hooks = []
 
     def discard(self) -> None:
         """Drops what it has left on the replicas; autograd's threads have to be done."""
         self.abort()
         if self._overlap is not None:
             self._overlap.cancel()
-        if self._ranks is not None:
-            self._ranks.cancel()
         clear_gradients(chain.from_iterable(self._rows[1:]))
 
 
@@ -241,10 +231,19 @@ class Overlap:
 # Sums of gradients
 
 
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """While it lasts, torch uses no team of OpenMP threads: they would spin beside the workers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def reduce_gradients(
-    parameters: Sequence[Sequence[Tensor]],
-    packing: Packing | None = None,
-    parallel_for: ParallelFor | None = None,
+    parameters: Sequence[Sequence[Tensor]], packing: Packing | None = None
 ) -> None:
     """Adds the replicas' gradients to the root's, in place, and clears theirs.
 
@@ -254,22 +253,16 @@ def reduce_gradients(
     Args:
         parameters: of each replica, the root's first.
         packing: the buckets of the parameters.
-        parallel_for: runs calls in the workers, which then share the sums on the CPU. On the
-            calling thread torch would use a team of OpenMP threads, whose idle members spin beside
-            the workers.
     """
     root, others = parameters[0], parameters[1:]
     if not root or not others:
         return
     sums, rows = list(map(_GRAD, root)), [list(map(_GRAD, replica)) for replica in others]
     before, devices = list(sums), [replica[0].device for replica in parameters]
-    if len({*devices}) == 1:
-        _add_rows(sums, rows, parallel_for)
-    else:
-        if packing is not None:
-            _add_by_chain(sums, rows, packing, list(dict.fromkeys(devices)))
-        for row in rows:
-            _add_rows(sums, [gradients_on(devices[0], row)], None)
+    if len({*devices}) > 1 and packing is not None:
+        _add_by_chain(sums, rows, packing, list(dict.fromkeys(devices)))
+    for row, device in zip(rows, devices[1:], strict=True):
+        _add(sums, row if device == devices[0] else gradients_on(devices[0], row))
     for parameter, total, old in zip(root, sums, before, strict=True):
         if total is not old and total is not None:
             parameter.grad = as_accumulated(total, parameter)
@@ -294,42 +287,17 @@ def _add_by_chain(
         wait_for_copies(devices)
 
 
-def _add_rows(sums: Gradients, rows: Sequence[Gradients], parallel_for: ParallelFor | None) -> None:
-    """Adds rows to the sums, in their order; where there is no sum yet, a gradient becomes it."""
-    for i, total in enumerate(sums):
-        for row in rows if total is None else ():
-            if row[i] is not None:
-                sums[i], row[i] = row[i], None
-                break
-    sizes = [0 if total is None else total.numel() for total in sums]
-    if parallel_for is None or sum(sizes) < PARALLEL_ELEMENTS:
-        _add_here(sums, rows)
-        return
-    parts = shares(sizes, 1 + len(rows))
-    parallel_for([partial(_add_here, sums[part], [row[part] for row in rows]) for part in parts])
-
-
-def _add_here(sums: Gradients, rows: Sequence[Gradients]) -> None:
-    for row in rows:
-        pairs = [(s, g) for s, g in zip(sums, row, strict=True) if s is not None and g is not None]
-        if pairs:
-            add_each([total for total, _ in pairs], [gradient for _, gradient in pairs])
-
-
-def shares(sizes: Sequence[int], n: int) -> list[slice]:
-    """Cuts positions into n slices, some perhaps empty, whose sizes sum to about the same.
-
-    Example:
-        >>> shares([4, 1, 1, 2], 2)
-        [slice(0, 1, None), slice(1, 4, None)]
-    """
-    ends: list[int] = []
-    total, done = sum(sizes), 0
-    for i, size in enumerate(sizes):
-        done += size
-        while done * n >= total * (len(ends) + 1) and len(ends) < n - 1:
-            ends.append(i + 1)
-    return [slice(a, b) for a, b in zip([0, *ends], [*ends, len(sizes)], strict=True)]
+def _add(sums: Gradients, row: Gradients) -> None:
+    """Adds gradients to the sums; where there is no sum yet, the gradient becomes it."""
+    pairs = []
+    for i, gradient in enumerate(row):
+        total = sums[i]
+        if total is None:
+            sums[i] = gradient
+        elif gradient is not None:
+            pairs.append((total, gradient))
+    if pairs:
+        add_each([total for total, _ in pairs], [gradient for _, gradient in pairs])
 
 
 def as_accumulated(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -372,28 +340,32 @@ class StashedGradients:
         for parameter, earlier in zip(self._parameters, self._earlier, strict=True):
             if earlier is not None:
                 parameter.grad = earlier
-        _add_here(self._earlier, [new])
+        _add(list(self._earlier), new)
 
 
 class SuspendedHooks:
     """Takes a parameter's hooks off it until `put_back`: autograd calls none of them."""
 
     def __init__(self, parameter: Tensor) -> None:
-        self.parameter, self._hooks = parameter, take_hooks_off(parameter)
+        self._parameter, self._hooks = parameter, take_hooks_off(parameter)
+        self._has_gradient = False
 
     def put_back(self) -> None:
         """Autograd calls them again."""
-        put_hooks_back(self.parameter, self._hooks)
+        put_hooks_back(self._parameter, self._hooks)
 
-    def call(self, earlier: Tensor | None) -> None:
-        """Calls them with the gradient that has come in the meantime, and adds the earlier one."""
-        parameter, gradient = self.parameter, self.parameter.grad
-        parameter.grad = earlier
-        if gradient is None:
-            return
-        for hook in (self._hooks.on_gradient or {}).values():
-            answer = hook(gradient)
-            gradient = gradient if answer is None else answer
-        parameter.grad = gradient if earlier is None else earlier + gradient
-        for hook in (self._hooks.on_parameter or {}).values():
-            hook(parameter)
+    def call_with_gradient(self) -> None:
+        """Calls the tensor's hooks with its new gradient, which they may replace."""
+        gradient = self._parameter.grad
+        self._has_gradient = gradient is not None
+        if gradient is not None:
+            for hook in (self._hooks.on_gradient or {}).values():
+                answer = hook(gradient)
+                gradient = gradient if answer is None else answer
+            self._parameter.grad = gradient
+
+    def call_after_accumulation(self) -> None:
+        """Calls the hooks that see the parameter once its gradient has been accumulated."""
+        if self._has_gradient:
+            for hook in (self._hooks.on_parameter or {}).values():
+                hook(self._parameter)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -35,7 +35,7 @@ Run: TypeAlias = Callable[["JointBackward", Tensor, bool], None]
 """A method that runs the replicas' backwards, given the joint loss's gradient and whether graphs
 are kept."""
 
-
+_CPU = torch.device("cpu")
 _DEVICE = attrgetter("device")
 
 
@@ -59,7 +59,7 @@ class StepOutput(NamedTuple):
     num_items: float | Tensor | None = None  # what the loss is a mean over, if not samples
     extras: dict[str, Any] | None = None  # other entries of a returned mapping
     has_items_entry: bool = False  # the mapping has "num_items"
-    value: Tensor | None = None  # the loss's value, where it was copied elsewhere
+    value: Tensor | None = None  # the loss's value, where it was copied to the host
 
     @classmethod
     def parse(cls, output: Any) -> StepOutput:
@@ -94,6 +94,17 @@ def loss_of(output: Any) -> Tensor | None:
     return loss
 
 
+def parse_outputs(active: Sequence[int], outputs: Sequence[Any]) -> dict[int, StepOutput]:
+    """What those replicas returned that returned a loss, by their numbers."""
+    steps = {}
+    for k, output in zip(active, outputs, strict=True):
+        if type(output) is Tensor and output.numel() == 1 and not output.__dict__:
+            steps[k] = StepOutput(output)  # as `parse` would; most steps return such a loss
+        elif output is not None:
+            steps[k] = StepOutput.parse(output)
+    return steps
+
+
 # Weights
 
 
@@ -102,10 +113,10 @@ def agreed_items(counts: Sequence[float | Tensor | None]) -> list[float] | None:
 
     The host waits once for counts that lie on devices.
     """
-    tensors = [count.detach().reshape(()) for count in counts if isinstance(count, Tensor)]
-    if not tensors and not any(count is not None for count in counts):
+    if counts.count(None) == len(counts):
         return None
-    device = scalar_device(tensors, torch.device("cpu"))
+    tensors = [count.detach().reshape(()) for count in counts if isinstance(count, Tensor)]
+    device = scalar_device(tensors, _CPU)
     values = iter(torch.stack([t.to(device) for t in tensors]).tolist() if tensors else ())
     known = [next(values) if isinstance(count, Tensor) else count for count in counts]
     agreed = [count for count in known if count is not None and not count < 0]
@@ -135,92 +146,68 @@ def loss_weights(
     return [count / total for count in counts]
 
 
-# The joint loss
-
-
-class Graph(NamedTuple):
-    """One replica's loss, of one element, and its weight in the joint loss."""
-
-    replica: int
-    loss: Tensor
-    weight: float
-    value: Tensor | None = None  # of the loss, where it was copied elsewhere
-
-
 @torch.no_grad()
-def join_losses(graphs: Sequence[Graph], output_device: torch.device) -> Tensor:
+def join_losses(
+    losses: Sequence[Tensor], weights: Sequence[float], output_device: torch.device
+) -> Tensor:
     """The value sum(w_i * loss_i) on the output device.
 
     A loss of weight 0 is left out: it contributes nothing, even if it is NaN.
 
     Example:
-        >>> graphs = [Graph(0, torch.tensor(1.0), 1.0), Graph(1, torch.tensor(float("nan")), 0.0)]
-        >>> join_losses(graphs, torch.device("cpu"))
+        >>> losses = [torch.tensor(1.0), torch.tensor(float("nan"))]
+        >>> join_losses(losses, [1.0, 0.0], torch.device("cpu"))
         tensor(1.)
     """
-    values, weights = [], []
-    for _, loss, weight, value in graphs:
+    values, kept = [], []
+    for loss, weight in zip(losses, weights, strict=True):
         if weight != 0:
-            values.append(loss if value is None else value)
-            weights.append(weight)
+            values.append(loss)
+            kept.append(weight)
     if {*map(_DEVICE, values)} != {output_device}:
         device = scalar_device(values, output_device)
         values = [value.to(device) for value in values]
-    joint = values[0] * weights[0]
-    for value, weight in zip(values[1:], weights[1:], strict=True):
+    joint = values[0] * kept[0]
+    for value, weight in zip(values[1:], kept[1:], strict=True):
         joint = joint.add(value, alpha=weight)
     return joint.to(output_device)
 
 
-def sum_of_losses(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Several losses whose backward runs at once are their sum, weighted by their gradients."""
-    if any(getattr(tensor, "num_items", None) is not None for tensor in tensors):
-        raise ValueError(
-            f"Expected one loss with num_items, got a backward of {len(tensors)} tensors, some "
-            "with num_items. Make a backward of each: shards weigh differently in each of them."
-        )
-    pairs = zip(tensors, gradients, strict=True)
-    return torch.stack([t.sum() if g is None else (t * g).sum() for t, g in pairs]).sum()
+# The joint loss
 
 
 class JointBackward:
     """The backward of a joint loss. Only it holds the replicas' graphs, and frees them on OOM.
 
-    Graphs of weight 0 are left out: the gradient of a mean over nothing would be NaN.
+    Losses of weight 0 are left out: the gradient of a mean over nothing would be NaN.
 
     Args:
         name: of the step, for errors.
         shards: the batch.
-        graphs: the replicas' losses.
-        crosses: whether one replica's graph continues in another's, so that they cannot run alone.
+        parts: replicas, their losses, and the weights of these in the joint loss.
         run: a method, held weakly: a graph that reaches its own holder is never freed.
         devices: accelerators, on whose present current streams the backward runs.
+        crosses: whether one replica's graph continues in another's, so that they cannot run alone.
         rank_graph: the part of the graph that continues in other ranks.
-        is_last: whether no other backward goes through `rank_graph` after this one.
     """
-
-    inputs: Sequence[Any] = ()  # of each replica, whose gradients alone are wanted
-    _end: Tensor | None = None  # of the part in other ranks
 
     def __init__(
         self,
         name: str,
         shards: Shards,
-        graphs: Sequence[Graph],
-        crosses: bool,
+        parts: Iterable[tuple[int, Tensor, float]],
         run: Run,
         devices: Sequence[torch.device],
-        rank_graph: RankGraph | None = None,
         *,
-        is_last: bool = True,
+        crosses: bool = False,
+        rank_graph: RankGraph | None = None,
     ) -> None:
         self.name, self.shards, self.crosses = name, shards, crosses
-        self.graphs = []
-        for graph in graphs:
-            if graph.weight != 0 and graph.loss.requires_grad:
-                self.graphs.append(graph)
-        self._rank_graph, self._is_last = rank_graph, is_last
-        self._run = weakref.WeakMethod(run)
+        self.parts = []
+        for k, loss, weight in parts:
+            if weight != 0 and loss.requires_grad:
+                self.parts.append((k, loss, weight))
+        self._rank_graph, self._run = rank_graph, weakref.WeakMethod(run)
         self._streams = side_streams(devices) if devices else []
 
     def attach(self, joint: Tensor, requested_parameters: Sequence[Tensor] = ()) -> Tensor:
@@ -231,18 +218,8 @@ class JointBackward:
         """
         return _joint_loss(joint.detach().requires_grad_(), self, *requested_parameters)
 
-    def tasks(
-        self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
-    ) -> list[Task]:
-        """The replicas' backwards, see the note."""
-        tasks = []
-        for k, loss, weight, _ in self.graphs:
-            backward = partial(loss.backward, gradient * weight, retain_graph=keep_graph)
-            tasks.append(Task(k, devices[k], backward, partial(self.shards.place, "backward", k)))
-        return tasks
-
     def __call__(self, gradient: Tensor, keep_graph: bool) -> None:
-        """Runs it."""
+        """Runs it by the engine's method."""
         run = self._run()
         if run is None:
             raise RuntimeError(
@@ -252,24 +229,36 @@ class JointBackward:
         try:
             # Autograd's thread has other current streams.
             with on_streams(self._streams) if self._streams else nullcontext():
-                if self._rank_graph is not None:
-                    keep_graph = self._add_end(self._rank_graph, keep_graph)
                 run(self, gradient, keep_graph)
         except torch.OutOfMemoryError:
             self._rank_graph = None
-            self.graphs.clear()
+            self.parts.clear()
             self.shards.parts.clear()
             raise
 
-    def _add_end(self, rank_graph: RankGraph, keep_graph: bool) -> bool:
-        """Has the backward start at the end of the rank graph, too; whether graphs are kept."""
-        self.graphs = [graph for graph in self.graphs if graph.loss is not self._end]
-        losses = [graph.loss for graph in self.graphs]
-        end, keep_graph = rank_graph.end_for(losses, keep_graph, is_last=self._is_last)
-        self._end = end
+    def tasks(
+        self, gradient: Tensor, keep_graph: bool, devices: Sequence[torch.device]
+    ) -> list[Task]:
+        """The replicas' backwards, see the note."""
+        tasks = []
+        for k, loss, weight in self.parts:
+            backward = partial(loss.backward, gradient * weight, retain_graph=keep_graph)
+            tasks.append(Task(k, devices[k], backward, partial(self.shards.place, "backward", k)))
+        return tasks
+
+    def start(self, gradient: Tensor, keep_graph: bool) -> Callable[[], None]:
+        """One backward of all graphs, which starts at the end of the rank graph, too.
+
+        Returns the call that runs it: the gradients are made now.
+        """
+        losses = [loss for _, loss, _ in self.parts]
+        # Autograd makes a new gradient for each backward: the host need not wait for its copies.
+        gradients = [(gradient * w).to(loss, non_blocking=True) for _, loss, w in self.parts]
+        end = self._rank_graph and self._rank_graph.end(keep_graph=keep_graph)
         if end is not None:
-            self.graphs.append(Graph(next(iter(self.shards.active), 0), end, 1.0))
-        return keep_graph
+            losses.append(end)
+            gradients.append(torch.ones_like(end))
+        return partial(torch.autograd.backward, losses, gradients, retain_graph=keep_graph)
 
 
 class _JointLoss(torch.autograd.Function):
@@ -301,21 +290,6 @@ class _JointLoss(torch.autograd.Function):
 
 
 _joint_loss: Callable[..., Tensor] = _JointLoss.apply
-
-
-def backward_at_once(
-    graphs: Sequence[Graph],
-    gradient: Tensor,
-    keep_graph: bool,
-    inputs: Sequence[Tensor] | None = None,
-    during: AbstractContextManager[None] | None = None,
-) -> None:
-    """One joint backward of all graphs, inside a context that begins once gradients are there."""
-    # Autograd makes a new gradient for each backward: the host need not wait for its copies.
-    gradients = [(gradient * g.weight).to(g.loss, non_blocking=True) for g in graphs]
-    losses = [graph.loss for graph in graphs]
-    with during or nullcontext():
-        torch.autograd.backward(losses, gradients, retain_graph=keep_graph, inputs=inputs)
 
 
 def wait_for_autograd(devices: Sequence[torch.device]) -> None:

@@ -1,12 +1,12 @@
 """Reducer: brings gradients and buffers from the replicas to the root, at the right time.
 
 Gradients are summed, not averaged: the losses' weights are already in them. With several processes
-the ranks' sum follows the local one, at the end of `Backward.commit`.
+the ranks' sum follows the local one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lightning_dp.parallel.comm import can_be_packed
-from lightning_dp.parallel.reduce.backward import Backward, ParallelFor, reduce_gradients
+from lightning_dp.parallel.reduce.backward import Backward, reduce_gradients
 from lightning_dp.parallel.reduce.loss import JointBackward, wait_for_autograd
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards
-from lightning_dp.parallel.torch_private import copy_to_each
+from lightning_dp.parallel.torch_private import copy_to_each, is_in_backward
 
 if TYPE_CHECKING:
-    from lightning_dp.parallel.processes import RankBuffers, RankReducer, World
+    from lightning_dp.parallel.processes import World
 
 Buffers: TypeAlias = Literal["first", "mean"]
 BUFFERS: tuple[Buffers, ...] = ("first", "mean")
@@ -36,53 +36,39 @@ class Reducer:
 
     Args:
         replicas: the root and its replicas.
+        devices: theirs.
         buffers: whose buffers the root gets, see `reduce_buffers`.
-        devices: the replicas' devices.
-        is_timed: whether buckets wait until the backward ends, as when devices are timed; None if
-            they always do.
         world: the processes, whose gradients and buffers are added; None if this is the only one.
+
+    Attributes:
+        backward: the one that runs, or has failed.
+        rank_samples: of the step whose buffers the ranks have to exchange.
     """
 
-    ranks: RankReducer | None = None  # the gradients of all ranks, if there are several processes
-    rank_buffers: RankBuffers | None = None  # and their buffers
+    overlaps = True  # gradients leave accelerators while the backward runs
 
     def __init__(
         self,
         replicas: Replicas,
-        buffers: Buffers,
         devices: Sequence[torch.device],
-        is_timed: Callable[[], bool] | None = None,
+        buffers: Buffers,
         world: World | None = None,
     ) -> None:
-        self.accumulating = False  # backwards leave the sum over the ranks to a later one
-        self._replicas, self._policy, self._devices = replicas, buffers, devices
-        self._is_timed = is_timed
+        self._replicas, self._devices = replicas, devices
+        self._policy, self._world = buffers, world
         self._forward: Shards | None = None  # of a step whose buffers are still the replicas'
-        self._backward: Backward | None = None  # which runs, or has failed
-        if world is not None:
-            from lightning_dp.parallel.processes import RankBuffers, RankReducer
-
-            def write(ranks: list[list[Tensor | None]], samples: list[int]) -> None:
-                reduce_buffers(replicas.buffers_of_steps[0], ranks, samples, buffers)
-
-            self.ranks = RankReducer(world)
-            self.rank_buffers = RankBuffers(
-                lambda: replicas.buffers_of_steps[0], write, world, is_mean=buffers == "mean"
-            )
+        self.backward: Backward | None = None
+        self.rank_samples: Sequence[int] | None = None
 
     def close(self) -> None:
         """Ends what is open, in this process alone: after an error the others do not come."""
-        if self.ranks is not None:
-            self.ranks.cancel()
-        self.ranks = self.rank_buffers = None
+        self._world = self.rank_samples = None
         self.settle()
         self._replicas.packing.sums.pools.clear()
 
     def root_keeps_its_buffers(self, shards: Shards) -> bool:
         """Whether the root's buffers stay: it is replica 0, the first one with samples."""
         return self._policy == "first" and bool(shards.sizes[0])
-
-    # The forward
 
     def after_forward(self, shards: Shards) -> None:
         """Notes whose buffers the root gets, after the backward or before the next step.
@@ -95,76 +81,74 @@ class Reducer:
         if {*map(_GRAD, chain.from_iterable(rows[1:]))} - {None}:
             reduce_gradients(rows, self._replicas.packing)
         if not torch.is_grad_enabled():
-            self._take_buffers(shards)
+            self.take_buffers()
 
-    def _take_buffers(self, shards: Shards) -> None:
-        """Not before the backward, which checks that nothing it has saved was written to."""
-        self._forward = None
-        if self._replicas.limited:
-            self._replicas.adopt_rows(shards.active)
-        if self._policy == "mean" or not shards.sizes[0]:
-            buffers = self._replicas.buffers_of_steps
-            worked = [buffers[k] for k in shards.active]
-            reduce_buffers(buffers[0], worked, shards.active_sizes, self._policy)
-
-    # The backward
-
-    def before_backward(self, joint: JointBackward, *, can_fail: bool = False) -> None:
+    def begin(self, joint: JointBackward, gradient: Tensor, *, can_fail: bool) -> None:
         """A backward begins; if it can fail for lack of memory, it can be undone."""
-        fills = None
-        if can_fail and self._is_timed is not None and not self._is_timed():
-            fills = joint.shards.active if joint.crosses else [g.replica for g in joint.graphs]
-        self._backward = Backward(
-            self._replicas,
-            fills,
-            accumulates=self.accumulating,
-            can_be_undone=can_fail,
-            ranks=self.ranks,
+        fills: Sequence[int] = ()
+        if can_fail and self.overlaps:
+            fills = joint.shards.active if joint.crosses else [k for k, *_ in joint.parts]
+        self.backward = Backward(
+            self._replicas, gradient, fills, can_be_undone=can_fail, world=self._world
         )
 
-    def after_backward(self, parallel_for: ParallelFor | None = None) -> None:
+    def commit(self) -> None:
         """The backward has ended: its gradients, and the step's buffers, reach the root."""
-        if self._forward is not None:
-            self._take_buffers(self._forward)
-        if self._backward is not None:
-            self._backward.commit(parallel_for)
-        if self.rank_buffers is not None:
-            self.rank_buffers.after_step()
-        self._backward = None
-
-    def fail(self) -> None:
-        """The backward has failed: the root's gradients are the earlier ones."""
-        if self._backward is not None:
-            self._backward.abort()
+        self.take_buffers()
+        if self.backward is not None:
+            self.backward.commit()
+            self.backward = None
+        if self.rank_samples is not None:
+            self._exchange_buffers()
 
     def undo(self) -> None:
         """Takes back what a step has left that is to be run again."""
         self._forward = None
-        if self._backward is not None:
-            self._backward.discard()
-            self._backward = None
+        if self.backward is not None:
+            self.backward.discard()
+            self.backward = None
 
-    def settle(self, *, trains: bool = False) -> None:
-        """Ends a step whose backward did not run or has failed.
-
-        Args:
-            trains: whether a training step follows, which may read buffers of other ranks' steps.
-        """
-        if self._backward is not None:
+    def settle(self) -> None:
+        """Ends a step whose backward did not run or has failed."""
+        if self.backward is not None:
+            if is_in_backward():  # a checkpoint calls the module again
+                return
             wait_for_autograd(self._devices)
-            self._backward.discard()
-            self._backward = None
+            self.backward.discard()
+            self.backward = None
         if self._forward is not None:
-            self._take_buffers(self._forward)
-        if self.rank_buffers is not None:
-            self.rank_buffers.after_step()
-            if trains:
-                self.rank_buffers.before_step()
+            self.take_buffers()
+        if self.rank_samples is not None:
+            self._exchange_buffers()
 
-    def sum_waiting(self) -> None:
-        """Sums over the ranks what has accumulated, if no backward has come to do so."""
-        if self.ranks is not None:
-            self.ranks.sum_waiting()
+    def take_buffers(self) -> None:
+        """Gives the root the buffers of a step, if it has not got them.
+
+        Not before the backward, which checks that nothing it has saved was written to.
+        """
+        shards, self._forward = self._forward, None
+        if shards is None:
+            return
+        if self._replicas.limited:
+            self._replicas.adopt_rows(shards.active)
+        if not self.root_keeps_its_buffers(shards):
+            buffers = self._replicas.buffers_of_steps
+            worked = [buffers[k] for k in shards.active]
+            reduce_buffers(buffers[0], worked, shards.active_sizes, self._policy)
+
+    def _exchange_buffers(self) -> None:
+        """Gives all ranks the same buffers: those of the first with samples, or the mean."""
+        samples, self.rank_samples = self.rank_samples, None
+        if samples is None or self._world is None:
+            return
+        own = self._replicas.buffers_of_steps[0]
+        if self._policy == "mean":
+            pairs = zip(self._world.gather(own, "its buffers"), samples, strict=True)
+            ranks = [(buffers, n) for buffers, n in pairs if n]
+        else:
+            first = next(rank for rank, n in enumerate(samples) if n)
+            ranks = [(self._world.broadcast(own, first), 1)]
+        reduce_buffers(own, [row for row, _ in ranks], [n for _, n in ranks], self._policy)
 
 
 # Buffers
@@ -220,25 +204,16 @@ class Snapshot:
         else:
             self._forms, self._values = forms, [buffer.clone() for buffer in self._buffers]
 
-    def drop(self) -> None:
-        """Restores nothing from here on."""
-        self._buffers = []
-
     @torch.no_grad()
     def restore(self) -> None:
         """Gives the buffers their values back, without a trace, as batch norm writes to its own."""
-        for buffer, value in zip(self._buffers, self._values, strict=False):
-            if _FORM(buffer) != _FORM(value) or not torch.equal(buffer, value):
-                write_without_trace(buffer, value)
+        for buffer, value in zip(self._buffers, self._values, strict=True):
+            write_without_trace(buffer, value)
 
 
 def write_without_trace(buffer: Tensor, value: Tensor) -> None:
     """Gives a buffer a value, if need be with its shape and dtype, so that no version counts it."""
-    if buffer is value:
-        return
-    are_alike = _FORM(buffer) == _FORM(value)
-    is_expanded = buffer.layout is torch.strided and 0 in buffer.stride()
-    if are_alike and not is_expanded:
+    if _FORM(buffer) == _FORM(value) and can_be_packed(buffer):
         buffer.data.copy_(value)
-    elif not are_alike or not torch.equal(buffer, value):
+    elif buffer is not value:
         buffer.data = value.clone()

@@ -71,7 +71,6 @@ class Shards:
         whole: whether nothing was cut and the root has the batch as it is.
         order: for each shard the positions of its samples in the batch, None if consecutive.
         row_rules: how results are joined.
-        losses: what this rank exchanges with the other ranks when the step ends.
         added: the keys of entries that steps have put into the parts.
     """
 
@@ -80,7 +79,6 @@ class Shards:
     whole: bool = False
     order: Order | None = field(default=None, repr=False)
     row_rules: RowRules = field(default_factory=RowRules, repr=False, compare=False)
-    losses: list[Any] = field(default_factory=list, repr=False, compare=False)
     added: dict[Any, None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property

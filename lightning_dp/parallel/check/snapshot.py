@@ -247,16 +247,17 @@ class Snapshot:
         Such as a list of a notebook to which a step appends. What is in them is not entered: it may
         be a data set.
         """
-        for module in [node for node in self._known if isinstance(node, nn.Module)]:
-            own = [vars(cls).values() for cls in type(module).__mro__ if not _is_library(cls)]
-            hooks = [table.values() for table in hook_tables(module)]
-            for function in {id(f): f for functions in (*own, *hooks) for f in functions}.values():
-                with suppress(TypeError, ValueError):  # no function, or one with an empty cell
-                    outside = inspect.getclosurevars(function)
-                    for value in (*outside.nonlocals.values(), *outside.globals.values()):
-                        if isinstance(value, _CONTAINERS) and id(value) not in self._before:
-                            self._known.append(value)
-                            self._keep_items(value, value)
+        modules = [node for node in self._known if isinstance(node, nn.Module)]
+        classes = {cls for module in modules for cls in type(module).__mro__}
+        tables: list[Any] = [vars(cls) for cls in classes if not _is_library(cls)]
+        tables += [table for module in modules for table in hook_tables(module)]
+        for function in [value for table in tables for value in table.values()]:
+            with suppress(TypeError, ValueError):  # no function, or one with an empty cell
+                outside = inspect.getclosurevars(function)
+                for value in (*outside.nonlocals.values(), *outside.globals.values()):
+                    if isinstance(value, _CONTAINERS) and id(value) not in self._before:
+                        self._known.append(value)
+                        self._keep_items(value, value)
 
 
 def on_host(node: Any) -> Any:

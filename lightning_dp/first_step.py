@@ -37,9 +37,8 @@ from lightning_dp.parallel.check import (
     check,
     check_is_cheap,
     copied,
-    first_samples,
     on_host,
-    small_sizes,
+    small_part,
 )
 from lightning_dp.parallel.contexts import ObjectProxy, replaced, standing_in
 from lightning_dp.parallel.reduce import LossReduction, StepOutput
@@ -110,10 +109,10 @@ class FirstSteps:
             if self._option == "auto":
                 check_is_cheap(mode.engine)
             if not isinstance(mode, ForwardMode):
-                report = replace(report, sizes=small_sizes(mode.engine, batch))
-                if not report.sizes:
+                sizes, part = small_part(mode.engine, batch)
+                report = replace(report, sizes=sizes)
+                if not sizes:
                     raise NotChecked("the batch has samples for one replica alone.")
-                part = first_samples(mode.engine, batch, sum(report.sizes))
         except NotChecked as reason:
             why = str(reason)
         if world is not None:

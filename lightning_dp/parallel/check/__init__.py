@@ -14,8 +14,7 @@ from lightning_dp.parallel.check.first_call import FirstCalls as FirstCalls
 from lightning_dp.parallel.check.first_call import ForwardCall as ForwardCall
 from lightning_dp.parallel.check.first_call import check_is_cheap as check_is_cheap
 from lightning_dp.parallel.check.first_call import copied as copied
-from lightning_dp.parallel.check.first_call import first_samples as first_samples
-from lightning_dp.parallel.check.first_call import small_sizes as small_sizes
+from lightning_dp.parallel.check.first_call import small_part as small_part
 from lightning_dp.parallel.check.report import Report as Report
 from lightning_dp.parallel.check.report import announce as announce
 from lightning_dp.parallel.check.snapshot import NotChecked as NotChecked

@@ -68,10 +68,9 @@ class FirstCalls:
         try:
             if not self._always:
                 check_is_cheap(engine)
-            sizes = small_sizes(engine, arguments, path)
+            sizes, part = small_part(engine, arguments, path)
             if not sizes:  # a later call may have more samples
                 return
-            part = first_samples(engine, arguments, sum(sizes))
         except NotChecked as reason:
             report = replace(report, skipped=str(reason))
         else:
@@ -150,20 +149,32 @@ class ForwardCall(Call):
 # The part of a batch that is checked
 
 
-def small_sizes(engine: Engine, batch: Any, path: str = "") -> Sizes:
-    """How many of the first samples of a batch, or of arguments, each device gets in a check.
+def small_part(engine: Engine, batch: Any, path: str = "") -> tuple[Sizes, Any]:
+    """How many of a batch's first samples each device gets in a check, and a copy of these samples.
 
-    Empty if fewer than two devices would get any. If the batch cannot be split it raises
-    `NotChecked`, and the real call raises its own error.
+    Args:
+        engine: the engine that will run the batch.
+        batch: the batch, or the arguments of a call.
+        path: the submodule that is called.
+
+    Returns:
+        Empty sizes if fewer than two devices would get any.
+
+    Raises:
+        NotChecked: if the batch cannot be cut, and the real call raises that error, too; or if
+            something in it cannot be copied, such as a lock or an open file.
     """
     policy = engine.planner.policy
     try:
         n = engine.count_samples(batch) or 0
         active = map(bool, policy(n)) if is_fixed(policy) else [True] * len(engine.devices)
         sizes = unequal_sizes(n, list(active), fewest_samples(engine.module, path)) if n else ()
+        count = sum(sizes)
+        if sum(map(bool, sizes)) < 2:
+            return (), None
+        return sizes, copied(batch if n == count else engine.cut(batch, (count, n - count))[0])
     except Exception as error:
         raise NotChecked(f"{type(error).__name__}: {described(error, str)}") from error
-    return sizes if sum(map(bool, sizes)) > 1 else ()
 
 
 def unequal_sizes(batch_size: int, active: Sequence[bool], least: int = 1) -> Sizes:
@@ -187,19 +198,6 @@ def unequal_sizes(batch_size: int, active: Sequence[bool], least: int = 1) -> Si
     second = spare // 3 if k > 2 else 0
     own = iter([least + spare - second, least + second, *[least] * (k - 2)][:k])
     return tuple(next(own, 0) if is_active else 0 for is_active in active)
-
-
-def first_samples(engine: Engine, batch: Any, count: int) -> Any:
-    """The first samples of a batch, copied.
-
-    Raises:
-        NotChecked: if something in the batch cannot be copied, such as a lock or an open file.
-    """
-    try:
-        n = engine.count_samples(batch)
-        return copied(batch if n in (None, count) else engine.cut(batch, (count, n - count))[0])
-    except Exception as error:
-        raise NotChecked(f"{type(error).__name__}: {described(error, str)}") from error
 
 
 def check_is_cheap(engine: Engine) -> None:

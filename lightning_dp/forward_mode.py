@@ -6,7 +6,6 @@ toggling and schedulers are then Lightning's own code, and the iterator is advan
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -24,6 +23,7 @@ from lightning_dp.parallel.forward import ForwardParallel
 from lightning_dp.parallel.reduce import LossReduction
 from lightning_dp.parallel.replicate import Replicas
 from lightning_dp.parallel.scatter import Shards
+from lightning_dp.state import warn_of_step
 
 if TYPE_CHECKING:
     from lightning_dp.metrics.ranks import HostRecorder
@@ -121,10 +121,10 @@ class ForwardMode(Mode):
                 f"DataParallelStrategy(mode='forward', parallel_modules={names[:6]}), or compute "
                 "in forward and call self(...)."
             )
-        warnings.warn(
+        warn_of_step(
+            self.module,
             f"{type(self.module).__qualname__}.{method}: expected calls that are spread over the "
             f"devices, got none, so that all ran on {self.engine.devices[0]}: {text}",
-            stacklevel=3,
         )
 
     @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
@@ -32,7 +31,7 @@ from lightning_dp.parallel.errors import add_note
 from lightning_dp.parallel.replicate import ReplicaRules, Replicas
 from lightning_dp.parallel.scatter import Shards, tree
 from lightning_dp.parallel.split import Order
-from lightning_dp.state import ModuleState
+from lightning_dp.state import ModuleState, warn_of_step
 
 if TYPE_CHECKING:
     from lightning_dp.metrics.ranks import HostRecorder
@@ -136,9 +135,10 @@ class StepRecorder(ReplicaRules):
             try:
                 self.replay(shards)
             except torch.OutOfMemoryError as error:  # what was logged cannot be taken back
+                where = "".join(getattr(error, "__notes__", ()))
                 raise RuntimeError(
-                    "After the step: expected room for what it logs and measures of the whole "
-                    f"batch, got: {error} Make the batch smaller."
+                    "Expected room for what a step logs and measures of the whole batch, got: "
+                    f"{error} {where} Make the batch smaller."
                 ) from error
         finally:
             for record in self._records:
@@ -245,11 +245,11 @@ class StepRecorder(ReplicaRules):
             did: ", ".join(name for name, own in zip(replicas, have, strict=True) if own == did)
             for did in (True, False)
         }
-        warnings.warn(
+        warn_of_step(
+            self._module,
             f"{self._described(number)}: a step has updated it on {names[True]}, but not on "
             f"{names[False]}, whose samples it does not see. If the step leaves it out for small "
             "batches (if len(x) > 1), have it updated always: it gets the whole batch.",
-            stacklevel=2,
         )
 
     def _described(self, number: int) -> str:

@@ -6,6 +6,7 @@ them. After the step they are merged into the root's by the rule for state, see 
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_dp.lightning_private import running_hook
 from lightning_dp.parallel.replicate import Contents, Replicas
 from lightning_dp.parallel.scatter import Shards, tree
 from lightning_dp.parallel.torch_private import hook_tables
@@ -29,6 +31,16 @@ from lightning_dp.state.merge import (
 Attributes: TypeAlias = dict[str, Any]
 
 _ABSENT = object()
+
+
+def warn_of_step(module: nn.Module, text: str) -> None:
+    """Warns of what the step that runs does, at the user's own code: no frame of it is left."""
+    hook: Any = getattr(type(module), running_hook(module) or "forward")
+    code = getattr(inspect.unwrap(hook), "__code__", None)
+    if code is None:
+        warnings.warn(text, stacklevel=3)
+    else:
+        warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)
 
 
 class ModuleState:
@@ -110,14 +122,14 @@ class ModuleState:
             return
         self._warned.add(path[:2])
         name = f"{module.label}.{tree.name(path[2:], path[1])}"
-        warnings.warn(
+        warn_of_step(
+            self._submodules[0][0],
             f"A step binds {name} to different values on different replicas; self keeps the first "
             "replica's, and with tensors every replica goes on from its own. That is all right for "
             "what only the same code reads again, as a recurrent state, if batches are of one size "
             "and split is 'even'. In forward mode that code is forward, and the step reads the "
             "first shard's. To collect over the batch, append to a list on self, log the value or "
             "update a metric.",
-            stacklevel=2,
         )
 
 

@@ -213,10 +213,6 @@ class Executor:
         trials = [t for own, t in self._latest.items() if t and kind in (None, own)]
         return not any([trial.is_comparing for trial in trials])
 
-    def why_in_order(self, kind: str) -> str:
-        """Why calls of a kind are made in order."""
-        return self._reasons[kind]
-
     def rest(self) -> None:
         """Waits until the workers no longer refer to their latest calls."""
         marks = [threading.Event() for _ in self._workers if self._pid == os.getpid()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import logging
 import os
 import platform
@@ -15,7 +14,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,9 +32,11 @@ Exit status: 0 if healthy, 1 if not, 2 for unusable options.
 """
 STEPS, ROUNDS, TIMEOUT = 8, 5, 120.0  # of the step times; seconds for a law
 PACKAGES = ("lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "numpy")
-VARIABLES = ("CUDA_", "HIP_", "OMP_", "MKL_", "NCCL_", "NVIDIA_", "PYTORCH_", "MALLOC_", "GLIBC_")
-RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS")
-"""The variables that are shown, by the beginning of their names or the whole: no secrets."""
+VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"),
+)
+"""The variables that are shown; no path and no secret is in them."""
 
 
 def environment() -> dict[str, str]:
@@ -53,9 +53,7 @@ def environment() -> dict[str, str]:
     if torch.cuda.is_available():
         facts["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
     facts |= {str(d): _accelerator(d) for d in machine.all_devices() if d.type != "cpu"}
-    shown = {n: v for n, v in os.environ.items() if n in RANKS or n.startswith(VARIABLES)}
-    # A path has names in it.
-    return facts | {n: "(a path)" if {*"/\\"} & {*v} else v for n, v in sorted(shown.items())}
+    return facts | {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def versions() -> dict[str, str]:
@@ -87,9 +85,8 @@ def lines_of(facts: Mapping[str, str]) -> str:
 def env(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``env``; returns the exit status."""
     parser = OneLineParser("python -m lightning_dp env", description="Facts for a bug report.")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    as_json, facts = parser.parse_args(arguments).json, environment()
-    print(json.dumps(facts, indent=2) if as_json else lines_of(facts))
+    parser.parse_args(arguments)
+    print(lines_of(environment()))
     return 0
 
 
@@ -101,7 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--devices", metavar="WHICH", help="a number such as 4, or cuda:0,cuda:1")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report there")
     options = parser.parse_args(arguments)
     try:
         devices = devices_named(options.devices)
@@ -111,12 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            report = examine(devices)
+            return 0 if examine(devices) else 1
     finally:
         logging.disable(logging.NOTSET)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0 if report["healthy"] else 1
 
 
 def devices_named(text: str | None) -> list[torch.device]:
@@ -133,13 +126,13 @@ def devices_named(text: str | None) -> list[torch.device]:
     return devices
 
 
-def examine(devices: Devices) -> dict[str, Any]:
-    """Prints the report, and returns it as it is in the file."""
-    facts, names = environment(), machine.replica_names(devices)
-    print(lines_of(facts), f"\nlaws on {', '.join(names)}", sep="\n")
+def examine(devices: Devices) -> bool:
+    """Prints the report; returns whether the machine is healthy."""
+    names = machine.replica_names(devices)
+    print(lines_of(environment()), f"\nlaws on {', '.join(names)}", sep="\n")
     if {device.type for device in devices} == {"cpu"}:
         print("(replicas that share the CPU: this says nothing about GPUs)")
-    verdicts: dict[str, dict[str, str]] = {}
+    found: list[str] = []
     for name, law in laws.LAWS.items():
         print(f"  {name:23}", end="", flush=True)
         # A law that hangs cannot be ended: the process shows its threads and exits with status 1.
@@ -153,16 +146,15 @@ def examine(devices: Devices) -> dict[str, Any]:
             verdict, remark = "FAILS", " ".join(said).removeprefix("AssertionError: ")
         finally:
             faulthandler.cancel_dump_traceback_later()
-        verdicts[name] = {"verdict": verdict, "remark": remark}
+        found.append(verdict)
         print(f"{verdict:9}{' '.join(remark.split())}")
-    found = [law["verdict"] for law in verdicts.values()]
     healthy = "FAILS" not in found and "holds" in found
     timing = time_steps(devices) if healthy else {}
     for way, ms in timing.items():
         print(f"{way:12}{ms:9.1f} ms per step   ratio {ms / timing['one device']:.2f}")
     verdict = "Healthy" if healthy else "NOT HEALTHY"
     print(f"{verdict}: {found.count('holds')} of {len(found)} laws hold on {', '.join(names)}.")
-    return dict(healthy=healthy, devices=names, environment=facts, laws=verdicts, timing=timing)
+    return healthy
 
 
 def time_steps(devices: Devices) -> dict[str, float]:

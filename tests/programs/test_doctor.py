@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support import device_kinds
-from support.programs import read_json
 from torch import Tensor
 
 from lightning_dp import DataParallel, __version__, doctor
@@ -157,13 +156,9 @@ def test_every_law_is_broken_above() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_sound_machine_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, printed = run("--json", str(tmp_path / "found.json"), capsys=capsys)
-    found = read_json(tmp_path / "found.json")
-    assert status == 0 and found["healthy"] and found["devices"] == ["cpu:0", "cpu:1"]
-    assert found["laws"] == {"one float64 step": {"verdict": "holds", "remark": "(7, 6)"}}
-    assert found["timing"].keys() == {"one device", "2 devices"}
-    assert found["environment"]["torch"] == torch.__version__
+def test_a_sound_machine_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    status, printed = run(capsys=capsys)
+    assert status == 0 and "one float64 step       holds    (7, 6)" in printed
     assert printed.endswith("Healthy: 1 of 1 laws hold on cpu:0, cpu:1.\n")
     assert "replicas that share the CPU" in printed and "python " in printed
     for way in ("one device", "2 devices"):
@@ -195,13 +190,11 @@ def test_devices_are_all_or_as_many_as_asked_or_named(
 def test_env_tells_what_matters_and_no_secret(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    variables = {"OMP_NUM_THREADS": "3", "MALLOC_CONF": "prof_prefix:/home/somebody/x"}
-    others = {"WANDB_API_KEY": "a-secret", "SLURM_JOB_USER": "somebody", "LOCAL_RANK": "0"}
-    for name, value in {**variables, **others}.items():
+    variables = {"OMP_NUM_THREADS": "3", "WANDB_API_KEY": "a-secret", "SLURM_JOB_USER": "somebody"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     wanted = {"python", "torch", "lightning", "hydra-core", "lightning-dp", "GIL", "system", "cpu"}
-    for arguments in ([], ["--json"]):
-        assert doctor.env(arguments) == 0
-        text = capsys.readouterr().out
-        assert all(name in text for name in (*wanted, "MALLOC_CONF", "LOCAL_RANK", __version__))
-        assert not any(word in text for word in ("secret", "somebody", "WANDB", str(Path.home())))
+    assert doctor.env([]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in (*wanted, "OMP_NUM_THREADS", __version__))
+    assert not any(word in text for word in ("secret", "somebody", "WANDB", str(Path.home())))

@@ -138,6 +138,5 @@ class HostRecorder(StepRecorder):
         if self._structure is None or self._structure.tables.differ():
             self._structure = ModuleStructure(self._module, self)
             self.follow([self._structure.modules])
-        recording = self.recording()
-        with recording, replaced(self, _active=recording):
+        with self.recording, replaced(self, _active=self.recording):
             yield

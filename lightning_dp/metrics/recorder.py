@@ -81,8 +81,8 @@ class StepRecorder(ReplicaRules):
         leaving = {*self._devices} if output_device.type == "cpu" else set[torch.device]()
         leaving.discard(output_device)
         self._records = [ReplicaRecord(device, leaving) for device in devices]
+        self.recording: Recording
         self._submodules: list[list[nn.Module]] = []
-        self._metrics: list[RecordedMetric] = []  # the root's
         self._state = ModuleState(output_device, names_of_metric)
 
     # How metrics are replicated
@@ -122,7 +122,7 @@ class StepRecorder(ReplicaRules):
         self._state.begin(replicas, shards.active)
         try:
             try:
-                with self.recording():
+                with self.recording:
                     yield
                 if is_rerun:
                     self._state.undo()
@@ -151,11 +151,9 @@ class StepRecorder(ReplicaRules):
             for record, own in zip(self._records, submodules, strict=True):
                 record.follow(own)
             first = self._records[0]
-            self._metrics = [RecordedMetric(first, m) for m in submodules[0] if is_metric(m)]
-
-    def recording(self) -> Recording:
-        """Replica 0 is the user's module: it records only while the step lasts."""
-        return Recording(self._module, self._records[0], self._metrics)
+            metrics = [RecordedMetric(first, m) for m in submodules[0] if is_metric(m)]
+            # Replica 0 is the user's module: it records only while a step lasts.
+            self.recording = Recording(self._module, first, metrics)
 
     def replay(self, shards: Shards) -> None:
         """Makes the merged calls, in the order of the first replica."""

@@ -119,6 +119,7 @@ class ReplicaRecord:
 
     def __init__(self, device: torch.device, leaving: Collection[torch.device]) -> None:
         self.device, self.calls = device, list[Call]()
+        self.log_outside: Any = None  # the module's own, while nothing is recorded
         self.numbers: dict[int, int] = {}  # of the metrics, by their ids
         self._leaving = leaving
         self._sources: dict[int, tuple[Any, Source]] = {}  # of what metrics returned, by ids
@@ -140,6 +141,9 @@ class ReplicaRecord:
         In a backward, where a checkpoint calls the module again, nothing leaves for the host: no
         wait is to come.
         """
+        if self.log_outside is not None:  # by a wrapper that the step has left somewhere
+            self.log_outside(name, value, *args, **options)
+            return
         if args:
             options = {**dict(zip(OPTIONS, args, strict=False)), **options}
         _, source = self._sources.get(id(value), (None, None))
@@ -245,8 +249,9 @@ class Recording:
     """
 
     def __init__(
-        self, module: nn.Module, record: ReplicaRecord, metrics: Sequence[RecordedMetric]
+        self, module: Any, record: ReplicaRecord, metrics: Sequence[RecordedMetric]
     ) -> None:
+        self._module, self._record = module, record
         self._stand_ins = [(vars(module), {"log": StandIn(module, "log", record.log)})]
         self._stand_ins += [(vars(recorded.metric), recorded.methods) for recorded in metrics]
         self._own: list[dict[str, Any]] = []
@@ -256,6 +261,7 @@ class Recording:
         self._own = [{n: own[n] for n in new if n in own} for own, new in self._stand_ins]
         for attributes, stand_ins in self._stand_ins:
             attributes.update(stand_ins)
+        self._record.log_outside = None
 
     def __exit__(self, *error: Any) -> None:
         """Gives the methods back."""
@@ -263,6 +269,7 @@ class Recording:
             for name in stand_ins:
                 attributes.pop(name, None)
             attributes.update(own)
+        self._record.log_outside = self._module.log
 
 
 def _free_attributes(module: nn.Module) -> Iterator[Any]:

@@ -67,19 +67,6 @@ def test_the_help_names_every_group() -> None:
     assert {*GROUPS} - {"hydra"} <= {*text[text.index("Groups (") : text.index("Keys:")].split()}
 
 
-EXPERIMENTS = sorted(f.stem for f in CONF.glob("experiment/*.yaml") if f.stem != "tutorial")
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_keeps_its_last_state(experiment: str) -> None:
-    callbacks = composed(f"experiment={experiment}").callbacks
-    assert callbacks.last_checkpoint.filename == "last" and callbacks.interrupted_checkpoint
-    if callbacks.model_checkpoint:  # Lightning asks the first one for the best checkpoint
-        names = list(callbacks)
-        assert callbacks.model_checkpoint.monitor
-        assert names.index("model_checkpoint") < names.index("last_checkpoint")
-
-
 # --- devices --------------------------------------------------------------------------------------
 
 

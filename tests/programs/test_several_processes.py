@@ -29,12 +29,6 @@ def test_all_processes_name_the_folder_alike_and_the_first_one_alone_logs() -> N
     assert others == [*own, *silent]
 
 
-def test_what_the_command_line_says_of_logs_is_left_as_it_is() -> None:
-    _, (_, others) = run_in_processes(named, 2, "hydra/job_logging=stdout")
-    assert others.count("hydra/job_logging=stdout") == 1
-    assert "hydra/job_logging=none" not in others
-
-
 def test_jobs_of_slurm_are_named_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "71", "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)

@@ -224,9 +224,12 @@ class DataParallelMixin(CheckpointMixin):
         """Options and devices; until a Trainer has it, which can: Lightning refuses others so."""
         options = ", ".join(f"{option}={value}" for option, value in self.given_options.items())
         name = f"{type(self).__qualname__}({options})"
-        if self.accelerator is None:
-            return f"<{name} for a Trainer of {self.package}>"
-        return f"<{name} on {', '.join(self.replica_names)}>"
+        if self.accelerator is not None:
+            return f"<{name} on {', '.join(self.replica_names)}>"
+        other, twin = "lightning", "lightning_dp.DataParallelStrategy"
+        if self.package == other:
+            other, twin = "pytorch_lightning", "lightning_dp.pytorch_lightning.DataParallelStrategy"
+        return f"<{name} for a Trainer of {self.package}; one of {other} takes {twin}>"
 
     # Devices, and how samples are shared out
 

@@ -62,18 +62,6 @@ def test_a_wrong_device_count_is_refused(count: int, error: type[Exception], mes
 
 
 @pytest.mark.slow
-def test_devices_can_be_enabled_after_a_backward_on_the_cpu() -> None:
-    assert_ends_well("""
-assert not hasattr(torch, "sim")
-torch.ones(2, requires_grad=True).sum().backward()
-sim_devices.enable(3)
-x = torch.ones(2, device="sim:2", requires_grad=True)
-(x * 3).sum().backward()
-assert x.grad.tolist() == [3, 3]
-""")
-
-
-@pytest.mark.slow
 def test_a_process_may_end_right_after_a_backward_also_when_memory_is_full() -> None:
     """A thread of autograd's that has the last reference to Python's context is waited for."""
     assert_ends_well("""
@@ -237,13 +225,6 @@ def test_every_device_has_an_autograd_thread() -> None:
     assert len(set.union(*threads.values()) - {threading.get_ident()}) == 4
 
 
-def test_gradients_flow_through_copies_between_devices() -> None:
-    x = torch.ones(3, requires_grad=True)
-    y = x.to("sim:1") * 2
-    (y.to("sim:2") * 3 + y.to("sim:4").to("sim:2")).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [8, 8, 8] and x.grad.device.type == "cpu"
-
-
 def test_every_device_has_its_generator() -> None:
     torch.manual_seed(11)
     first = [torch.rand(5, device=f"sim:{index}") for index in (0, 1)]
@@ -316,16 +297,6 @@ def test_the_limit_raises_out_of_memory_and_the_device_works_on() -> None:
     torch.empty(MIB, device="sim:1")
 
 
-def test_an_op_may_run_out_of_memory_after_it_has_resized_an_argument() -> None:
-    x = torch.rand(100, 50, device="sim:0")
-    values, indices = torch.ones(1, device="sim:0"), torch.ones(1, device="sim:0").long()
-    torch.sim.set_memory_limit(0, torch.sim.memory_allocated(0) + 900)  # for one of the two
-    with pytest.warns(UserWarning, match="output"), pytest.raises(torch.OutOfMemoryError):
-        torch.max(x, 1, out=(values, indices))
-    torch.sim.set_memory_limit(0, None)
-    assert torch.equal(x.max(1).values.cpu(), x.cpu().max(1).values)
-
-
 def test_copies_between_devices_are_counted() -> None:
     torch.sim.reset_copy_stats()
     x = torch.ones(100).to("sim:1")
@@ -339,14 +310,6 @@ def test_copies_between_devices_are_counted() -> None:
         ("sim:1", "sim:3"): (2, 800),
         ("sim:3", "cpu"): (1, 400),
     }
-
-
-def test_data_loader_workers_and_pinning_leave_the_devices_alone() -> None:
-    data = torch.utils.data.TensorDataset(torch.arange(12.0).view(6, 2))
-    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, pin_memory=True)
-    batches = [batch for (batch,) in loader]
-    assert all(batch.is_pinned() for batch in batches)
-    assert torch.equal(torch.cat(batches).to("sim:3").cpu(), data.tensors[0])
 
 
 # --- Lightning's accelerator ----------------------------------------------------------------------

@@ -39,14 +39,12 @@ def normed() -> nn.Module:
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
     "cnn": (cnn, [(4, 3, 16, 16)]),
-    "conv1d without bias": (lambda: nn.Conv1d(3, 5, 3, bias=False, dilation=2), [(2, 3, 11)]),
     "transposed conv": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), [(2, 4, 5, 5)]),
     "channels_last conv": (
         lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
         [(2, 3, 6, 6)],
     ),
     "batch norm": (lambda: nn.BatchNorm1d(6), [(8, 6)]),
-    "batch norm eval": (lambda: nn.BatchNorm2d(3).eval(), [(2, 3, 4, 4)]),
     "layer norm": (lambda: nn.LayerNorm([4, 5]), [(3, 4, 5)]),
     "lstm": (lambda: nn.LSTM(4, 6, num_layers=2, bidirectional=True), [(7, 3, 4)]),
     "gru": (lambda: nn.GRU(4, 6, num_layers=2, bidirectional=True), [(7, 3, 4)]),
@@ -113,19 +111,6 @@ def graded(output: Tensor, *inputs: Tensor) -> list[Tensor]:
 
 
 @case
-def encoder_fast_path(device: torch.device) -> list[Tensor]:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    # On the CPU, nested tensors would come with a warning.
-    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=device.type == "sim")
-    x, lengths = torch.randn(3, 5, 8).to(device), torch.tensor([[5], [3], [4]])
-    padding = (torch.arange(5) >= lengths).to(device)
-    encoder.eval().to(device)
-    with torch.no_grad():
-        padded = encoder(x, src_key_padding_mask=padding)
-        return [encoder(x), padded.masked_fill(padding[..., None], 0)]
-
-
-@case
 def random_numbers(device: torch.device) -> list[Tensor]:
     body, x = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)).to(device), leaf(device, 6, 4)
     torch.manual_seed(7)
@@ -158,15 +143,6 @@ def views_and_in_place(device: torch.device) -> list[Tensor]:
     z = y.unsqueeze(0).transpose_(0, 1).squeeze_(1)
     assert z.data_ptr() == y.data_ptr()
     return graded(torch.cat([z, y.flip(0), y.roll(1, 1), y.expand(4, 6)]), x)
-
-
-@case
-def out_arguments(device: torch.device) -> list[Tensor]:
-    a, b = torch.randn(3, 4).to(device), torch.randn(4, 5).to(device)
-    grown, part = torch.empty(0, device=device), torch.zeros(3, 10, device=device)
-    torch.mm(a, b, out=part[:, ::2])
-    assert torch.mm(a, b, out=grown) is grown
-    return [grown, part, torch.cumsum(a, 0, out=torch.empty_like(a)), a.clone().resize_(20)[:12]]
 
 
 @case

@@ -7,6 +7,7 @@ Wherever a device is asked for, ``None`` is the current device; an int, ``"sim:3
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
@@ -46,7 +47,8 @@ class DeviceProperties(NamedTuple):
     minor: int = 0
 
 
-class CopyStats(NamedTuple):
+@dataclass(frozen=True)
+class CopyStats:
     """Copies from one device to another: how many, and their bytes at the source."""
 
     count: int
@@ -233,8 +235,3 @@ def set_rng_state(new_state: torch.Tensor, device: DeviceLike = None) -> None:
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """Returns the dtypes that autocast may use."""
     return [torch.bfloat16, torch.float16]
-
-
-def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Returns True: the CPU's kernels take bfloat16."""
-    return True

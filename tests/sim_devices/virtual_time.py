@@ -20,21 +20,16 @@ from sim_devices.extension import DeviceLike, index_of
 from sim_devices.schedule import Command, Schedule, replay
 
 CPU = -1
-PRESETS = {
+PRESETS: dict[str, dict[str, tuple[float, float] | None]] = {
     "pcie4": {"host": (26e9, 7.5e-6), "peer": None},
     "pcie4_peer": {"host": (26e9, 7.5e-6), "peer": (26e9, 2e-6)},
     "nvlink4": {"host": (53e9, 7.5e-6), "peer": (375e9, 2e-6)},
 }
 """Bytes per second and seconds of links: between each device and the CPU, and between devices.
 
-Rates as measured, which are some 80 % of what the links are made for:
-
-- `pcie4`: PCI Express 4.0 x16, devices without access to each other (GeForce RTX 4090): copies
-  between them go through the CPU's memory. github.com/NVIDIA/nvbandwidth/issues/15,
-  github.com/NVIDIA/nccl/issues/814, github.com/NVIDIA/cuda-samples/issues/230.
-- `pcie4_peer`: the same with access (RTX A6000). github.com/NVIDIA/nvbandwidth/issues/50.
-- `nvlink4`: eight H100 SXM. github.com/NVIDIA/nccl/issues/1264,
-  github.com/NVIDIA/nvbandwidth/issues/24.
+Rates as measured, some 80 % of what the links are made for: PCI Express 4.0 x16 of GeForce RTX 4090
+(github.com/NVIDIA/nvbandwidth/issues/15, cuda-samples/issues/230), whose copies go through the CPU,
+and of RTX A6000 (nvbandwidth/issues/50); eight H100 SXM (NVIDIA/nccl/issues/1264).
 """
 
 _launch_nanoseconds = 0
@@ -119,25 +114,22 @@ def set_clock(clock: Literal["wall", "virtual"], *, seconds_per_launch: float = 
     On ``"virtual"`` time, which begins at zero with this call, what the program does is recorded,
     and `elapsed` computes when it would have been through:
 
-    - The work of a stream is done in order. An op takes what ``set_speed`` says, and has its device
-      to itself: ops of two streams of a device run one after another, as kernels do that fill it.
-    - A copy between devices, or a device and the CPU, takes the time of its link (``set_link``),
-      and no op's. A device has one engine for copies out and one for copies in: copies overlap ops
-      and those of the other direction. One between two devices needs an engine of both.
-    - What waits for an event, a stream or a device, begins when that is through.
-    - Events tell the time between them on this clock, if both were recorded since this call; else
-      the wall's, which is the one that both have.
-    - The host issues ops and copies in no time, or in ``seconds_per_launch`` each. It goes on when
+    - A stream does its work in order. An op takes what ``set_speed`` says, and has its device to
+      itself: ops of two streams of a device run one after another, as kernels do that fill it.
+    - A copy takes the time of its link (``set_link``). A device has one engine for copies out and
+      one for copies in: copies overlap ops and those of the other direction.
+    - What waits for an event, a stream or a device begins when that is through. Events tell the
+      time between them on this clock, if both were recorded since this call; else the wall's.
+    - The host issues ops and copies in no time, or in ``seconds_per_launch`` each, and goes on when
       what it waits for is through: ``synchronize``, ``item``, copies that block. What it computes
-      itself, Python included, takes no time. Whether something is through (``query``) it hears at
-      once, and always that it is: who means to wait should not ask in a loop.
-    - Every host thread has its own order. It goes on after another one where it uses memory or an
-      event of that, and where one works for the other, in a backward or as a replica of
-      ``dp_custom``. An order by a lock or a queue alone is not seen.
+      itself takes no time. ``query`` hears at once, and always, that it is through.
+    - A host thread goes on after another one where it uses memory or an event of that, and where
+      one works for the other, in a backward or as a replica (`hand_over`). An order by a lock or a
+      queue alone is not seen.
 
     So the result does not depend on the machine or its load, if the program does not. Where
-    gradients of several devices meet in one graph, as with ``mode="forward"``, autograd's threads
-    go by who comes first; ``torch.autograd.set_multithreading_enabled(False)`` leaves it one.
+    gradients of several devices meet in one graph, autograd's threads go by who comes first;
+    ``torch.autograd.set_multithreading_enabled(False)`` leaves it one.
 
     Args:
         clock: ``"wall"`` or ``"virtual"``.

@@ -1,46 +1,31 @@
-"""What the programs share: a table for terminals, and a parser that refuses in one line."""
+"""What the programs share: a table of text, and a parser that refuses in one line."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 MOST_ROWS = 60
 
 
-def print_table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()
-) -> None:
-    """Prints rows under headings, with rich where it is installed.
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Rows under headings, one text per column.
 
     Args:
         headings: one per column.
-        rows: one text per column; of more than `MOST_ROWS` the first ones are shown.
-        right: the headings of columns that are aligned to the right, as numbers are.
+        rows: of more than `MOST_ROWS` the first ones are shown.
+        left: how many columns are aligned to the left; the others are numbers.
     """
-    shown = rows[:MOST_ROWS]
-    widths = [max(map(len, column)) for column in zip(headings, *shown, strict=True)]
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        align = [str.rjust if heading in right else str.ljust for heading in headings]
-        for row in (headings, ["-" * width for width in widths], *shown):
-            cells = zip(align, row, widths, strict=True)
-            print("  ".join(to_width(cell, width) for to_width, cell, width in cells).rstrip())
-    else:
-        table = Table()
-        for heading in headings:
-            table.add_column(heading, justify="right" if heading in right else "left")
-        for row in shown:
-            table.add_row(*row)
-        # Into a file or pipe rows are not broken.
-        frame = 3 * len(headings) + 1
-        width = None if Console().is_terminal else sum(widths) + frame
-        Console(width=width, markup=False, highlight=False).print(table)
-    if len(rows) > len(shown):
-        print(f"... and {len(rows) - len(shown)} more")
+    lines = [headings, *rows[:MOST_ROWS]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    align = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    texts = [
+        "  ".join(to(cell, width) for to, cell, width in zip(align, line, widths, strict=True))
+        for line in lines
+    ]
+    more = len(rows) - MOST_ROWS
+    return "\n".join([*map(str.rstrip, texts), *([f"... and {more} more"] if more > 0 else [])])
 
 
 class OneLineParser(ArgumentParser):

@@ -14,7 +14,7 @@ from lightning_dp.app.callbacks import StepTimes
 from lightning_dp.app.together import of_all
 from lightning_dp.monitor import DataParallelMonitor
 from lightning_dp.parallel.devices import replica_names
-from lightning_dp.table import print_table
+from lightning_dp.table import table
 
 C = TypeVar("C", bound=Callback)
 
@@ -113,7 +113,7 @@ def _print_devices(report: Report) -> None:
     }
     headings = [heading for heading, cells in columns.items() if cells]
     rows = list(zip(*(columns[heading] for heading in headings), strict=True))
-    print_table(headings, rows, right=headings[1:])
+    print(table(headings, rows))
 
 
 def _draw_devices(trainer: Trainer, folder: Path) -> str | None:

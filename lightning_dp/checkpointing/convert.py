@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_dp.checkpointing import files
 from lightning_dp.checkpointing.io import add_prefix, as_lightnings, rename_weights, strip
 from lightning_dp.parallel.state_keys import match_keys, summarize_mismatch, without_outer
-from lightning_dp.table import OneLineParser, print_table
+from lightning_dp.table import OneLineParser, table
 
 DESCRIPTION = """\
 Renames the weights in a checkpoint file and writes them to another file. The
@@ -48,7 +48,7 @@ def convert(options: Namespace) -> None:
     weights = files.weights_in(content, source)
     pairs = [(old, new) for old, new in zip(before, weights, strict=True) if old != new]
     if pairs:
-        print_table(("key", "new name"), pairs)
+        print(table(("key", "new name"), pairs, left=2))
     print(f"{len(pairs)} of {len(weights)} keys get another name.")
     if _kind(source) != _kind(target) and content is not weights:
         print(f"Of {list(content)} only the weights go into {target.name}.")

@@ -12,6 +12,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from lightning_dp.monitor.history import Period
+from lightning_dp.table import table
 
 if TYPE_CHECKING:
     from lightning_dp.monitor.callback import DataParallelMonitor
@@ -39,13 +40,8 @@ def table_of(monitor: DataParallelMonitor) -> str:
     }
     if any(row.peak_bytes for row in rows):
         columns["peak memory"] = [memory_text(row.peak_bytes) for row in rows]
-    lines = [list(columns), *map(list, zip(*columns.values(), strict=True))]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = [
-        "  ".join([name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:])]).rstrip()
-        for name, *numbers in lines
-    ]
-    return "\n".join([*table, *([monitor.note] if monitor.note else [])])
+    text = table(list(columns), list(zip(*columns.values(), strict=True)))
+    return "\n".join([text, *([monitor.note] if monitor.note else [])])
 
 
 def headline(monitor: DataParallelMonitor) -> str:

@@ -57,7 +57,7 @@ class AutoSplitSteps:
         self._timer: DeviceTimer | None = None
         self._num_batches = 0
         # Timed steps that devices are still at; older ones are dropped.
-        self._unread: deque[tuple[Timing, DeviceTimer, int, tuple[int, ...]]] = deque(maxlen=16)
+        self._unread: deque[tuple[Timing, DeviceTimer, int]] = deque(maxlen=16)
 
     @property
     def next_step(self) -> str | None:
@@ -70,8 +70,8 @@ class AutoSplitSteps:
         self._root_batch = None
         n, stage = self._num_samples(batch), self.next_step or ""
         while self._unread and self._unread[0][1].is_over():
-            timing, timer, num_batches, sizes = self._unread.popleft()
-            self._split.end(timing, timer.device_seconds / num_batches, sizes)
+            timing, timer, num_batches = self._unread.popleft()
+            self._split.end(timing, timer.device_seconds / num_batches)
         if stage != self._stage or not n:
             self._timer = None  # what comes between stages is no step's time
         elif self._accumulates:
@@ -79,8 +79,7 @@ class AutoSplitSteps:
             return self._split.num_devices == 1 and self._can_be_alone
         if self._timer is not None and self._timing is not None:
             self._timer.end()
-            timed = (self._timing, self._timer, self._num_batches, self._engine.last_sizes)
-            self._unread.append(timed)
+            self._unread.append((self._timing, self._timer, self._num_batches))
         self._stage, self._num_batches, self._timer = stage, 1, None
         is_even = torch.are_deterministic_algorithms_enabled()
         if not n or not stage or is_even:

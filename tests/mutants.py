@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "costs-ignored",
         "split",
-        _of("split.arithmetic:_placed"),
+        _of("split.arithmetic:by_cost"),
         "heapreplace(heap, (load + cost, count + 1, i))",
         "heapreplace(heap, (load + 1, count + 1, i))",
         "costly samples are shared out evenly",
@@ -116,7 +116,7 @@ MUTANTS = [
         "caps-not-recorded",
         "split",
         _of("split.planner:Planner.record_oom"),
-        "capacity.record_oom(self.latest.sizes, devices)",
+        "self._caps[training][k] = failed - max(1, failed // 8)",
         "pass",
         "a device that ran out of memory gets fewer samples",
         ("tests/faults/test_out_of_memory.py", "tests/splitting/test_planner.py"),

@@ -6,13 +6,14 @@ Steps are compared with those of one device on the shards, one after the other.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from support import oracle
-from support.oracle import ByHand, Classifier, devices_of, loader, run, trainer
+from support.oracle import Classifier, devices_of, loader, run, trainer
 from test_planner import SPLITS
 from torch import Tensor, nn
 
@@ -75,16 +76,17 @@ def parts_of(engine: StepParallel, sizes: Sequence[int]) -> Any:
     return [list(itertools.islice(positions, size)) for size in sizes if size]
 
 
-@pytest.mark.parametrize("executor", ["threads", pytest.param("inorder", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_steps_of_every_size_are_done(on: str, options: Any, executor: Any) -> None:
-    devices = devices_of(4)
+def engine_of(module: Any, devices: Sequence[torch.device], **options: Any) -> StepParallel:
     policy = split_policy(options.get("split", "even"), options.get("weights"), devices)
+    return StepParallel(module, devices, output_device=devices[0], split=policy)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_steps_of_every_size_are_done(on: str, options: Any) -> None:
+    devices = devices_of(4)
     for n in (2, 3, 5, 9):
         module = net().to(devices[0])
-        engine = StepParallel(
-            module, devices, output_device=devices[0], split=policy, executor=executor
-        )
+        engine = engine_of(module, devices, **options)
         x = batch(n)
         for _ in range(2):
             module.zero_grad()
@@ -106,32 +108,6 @@ def test_the_drop_in_takes_every_size(on: str, options: Any) -> None:
     wrapper.close()
 
 
-def one_and_several(make: Callable[[], Net], method: str, n: int, executor: str) -> list[Any]:
-    """What a step of one device and one of four come to: a result, or an error."""
-    results: list[Any] = []
-    for k in (1, 4):
-        devices = devices_of(k)
-        module = make().to(devices[0])
-        module.train(method == "training_step")
-        engine = StepParallel(
-            module,
-            devices,
-            output_device=torch.device("cpu"),
-            split=split_policy("even", None, devices),
-            executor=executor,
-        )
-        try:
-            if k == 1:
-                results.append(getattr(module, method)(batch(n).to(devices[0])).detach().cpu())
-            else:
-                call = engine.train if method == "training_step" else engine.evaluate
-                results.append(call(method, batch(n)).detach().cpu())
-        except ValueError as error:
-            results.append((type(error), str(error)))
-        engine.close()
-    return results
-
-
 class OverPairs(nn.BatchNorm1d):
     """Batch norm over a sample's values, which are more than one."""
 
@@ -150,68 +126,49 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("executor", ["threads", "inorder"])
 @pytest.mark.parametrize("method", ["training_step", "validation_step"])
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_batch_of_one_does_what_it_does_on_one_device(
-    on: str, norm: str, method: str, executor: str
-) -> None:
-    one, several = one_and_several(lambda: net(norm=NORMS[norm]), method, 1, executor)
-    assert type(one) is type(several)
-    if isinstance(one, tuple):
-        assert several == one
-    else:
-        torch.testing.assert_close(several, one)
-
-
-def test_statistics_of_shards_are_used_in_evaluation_too_if_none_are_kept(on: str) -> None:
+def test_a_batch_of_one_does_what_it_does_on_one_device(on: str, norm: str, method: str) -> None:
     devices = devices_of(4)
-    module = net(norm=NORMS["untracked"]).to(devices[0]).eval()
-    engine = StepParallel(
-        module, devices, output_device=devices[0], split=split_policy("even", None, devices)
-    )
-    assert engine.evaluate("validation_step", batch(5)).shape == (5, 2)
-    assert engine.last_sizes == (3, 2, 0, 0)
-    module.norm.track_running_stats = True
-    module.norm.running_mean = torch.zeros(4).to(module.first.weight)
-    module.norm.running_var = torch.ones(4).to(module.first.weight)
-    engine.evaluate("validation_step", batch(5))
-    assert engine.last_sizes == (2, 1, 1, 1)
+    one, module = (net(norm=NORMS[norm]).train(method == "training_step") for _ in range(2))
+    engine = engine_of(module.to(devices[0]), devices)
+    call = engine.train if method == "training_step" else engine.evaluate
+    try:
+        expected = getattr(one, method)(batch(1))
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error))):
+            call(method, batch(1))
+    else:
+        torch.testing.assert_close(call(method, batch(1)).cpu(), expected)
     engine.close()
 
 
-def test_only_batch_norm_that_trains_on_shards_counts() -> None:
-    devices = [torch.device("cpu")] * 4
-    sizes = []
-    for change in (
-        lambda m: None,
-        lambda m: m.norm.eval(),
-        lambda m: ReplicaBatchNorm().apply(m),
-        lambda m: setattr(m, "norm", nn.GroupNorm(2, 4).double()),
-    ):
-        module = net()
-        change(module)
-        engine = StepParallel(
-            module, devices, output_device=devices[0], split=split_policy("even", None, devices)
-        )
-        for _ in range(2):
-            engine.train("training_step", batch(5)).backward()
-        sizes.append(engine.last_sizes)
-        engine.close()
-    assert sizes == [(3, 2, 0, 0), *[(2, 1, 1, 1)] * 3]
-
-
-def test_a_layer_that_comes_between_two_steps_counts_at_once() -> None:
-    devices = [torch.device("cpu")] * 4
-    module = net(norm=lambda: nn.Identity())
-    engine = StepParallel(
-        module, devices, output_device=devices[0], split=split_policy("even", None, devices)
-    )
-    for _ in range(2):
-        engine.train("training_step", batch(5)).backward()
-    assert engine.last_sizes == (2, 1, 1, 1)
-    module.norm = nn.BatchNorm1d(4).double()
+@pytest.mark.parametrize(
+    ("change", "sizes"),
+    [
+        (lambda m: None, (3, 2, 0, 0)),
+        (lambda m: m.norm.eval(), (2, 1, 1, 1)),
+        (lambda m: ReplicaBatchNorm().apply(m), (2, 1, 1, 1)),
+        (lambda m: setattr(m, "norm", nn.GroupNorm(2, 4).double()), (2, 1, 1, 1)),
+    ],
+    ids=["trains", "frozen", "synced", "group norm"],
+)
+def test_only_batch_norm_that_trains_on_shards_counts(change: Any, sizes: Any) -> None:
+    module = net()
+    engine = engine_of(module, [torch.device("cpu")] * 4)
+    change(module)
     engine.train("training_step", batch(5)).backward()
+    assert engine.last_sizes == sizes
+    module.norm = nn.BatchNorm1d(4).double()  # between two steps
+    engine.train("training_step", batch(5)).backward()
+    assert engine.last_sizes == (3, 2, 0, 0)
+    engine.close()
+
+
+def test_statistics_of_shards_are_used_in_evaluation_too_if_none_are_kept() -> None:
+    module = net(norm=NORMS["untracked"]).eval()
+    engine = engine_of(module, [torch.device("cpu")] * 4)
+    assert engine.evaluate("validation_step", batch(5)).shape == (5, 2)
     assert engine.last_sizes == (3, 2, 0, 0)
     engine.close()
 
@@ -228,18 +185,10 @@ class Normed(Classifier):
         self.sizes.add(getattr(self.trainer.strategy, "last_sizes", ()))
 
 
-class Manual(ByHand, Normed):
-    """The same by hand."""
-
-
-@pytest.mark.parametrize("n, batch_size", [(5, 5), (9, 4), (13, 10)])
-@pytest.mark.parametrize("make, mode", [(Normed, "step"), (Normed, "forward"), (Manual, "step")])
-def test_fits_that_one_device_completes_are_completed(
-    on: str, make: Any, mode: Any, n: int, batch_size: int
-) -> None:
+@pytest.mark.parametrize("mode", ["step", "forward"])
+def test_fits_that_one_device_completes_are_completed(mode: Any) -> None:
     """A last batch of one sample is an error on one device, too: there is none here."""
-    data = lambda: loader(n, batch_size, drop_last=n % batch_size == 1)
-    result = run(make, 4, data=data, strategy={"mode": mode})
+    result = run(Normed, 4, data=lambda: loader(13, 10), strategy={"mode": mode})
     sizes = [s for s in result.module.sizes if s] or [result.trainer.strategy.last_sizes]
     assert all(torch.isfinite(p).all() for p in result.module.parameters())
     if mode == "step":
@@ -253,7 +202,7 @@ def test_a_fit_in_which_one_replica_can_work_is_one_devices() -> None:
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
-def test_a_last_batch_of_one_sample_is_the_error_of_one_device(on: str, mode: Any) -> None:
+def test_a_last_batch_of_one_sample_is_the_error_of_one_device(mode: Any) -> None:
     messages = []
     for devices, strategy in ((1, "auto"), (4, DataParallelStrategy(mode=mode))):
         with pytest.raises(ValueError) as caught:

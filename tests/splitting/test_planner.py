@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 from test_split import possible
 
-from lightning_dp.parallel.split import Adaptive, Planner, StepUsage, split_policy
+from lightning_dp.parallel.split import Planner, StepUsage, split_policy
 
 SPLITS: list[dict[str, Any]] = [
     {},
@@ -20,7 +19,6 @@ SPLITS: list[dict[str, Any]] = [
     {"split": "auto"},
     {"weights": [5, 1, 1, 1]},
     {"weights": [0, 1, 0, 2]},
-    {"split": lambda n, devices: (n - n // 2, *[0] * (len(devices) - 2), n // 2)},
     {"split": lambda n, devices: (max(n - 1, 0), *[0] * (len(devices) - 2), min(n, 1))},
 ]
 
@@ -29,9 +27,13 @@ def policy_of(k: int, split: Any = "even", weights: Any = None) -> Any:
     return split_policy(split, weights, range(k), lambda: [100] * k)
 
 
+def cap(failed: int) -> int:
+    return failed - max(1, failed // 8)
+
+
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 60), st.integers(1, 2))
 def test_a_split_that_fits_is_found_if_there_is_one(room: list[int], n: int, least: int) -> None:
-    """A step fits where no device has more than its room; all others run out of memory."""
+    """A step fits where no device has more than its room; caps may be an eighth below that."""
     planner = Planner(len(room), policy_of(len(room)))
     for _ in range(200):
         sizes = planner.plan(n, list, training=True, least=lambda: least).sizes
@@ -44,7 +46,7 @@ def test_a_split_that_fits_is_found_if_there_is_one(room: list[int], n: int, lea
             break
     else:
         raise AssertionError("no end")
-    assert (not failed) == bool(possible(n, room, least))
+    assert not failed or not possible(n, [cap(most + 1) for most in room], least)
 
 
 def test_caps_are_an_eighth_below_what_failed_and_evaluation_has_its_own() -> None:
@@ -73,46 +75,19 @@ def test_every_split_gives_two_samples_or_none(
         if plan.order is not None:
             assert sorted(i for part in plan.order for i in part) == list(range(n))
             assert tuple(map(len, plan.order)) == plan.sizes
-            assert plan.loads == tuple(sum(costs[i] for i in part) for part in plan.order)
         busy = tuple(size * draw.uniform(0.5, 2.0) for size in plan.sizes)
         peaks = tuple(10 + 3 * size for size in plan.sizes)
         planner.learn(StepUsage(plan.sizes, busy, max(busy), peaks, (10,) * 4))
 
 
-def test_the_fewest_samples_are_asked_only_where_a_shard_has_one() -> None:
-    def least() -> int:
-        raise AssertionError("asked")
-
-    planner = Planner(2, policy_of(2))
-    assert planner.plan(4, list, training=True, least=least).sizes == (2, 2)
-    assert planner.plan(1, list, training=True, least=least).sizes == (1, 0)
-
-
-def test_loads_that_do_not_fit_any_more_make_it_a_split_by_number() -> None:
+def test_a_split_by_cost_is_by_number_after_out_of_memory_or_where_each_needs_two() -> None:
     planner = Planner(2, policy_of(2, "cost"))
-    costs = [1.0, 1.0, 8.0]
 
     def plan(least: int = 1) -> Any:
-        return planner.plan(3, lambda: costs, training=True, least=lambda: least)
+        return planner.plan(3, lambda: [1.0, 8.0, 6.0], training=True, least=lambda: least)
 
-    assert plan().sizes == (1, 2) and plan().loads == (8.0, 2.0)
-    planner.record_oom([0], training=True)  # from now on at most 7 there
-    assert plan().order == [[0, 1], [2]]
-    assert plan(least=2).loads == () and plan(least=2).sizes == (3, 0)
+    assert plan().order == [[1], [0, 2]]
+    assert plan(least=2).order is None and plan(least=2).sizes == (3, 0)
     plan()
     planner.record_oom([1], training=True)
-    assert plan().loads == () and plan().order is None and sum(plan().sizes) == 3
-
-
-def test_a_step_is_learnt_once() -> None:
-    class Seen(Adaptive):
-        steps: Sequence[Any] = ()
-
-        def learn(self, step: StepUsage) -> None:
-            self.steps = [*self.steps, step]
-
-    planner, step = Planner(2, policy := Seen(2)), StepUsage((1, 1), (1.0, 1.0))
-    for each in (None, step, step, StepUsage((1, 1), (1.0, 1.0))):
-        planner.learn(each)
-    assert planner.learns and len(policy.steps) == 2
-    assert not Planner(2, policy_of(2)).learns
+    assert plan().order is None and plan().sizes == (2, 1)

@@ -27,8 +27,7 @@ from lightning_dp.parallel.split import (
     weighted,
 )
 
-counts = st.integers(0, 500)
-ks = st.integers(1, 12)
+counts, ks = st.integers(0, 500), st.integers(1, 12)
 weights = st.lists(st.floats(0, 1e6), min_size=1, max_size=12).filter(any)
 times = st.floats(0, 1e3, allow_subnormal=False) | st.integers(0, 4).map(float)
 devices = st.lists(st.tuples(times, times, st.none() | st.integers(0, 5)), min_size=1, max_size=4)
@@ -37,26 +36,16 @@ some_sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 some_caps = st.lists(st.none() | st.integers(0, 5), min_size=4, max_size=4)
 
 
-@given(counts, ks)
-def test_even_sizes_differ_by_at_most_one_and_the_larger_ones_come_first(n: int, k: int) -> None:
+@given(counts, ks, weights)
+def test_fixed_splits(n: int, k: int, shares: list[float]) -> None:
     sizes = even(n, k)
-    assert len(sizes) == k and sum(sizes) == n
-    assert max(sizes) - min(sizes) <= 1
+    assert len(sizes) == k and sum(sizes) == n and max(sizes) - min(sizes) <= 1
     assert list(sizes) == sorted(sizes, reverse=True)
     assert weighted(n, [0.1] * k) == minimax(n, [0.5] * k, [0.1] * k) == sizes
-
-
-@given(counts, ks)
-def test_chunk_cuts_as_torch_chunk_does(n: int, k: int) -> None:
     parts = [len(part) for part in torch.empty(n).chunk(k)] if n else []
     assert chunk(n, k) == tuple(parts + [0] * (k - len(parts)))
-
-
-@given(counts, weights)
-def test_weighted_sizes_are_their_quotas_rounded(n: int, shares: list[float]) -> None:
-    sizes = weighted(n, shares)
-    assert sum(sizes) == n
-    for size, share in zip(sizes, shares, strict=True):
+    assert sum(weighted(n, shares)) == n
+    for size, share in zip(weighted(n, shares), shares, strict=True):
         quota = n * share / math.fsum(shares)
         assert math.floor(quota - 1e-6) <= size <= math.ceil(quota + 1e-6)
         assert size == 0 or share > 0
@@ -80,8 +69,7 @@ def test_minimax_is_as_good_as_the_best_of_all_splits(
     n: int, described: list[tuple[float, float, int | None]]
 ) -> None:
     fixed, per_sample, caps = map(list, zip(*described, strict=True))
-    limits = [n if cap is None else min(n, cap) for cap in caps]
-    every = possible(n, limits, 1)
+    every = possible(n, [n if cap is None else cap for cap in caps], 1)
     if not every:
         with pytest.raises(ValueError, match=rf"caps: expected room for {n} samples, got .* room"):
             minimax(n, fixed, per_sample, caps)
@@ -97,8 +85,7 @@ def test_sizes_are_fitted_where_any_sizes_fit(
     wanted: tuple[int, ...], least: int, caps: list[int | None]
 ) -> None:
     n, caps = sum(wanted), caps[: len(wanted)]
-    limits = [math.inf if cap is None else cap for cap in caps]
-    fit = possible(n, limits, least)
+    fit = possible(n, [math.inf if cap is None else cap for cap in caps], least)
     sizes = fitted(wanted, caps, least)
     assert sizes in fit if fit else sizes is None
     assert sizes == wanted or wanted not in fit
@@ -111,13 +98,9 @@ def test_sizes_are_fitted_where_any_sizes_fit(
     ("wanted", "caps", "least", "sizes"),
     [
         ((2, 1, 1, 1), None, 2, (3, 2, 0, 0)),  # K + 1 samples
-        ((1, 1, 1, 1), None, 2, (2, 2, 0, 0)),
         ((1, 1, 1, 0), None, 2, (3, 0, 0, 0)),
-        ((63, 1), None, 2, (62, 2)),
-        ((3, 3, 1), None, 2, (3, 2, 2)),
         ((0, 9, 1), None, 2, (0, 8, 2)),
         ((1, 0), None, 2, (1, 0)),
-        ((0, 0), None, 2, (0, 0)),
         ((2, 1), [None, 1], 2, (3, 0)),
         ((32, 16, 16, 0), [28, None, None, None], 1, (28, 18, 18, 0)),  # in proportion
         ((8, 8, 0), [7, 7, None], 1, (7, 7, 2)),  # a device that was to have none comes last
@@ -127,15 +110,14 @@ def test_known_sizes(wanted: Any, caps: Any, least: int, sizes: Any) -> None:
     assert fitted(wanted, caps, least) == sizes
 
 
-def checked(of: Any, k: int, caps: Any = None) -> Any:
+def checked(of: Any, k: int) -> Any:
     """The shares by cost, after a check that every sample is on one device."""
-    shares = by_cost(of, k, caps)
-    if shares is not None:
-        assert len(shares.parts) == k
-        assert sorted(i for part in shares.parts for i in part) == list(range(len(of)))
-        assert all(list(part) == sorted(part) for part in shares.parts)
-        loads = [math.fsum(float(of[i]) for i in part) for part in shares.parts]
-        assert shares.loads == pytest.approx(loads, rel=1e-9, abs=1e-9 * (sum(loads) + 1))
+    shares = by_cost(of, k)
+    assert len(shares.parts) == k
+    assert sorted(i for part in shares.parts for i in part) == list(range(len(of)))
+    assert all(list(part) == sorted(part) for part in shares.parts)
+    loads = [math.fsum(float(of[i]) for i in part) for part in shares.parts]
+    assert shares.loads == pytest.approx(loads, rel=1e-9, abs=1e-9 * (sum(loads) + 1))
     return shares
 
 
@@ -143,35 +125,22 @@ def checked(of: Any, k: int, caps: Any = None) -> Any:
 def test_by_cost_no_device_has_more_than_a_fair_share_and_one_sample(
     of: list[float], k: int
 ) -> None:
-    shares = checked(of, k)
-    most = (sum(of) / k + max(of, default=0.0) * (1 - 1 / k)) * (1 + 1e-9)
-    assert max(shares.loads) <= most
-
-
-@given(costs, st.lists(st.floats(0, 1e4), min_size=1, max_size=5))
-def test_by_cost_keeps_to_the_largest_loads(of: list[float], caps: list[float]) -> None:
-    shares = checked(of, len(caps), caps)
-    if shares is None:  # no device is sure to have room for one more sample of each kind
-        assert sum(max(0.0, cap - max(of)) for cap in caps) <= sum(of)
-    else:
-        assert all(a <= cap * (1 + 1e-9) + 1e-9 for a, cap in zip(shares.loads, caps, strict=True))
-
-
-LARGE = torch.Generator().manual_seed(0)
+    most = (sum(of) / k + max(of, default=0.0)) * (1 + 1e-9)
+    assert max(checked(of, k).loads) <= most
 
 
 @pytest.mark.parametrize(
     ("n", "k", "draw"),
     [
-        (64, 4, lambda draw: draw.lognormvariate(4, 0.6)),  # placed one by one
-        (1280, 4, lambda draw: draw.lognormvariate(4, 0.6)),  # some of them
-        (5000, 4, lambda draw: draw.lognormvariate(4, 0.6)),  # none: slices of the batch
+        (64, 4, lambda draw: draw.lognormvariate(4, 0.6)),
+        (1280, 4, lambda draw: draw.lognormvariate(4, 0.6)),
         (5000, 4, lambda draw: 1 + 999 * (draw.random() < 0.002)),
         (2000, 3, lambda draw: float(draw.random() < 0.5)),
+        (20000, 4, lambda draw: draw.lognormvariate(4, 2)),  # slices of the batch
     ],
 )
 def test_by_cost_balances_samples_of_unequal_cost(n: int, k: int, draw: Any) -> None:
-    for seed in range(5):
+    for seed in range(3):
         source = random.Random(seed)
         loads = checked([draw(source) for _ in range(n)], k).loads
         assert max(loads) / (sum(loads) / k) <= 1.02
@@ -182,10 +151,9 @@ def test_by_cost_balances_samples_of_unequal_cost(n: int, k: int, draw: Any) -> 
 N, DEVICES = 2**20, 8
 
 
-def costs_of(kind: str) -> torch.Tensor:
-    if kind == "equal":
-        return torch.ones(N, dtype=torch.float64)
-    return torch.randn(N, dtype=torch.float64, generator=LARGE).mul(0.8).exp()
+def costs_of(spread: float) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(N, dtype=torch.float64, generator=draw).mul(spread).exp()
 
 
 def learnt(split: Any) -> Any:
@@ -202,38 +170,34 @@ def planned(policy: Any, of: torch.Tensor | None = None, failed: int = 0) -> Cal
     planner = Planner(DEVICES, policy)
     plan = lambda: planner.plan(N, lambda: of, training=True)
     plan()
-    for k in range(failed):
-        planner.record_oom([k], training=True)
+    planner.record_oom(range(failed), training=True)
     return plan
 
 
 SPLITS: dict[str, Callable[[], Callable[[], Any]]] = {
-    **{
-        split: lambda split=split: planned(split_policy(split, None, range(DEVICES)))
-        for split in ("even", "chunk")
-    },
-    "weights": lambda: planned(split_policy("even", [1.5, 2, 3, 4, 5, 6, 7, 8], range(DEVICES))),
-    "callable": lambda: planned(split_policy(lambda n, d: even(n, len(d)), None, range(DEVICES))),
+    "even": lambda: planned(split_policy("even", None, range(8))),
+    "weights": lambda: planned(split_policy("even", [1.5, 2, 3, 4, 5, 6, 7, 8], range(8))),
+    "callable": lambda: planned(split_policy(lambda n, d: even(n, len(d)), None, range(8))),
     "even, after out of memory": lambda: planned(split_policy("even", None, range(8)), failed=3),
     "adaptive": lambda: planned(learnt(Adaptive(DEVICES))),
     "memory": lambda: planned(learnt(Memory(range(DEVICES), lambda: [10**10] * DEVICES))),
     "auto": lambda: planned(learnt(Auto(range(DEVICES)))),
-    "cost, equal": lambda: planned(split_policy("cost", None, range(8)), costs_of("equal")),
-    "cost, lognormal": lambda: planned(split_policy("cost", None, range(8)), costs_of("lognormal")),
+    "cost, equal": lambda: planned(split_policy("cost", None, range(8)), costs_of(0.0)),
+    "cost, heavy tails": lambda: planned(split_policy("cost", None, range(8)), costs_of(4.0)),
 }
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_million_samples_are_planned_in_two_milliseconds(split: str, one_thread: None) -> None:
     """The least of many times is the plan's own; on a busy machine the limit is wider."""
-    plan, times = SPLITS[split](), []
+    plan, seconds = SPLITS[split](), []
     assert sum(plan().sizes) == N and plan().order is None
     for _ in range(20):
         start = time.perf_counter()
         plan()
-        times.append(time.perf_counter() - start)
-    print(f"{split:28} {min(times) * 1e3:8.3f} ms")
-    assert min(times) <= 2e-3 * 3
+        seconds.append(time.perf_counter() - start)
+    print(f"{split:28} {min(seconds) * 1e3:8.3f} ms")
+    assert min(seconds) <= 2e-3 * 3
 
 
 # Options
@@ -255,21 +219,15 @@ def test_a_million_samples_are_planned_in_two_milliseconds(split: str, one_threa
         ("adaptive", [1, 1], 3, "weights: expected 3 numbers, one per device, got 2"),
     ],
 )
-def test_impossible_splits_are_refused(
-    split: str, shares: list[float] | None, k: int, message: str
-) -> None:
+def test_impossible_splits_are_refused(split: str, shares: Any, k: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_policy(split, shares, ["cpu"] * k)
 
 
-def test_a_function_of_ones_own_gets_the_batch_size_and_the_devices() -> None:
-    def all_on_the_last(n: int, devices: Sequence[str]) -> list[int]:
-        return [0] * (len(devices) - 1) + [n]
-
-    assert split_policy(all_on_the_last, None, ["a", "b", "c"])(7) == (0, 0, 7)
-
-
-@pytest.mark.parametrize("answer", [(3, 3), (7,), (8, -1), (3.5, 3.5), None, (True, 6)])
-def test_its_impossible_answers_are_refused(answer: Any) -> None:
-    with pytest.raises(ValueError, match=r"split: expected 2 integers .* with sum 7, from .*got"):
-        split_policy(lambda n, devices: answer, None, ["a", "b"])(7)
+def test_a_function_of_ones_own_is_checked() -> None:
+    own = split_policy(lambda n, devices: [0] * (len(devices) - 1) + [n], None, ["a", "b", "c"])
+    assert own(7) == (0, 0, 7)
+    for answer in [(3, 3), (7,), (8, -1), (3.5, 3.5), None, (True, 6)]:
+        impossible: Any = lambda n, devices, answer=answer: answer
+        with pytest.raises(ValueError, match=r"split: expected 2 integers .* sum 7, from .*got"):
+            split_policy(impossible, None, ["a", "b"])(7)

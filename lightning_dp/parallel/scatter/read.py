@@ -17,7 +17,7 @@ the readings above the first with that number is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -46,11 +46,21 @@ class Inferred(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A leaf with rows or a list: where it is, its length, and its items if it is a list."""
+    """A leaf with rows, or a list with the leaves in it: where it is, and its length."""
 
     path: tree.Path
     size: int
     items: Sequence[Any] = ()
+    rows: Sequence[_Part] = ()
+
+
+class _Found(NamedTuple):
+    """What is in a batch."""
+
+    rows: list[_Part]  # all leaves with rows
+    outside: list[_Part]  # those that are in none of the lists
+    lists: list[_Part]  # the outermost lists below the top that may hold samples
+    names: list[_Part]  # the outermost lists of names or numbers
 
 
 def infer_for(module: nn.Module, batch: Any, dim: int = 0, *, columns: bool = False) -> Inferred:
@@ -83,20 +93,21 @@ def infer_batch_size(
         >>> tuple(infer_batch_size({"boxes": boxes}, 0))
         (3, 'lists')
     """
-    rows = _parts(batch, dim)
-    n = _agreed(rows, size)
+    found = _look(batch, dim, size)
+    n = _agreed(found.rows, size)
     if columns and n is not None:
         return Inferred(n, "columns")
-    names = {part.size for part in _parts(batch, dim, _holds_names) if part.items}
-    entries = _entries(batch, dim, size, names)
-    lists = [entry for entry in entries if entry.items]
-    if columns and len(lists) == len(entries):
-        return Inferred(size or _agreed_or_raise(batch, dim, rows), "columns")
-    by_lists = _agreed(lists if size is not None else entries, size) if lists else None
+    lists, beside = _lists_of_samples(found, dim, size)
+    if size is None and (outer := _agreed(beside)) and _agreed([*lists, *beside]) is None:
+        found = _look(batch, dim, outer)  # only lists as long as the tensors beside them
+        lists, beside = _lists_of_samples(found, dim, size)
+    if columns and not beside:
+        return Inferred(size or _agreed_or_raise(found, dim), "columns")
+    by_lists = _agreed(lists if size is not None else [*lists, *beside], size) if lists else None
     samples = len(batch) if _is_list_of_samples(batch) and size in (None, len(batch)) else None
     if n is not None and samples is not None and all(map(_has_number, batch)):
         return Inferred(samples, "samples")
-    if n is not None and (by_lists is None or not _hold_samples(lists, by_lists, n, names)):
+    if n is not None and (by_lists is None or not _hold_samples(lists, n, found.names)):
         return Inferred(n, "columns")
     if by_lists is not None and (samples is None or isinstance(batch, tuple)):
         return Inferred(by_lists, "lists")
@@ -108,11 +119,11 @@ def infer_batch_size(
         )
     if samples is not None:
         return Inferred(samples, "samples")
-    if lists and size is None and _agreed(_large(rows)) is None:
-        by_lists = _agreed(_large(entries))
+    if lists and size is None and _agreed(_large(found.rows)) is None:
+        by_lists = _agreed(_large([*lists, *beside]))
         if by_lists is not None:
             return Inferred(by_lists, "lists")
-    return Inferred(size or _agreed_or_raise(batch, dim, rows or entries), "columns")
+    return Inferred(size or _agreed_or_raise(found, dim), "columns")
 
 
 def _as_module_says(module: Any, batch: Any, dim: int, *, columns: bool) -> Inferred:
@@ -125,12 +136,13 @@ def _as_module_says(module: Any, batch: Any, dim: int, *, columns: bool) -> Infe
         )
     if hasattr(module, "split_batch"):
         return Inferred(size, "columns")
-    ways = (None, _may_hold_samples, _holds_names)
-    found = {part.size for is_whole in ways for part in _parts(batch, dim, is_whole)}
-    if size > 1 and size not in found:
+    found = _look(batch, dim)
+    lengths = {part.size for parts in (found.rows, found.lists, found.names) for part in parts}
+    lengths |= {len(batch)} if _is_list_of_samples(batch) else set()
+    if size > 1 and size not in lengths:
         raise BatchSizeError(
             f"{name}: expected the length of something in the batch along dim {dim} "
-            f"{tuple(sorted(found))}, got {size}. Return that number. {WAY_OUT}"
+            f"{tuple(sorted(lengths))}, got {size}. Return that number. {WAY_OUT}"
         )
     return infer_batch_size(batch, dim, columns=columns, size=size)
 
@@ -156,61 +168,54 @@ def are_alike(items: Sequence[Any]) -> bool:
     return len({_signature(item) for item in items if item is not None}) == 1
 
 
-def _parts(
-    node: Any, dim: int, is_whole: Callable[[Any], bool] | None = None, path: tree.Path = ()
-) -> list[_Part]:
-    """The leaves with rows, and the outermost lists that are taken as a whole."""
-    if is_whole is not None and tree.is_list(node) and is_whole(node):
-        return [_Part(path, len(node), node)]
-    pairs = tree.children(node)
-    if pairs is None:
-        size = size_of(node, dim)
-        return [] if size is None else [_Part(path, size)]
-    return [part for key, child in pairs for part in _parts(child, dim, is_whole, (*path, key))]
+def _look(batch: Any, dim: int, length: int | None = None) -> _Found:
+    """What is in a batch; lists of samples have this length if it is known."""
+    found = _Found([], [], [], [])
 
+    def visit(node: Any, path: tree.Path, rows: list[_Part], *, is_inside: bool) -> None:
+        if tree.is_list(node) and not is_inside:
+            if _holds_names(node):
+                found.names.append(_Part(path, len(node)))
+                return
+            if path and length in (None, len(node)) and _may_hold_samples(node):
+                rows, is_inside = [], True
+                found.lists.append(_Part(path, len(node), node, rows))
+        pairs = tree.children(node)
+        for key, child in pairs or ():
+            visit(child, (*path, key), rows, is_inside=is_inside)
+        size = size_of(node, dim) if pairs is None else None
+        if size is not None:
+            found.rows.append(_Part(path, size))
+            rows.append(_Part(path, size))
 
-def _entries(batch: Any, dim: int, size: int | None, names: set[int]) -> list[_Part]:
-    """Lists of samples below the top, and leaves with rows outside of them."""
-
-    def entries(is_whole: Callable[[Any], bool], length: int | None) -> list[_Part]:
-        return _parts(
-            batch,
-            dim,
-            lambda node: (
-                node is not batch
-                and length in (None, len(node))
-                and _may_hold_samples(node)
-                and is_whole(node)
-            ),
-        )
-
-    outside = {part.size for part in entries(lambda _: True, None) if not part.items}
-
-    def are_columns(node: Any) -> bool:
-        if len(node) == 1 and outside == {1}:  # a batch of one sample, such as [image], [label]
-            return False
-        rows = {size_of(item, dim) for item in node}
-        return all(map(_is_tensor, node)) and len(rows) == 1 and rows.isdisjoint({None, 1})
-
-    parts = entries(lambda node: not are_columns(node), size)
-    known = {part.size for part in parts if part.items} | names | {size} - {None}
-
-    def is_whole(node: Any) -> bool:
-        return len(node) in known or not are_columns(node)
-
-    found = entries(is_whole, size)
-    columns = _agreed([entry for entry in found if not entry.items])
-    if size is None and columns is not None and _agreed(found) is None:
-        return entries(is_whole, columns)  # only lists as long as these
+    visit(batch, (), found.outside, is_inside=False)
     return found
 
 
-def _hold_samples(lists: Sequence[_Part], by_lists: int, n: int, names: set[int]) -> bool:
+def _lists_of_samples(found: _Found, dim: int, size: int | None) -> tuple[list[_Part], list[_Part]]:
+    """The lists that hold samples, and the leaves with rows beside them."""
+    outside = {part.size for part in found.outside}
+
+    def are_columns(part: _Part) -> bool:
+        if part.size == 1 and outside == {1}:  # a batch of one sample, such as [image], [label]
+            return False
+        rows = {size_of(item, dim) for item in part.items}
+        return all(map(_is_tensor, part.items)) and len(rows) == 1 and rows.isdisjoint({None, 1})
+
+    known = {part.size for part in found.lists if not are_columns(part)}
+    known |= {part.size for part in found.names} | ({size} - {None})
+    lists = [part for part in found.lists if part.size in known or not are_columns(part)]
+    inside = [row for part in found.lists if part not in lists for row in part.rows]
+    return lists, [*found.outside, *inside]
+
+
+def _hold_samples(lists: Sequence[_Part], n: int, names: Sequence[_Part]) -> bool:
     """Whether lists hold samples although all tensors have n rows."""
-    items = [item for entry in lists for item in entry.items if item is not None]
+    items = [item for part in lists for item in part.items if item is not None]
     if not all(_is_tensor(item) or tree.is_list(item) for item in items):
         return True
-    return by_lists in names and n not in names
+    lengths = {part.size for part in names}
+    return lists[0].size in lengths and n not in lengths
 
 
 def _agreed(found: Sequence[_Part], size: int | None = None) -> int | None:
@@ -223,19 +228,19 @@ def _large(found: Sequence[_Part]) -> Sequence[_Part]:
     return [part for part in found if part.size != 1]
 
 
-def _agreed_or_raise(batch: Any, dim: int, found: Sequence[_Part]) -> int | None:
+def _agreed_or_raise(found: _Found, dim: int) -> int | None:
     """The one size beside sizes of 1, of leaves with rows or else of names; None without any."""
-    found = found or [part for part in _parts(batch, dim, _holds_names) if part.items]
-    found = _large(found) or found
-    for other in found:
-        if other.size != found[0].size:
+    parts = found.rows or found.lists or found.names
+    parts = _large(parts) or parts
+    for other in parts:
+        if other.size != parts[0].size:
             raise BatchSizeError(
-                f"Expected one batch size along dim {dim}, got two: {tree.name(found[0].path)} has "
-                f"{found[0].size} and {tree.name(other.path)} has {other.size}. Give both the same "
+                f"Expected one batch size along dim {dim}, got two: {tree.name(parts[0].path)} has "
+                f"{parts[0].size} and {tree.name(other.path)} has {other.size}. Give both the same "
                 "number of samples, or pass what is not cut as a number, a 0-dim tensor or with a "
                 f"length of 1; give tensors of one sample each as a list in a dict. {WAY_OUT}"
             )
-    return found[0].size if found else None
+    return parts[0].size if parts else None
 
 
 def _is_list_of_samples(batch: Any) -> bool:

@@ -1,11 +1,10 @@
 """Split: how many samples of a batch, or which of them, each device gets. Plain numbers alone.
 
-`planner` decides once per batch. It asks the policy that the options name, and keeps to what has
-fitted so far and to the fewest samples that a replica can work with. Fixed policies are functions
-of `arithmetic`; those of `learning` and `auto` learn from what the devices did in the latest steps.
+`planner` decides once per batch. It asks the policy that the options name (`policies`), and keeps
+to what has fitted so far and to the fewest samples that a replica can work with. Fixed policies are
+functions of `arithmetic`; those of `learning` and `auto` learn from what the devices did.
 """
 
-from lightning_dp.parallel.split.arithmetic import Caps as Caps
 from lightning_dp.parallel.split.arithmetic import Order as Order
 from lightning_dp.parallel.split.arithmetic import Sizes as Sizes
 from lightning_dp.parallel.split.arithmetic import SplitPolicy as SplitPolicy
@@ -19,13 +18,12 @@ from lightning_dp.parallel.split.arithmetic import weighted as weighted
 from lightning_dp.parallel.split.auto import Auto as Auto
 from lightning_dp.parallel.split.auto import Timing as Timing
 from lightning_dp.parallel.split.learning import Adaptive as Adaptive
-from lightning_dp.parallel.split.learning import LearningSplit as LearningSplit
 from lightning_dp.parallel.split.learning import Memory as Memory
 from lightning_dp.parallel.split.learning import StepUsage as StepUsage
-from lightning_dp.parallel.split.planner import CostSplit as CostSplit
-from lightning_dp.parallel.split.planner import OwnSplit as OwnSplit
 from lightning_dp.parallel.split.planner import Plan as Plan
 from lightning_dp.parallel.split.planner import Planner as Planner
-from lightning_dp.parallel.split.planner import check_split as check_split
-from lightning_dp.parallel.split.planner import is_fixed as is_fixed
-from lightning_dp.parallel.split.planner import split_policy as split_policy
+from lightning_dp.parallel.split.policies import CostSplit as CostSplit
+from lightning_dp.parallel.split.policies import OwnSplit as OwnSplit
+from lightning_dp.parallel.split.policies import check_split as check_split
+from lightning_dp.parallel.split.policies import is_fixed as is_fixed
+from lightning_dp.parallel.split.policies import split_policy as split_policy

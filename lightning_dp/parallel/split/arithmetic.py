@@ -1,17 +1,17 @@
 """How many samples each device gets: functions of numbers alone.
 
 Every function returns one size per device; the sizes sum to the batch size, and a size may be 0.
-None loops over samples in Python: `by_cost` does so for the few that cost much, at most
-`PLACED_SINGLY` per device.
+None loops over samples in Python, but for `by_cost` in batches of at most `PLACED_SINGLY`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from heapq import heappop, heappush, heapreplace
+from heapq import heapreplace
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -27,10 +27,11 @@ Caps: TypeAlias = Sequence[int | None]
 SplitPolicy: TypeAlias = Callable[[int], Sizes]
 """Batch size in, sizes out."""
 
-PLACED_SINGLY = 128
-"""`by_cost` places a sample by itself if it costs more than this part of a device's fair load."""
+NEAR = 1.01
+"""`by_cost` keeps the batch's order if the fullest device has at most this times the optimum."""
 
-ROW = 1024  # samples whose costs are summed at once
+PLACED_SINGLY = 8192
+"""In larger batches `by_cost` places no sample by itself: slices are nearly as good there."""
 
 
 def even(n: int, k: int) -> Sizes:
@@ -186,125 +187,52 @@ def fitted(wanted: Sizes, caps: Caps | None = None, least: int = 1) -> Sizes | N
 class CostShares(NamedTuple):
     """A split by cost."""
 
-    parts: Order  # ranges where a shard is a slice of the batch, else lists in ascending order
+    parts: Order  # ranges where shards are slices of the batch, else lists in ascending order
     loads: tuple[float, ...]  # of each device the sum of its costs
 
 
-def by_cost(
-    costs: Sequence[float] | Tensor, k: int, caps: Sequence[float] | None = None
-) -> CostShares | None:
+def by_cost(costs: Sequence[float] | Tensor, k: int) -> CostShares:
     """Shares out samples of unequal cost: which samples each of k devices gets.
 
-    Samples that cost more than 1/128 of a device's fair load are placed one by one, the costliest
-    first, each where the load is smallest (longest processing time first: at most 4/3 - 1/(3k) of
-    the best possible, Graham 1969). The others are cut, in the batch's order, into one slice per
-    device that levels the loads. So a large batch of samples of similar cost is not reordered.
+    The rule: slices of the batch in its own order, if the fullest device has at most `NEAR` times
+    the least load that is possible; else the costliest sample first, each to the device that has
+    least to do. Batches of more than `PLACED_SINGLY` samples are always cut into slices. No device
+    gets more than a fair share and one sample.
 
     Args:
         costs: of each sample, in any unit, at least 0.
         k: the number of devices.
-        caps: of each device, the largest sum of costs that it can take; None for no limits.
-
-    Returns:
-        The shares; None if the caps leave no room for them.
 
     Example:
         >>> by_cost([9, 1, 1, 1, 8, 4], 2)
-        CostShares(parts=[[0, 1, 2, 3], [4, 5]], loads=(12.0, 12.0))
-        >>> by_cost([1.0] * 300, 2).parts
-        [range(0, 150), range(150, 300)]
+        CostShares(parts=[range(0, 4), range(4, 6)], loads=(12.0, 12.0))
+        >>> by_cost([9, 8, 1, 1, 1, 4], 2)
+        CostShares(parts=[[0, 2, 3, 4], [1, 5]], loads=(12.0, 12.0))
     """
     costs = torch.as_tensor(costs, dtype=torch.float64)
-    n, limits = len(costs), list(caps or [math.inf] * k)
-    rows = _row_sums(costs)
-    total = float(rows[-1])
-    if not total:
-        return CostShares(_ranges([0, *accumulate(even(n, k))]), (0.0,) * k)
-    threshold = total / (k * PLACED_SINGLY)
-    small, is_large = costs, None
-    single: list[list[int]] = [[] for _ in range(k)]
-    loads = [0.0] * k
-    if float(costs.amax()) > threshold:
-        is_large = costs > threshold
-        small = costs.masked_fill(is_large, 0)
-        rows = _row_sums(small)
-        for sample, cost, i in _placed(is_large.nonzero().flatten(), costs, limits):
-            if i is None:
-                return None
-            single[i].append(sample)
-            loads[i] += cost
-    level, dealt, ends = _level(loads, limits, float(rows[-1])), 0.0, [0]
-    for i in range(k):
-        end, reached = n, float(rows[-1])
-        if i < k - 1:
-            room = max(0.0, min(level, limits[i]) - loads[i])
-            end, reached = _cut(small, rows, dealt + room, is_below=caps is not None)
-        loads[i] += reached - dealt
-        dealt = reached
-        ends.append(end)
-    # Sums of slices are rounded, each in its own way.
-    if any(load > limit * (1 + 1e-12) for load, limit in zip(loads, limits, strict=True)):
-        return None
-    slices = _ranges(ends)
-    if is_large is None:
-        return CostShares(slices, tuple(loads))
-    parts = []
-    for own, piece in zip(single, slices, strict=True):
-        inside = (~is_large[piece.start : piece.stop]).nonzero().flatten() + piece.start
-        parts.append(sorted([*own, *inside.tolist()]))
-    return CostShares(parts, tuple(loads))
-
-
-def _row_sums(costs: Tensor) -> Tensor:
-    """The sums of costs up to the end of each row of `ROW` samples; the last one may be shorter."""
-    whole = len(costs) - len(costs) % ROW
-    return torch.cat([costs[:whole].view(-1, ROW).sum(1), costs[whole:].sum()[None]]).cumsum(0)
-
-
-def _ranges(ends: Sequence[int]) -> list[range]:
-    return [range(start, end) for start, end in pairwise(ends)]
-
-
-def _placed(
-    samples: Tensor, costs: Tensor, limits: Sequence[float]
-) -> Iterator[tuple[int, float, int | None]]:
-    """Each sample, its cost, and the device that gets it; None where no device has room for it."""
-    heap = [(0.0, 0, i) for i in range(len(limits))]  # load, samples, device
-    ranked = samples[costs[samples].argsort(descending=True, stable=True)]
+    n, sums = len(costs), costs.cumsum(0)
+    total = float(sums[-1]) if n else 0.0
+    ends = [*accumulate(even(n, k))]
+    if total:
+        # Each slice ends where the sum is nearest to the goal: a multiple of a fair share.
+        goals = torch.arange(1, k, dtype=torch.float64) * (total / k)
+        after = torch.searchsorted(sums, goals)
+        before = torch.where(after > 0, sums[after - 1], 0.0)
+        ends = [*(after + (sums[after] - goals <= goals - before)).tolist(), n]
+    at_ends = [float(sums[end - 1]) if end else 0.0 for end in ends]
+    loads = tuple(b - a for a, b in pairwise([0.0, *at_ends]))
+    slices = CostShares([range(a, b) for a, b in pairwise([0, *ends])], loads)
+    if n > PLACED_SINGLY or max(loads) <= NEAR * max(total / k, float(costs.amax()) if n else 0.0):
+        return slices
+    parts: list[list[int]] = [[] for _ in range(k)]
+    heap = [(0.0, 0, i) for i in range(k)]  # load, samples, device
+    ranked = costs.argsort(descending=True, stable=True)
     for sample, cost in zip(ranked.tolist(), costs[ranked].tolist(), strict=True):
-        full = []
-        while heap and heap[0][0] + cost > limits[heap[0][2]]:
-            full.append(heappop(heap))  # it may have room for a cheaper one
-        if not heap:
-            yield sample, cost, None
-            return
         load, count, i = heap[0]
-        yield sample, cost, i
+        parts[i].append(sample)
         heapreplace(heap, (load + cost, count + 1, i))
-        for entry in full:
-            heappush(heap, entry)
-
-
-def _level(loads: Sequence[float], limits: Sequence[float], more: float) -> float:
-    """The load up to which devices are filled that have these loads and get `more` together."""
-    low, high = min(loads), max(loads) + more
-    while low < (middle := low + (high - low) / 2) < high:
-        room = sum(
-            max(0.0, min(middle, limit) - load) for load, limit in zip(loads, limits, strict=True)
-        )
-        low, high = (low, middle) if room >= more else (middle, high)
-    return high
-
-
-def _cut(costs: Tensor, rows: Tensor, load: float, *, is_below: bool) -> tuple[int, float]:
-    """The end of the first samples that cost about this much, or at most this, and their sum."""
-    row = int(torch.searchsorted(rows, load, right=True))
-    start, before = row * ROW, float(rows[row - 1]) if row else 0.0
-    sums = before + costs[start : start + ROW].cumsum(0)
-    end = int(torch.searchsorted(sums, load, right=True))
-    if end < len(sums) and not is_below:  # the nearer one
-        end += float(sums[end]) - load < load - (float(sums[end - 1]) if end else before)
-    return min(len(costs), start + end), float(sums[end - 1]) if end else before
+    heap.sort(key=itemgetter(2))
+    return CostShares([sorted(part) for part in parts], tuple(load for load, _, _ in heap))
 
 
 def batch_order(order: Order) -> list[int]:

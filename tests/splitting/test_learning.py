@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
-from support import oracle
 from support.oracle import Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -33,6 +33,16 @@ def short_repr(value: object) -> str:
         return f"a huge {type(value).__qualname__}"
 
 
+def expected(key: str, wanted: str, got: object, hint: str) -> ValueError:
+    """The error about what a user has given as `key`.
+
+    Example:
+        >>> str(expected("dim", "an integer", "x", "Write a number."))
+        "dim: expected an integer, got 'x'. Write a number."
+    """
+    return ValueError(f"{key}: expected {wanted}, got {short_repr(got)}. {hint}".rstrip())
+
+
 def check_choice(key: str, value: object, choices: Sequence[object]) -> None:
     """Raises a ValueError unless the value of an option is one of its choices.
 
@@ -43,9 +53,7 @@ def check_choice(key: str, value: object, choices: Sequence[object]) -> None:
         ValueError: mode: expected one of ['step', 'forward'], got 'foward'. Write one of these.
     """
     if not is_choice(value, choices):
-        raise ValueError(
-            f"{key}: expected one of {list(choices)}, got {short_repr(value)}. Write one of these."
-        )
+        raise expected(key, f"one of {list(choices)}", value, "Write one of these.")
 
 
 def is_choice(value: object, choices: Sequence[object]) -> bool:
@@ -57,11 +65,8 @@ def check_dim(dim: Any) -> None:
     """Raises a ValueError unless it can be a dimension of a tensor."""
     is_int = isinstance(dim, int) and not isinstance(dim, bool)
     if not is_int or not -_MOST_DIMS <= dim < _MOST_DIMS:
-        raise ValueError(
-            f"dim: expected an integer from {-_MOST_DIMS} to {_MOST_DIMS - 1}, got "
-            f"{short_repr(dim)}. "
-            "Write the dimension that counts the samples."
-        )
+        wanted = f"an integer from {-_MOST_DIMS} to {_MOST_DIMS - 1}"
+        raise expected("dim", wanted, dim, "Write the dimension that counts the samples.")
 
 
 def check_module(module: Any) -> None:
@@ -84,7 +89,7 @@ def check_names(key: str, names: object) -> None:
     listed = list(names) if isinstance(names, Sequence) else [None]
     if isinstance(names, str) or not all(isinstance(name, str) for name in listed):
         one = f"[{names!r}]" if isinstance(names, str) else "['generator', 'discriminator']"
-        raise ValueError(f"{key}: expected a list of names, got {short_repr(names)}. Write {one}.")
+        raise expected(key, "a list of names", names, f"Write {one}.")
 
 
 def named_options(init: Callable[P, None]) -> Callable[P, None]:
@@ -102,19 +107,15 @@ def named_options(init: Callable[P, None]) -> Callable[P, None]:
         if unnamed:
             raise TypeError(
                 f"{owner}: expected options by name, got {short_repr(unnamed[0])} without one. "
-                "Write "
-                f"{next(iter(defaults))}={short_repr(unnamed[0])}, or the name that you mean."
+                f"Write {next(iter(defaults))}={short_repr(unnamed[0])}, or the name that you mean."
             )
         for name in options.keys() - defaults.keys():
-            raise TypeError(f"{owner}: expected one of its options, got {name!r}. {_hint(name)}")
+            close = difflib.get_close_matches(name.lower(), defaults, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else f"They are {[*defaults]}."
+            raise TypeError(f"{owner}: expected one of its options, got {name!r}. {hint}")
         # By what they look like: a comparison of arrays is no answer.
         texts = {name: short_repr(value) for name, value in options.items()}
         this.given_options = {n: text for n, text in texts.items() if text != defaults[n]}
         init(*args, **options)
-
-    def _hint(name: str) -> str:
-        squeezed = {known.replace("_", ""): known for known in defaults}
-        close = difflib.get_close_matches(name.replace("_", "").lower(), squeezed, n=1)
-        return f"Did you mean {squeezed[close[0]]!r}?" if close else f"They are {[*defaults]}."
 
     return checked

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from typing_extensions import Self
 
@@ -20,10 +20,6 @@ def replaced(owner: Any, **names: Any) -> Iterator[None]:
     They are written to its `__dict__`: a method of its class is hidden for a while, and nothing
     that a module registers is touched. What it had none of before, it has none of afterwards.
 
-    Args:
-        owner: a module, a class instance or a Python module.
-        names: the attributes.
-
     Example:
         >>> class Greeter:
         ...     def word(self):
@@ -36,9 +32,7 @@ def replaced(owner: Any, **names: Any) -> Iterator[None]:
         ('hello', {})
     """
     attributes = vars(owner)
-    before = []
-    for name in names:
-        before.append((name, attributes.get(name, _ABSENT)))
+    before = [(name, attributes.get(name, _ABSENT)) for name in names]
     try:
         attributes.update(names)
         yield
@@ -84,12 +78,6 @@ class StandIn(partial[Any]):
             return _itself, (self._own,)
         # A copy has no attributes yet when it asks for this: it gets its class's method.
         return getattr, (self._owner(), self._name)
-
-    def retire(self) -> None:
-        """From now on it is the method that it has stood for: wrappers may still call it."""
-        owner = self._owner()
-        own = getattr(type(owner), self._name).__get__(owner) if self._own is None else self._own
-        cast(Any, self).__setstate__((own, (), {}, vars(self)))
 
 
 def standing_in(owner: Any, name: str, call: Callable[..., Any]) -> AbstractContextManager[None]:

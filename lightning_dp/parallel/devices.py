@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lightning_dp.parallel.checks import short_repr
+from lightning_dp.parallel.checks import expected
 
 _HIGHEST_ID = 127  # torch takes no higher one, and no machine has it
 _PEAK = "max_memory_allocated"
@@ -54,12 +54,10 @@ def cores() -> int:
 def resolve_devices(devices: Sequence[DeviceLike], key: str = "devices") -> list[torch.device]:
     """Turns what the user wrote, as the option `key`, into existing devices; one may repeat."""
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
-        raise ValueError(
-            f"{key}: expected a list such as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu'], "
-            f"got {short_repr(devices)}. Put the device into a list."
-        )
+        wanted = "a list such as ['cuda:0', 'cuda:1'] or ['cpu', 'cpu']"
+        raise expected(key, wanted, devices, "Put the device into a list.")
     if not devices:
-        raise ValueError(f"{key}: expected at least one device, got an empty list.")
+        raise expected(key, "at least one device", devices, "")
     return [_existing(entry, f"{key}[{i}]") for i, entry in enumerate(devices)]
 
 
@@ -77,13 +75,14 @@ def resolve_output_device(
     if isinstance(output_device, bool) or not isinstance(output_device, int):
         return _existing(output_device, "output_device")
     if devices[0].type != "cpu":
-        return _existing(f"{devices[0].type}:{short_repr(output_device)}", "output_device")
+        return _existing(f"{devices[0].type}:{output_device}", "output_device")
     if not 0 <= output_device < len(devices):
-        raise ValueError(
-            f"output_device: expected an index from 0 to {len(devices) - 1} (there are "
-            f"{len(devices)} CPU replicas), a device name or None, got "
-            f"{short_repr(output_device)}. "
-            "Use 'cpu', or leave it out for the root device."
+        raise expected(
+            "output_device",
+            f"an index from 0 to {len(devices) - 1} (there are {len(devices)} CPU replicas), a "
+            "device name or None",
+            output_device,
+            "Use 'cpu', or leave it out for the root device.",
         )
     return devices[output_device]
 
@@ -95,54 +94,38 @@ def minus_one_is_cpu(device: Any) -> Any:
 
 def _existing(entry: DeviceLike, key: str) -> torch.device:
     device = _parse(entry, key)
-    count = device_count(device.type)
+    count, visible = device_count(device.type), os.environ.get("CUDA_VISIBLE_DEVICES")
     if (device.index or 0) < count:
         return CPU if device.type == "cpu" else torch.device(device.type, device.index or 0)
     if device.type == "cpu":
-        expected, hint = "'cpu' (the CPU is one device)", "Repeat 'cpu' for more replicas on it."
-    else:
-        expected = f"one of {device.type}:0 to {device.type}:{count - 1}"
-        hint = "Choose a device that exists, or 'cpu'."
+        hint = "Repeat 'cpu' for more replicas on it."
+        raise expected(key, "'cpu' (the CPU is one device)", entry, hint)
+    wanted = f"one of {device.type}:0 to {device.type}:{count - 1}"
     if count == 0:
-        expected = f"a device of this machine, which has no usable {device.type!r} device"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        wanted = f"a device of this machine, which has no usable {device.type!r} device"
+    hint = "Choose a device that exists, or 'cpu'."
     if device.type == "cuda" and visible:
-        first, *others = [f"GPU {n.strip()} is id {i}" for i, n in enumerate(visible.split(","))]
-        ids = ", ".join([f"{first} in this process", *others])
-        hint = (
-            f"CUDA_VISIBLE_DEVICES={visible} hides all other GPUs and renumbers these: {ids}. "
-            "Write the new ids, or unset the variable and write the machine's own."
-        )
-    elif device.type == "cuda":
-        hint = "Ids count this machine's GPUs from 0, as nvidia-smi lists them. Choose one of them."
-    raise ValueError(f"{key}: expected {expected}, got {short_repr(entry)}. {hint}")
+        hint = f"CUDA_VISIBLE_DEVICES={visible} hides all other GPUs; these count from 0."
+    raise expected(key, wanted, entry, hint)
 
 
 def _parse(entry: DeviceLike, key: str) -> torch.device:
     if isinstance(entry, torch.device):
         return CPU if entry.type == "cpu" and not entry.index else entry
     if isinstance(entry, bool) or not isinstance(entry, int | str):
-        raise ValueError(f"{key}: expected a device, its name or its id, got {short_repr(entry)}.")
+        raise expected(key, "a device, its name or its id", entry, "")
     if isinstance(entry, str) and not entry.lstrip("-").isdigit():
         try:
             return CPU if entry == "cpu:0" else torch.device(entry)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{key}: expected a device name such as 'cuda:1' or 'cpu', got "
-                f"{short_repr(entry)}. "
-                "Correct the spelling."
-            ) from error
+        except RuntimeError:
+            wanted = "a device name such as 'cuda:1' or 'cpu'"
+            raise expected(key, wanted, entry, "Correct the spelling.") from None
     number, kind = int(entry), accelerator_type()
     if number < 0:
-        raise ValueError(
-            f"{key}: expected an id of 0 or more, got {short_repr(number)}. Leave out the minus."
-        )
+        raise expected(key, "an id of 0 or more", entry, "")
     if kind is None:
-        raise ValueError(
-            f"{key}: expected 'cpu', since this machine has no accelerator, got id "
-            f"{short_repr(number)}. "
-            "Write ['cpu'] * K for K replicas on the CPU."
-        )
+        wanted = "'cpu', since this machine has no accelerator"
+        raise expected(key, wanted, entry, "Write ['cpu'] * K for K replicas.")
     return torch.device(kind, min(number, _HIGHEST_ID))
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from lightning_dp.parallel.devices import empty_cache, memory_text, out_of_memory_count
-from lightning_dp.parallel.errors import described, forget_frames
+from lightning_dp.parallel.errors import forget_frames
 from lightning_dp.parallel.split import Planner
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class Recovery:
         events: list[str] = []
         while True:
             failed, sizes = self._failed(error), self._planner.latest.sizes
-            text = described(error, str)
+            text = str(error)
             forget_frames(error)  # which hold the half-done work
             undo()
             gc.collect()

@@ -35,7 +35,6 @@ from torch import Tensor
 from lightning_dp.parallel.apply.thread_state import ThreadState
 from lightning_dp.parallel.comm import DeviceTimer, current_stream
 from lightning_dp.parallel.devices import replica_text
-from lightning_dp.parallel.errors import is_a
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.split import Order
 
@@ -331,7 +330,7 @@ class Calls:
         if self.broken is None:
             self.broken = error
         if seconds is None:
-            seconds = math.inf if is_a(error, Exception) else self.grace
+            seconds = math.inf if isinstance(error, Exception) else self.grace
         deadline = time.perf_counter() + seconds
         for task in self.unended():
             task.reply = None
@@ -359,7 +358,7 @@ class Calls:
                 failed = task
             # They refer to batches and graphs, in reference cycles.
             task.result = task.error = task.reply = None
-        return results, None if is_a(error, RendezvousError) else failed, error
+        return results, None if isinstance(error, RendezvousError) else failed, error
 
     def _first_error(self) -> BaseException | None:
         """The error that ends all calls, or the first replica's own."""
@@ -370,7 +369,7 @@ class Calls:
 
     def _stopped(self) -> BaseException:
         """The error for a replica that cannot run on because of others."""
-        if self.broken is not None and is_a(self.broken, RendezvousError):
+        if self.broken is not None and isinstance(self.broken, RendezvousError):
             return self.broken
         return ReplicaStopped(
             "Expected all replicas to meet, but one of them has failed, the run was interrupted, "

@@ -24,7 +24,6 @@ from lightning_dp.parallel.check.compare import (
 from lightning_dp.parallel.check.report import NAMES, Difference, Report
 from lightning_dp.parallel.check.snapshot import NotChecked
 from lightning_dp.parallel.check.trial import Call, Trial, muted
-from lightning_dp.parallel.errors import described
 from lightning_dp.parallel.reduce import loss_weights
 
 LossReduction = Literal["mean", "sum"]
@@ -61,7 +60,7 @@ def check(
         except NotChecked as reason:
             return replace(report, skipped=str(reason))
         except Exception as error:
-            text = f"the check raised {type(error).__name__}: {described(error, str)}"
+            text = f"the check raised {type(error).__name__}: {error}"
             return replace(report, skipped=text, raised=True)
 
 

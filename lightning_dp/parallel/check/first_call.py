@@ -18,7 +18,6 @@ from lightning_dp.parallel.check.report import Report
 from lightning_dp.parallel.check.snapshot import NotChecked, on_host
 from lightning_dp.parallel.check.trial import Call, is_checking
 from lightning_dp.parallel.engine import Engine
-from lightning_dp.parallel.errors import described
 from lightning_dp.parallel.forward import ForwardParallel, SpreadCall
 from lightning_dp.parallel.scatter import to_device, tree
 from lightning_dp.parallel.split import Sizes, is_fixed
@@ -174,7 +173,7 @@ def small_part(engine: Engine, batch: Any, path: str = "") -> tuple[Sizes, Any]:
             return (), None
         return sizes, copied(batch if n == count else engine.cut(batch, (count, n - count))[0])
     except Exception as error:
-        raise NotChecked(f"{type(error).__name__}: {described(error, str)}") from error
+        raise NotChecked(f"{type(error).__name__}: {error}") from error
 
 
 def unequal_sizes(batch_size: int, active: Sequence[bool], least: int = 1) -> Sizes:

@@ -62,14 +62,6 @@ def keep_batch_value(metric: nn.Module, value: Any) -> None:
     metric._forward_cache = value
 
 
-def batch_value(metric: Any) -> Any:
-    """The value of a batch with which a metric would be logged now; None for what is no metric.
-
-    Gone: `keep_batch_value`, which would be asked to keep it, says so.
-    """
-    return getattr(metric, "_forward_cache", None)
-
-
 def results_of(trainer: Any) -> Any:
     """What takes the values that the running loop's steps log; None where nothing can be logged."""
     return found(trainer, "_results")

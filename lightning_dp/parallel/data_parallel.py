@@ -193,23 +193,27 @@ class DataParallel(nn.Module, Generic[Module]):
         """Cuts the arguments of a call; evenly, if they are not for all devices."""
         devices, kwargs = _resolved(device_ids), kwargs or {}
         arguments = {**dict(enumerate(inputs)), **kwargs}
-        n, reading = inferred = infer_for(self.module, arguments, self.dim, columns=True)
-        parts, sizes = [arguments], (1,)
-        if n:
-            policy = (
-                self._policy() if devices == self.devices else split_policy("even", None, devices)
-            )
-            planner = Planner(len(devices), policy)
+        inferred = infer_for(self.module, arguments, self.dim, columns=True)
+        if inferred.size:
+            is_even = devices != self.devices
+            policy = split_policy("even", None, devices) if is_even else self._policy()
             least = partial(fewest_samples, self.module)
-            plan = planner.plan(n, list, training=self.training, reading=reading, least=least)
-            sizes = plan.sizes
-            parts = cut_for(self.module, arguments, inferred, sizes, self.dim)
-        self.last_sizes = tuple(sizes)
+            plan = Planner(len(devices), policy).plan(
+                inferred.size, list, training=self.training, least=least
+            )
+            self.last_sizes = plan.sizes
+            parts = cut_for(self.module, arguments, inferred, plan.sizes, self.dim)
+        else:
+            self.last_sizes, parts = (1,), [arguments]
         while parts[-1] is None:
             parts.pop()
-        moved = [p and to_device(p, device) for p, device in zip(parts, devices, strict=False)]
-        args = (p and tuple(p[i] for i in range(len(inputs))) for p in moved)
-        return tuple(args), tuple(p and {name: p[name] for name in kwargs} for p in moved)
+        args: list[Any] = []
+        named: list[Any] = []
+        for part, device in zip(parts, devices, strict=False):
+            moved = None if part is None else to_device(part, device)
+            args.append(None if moved is None else tuple(moved[i] for i in range(len(inputs))))
+            named.append(None if moved is None else {name: moved[name] for name in kwargs})
+        return tuple(args), tuple(named)
 
     def replicate(self, module: Any, device_ids: Sequence[DeviceLike | None]) -> list[Any]:
         """A module on these devices; without gradients its replicas are detached."""

@@ -121,6 +121,11 @@ def set_batch_shape(distribution: Any, shape: torch.Size) -> None:
     distribution._batch_shape = shape
 
 
+def argument_names(operator: Any) -> list[str]:
+    """The names of the arguments of one of torch's operators."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
 def is_alone_in_memory(tensor: Tensor) -> bool:
     """Whether no other tensor, such as a view, shares the tensor's memory."""
     memory = cast(Any, tensor.untyped_storage())
@@ -285,9 +290,6 @@ class Modes(NamedTuple):
     default_device: torch.device | None = None
     function: tuple[Any, ...] = ()
     dispatch: tuple[Any, ...] = ()
-
-
-NO_MODES = Modes()
 
 
 def has_modes() -> bool:

@@ -6,7 +6,6 @@ import os
 import pickle
 import signal
 import stat
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -399,63 +398,3 @@ def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     to_nothing.symlink_to(tmp_path / "new" / "file")
     save(to_nothing, 1)
     assert to_nothing.is_symlink() and (tmp_path / "new" / "file").is_file()
-
-
-# Forked, so that the package is imported once: a child saves one checkpoint after another until it
-# is killed; the parent then loads what is there.
-KILLS = """
-import os, random, signal, sys, time
-from pathlib import Path
-import torch
-from lightning.pytorch.plugins import AsyncCheckpointIO
-from lightning_dp import ModulePrefixCheckpointIO
-
-folder, kind = Path(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-random.seed(0)
-path = folder / "last.ckpt"
-temporary = lambda: [name for name in os.listdir(folder) if name.endswith(".tmp")]
-
-def save_forever(first, report):
-    io = ModulePrefixCheckpointIO()
-    io = io if kind == "sync" else AsyncCheckpointIO(io)
-    for step in range(first, 10**9):
-        weights = {f"module.{i}": torch.full((2**18,), float(step)) for i in range(8)}
-        io.save_checkpoint({"state_dict": weights, "step": step}, path)
-        io.teardown()  # an asynchronous one has ended then
-        os.write(report, f"{step}\\n".encode())
-
-step, in_the_middle = 0, 0
-while in_the_middle < 8:
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        save_forever(step + 1, writing)
-    os.close(writing)
-    reported = os.read(reading, 64)  # at least one is complete
-    time.sleep(random.uniform(0, 0.05))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    while part := os.read(reading, 2**16):
-        reported += part
-    os.close(reading)
-    last = int(reported.split()[-1])
-    in_the_middle += bool(temporary())  # of a file that was being written
-    loaded = ModulePrefixCheckpointIO().load_checkpoint(path)
-    step = loaded["step"]
-    # The killed save may be complete though the child could not say so any more.
-    assert step in (last, last + 1), (step, last)
-    assert list(loaded["state_dict"]) == [str(i) for i in range(8)]
-    assert all((w == step).all() for w in loaded["state_dict"].values())
-    for name in temporary():
-        os.unlink(folder / name)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
-@pytest.mark.parametrize("kind", ["sync", "asynchronous"])
-def test_the_last_complete_checkpoint_survives_kills(kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLS, str(tmp_path), kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr

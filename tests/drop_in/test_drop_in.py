@@ -436,31 +436,6 @@ def test_evaluation_keeps_the_mode_and_follows_training(wrap: Any, mode: Any) ->
     assert_same_module(wrapper, one)
 
 
-@pytest.mark.parametrize("on", ["cpu"], indirect=True)  # simulated devices: no sparse layout
-def test_sparse_gradients(wrap: Any) -> None:
-    one, net = pair(lambda: nn.Embedding(10, 5, sparse=True))
-    rows = torch.randint(10, (20, 5), generator=torch.Generator().manual_seed(0))
-    for module in (one, wrap(net)):
-        module(rows).sum().backward()
-    assert net.weight.grad.is_sparse
-    assert_equal_trees(net.weight.grad.to_dense(), one.weight.grad.to_dense(), "grad", **EXACT)
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_gradients_have_the_layout_of_their_parameters(wrap: Any) -> None:
-    formats = [torch.channels_last, torch.contiguous_format]
-    one, net = pair(lambda: nn.Sequential(nn.Conv2d(4, 6, 2), nn.Conv2d(6, 4, 2)))
-    for module in (one, net):
-        [layer.to(memory_format=f) for layer, f in zip(module, formats, strict=True)]
-    wrapper = wrap(net)
-    for _ in range(2):
-        for module in (one, wrapper):
-            module(inputs(8, 64).view(8, 4, 4, 4)).square().sum().backward()
-        for layer, format in zip(net, formats, strict=True):
-            assert layer.weight.grad.is_contiguous(memory_format=format)
-    assert_same_module(wrapper, one)
-
-
 @pytest.mark.parametrize("buffers", ["first", "mean"])
 def test_running_statistics_are_seen_by_evaluation_and_in_state_dicts(
     wrap: Any, buffers: str
@@ -488,15 +463,6 @@ def test_splits(wrap: Any, split: str, sizes: Any) -> None:
     for n in (9, 4, 3, 1):
         assert len(wrapper(inputs(n))) == n
         assert wrapper.last_sizes == sizes(n, 4)
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_dicts_with_other_keys_on_some_replicas_keep_all_keys(wrap: Any) -> None:
-    """In nn.DataParallel: an error, or the keys of the first replica."""
-    call = lambda layer, x: {"y": layer(x), "few" if len(x) == 2 else "many": layer(x)}
-    one, net = pair(lambda: Calls(call))
-    output, y = wrap(net, k=2)(inputs(5)), one(inputs(5))["y"]
-    assert_equal_trees(output, {"y": y, "many": y[:3], "few": y[3:]}, "outputs", **EXACT)
 
 
 # Devices

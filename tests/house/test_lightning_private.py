@@ -1,6 +1,6 @@
 """Each private name of Lightning and torchmetrics does what `lightning_private` says of it.
 
-A test is named after the name that it is about, so that a new release tells which one it changed.
+The names stand in the tests, so that a new release tells which one it changed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,8 @@ from lightning_dp import lightning_private as private
 
 
 def _trainer(**options: Any) -> Trainer:
-    defaults = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(quiet, False)}
     return Trainer(**{**defaults, **options})
 
 
@@ -46,50 +39,9 @@ def test_a_name_that_is_gone_is_told_with_the_release() -> None:
 
 def test_device_of_a_lightning_module() -> None:
     module = BoringModel()
-    own = private.own_device(module, torch.device("meta"))
-    vars(module).update(own)
+    vars(module).update(private.own_device(module, torch.device("meta")))
     assert module.device == torch.device("meta")
     assert private.own_device(nn.Linear(1, 1), torch.device("meta")) == {}
-
-
-def test_forward_cache_of_a_metric_is_what_is_logged() -> None:
-    class Logs(BoringModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = MeanMetric()
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.mean.update(1.0)
-            private.keep_batch_value(self.mean, torch.tensor(7.0))
-            self.log("mean", self.mean, on_step=True)
-            return super().training_step(batch, batch_idx)
-
-    trainer = _trainer(limit_train_batches=1, limit_val_batches=0)
-    trainer.fit(Logs())
-    assert trainer.callback_metrics["mean"] == 7
-
-
-def test_results_take_what_is_logged() -> None:
-    seen: list[Any] = []
-
-    class Looks(BoringModel):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            output = super().training_step(batch, batch_idx)
-            self.log("value", 1.0)
-            seen.append(dict(private.results_of(self.trainer)))
-            return output
-
-    trainer = _trainer(limit_train_batches=1, limit_val_batches=0)
-    trainer.fit(Looks())
-    assert list(seen[0]) == ["training_step.value"]
-
-
-def test_defaults_are_of_the_states_of_a_metric() -> None:
-    defaults = private.state_defaults(MeanMetric())
-    assert {name: value.item() for name, value in defaults.items()} == {
-        "mean_value": 0,
-        "weight": 0,
-    }
 
 
 @pytest.mark.parametrize("name", ["_defaults", "_update_count", "_computed", "_forward_cache"])
@@ -97,6 +49,7 @@ def test_an_unused_state_has_what_a_used_metric_has(name: str) -> None:
     used = MeanMetric()
     used(3.0)
     used.compute()
+    assert private.found(used, "_forward_cache") == 3
     state = private.unused_state(private.state_defaults(used))
     assert name in vars(used) and name in state
     vars(used).update(state)
@@ -105,27 +58,45 @@ def test_an_unused_state_has_what_a_used_metric_has(name: str) -> None:
     assert used.compute() == 5
 
 
-def test_forward_cache_is_left_by_a_call_of_the_metric() -> None:
-    metric = MeanMetric()
-    metric(3.0)
-    assert private.found(metric, "_forward_cache") == 3
+class _Logs(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric()
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.seen.append(private.running_hook(self))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.mean.update(1.0)
+        private.keep_batch_value(self.mean, torch.tensor(7.0))
+        self.log("mean", self.mean, on_step=True)
+        self.log("loss", output["loss"])
+        self.seen += [private.running_hook(self), [*private.results_of(self.trainer)]]
+        return output
 
 
-def test_layer_sync() -> None:
+def test_forward_cache_results_and_current_fx_name_are_those_of_a_step() -> None:
+    module, trainer = _Logs(), _trainer(limit_train_batches=1, limit_val_batches=0)
+    assert private.running_hook(module) is None
+    trainer.fit(module)
+    assert trainer.callback_metrics["mean"] == 7
+    logged = ["training_step.mean", "training_step.loss"]
+    assert module.seen == ["on_train_batch_start", "training_step", logged]
+
+
+def test_layer_sync_and_checkpoint_io_of_a_strategy() -> None:
     strategy = _trainer(strategy=DDPStrategy(), sync_batchnorm=True).strategy
     assert type(private.layer_sync(strategy)) is TorchSyncBatchNorm
-    other = TorchSyncBatchNorm()
-    private.set_layer_sync(strategy, other)
-    assert private.layer_sync(strategy) is other
+    plugin = TorchSyncBatchNorm()
+    private.set_layer_sync(strategy, plugin)
+    assert private.layer_sync(strategy) is plugin
     assert private.layer_sync(_trainer(strategy=DDPStrategy()).strategy) is None
-
-
-def test_checkpoint_io_of_a_strategy() -> None:
-    plain = TorchCheckpointIO()
+    plain, other = TorchCheckpointIO(), TorchCheckpointIO()
     assert private.given_io(SingleDeviceStrategy("cpu")) is None
     strategy = SingleDeviceStrategy("cpu", checkpoint_io=plain)
     assert private.given_io(strategy) is plain is strategy.checkpoint_io
-    other = TorchCheckpointIO()
     private.set_io(strategy, other)
     assert strategy.checkpoint_io is other
 
@@ -163,28 +134,17 @@ class _Rows(Logger):
             self.steps.append(-1 if step is None else step)
 
 
-class _Logs(BoringModel):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        self.log("loss", output["loss"])
-        return output
-
-
 def _fit(**options: Any) -> tuple[_Steps, _Rows]:
     steps, rows = _Steps(), _Rows()
     _trainer(callbacks=[steps], logger=rows, limit_val_batches=0, **options).fit(_Logs())
     return steps, rows
 
 
-def test_should_accumulate() -> None:
-    steps, _ = _fit(limit_train_batches=5, accumulate_grad_batches=2)
+def test_should_accumulate_and_batches_that_stepped() -> None:
+    options = {"accumulate_grad_batches": 2, "log_every_n_steps": 1}
+    steps, rows = _fit(limit_train_batches=5, **options)
     assert steps.accumulating == [True, False, True, False, False]
-
-
-def test_batches_that_stepped_are_the_steps_of_loggers() -> None:
-    steps, rows = _fit(limit_train_batches=6, accumulate_grad_batches=2, log_every_n_steps=1)
-    assert rows.steps == [0, 1, 2]
-    assert steps.steps == [0, 0, 1, 1, 2, 2], "as it is when a batch ends"
+    assert rows.steps == [0, 1, 2] and steps.steps == [0, 0, 1, 1, 2], "as when a batch ends"
 
 
 def test_logger_connector_tells_when_logs_are_due() -> None:
@@ -204,30 +164,12 @@ def test_init_dist_connection_makes_the_process_group() -> None:
     assert run_in_processes(_ranks, 2) == [(0, 2), (1, 2)]
 
 
-def test_current_fx_name_is_that_of_the_running_hook() -> None:
-    class Hooked(BoringModel):
-        def on_train_batch_start(self, *_: Any) -> None:
-            seen.append(private.running_hook(self))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.append(private.running_hook(self))
-            return super().training_step(batch, batch_idx)
-
-    seen: list[str | None] = []
-    module = Hooked()
-    assert private.running_hook(module) is None
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    Trainer(accelerator="cpu", devices=1, fast_dev_run=True, **quiet).fit(module)
-    assert seen == ["on_train_batch_start", "training_step"]
-
-
-@pytest.mark.parametrize(
-    ("devices", "count"), [(3, 3), ("3", 3), ("auto", None), (1, None)], ids=repr
-)
-def test_devices_flag_is_what_the_trainer_was_given(devices: Any, count: int | None) -> None:
+@pytest.mark.parametrize(("devices", "count"), [(3, 3), ("3", 3), ("auto", None), (1, None)])
+def test_accelerator_connector_devices_flag_is_what_was_asked_for(
+    devices: Any, count: int | None
+) -> None:
     """On the CPU 1 is what "auto" comes to."""
-    trainer = Trainer(accelerator="cpu", devices=devices, strategy="ddp", logger=False)
-    assert private.devices_asked_for(trainer) == count
+    assert private.devices_asked_for(_trainer(devices=devices, strategy="ddp")) == count
 
 
 def test_FxValidator_knows_where_modules_may_log() -> None:
@@ -245,11 +187,5 @@ def test_IndexBatchSamplerWrapper_notes_the_indices_of_predict() -> None:
             assert private.is_index_sampler(sampler)
             seen.append(list(sampler.seen_batch_indices))
 
-    trainer = _trainer(limit_predict_batches=2, callbacks=[Looking()])
-    trainer.predict(BoringModel())
+    _trainer(limit_predict_batches=2, callbacks=[Looking()]).predict(BoringModel())
     assert seen[0][0] == [0] and not private.is_index_sampler(seen)
-
-
-def test_accelerator_connector_devices_flag_is_what_was_asked_for() -> None:
-    assert private.devices_asked_for(_trainer(devices=3)) == 3
-    assert private.devices_asked_for(_trainer(devices="auto")) is None

@@ -47,27 +47,6 @@ def test_bare_package_finds_conf_and_examples_beside_it() -> None:
         ]
 
 
-@pytest.mark.slow
-def test_bare_checkout_finds_conf_and_examples() -> None:
-    code = (
-        "import lightning_dp.conf as c, lightning_dp.examples as e; print(*c.__path__, *e.__path__)"
-    )
-    done = subprocess.run(
-        # -S: no site-packages, hence no installed lightning_dp; its dependencies come by path.
-        [sys.executable, "-S", "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *site_packages()])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == f"{ROOT / 'conf'} {ROOT / 'examples'}"
-
-
-def site_packages() -> list[str]:
-    return [path for path in sys.path if path.endswith("site-packages")]
-
-
 def test_the_version_is_one() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]

@@ -74,7 +74,6 @@ class Snapshot:
 
     Attributes:
         parameters: all leaf tensors that are, or may be, trained.
-        has_graph: whether a tensor on the module has a graph, which the real call needs, too.
 
     Raises:
         NotChecked: on an iterator, open file or uninitialized parameter, which nothing can set
@@ -87,7 +86,7 @@ class Snapshot:
         devices: Iterable[torch.device],
         others: Iterable[Any] = (),
     ) -> None:
-        self.module, self.has_graph = module, False
+        self.module = module
         self._roots = [_Found(module, "self", True), *(_Found(o, "", False) for o in others)]
         self._known: list[Any] = []  # all objects: an id is unique among living ones only
         self._before: dict[int, Any] = {}  # values, items and attributes, by the id of their owner
@@ -207,7 +206,8 @@ class Snapshot:
         """Keeps its values and where they are in memory."""
         if is_lazy(tensor):
             raise NotChecked(f"it would initialize {path}, which cannot be set back.")
-        self.has_graph |= tensor.grad_fn is not None
+        if tensor.grad_fn is not None:
+            raise NotChecked(f"{path} has a graph, whose leaves may lie outside of the module.")
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested:
             return
         memory, needs_grad = tensor.detach(), tensor.requires_grad

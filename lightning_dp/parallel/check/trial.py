@@ -30,7 +30,12 @@ from lightning_dp.parallel.contexts import ObjectProxy
 from lightning_dp.parallel.engine import Engine
 from lightning_dp.parallel.scatter import tree
 from lightning_dp.parallel.split import Sizes
-from lightning_dp.parallel.torch_private import BATCH_NORMS, TorchDispatchMode, backwards_go_to
+from lightning_dp.parallel.torch_private import (
+    BATCH_NORMS,
+    TorchDispatchMode,
+    argument_names,
+    backwards_go_to,
+)
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _DROPOUTS = (
@@ -166,7 +171,7 @@ class Trial:
                 if loss is not None and loss.requires_grad:
                     # Not the step's: a handler would wait for those of other processes.
                     with backwards_go_to(None):
-                        (loss * call.loss_scale).backward(retain_graph=snapshot.has_graph)
+                        (loss * call.loss_scale).backward()
             return Outcome({**values, **self._values(loss, rest)})
         finally:
             snapshot.restore()
@@ -256,7 +261,7 @@ class ConstantDraws(TorchDispatchMode):
             name = str(func.overloadpacket).removeprefix("aten.")
             self.names[name] = None
             self.count += 1
-            given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
+            given = dict(zip(argument_names(func), args, strict=False))
             if name in self._FILLED:
                 lowest = given.get("low", given.get("from", 0)) or 0
                 spread = (self.count * 0.618) % 0.8 + 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import UserDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,7 +14,6 @@ from typing_extensions import override
 
 from lightning_dp.metrics import StepRecorder, is_metric
 from lightning_dp.mode import Mode, Transfer
-from lightning_dp.parallel.gather import give_back_added
 from lightning_dp.parallel.reduce import NoLossError
 from lightning_dp.parallel.replicate import layers_in
 from lightning_dp.parallel.step import EvaluationStep, StepParallel, TrainingStep
@@ -92,8 +90,6 @@ class StepMode(Mode):
             loop.output_result_cls.from_training_step_output(error.output)
             raise
         self._call = call
-        if isinstance(batch, dict | UserDict):
-            give_back_added(batch, call.shards, self.engine.output_device)
         return output
 
     @override

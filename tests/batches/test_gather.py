@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, UserDict, namedtuple
-from collections.abc import Callable, MutableMapping
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,9 @@ from support.oracle import Classifier, assert_equal_trees, devices_of, loader, t
 from torch import Tensor, distributions
 from torch.nn import functional as F
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node
-from torch.utils.data import DataLoader, default_collate
 
 from lightning_dp import DataParallelStrategy
-from lightning_dp.parallel.gather import gather
+from lightning_dp.parallel.gather import gather, pad
 from lightning_dp.parallel.gather.join import GatherError
 from lightning_dp.parallel.scatter import to_device, tree
 
@@ -233,6 +232,10 @@ def test_scalars_are_stacked_in_the_order_of_the_replicas(k: int) -> None:
         ("list", [torch.ones(2), torch.zeros(1)], [torch.ones(2), torch.zeros(1)]),
         ("list", [{"x": 1}, {"x": 1}], [{"x": 1}, {"x": 1}]),
         ("list", ["a"], ["a"]),
+        (pad(7), [torch.ones(2, 1), torch.ones(1, 2)], torch.tensor([[1.0, 7], [1, 7], [1, 1]])),
+        (pad(0), [torch.ones(2, 2), torch.ones(1, 2)], torch.ones(3, 2)),
+        (max, [2.5, 4.0], 4.0),
+        (lambda parts: [x for part in parts for x in part], [(1,), (2, 3)], [1, 2, 3]),
     ],
     ids=str,
 )
@@ -244,7 +247,7 @@ def test_an_override_replaces_the_rule(
     outputs = [{"aux": {"out": value}, "other": other} for value in values]
     result = gathered(outputs, [2, 1][: len(values)], overrides={key: override})
     actual = result["aux"]["out"]
-    if isinstance(expected, list) and isinstance(expected[0], int):
+    if isinstance(expected, list) and isinstance(expected[0], int) and override == "cat":
         actual = [len(item) for item in actual]
     assert_equal_trees(actual, expected, "out", atol=1e-6, rtol=0)
     assert result["other"] == other, "another path"
@@ -277,6 +280,7 @@ def test_an_override_holds_for_all_that_is_in_a_container() -> None:
         ),
         ("cat", [torch.ones(2, 2), torch.ones(2, 3)], "shapes that differ in dim 0 only"),
         ("cat", [1.0, 2.0], "expected tensors, arrays or lists for the override 'cat'"),
+        (pad(0), [1.0, 2.0], r"expected tensors of as many dims for pad\(value\), got float"),
     ],
 )
 def test_an_override_that_cannot_be_followed_names_the_leaf(
@@ -384,7 +388,7 @@ def test_equal_names_and_fields_are_enough(make: Any, sizes: tuple[int, ...]) ->
     torch.testing.assert_close(tree.leaves(inner)[0], x.mean())
 
 
-# --- what callbacks see of a step: its outputs, and what it has put into its batch
+# --- what callbacks see of a step
 
 FORMS: dict[str, Callable[[Tensor], Any]] = {
     "tensor": lambda chosen: chosen.sum(),
@@ -397,27 +401,23 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Watch(Callback):
-    """Keeps what callbacks get of each batch."""
+    """Keeps the outputs that callbacks get of each batch."""
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
-        self.entries: list[Any] = []
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, _: Any
     ) -> None:
         self.outputs.append(outputs)
-        if isinstance(batch, MutableMapping):
-            detach = lambda x: x.detach().cpu() if isinstance(x, Tensor) else x
-            self.entries.append(tree.map_leaves(detach, {key: batch[key] for key in batch}))
 
 
-def watched(module: Any, devices: int, data: Any, split: Any = "even") -> Watch:
+def outputs_of(module: Any, devices: int) -> list[Any]:
     watch = Watch()
     torch.manual_seed(0)
-    job = trainer(devices, DataParallelStrategy(split=split), max_epochs=1, callbacks=[watch])
-    job.fit(module(), data, data)
-    return watch
+    job = trainer(devices, DataParallelStrategy(), max_epochs=1, callbacks=[watch])
+    job.fit(module(), loader(), loader())
+    return watch.outputs
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -427,68 +427,9 @@ def test_num_items_has_the_form_in_which_the_step_returned_it(form: str) -> None
             losses = F.cross_entropy(self(batch[0]), batch[1], reduction="none")
             return {"loss": losses.mean(), "num_items": FORMS[form](batch[1] < 3)}
 
-    several, one = (watched(Chosen, k, loader()).outputs for k in (3, 1))
+    several, one = (outputs_of(Chosen, k) for k in (3, 1))
     assert len(several) == len(one) == 3
     for actual, expected in zip(several, one, strict=True):
         a, b = actual["num_items"], expected["num_items"]
         assert type(a) is type(b) and getattr(a, "shape", 0) == getattr(b, "shape", 0)
         assert getattr(a, "dtype", 0) == getattr(b, "dtype", 0) and (b is None or float(a) == b)
-
-
-class Adding(Classifier):
-    """Adds to its batch the outputs of samples, a mean, names, and an entry that is a dict."""
-
-    decides = False
-
-    def sample_cost(self, batch: Any) -> Tensor:
-        return batch["id"] % 5 + 1
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        out = self(batch["x"])
-        losses = F.cross_entropy(out, batch["y"], reduction="none")
-        batch["out"], batch["mean"] = out, losses.mean()
-        batch["names"] = [f"sample {i}" for i in batch["id"].tolist()]
-        batch["more"] = {"losses": losses, "scale": 2.0}
-        if self.decides:
-            batch["any"] = (batch["id"] > 20).any()
-        return losses.mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.training_step(batch, batch_idx)
-
-
-class TwiceForOneBatch(Adding):
-    """The optimizer's closure runs the step again: the entries are those of the last time."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
-
-
-class Deciding(Adding):
-    """Whether any sample is large: one device's answer is not known from those of two replicas."""
-
-    decides = True
-
-
-def rows(kind: type[Any], size: int) -> DataLoader[Any]:
-    torch.manual_seed(1)
-    x, y = torch.randn(22, 10), torch.randint(3, (22,))
-    samples = [{"x": x[i], "y": y[i], "id": i} for i in range(22)]
-    return DataLoader(samples, batch_size=size, collate_fn=lambda rows: kind(default_collate(rows)))
-
-
-@pytest.mark.parametrize(
-    "make, kind, split",
-    [(Adding, dict, "cost"), (Adding, UserDict, "even"), (TwiceForOneBatch, dict, "even")],
-)
-def test_entries_that_a_step_adds_to_its_batch_are_joined_as_outputs_are(
-    make: Any, kind: Any, split: Any
-) -> None:
-    one, several = (watched(make, k, rows(kind, 7), split).entries for k in (1, 3))
-    assert len(several) == len(one) == 4
-    assert_equal_trees(several, one, "entries", atol=1e-4, rtol=1e-3)
-
-
-def test_an_entry_without_a_joint_value_is_left_out_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"batch\['any'\].*left out of the batch after"):
-        assert "any" not in watched(Deciding, 2, rows(dict, 22)).entries[0]

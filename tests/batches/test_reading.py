@@ -29,33 +29,26 @@ COLUMNS = {
     "tensor": (zeros(4, 2), 4),
     "x, y": ([zeros(8, 3), zeros(8)], 8),
     "x, y of two samples": ([zeros(2, 3), zeros(2, 3)], 2),
-    "x, y of one sample": ([zeros(1, 3), zeros(1)], 1),
     "no samples": ([zeros(0, 3), zeros(0)], 0),
     "a row for all": ([zeros(4), zeros(1, 4)], 4),
-    "a row for all, alike": ([zeros(8, 3), zeros(1, 3)], 8),
     "names beside": ({"x": zeros(8), "name": ["a"] * 8, "classes": ["c"] * 10}, 8),
     "views and labels": ([[zeros(8, 3), zeros(8, 3)], zeros(8)], 8),
     "views and labels of two samples": ([[zeros(2, 3), zeros(2, 3)], zeros(2)], 2),
     "views and labels of one sample": ([[zeros(1, 3), zeros(1, 3)], zeros(1)], 1),
     "views and names": ({"views": [zeros(8, 3), zeros(8, 3)], "name": ["a"] * 8}, 8),
     "two loaders": ({"a": [zeros(8, 10), zeros(8, 1)], "b": [zeros(8, 10), zeros(8, 1)]}, 8),
-    "two loaders of one tensor": ({"a": [zeros(8, 3)], "b": [zeros(8, 3)]}, 8),
-    "one loader exhausted": ([zeros(8, 3), None], 8),
     "one loader exhausted, two samples": ([zeros(2, 3), None], 2),
     "nested loaders exhausted": ({"a": [zeros(2, 3), None], "b": [None, None]}, 2),
     "nested pairs exhausted": ({"a": [zeros(2, 3), zeros(2, 1)], "b": [None, None]}, 2),
     "two loaders in a list": ([[zeros(8, 3), zeros(8)], [zeros(8, 3), zeros(8)]], 8),
     "two loaders with names": ([(zeros(8, 3), "a"), (zeros(8, 3), "b")], 8),
     "dicts of two views": ([{"x": zeros(8, 3)}, {"x": zeros(8, 3)}], 8),
-    "views alone": ({"views": [zeros(8, 3), zeros(8, 3)]}, 8),
     "views of two samples alone": ({"views": [zeros(2, 3), zeros(2, 3)]}, 2),
 }
 LISTS = {
     "detection": ((images(20, 30, 20), targets(5, 0, 2)), 3),
-    "detection in a list": ([images(20, 30), targets(5, 2)], 2),
     "images of one size, equal counts": ((images(9, 9, 9, 9), targets(3, 3, 3, 3)), 4),
     "as many images as channels and boxes": ((images(9, 9, 9), targets(3, 3, 3)), 3),
-    "one image": ((images(20), targets(5)), 1),
     "one image, three boxes": ((images(20), targets(3)), 1),
     "images only": ({"images": images(20, 30, 20, 30), "id": [7, 8, 9, 4]}, 4),
     "columns and boxes": ({"x": zeros(8, 3), "boxes": [zeros(n, 4) for n in range(8)]}, 8),
@@ -67,11 +60,9 @@ LISTS = {
     ),
     "points and numbers": ({"points": [zeros(99, 3)] * 5, "index": list(range(5))}, 5),
     "labels of one dim": ({"x": [zeros(7), zeros(7)], "y": [1, 2]}, 2),
-    "masks that some lack": ({"x": zeros(3, 9), "masks": [zeros(5), None, zeros(6)]}, 3),
     "sources and targets": (([zeros(5), zeros(2), zeros(3)], [zeros(4), zeros(1), zeros(2)]), 3),
     "lists of lists": ({"x": zeros(2, 9), "y": [[zeros(5), zeros(3)], [zeros(4)]]}, 2),
     "graphs": ({"g": [graph(i) for i in range(3)], "y": zeros(3)}, 3),
-    "two lists of graphs": (([graph(1), graph(2)], [graph(3), graph(4)]), 2),
     "objects": ({"y": [Boxes(zeros(n, 4)) for n in (5, 2, 3)]}, 3),
     "tensors of one row": ({"x": zeros(6), "y": [zeros(1) for _ in range(6)]}, 6),
     "dicts of one row": ({"x": zeros(6), "y": [{"a": zeros(1)} for _ in range(6)]}, 6),
@@ -100,46 +91,34 @@ WITHOUT_TENSORS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("batch", "n"),
-    [
-        pytest.param(batch, n, id=f"{reading}: {name}")
-        for reading, cases in [
-            ("columns", COLUMNS),
-            ("lists", LISTS),
-            ("samples", SAMPLES),
-            ("without tensors", WITHOUT_TENSORS),
-        ]
-        for name, (batch, n) in cases.items()
-    ],
-)
-def test_the_batch_size(batch: Any, n: int | None) -> None:
+CASES = [
+    pytest.param(reading, batch, n, id=f"{reading}: {name}")
+    for reading, cases in [
+        ("columns", COLUMNS),
+        ("lists", LISTS),
+        ("samples", SAMPLES),
+        ("without tensors", WITHOUT_TENSORS),
+    ]
+    for name, (batch, n) in cases.items()
+]
+
+
+@pytest.mark.parametrize(("reading", "batch", "n"), CASES)
+def test_the_batch_size_and_what_is_cut(reading: str, batch: Any, n: int | None) -> None:
     assert infer_batch_size(batch, 0).size == n
-
-
-@pytest.mark.parametrize("name", [name for name, (_, n) in LISTS.items() if n > 1])
-def test_lists_of_samples_are_cut_as_lists(name: str) -> None:
-    batch, n = LISTS[name]
-    whole, first = cut(batch, (n,))[0], cut(batch, (1, n - 1))[0]
-    for node, shard in zip(nodes(batch), nodes(first), strict=True):
-        if isinstance(node, list):
-            assert len(shard) == 1 and shapes(shard[0]) == shapes(node[0])
-    assert shapes(whole) == shapes(batch)
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_list_of_samples_is_cut_between_samples(name: str) -> None:
-    batch, n = SAMPLES[name]
+    if n is None or n < 2 or reading == "without tensors":
+        return
     first, second = cut(batch, (1, n - 1))
-    assert len(first) == 1 and first[0] is batch[0] and len(second) == n - 1
-
-
-@pytest.mark.parametrize("name", [name for name, (_, n) in COLUMNS.items() if n > 1])
-def test_columns_are_cut_row_by_row(name: str) -> None:
-    batch, n = COLUMNS[name]
-    first, second = cut(batch, (1, n - 1))
-    for tensor, a, b in zip(tensors(batch), tensors(first), tensors(second), strict=True):
-        assert (len(a), len(b)) == ((1, n - 1) if len(tensor) == n else (1, 1))
+    if reading == "samples":
+        assert len(first) == 1 and first[0] is batch[0] and len(second) == n - 1
+    elif reading == "lists":
+        for node, shard in zip(nodes(batch), nodes(first), strict=True):
+            if isinstance(node, list):
+                assert len(shard) == 1 and shapes(shard[0]) == shapes(node[0])
+        assert shapes(cut(batch, (n,))[0]) == shapes(batch)
+    else:
+        for tensor, a, b in zip(tensors(batch), tensors(first), tensors(second), strict=True):
+            assert (len(a), len(b)) == ((1, n - 1) if len(tensor) == n else (1, 1))
 
 
 def test_items_that_differ_are_cut_per_sample_beside_a_tensor() -> None:

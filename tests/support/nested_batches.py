@@ -1,13 +1,8 @@
-"""Batches of every container, random nestings of them, and whether two are the same.
-
-Where the libraries of which there are doubles are installed, the real containers are among them.
-"""
+"""Batches of every container, random nestings of them, and whether two are the same."""
 
 from __future__ import annotations
 
-import importlib.util
 import types
-import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -63,71 +58,6 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "ragged list": lambda n: [torch.randn(20 + i, 4) for i in range(n)],
     "targets": lambda n: [{"boxes": torch.randn(20 + i, 4), "id": i} for i in range(n)],
 }
-
-
-def _real_graphs() -> dict[str, Callable[[int], Any]]:
-    from torch_geometric.data import Batch, Data
-
-    def make(i: int) -> Any:
-        edges = torch.arange(2 * (i % 3)).reshape(2, -1) % (i + 1)
-        return Data(x=torch.randn(i + 1, 2), edge_index=edges, y=torch.tensor([i]))
-
-    def batch(n: int, **options: Any) -> Any:
-        return Batch.from_data_list([make(i) for i in range(n)], **options)
-
-    return {
-        "real graph batch": batch,
-        "real graph batch that follows": lambda n: batch(n, follow_batch=["y"]),
-        "real graphs": lambda n: [make(i) for i in range(n)],
-    }
-
-
-def _real_tables() -> dict[str, Callable[[int], Any]]:
-    from tensordict import TensorDict, tensorclass
-
-    global Tensors  # where copies look for it
-
-    @tensorclass
-    class Tensors:
-        x: Tensor
-        name: str
-
-    def nested(n: int) -> Any:
-        return TensorDict({"x": torch.randn(n, 2), "y": {"i": torch.arange(n)}}, [n])
-
-    return {
-        "real table": nested,
-        "real tensorclass": lambda n: Tensors(torch.randn(n, 2), "all", batch_size=[n]),
-    }
-
-
-def _real_encodings() -> dict[str, Callable[[int], Any]]:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import BatchEncoding
-    from transformers.modeling_outputs import SequenceClassifierOutput
-
-    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-
-    def encoding(n: int) -> Any:
-        encodings = tokenizer.encode_batch(["a b"] * n)
-        return BatchEncoding({"input_ids": torch.randn(n, 2)}, encodings)
-
-    def output(n: int) -> Any:
-        return SequenceClassifierOutput(logits=torch.randn(n, 3), attentions=(torch.randn(n, 2),))
-
-    return {"real encoding": encoding, "real model output": output}
-
-
-for _library, _makers in (
-    ("torch_geometric", _real_graphs),
-    ("tensordict", _real_tables),
-    ("transformers", _real_encodings),
-):
-    if importlib.util.find_spec(_library) is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what these libraries do is not what is tested
-            MAKERS |= _makers()
 
 
 def batches(n: int) -> st.SearchStrategy[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from lightning_dp.parallel.checks import check_choice, is_choice, short_repr
 from lightning_dp.parallel.devices import DeviceLike, minus_one_is_cpu, resolve_devices
-from lightning_dp.parallel.gather.join import GatherError, Join, Scalars
+from lightning_dp.parallel.gather.join import Join, Scalars
 from lightning_dp.parallel.scatter import (
+    OVERRIDES,
     BatchSizeError,
     Override,
     RowRules,
-    Shards,
     infer_batch_size,
     to_device_together,
     tree,
@@ -71,7 +71,10 @@ def gather(
         overrides: how to join what has a certain key or field name, or lies at a dotted path such
             as `"aux.count"` (`""` is the output itself, `"0"` the first of a tuple): `"mean"`
             (weighted by shard size), `"sum"`, `"stack"` (along a new first dim), `"cat"`,
-            `"first"` (the first replica's) or `"list"`. It holds for all that is in a container.
+            `"first"` (the first replica's), `"list"`, `pad(value)` for rows that are as long as the
+            longest of their shard, or a function that takes the list of the replicas' values and
+            returns the joint one. It holds for all that is in a container; a function gets the
+            container itself.
         order: for each of these outputs the positions of its samples in the batch, if these are not
             consecutive; rows of samples are brought into the batch's order.
         row_rules: the engine's `dim`, overrides and warnings; in the place of these arguments.
@@ -106,21 +109,20 @@ def gather(
     return join.node(to_device_together(outputs, device), at)
 
 
-def check_overrides(overrides: Mapping[str, str] | None, option: str = "overrides") -> None:
+def check_overrides(overrides: Mapping[str, Override] | None, option: str = "overrides") -> None:
     """Raises a ValueError, which names the option, unless it maps keys to `Override`."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ValueError(
             f"{option}: expected a mapping such as {{'loss': 'mean'}}, got "
-            f"{short_repr(overrides)}. "
-            "Map keys or dotted paths of the outputs to how they are joined."
+            f"{short_repr(overrides)}. Map keys or dotted paths of the outputs to how they are "
+            "joined."
         )
     for key, override in (overrides or {}).items():
-        if not isinstance(key, str) or not is_choice(override, get_args(Override)):
+        if not isinstance(key, str) or not (callable(override) or is_choice(override, OVERRIDES)):
             raise ValueError(
                 f"{option}[{short_repr(key)}]: expected a key or dotted path, and one of "
-                f"{sorted(get_args(Override))}, got {short_repr(override)}. Correct it, or "
-                "leave it out "
-                "for gather's own rule."
+                f"{sorted(OVERRIDES)}, pad(value) or a function, got {short_repr(override)}. "
+                "Correct it, or leave it out for gather's own rule."
             )
 
 
@@ -147,39 +149,3 @@ def without_rows(node: Any, dim: int, n: int) -> Any:
         return leaf.narrow(dim, 0, 0) if is_long_enough and leaf.shape[dim] == n else leaf
 
     return tree.map_leaves(empty, node)
-
-
-def give_back_added(batch: MutableMapping[Any, Any], shards: Shards, device: torch.device) -> None:
-    """Puts into a batch what a step has added to its shards, joined as outputs are, without graphs.
-
-    What a step writes over stays as it was. What has no joint value is left out, with a warning.
-
-    Example:
-        >>> batch, parts = {"x": 1}, [{"x": 1, "ids": ["a", "b"]}, {"x": 1, "ids": ["c"]}]
-        >>> give_back_added(batch, Shards((2, 1), parts), torch.device("cpu"))
-        >>> batch
-        {'x': 1, 'ids': ['a', 'b', 'c']}
-    """
-    parts = [shards.parts[k] for k in shards.active]
-    # An optimizer's closure may have run the step before, on the same shards.
-    shards.added.update(dict.fromkeys(key for part in parts for key in part if key not in batch))
-    for key in shards.added:
-        values = [tree.map_leaves(_detached, part.get(key)) for part in parts]
-        try:
-            batch[key] = gather(
-                values,
-                device,
-                sizes=shards.active_sizes,
-                order=shards.active_order,
-                row_rules=shards.row_rules,
-                where=("batch",),
-                at=(key,),
-            )
-        except GatherError as error:
-            shards.row_rules.warn_once(
-                ("batch", key), f"{error} It is left out of the batch after the step."
-            )
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf

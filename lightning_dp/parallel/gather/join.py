@@ -79,6 +79,38 @@ def multiple_of(lengths: Sequence[int], sizes: Sequence[int]) -> int | None:
     return multiple if multiple and follows else None
 
 
+@dataclass(frozen=True)
+class pad:  # it reads as a function where it is used
+    """For `gather_overrides`: rows that are as long as the longest of their shard.
+
+    Tensors are padded with `value` at their ends to one shape, and joined along `dim`.
+
+    Example:
+        >>> pad(-1).padded([torch.ones(2, 1).long(), torch.zeros(1, 2).long()], 0)
+        [tensor([[ 1, -1],
+                [ 1, -1]]), tensor([[0, 0]])]
+    """
+
+    value: float
+
+    def __call__(self, tensors: list[Tensor]) -> Tensor:
+        """The tensors joined along their first dim."""
+        return torch.cat(self.padded(tensors, 0))
+
+    def padded(self, tensors: list[Tensor], dim: int) -> list[Tensor]:
+        """The tensors, all of one shape but for `dim`."""
+        if not tensors[0].dim():
+            return tensors
+        shape = [max(lengths) for lengths in zip(*(t.shape for t in tensors), strict=True)]
+        padded = []
+        for tensor in tensors:
+            more = [b - a for a, b in zip(tensor.shape, shape, strict=True)]
+            more[dim] = 0
+            sides = [side for n in reversed(more) for side in (0, n)]
+            padded.append(torch.nn.functional.pad(tensor, sides, value=self.value))
+        return padded
+
+
 def add_up(numbers: Sequence[int], sizes: Sequence[int]) -> bool | None:
     """Whether integers count what each shard has, and add up; False if each is of the whole batch.
 
@@ -125,6 +157,8 @@ class Join:
         override = override_at(path, self.row_rules.overrides) or override
         if override in ("first", "list"):
             return nodes[0] if override == "first" else nodes
+        if callable(override) and not isinstance(override, pad):
+            return override(nodes)
         if all(map(tree.is_list, nodes)) and (
             override == "cat"
             or (not self._has_overrides_below(path) and self.are_of_samples(nodes, path))
@@ -133,6 +167,10 @@ class Join:
             return self.in_order(items, [len(node) for node in nodes], 0)
         if tree.children(nodes[0]) is not None:
             return self._containers(nodes, path, override)
+        if isinstance(override, pad):
+            if not all(isinstance(node, Tensor) and node.dim() == nodes[0].dim() for node in nodes):
+                self._refuse(path, "tensors of as many dims for pad(value)", _shapes(nodes))
+            return self._rows(override.padded(nodes, self.row_rules.dim), path)
         if override is not None:
             return self._join_as(override, nodes, path)
         return self.leaves(nodes, path)
@@ -239,7 +277,7 @@ class Join:
             self._refuse(path, "tensors, numbers, strings, or containers of these", kinds)
         return values
 
-    def _join_as(self, override: Override, leaves: list[Any], path: tree.Path) -> Any:
+    def _join_as(self, override: Any, leaves: list[Any], path: tree.Path) -> Any:
         """Leaves joined as the user says."""
         dim, kind = self.row_rules.dim, leaf_type(leaves[0])
 
@@ -312,7 +350,7 @@ def _way_out(path: tree.Path) -> str:
     key = getattr(path[-1], "name", path[-1]) if path else ""
     return (
         f"Say what it is in gather_overrides, such as {{{str(key)!r}: 'sum'}} (or 'mean', 'stack', "
-        "'cat', 'first', 'list')."
+        "'cat', 'first', 'list', pad(value), a function)."
     )
 
 

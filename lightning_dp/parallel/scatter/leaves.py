@@ -2,7 +2,8 @@
 
 There are tensors (MONAI's `MetaTensor` with its records), NumPy arrays, packed sequences, PyTorch
 Geometric's batches, TensorDicts, and objects with `to`, a length and slices. Types of other
-libraries are recognised by what they can do, so that the engine imports none.
+libraries are recognised by what they can do, so that the engine imports none. Further ones are
+added by `register_leaf_type`.
 """
 
 from __future__ import annotations
@@ -49,6 +50,20 @@ class LeafType(NamedTuple):
     to: Callable[[Any, torch.device], Any] = _copy_to
 
 
+_REGISTERED: dict[type, LeafType] = {}
+
+
+def register_leaf_type(cls: type, kind: LeafType) -> None:
+    """Says how objects of a class and its subclasses are counted, cut, joined and moved.
+
+    For classes that are no container and have no `to`, length and slices, or whose slices are not
+    samples. A class that is registered again replaces its entry.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"register_leaf_type: expected a class, got {type(cls).__qualname__}.")
+    _REGISTERED[cls] = kind
+
+
 def leaf_type(node: Any) -> LeafType | None:
     """The type of a leaf that may hold samples; None for containers and all other leaves."""
     cls = type(node)
@@ -56,6 +71,9 @@ def leaf_type(node: Any) -> LeafType | None:
         return TENSORS
     if cls in PLAIN:
         return None
+    for base in cls.__mro__ if _REGISTERED else ():
+        if base in _REGISTERED:
+            return _REGISTERED[base]
     if isinstance(node, Tensor):
         return _META_TENSORS if _has_records(node) else TENSORS
     if isinstance(node, PackedSequence):

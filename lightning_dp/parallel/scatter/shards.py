@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -35,7 +35,12 @@ from lightning_dp.parallel.scatter.read import (
 )
 from lightning_dp.parallel.split import Order, Sizes, even
 
-Override: TypeAlias = Literal["mean", "sum", "stack", "cat", "first", "list"]
+OVERRIDES = ("mean", "sum", "stack", "cat", "first", "list")
+
+Override: TypeAlias = (
+    Literal["mean", "sum", "stack", "cat", "first", "list"] | Callable[[list[Any]], Any]
+)
+"""How outputs are joined: by name, or by a function of the list of the replicas' values."""
 
 
 @dataclass
@@ -71,7 +76,6 @@ class Shards:
         whole: whether nothing was cut and the root has the batch as it is.
         order: for each shard the positions of its samples in the batch, None if consecutive.
         row_rules: how results are joined.
-        added: the keys of entries that steps have put into the parts.
     """
 
     sizes: Sizes
@@ -79,7 +83,6 @@ class Shards:
     whole: bool = False
     order: Order | None = field(default=None, repr=False)
     row_rules: RowRules = field(default_factory=RowRules, repr=False, compare=False)
-    added: dict[Any, None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def active(self) -> list[int]:

@@ -17,6 +17,7 @@ from lightning_dp.checkpointing import ModulePrefixCheckpointIO
 from lightning_dp.monitor import DataParallelMonitor
 from lightning_dp.parallel.data_parallel import DataParallel, data_parallel
 from lightning_dp.parallel.functional import gather, parallel_apply, replicate, scatter
+from lightning_dp.parallel.gather import pad
 from lightning_dp.parallel.state_keys import normalize_state_dict
 from lightning_dp.strategy import DataParallelStrategy
 
@@ -30,6 +31,7 @@ __all__ = [
     "data_parallel",
     "gather",
     "normalize_state_dict",
+    "pad",
     "parallel_apply",
     "replicate",
     "scatter",

@@ -99,7 +99,8 @@ class DataParallelMixin(CheckpointMixin):
         dim: the dimension along which batches are cut and outputs joined.
         gather_overrides: how outputs, and items of lists on `self`, under certain keys are
             gathered, in place of what `gather` does with their type: `{"count": "first",
-            "aux.losses": "stack"}`, with "mean", "sum", "stack", "cat", "first" or "list".
+            "aux.losses": "stack"}`, with "mean", "sum", "stack", "cat", "first", "list",
+            `lightning_dp.pad(value)`, or a function of the list of the replicas' values.
         parallel_modules: forward mode: names of submodules whose calls are spread over the
             replicas too, when the step calls them directly: `["generator", "discriminator"]`.
         move_batch: forward mode: whether the batch is brought to the output device before the

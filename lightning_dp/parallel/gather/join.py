@@ -99,8 +99,6 @@ class pad:  # it reads as a function where it is used
 
     def padded(self, tensors: list[Tensor], dim: int) -> list[Tensor]:
         """The tensors, all of one shape but for `dim`."""
-        if not tensors[0].dim():
-            return tensors
         shape = [max(lengths) for lengths in zip(*(t.shape for t in tensors), strict=True)]
         padded = []
         for tensor in tensors:
@@ -168,7 +166,7 @@ class Join:
         if tree.children(nodes[0]) is not None:
             return self._containers(nodes, path, override)
         if isinstance(override, pad):
-            if not all(isinstance(node, Tensor) and node.dim() == nodes[0].dim() for node in nodes):
+            if not all(isinstance(x, Tensor) and x.dim() == nodes[0].dim() > 0 for x in nodes):
                 self._refuse(path, "tensors of as many dims for pad(value)", _shapes(nodes))
             return self._rows(override.padded(nodes, self.row_rules.dim), path)
         if override is not None:

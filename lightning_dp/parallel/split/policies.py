@@ -157,4 +157,4 @@ def plain_weight(weight: Any) -> float:
 
 def _is_weight(value: Any) -> bool:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    return is_number and 0 <= value < math.inf  # type: ignore[operator]  # a number can be compared
+    return bool(is_number and 0 <= value < math.inf)

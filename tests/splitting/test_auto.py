@@ -1,6 +1,6 @@
 """split="auto": one device's numbers whoever works, and as many devices as are fastest.
 
-Times are numbers that the tests feed, or those of virtual clocks: none is measured here.
+Times are numbers that the tests feed: none is measured here.
 """
 
 from __future__ import annotations
@@ -8,18 +8,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import sim_devices
 import torch
 import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback
-from support import device_kinds, oracle
-from support.device_kinds import SIM_DEVICES
+from support import device_kinds
 from support.oracle import ByHand, Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
 
@@ -303,68 +301,3 @@ def test_what_is_written_while_the_root_is_alone_reaches_all(on: str) -> None:
 def test_the_drop_in_refuses_it() -> None:
     with pytest.raises(ValueError, match=r"^split: expected another one than 'auto'"):
         DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], split="auto")
-
-
-# In a Trainer, on virtual time
-
-FAST, SLOW = 25e9, 2e5  # bytes per second
-
-
-class Quiet(Classifier):
-    """Leaves nothing but gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 3))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(batch)
-
-
-@pytest.fixture
-def virtual(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tuple[int, ...]]]]:
-    """Trains on devices of given speeds on virtual time; the sizes of all batches."""
-    sim_devices.enable(SIM_DEVICES)
-    monkeypatch.setattr(oracle, "ON", "sim")
-
-    def fit(flops: list[float], bytes_per_second: float, steps: int) -> list[tuple[int, ...]]:
-        for k, speed in enumerate(flops):
-            torch.sim.set_speed(k, flops_per_second=speed)
-        for a, b in itertools.permutations(range(len(flops)), 2):
-            torch.sim.set_link(a, b, bytes_per_second=bytes_per_second)
-        torch.sim.set_clock("virtual")
-        torch.manual_seed(0)
-        sizes: list[tuple[int, ...]] = []
-
-        class Seen(Callback):
-            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-                sizes.append(trainer.strategy.last_sizes)
-
-        options: dict[str, Any] = {"max_steps": steps, "max_epochs": -1, "callbacks": [Seen()]}
-        strategy = DataParallelStrategy(split="auto", executor="threads")
-        trainer(len(flops), strategy, **options).fit(Quiet(), loader(64 * 4, 64), loader(8))
-        return sizes
-
-    yield fit
-    torch.sim.set_clock("wall")
-    torch.sim.set_links(None)
-    for k in range(SIM_DEVICES):
-        torch.sim.set_speed(k)
-
-
-@pytest.mark.sim_only("It goes by virtual time.")
-@pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize(
-    ("flops", "bytes_per_second", "last"),
-    [
-        ([1e9] * 4, SLOW, (64, 0, 0, 0)),
-        ([1e6] * 4, SLOW, (32, 32, 0, 0)),
-        pytest.param([1e6, 1e6, 1e6, 1.25e5], FAST, (20, 21, 21, 2), marks=pytest.mark.slow),
-    ],
-)
-def test_the_fastest_number_of_devices_works(
-    flops: Any, bytes_per_second: float, last: Any, virtual: Any
-) -> None:
-    sizes = virtual(flops, bytes_per_second, 36)
-    assert sizes[0] == (16,) * 4, sizes
-    assert {tuple(sorted(each)) for each in sizes[-8:]} == {tuple(sorted(last))}, sizes

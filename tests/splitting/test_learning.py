@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.pytorch import Callback
 from support.oracle import Classifier, assert_same, loader, run, trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -212,21 +211,6 @@ def words() -> DataLoader[Any]:
     return DataLoader(TensorDataset(text[:, :-1], text[:, 1:]), batch_size=25)
 
 
-class Seen(Callback):
-    """The sizes of every batch, and what happens before one of them."""
-
-    def __init__(self, at: int = -1, do: Callable[[], object] = int) -> None:
-        self.sizes: list[Sizes] = []
-        self._at, self._do = at, do
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        if len(self.sizes) == self._at:
-            self._do()
-
-    def on_train_batch_end(self, job: Any, *args: Any) -> None:
-        self.sizes.append(job.strategy.last_sizes)
-
-
 on_sim = pytest.mark.sim_only("GPUs cannot be given a speed, nor a memory for a test.")
 SECONDS = 2e-7
 """Per element of an op's output, on a fast device."""
@@ -243,44 +227,6 @@ def speeds(on: str) -> Iterator[None]:
     yield
     torch.sim.set_clock("wall")
     set_speeds(*[0.0] * 8)
-
-
-def line() -> tuple[float, float]:
-    """What a step takes on a fast device: fixed seconds, and seconds per sample."""
-    module = Classifier().to("sim:7")
-    torch.sim.set_speed(7, seconds_per_element=SECONDS)
-
-    def taken(n: int) -> float:
-        module.zero_grad()
-        x, y = torch.randn(n, 10).to("sim:7"), torch.zeros(n, dtype=torch.long).to("sim:7")
-        before = torch.sim.busy_seconds(7)
-        module.loss((x, y)).backward()
-        return float(torch.sim.busy_seconds(7) - before)
-
-    per_sample = (taken(32) - taken(16)) / 16
-    return taken(16) - 16 * per_sample, per_sample
-
-
-@on_sim
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [([1, 1, 1, 4], [1, 1, 1, 4]), ([1, 1, 1, 1], [1, 3, 1, 1]), ([1, 1, 1, 1], [1, 1, 1, 1])],
-    ids=["slow", "slows down", "equal"],
-)
-def test_the_times_of_devices_are_followed(first: Any, then: Any, speeds: None) -> None:
-    """A slow device gets less within 10 steps; of one that slows down 20 are enough."""
-    set_speeds(*first)
-    changes = first != then
-    seen = Seen(at=10 if changes else -1, do=lambda: set_speeds(*then))
-    strategy = DataParallelStrategy(split="adaptive", executor="threads")
-    options = {"max_steps": 32 if changes else 14, "max_epochs": -1, "callbacks": [seen]}
-    trainer(4, strategy, **options).fit(Classifier(), loader(64 * 8, 64), loader(8))
-    assert seen.sizes[0] == (16, 16, 16, 16)
-    fixed, per_sample = line()
-    of = [(fixed * factor, per_sample * factor) for factor in then]
-    last = seen.sizes[31 if changes else 10 :]
-    assert all(excess(sizes, of) <= 0.05 for sizes in last), seen.sizes
-    assert then != [1] * 4 or max(map(max, seen.sizes)) <= 17
 
 
 @on_sim

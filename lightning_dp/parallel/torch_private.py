@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -201,46 +200,6 @@ def saved_tensors_functions() -> Functions | None:
 def is_in_backward() -> bool:
     """Whether the calling thread runs a node of a backward."""
     return backward_id() != -1
-
-
-_lock = threading.Lock()
-_handlers = 0  # open `backwards_go_to` blocks of all threads
-_run_backward: Any = None  # torch's function, while ours stands in its place
-_handler: ContextVar[Callable[..., None] | None] = ContextVar("_handler", default=None)
-
-
-@contextmanager
-def backwards_go_to(handler: Callable[..., None] | None) -> Iterator[None]:
-    """Gives `handler` every backward that fills `.grad`, in this context and in copies of it.
-
-    `handler` gets a function that runs the backward, the tensors and their gradients (a sequence
-    each), `retain_graph`, `create_graph` and the inputs, empty for all leaves. With None backwards
-    run as they are.
-    """
-    global _handlers, _run_backward
-    with _lock:
-        if not _handlers:
-            _run_backward = _torch.autograd._engine_run_backward
-            _torch.autograd._engine_run_backward = _run_or_hand_over
-        _handlers += 1
-    token = _handler.set(handler)
-    try:
-        yield
-    finally:
-        _handler.reset(token)
-        with _lock:
-            _handlers -= 1
-            if not _handlers:
-                _torch.autograd._engine_run_backward = _run_backward
-
-
-def _run_or_hand_over(*args: Any, **options: Any) -> Any:
-    run, handler = _run_backward, _handler.get()
-    if handler is None or not options.get(
-        "accumulate_grad"
-    ):  # `torch.autograd.grad` comes here too
-        return run(*args, **options)
-    return handler(lambda: run(*args, **options), *args)
 
 
 @cache

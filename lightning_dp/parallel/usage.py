@@ -174,10 +174,6 @@ class UsageMeter:
         for total, peak in zip(self.usage, self._overall_peaks(), strict=True):
             total.peak_bytes = peak
 
-    def is_by_counts(self) -> bool:
-        """Whether steps are measured by counters that devices keep themselves."""
-        return self.is_watched and self._have_clocks and any(map(busy_clock, self._devices))
-
     def _overall_peaks(self) -> list[int]:
         return list(map(max, self._peaks, map(peak_memory, self._devices)))
 

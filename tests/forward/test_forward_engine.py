@@ -140,34 +140,6 @@ def freezing_and_unfreezing_between_calls(net: nn.Module) -> Any:
     return found
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
-        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
-        lambda: nn.MultiheadAttention(4, 2, batch_first=True),
-    ],
-    ids=["weight norm", "spectral norm", "attention"],
-)
-@pytest.mark.usefixtures("weight_norms")
-def test_modules_with_weights_of_a_special_kind(make: Any) -> None:
-    def use(net: nn.Module) -> Any:
-        outputs = []
-        for _ in range(3):
-            x = inputs()
-            y = (
-                net(x[:, None], x[:, None], x[:, None])[0]
-                if hasattr(net, "in_proj_bias")
-                else net(x)
-            )
-            y.exp().mean().backward()
-            update(net)
-            outputs.append(y.detach())
-        return outputs
-
-    compare(make, use)
-
-
 @not_on_sim  # which have no sparse tensors
 def test_sparse_gradients() -> None:
     def use(net: nn.Module) -> Any:
@@ -221,15 +193,6 @@ def test_checkpoints_around_a_spread_call(reentrant: bool) -> None:
 
 
 # Graphs that live on
-
-
-@law(LAWS, perceptron)
-def several_calls_before_one_backward(net: nn.Module) -> Any:
-    a, b = net(inputs(seed=1)), net(inputs(n=4, seed=2))
-    with torch.no_grad():
-        c = net(inputs(seed=3))
-    (a @ b.T @ b @ c.T).exp().mean().backward()
-    return a.detach(), c
 
 
 @law(LAWS, perceptron)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import os
 import signal
-import threading
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -154,38 +153,6 @@ def test_a_node_knows_its_backward() -> None:
     x.sum().backward()
     expected = [(True, True, [True, True]), "end", (False, True, [False, True]), "end"]
     assert seen == expected and not private.is_in_backward()
-
-
-def test_backwards_go_to_the_handler_of_their_thread() -> None:
-    """Two threads have handlers that end in another order than they began; this one has none."""
-    own = torch.autograd._engine_run_backward
-    begun, end = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
-    seen: list[Any] = []
-
-    def work(k: int) -> None:
-        x = torch.ones(1, requires_grad=True)
-        with private.backwards_go_to(lambda run, *args: seen.append((k, run(), args[2:4]))):
-            begun[k].set()
-            end[k].wait(10)
-            (2 * x).backward(retain_graph=True)
-            assert torch.autograd.grad(3 * x, x)[0].item() == 3
-            with private.backwards_go_to(None):
-                torch.autograd.backward(2 * x)
-        assert x.grad is not None
-        seen.append(x.grad.item())
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for k in range(2):
-        threads[k].start()
-        assert begun[k].wait(10)
-    x = torch.ones(1, requires_grad=True)
-    x.backward()
-    assert x.grad is not None and x.grad.item() == 1
-    for k in range(2):
-        end[k].set()
-        threads[k].join(10)
-    assert seen == [(0, None, (True, False)), 4, (1, None, (True, False)), 4]
-    assert torch.autograd._engine_run_backward is own
 
 
 def fork_after_a_backward() -> int:

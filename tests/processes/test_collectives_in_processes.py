@@ -85,16 +85,8 @@ def reduced(self: Net, x: Tensor) -> Tensor:
     return ((z - centre) ** 2).mean() + (z * first).mean()
 
 
-def large(self: Net, x: Tensor) -> Tensor:
-    """So large that gradients are added up on their way."""
-    z = self.net(x)
-    wide = self.all_gather(torch.einsum("na,b->nab", z, torch.ones(2000, dtype=z.dtype)))
-    other = self.all_gather(torch.complex(z, 2 * z))
-    return (wide[..., 7].T @ wide[..., 11]).tanh().mean() + other.abs().square().mean()
-
-
 STEPS: dict[str, Callable[[Net, Tensor], Tensor]] = {
-    f.__name__: f for f in (contrastive, own_rows_against_all, tree_and_several, reduced, large)
+    f.__name__: f for f in (contrastive, own_rows_against_all, tree_and_several, reduced)
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import CombinedLoader, grad_norm
+from lightning.pytorch.utilities import grad_norm
 from support import oracle
 from support.oracle import Classifier, assert_equal_trees, loader
 from support.processes import run_in_processes
@@ -84,23 +84,6 @@ def outputs_in_hooks(devices: int, folder: Path) -> Any:
     return left(trainer, module.losses)
 
 
-class Several(Net):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = sum(self.loss(part) for part in batch.values())
-        self.log("train/loss", loss, batch_size=len(batch["a"][1]))
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        self.log("val/loss", self.loss(batch))
-
-
-@job
-def loaders_by_name(devices: int, folder: Path) -> Any:
-    both = {"a": loader(50, 10), "b": loader(30, 10, shuffle=True)}
-    data = CombinedLoader(both, "max_size_cycle")
-    return left(trained(devices, Several(), data, [loader(53), loader(31)]))
-
-
 class Resumed(Net):
     """Keeps more in its checkpoints."""
 
@@ -152,9 +135,3 @@ def check(names: list[str], processes: int, devices: int, folder: Path) -> None:
 
 def test_two_processes(tmp_path: Path) -> None:
     check(["outputs_in_hooks", "gone_on"], 2, 2, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [(3, 1)])
-def test_three_processes(processes: int, devices: int, tmp_path: Path) -> None:
-    check(list(JOBS), processes, devices, tmp_path)

@@ -42,11 +42,6 @@ def write(buffers: dict[str, Tensor]) -> None:
             buffer.data.fill_(1).add_(buffer.dtype is not torch.bool)
 
 
-def give_other_memory(buffers: dict[str, Tensor]) -> None:
-    for buffer in buffers.values():
-        buffer.data = torch.zeros_like(buffer)
-
-
 def give_other_shapes(buffers: dict[str, Tensor]) -> None:
     for buffer in buffers.values():
         buffer.data = torch.zeros(5, dtype=buffer.dtype, device=buffer.device)
@@ -58,11 +53,7 @@ def resize(buffers: dict[str, Tensor]) -> None:
             buffers[name].resize_(7).fill_(3)
 
 
-def nothing(buffers: dict[str, Tensor]) -> None:
-    return None
-
-
-@pytest.mark.parametrize("change", [write, give_other_memory, give_other_shapes, resize, nothing])
+@pytest.mark.parametrize("change", [write, give_other_shapes, resize])
 def test_buffers_get_their_values_back(change: Callable[[dict[str, Tensor]], None]) -> None:
     buffers, snapshot = kinds_of_buffers(here()), Snapshot()
     present = [None, *buffers.values()]
@@ -79,36 +70,3 @@ def test_buffers_get_their_values_back(change: Callable[[dict[str, Tensor]], Non
             )
         assert [buffer._version for buffer in buffers.values()] == written
         assert change is resize or written == versions
-        snapshot.drop()
-
-
-def test_other_values_types_and_buffers_than_at_the_last_time_are_seen() -> None:
-    device = here()
-    a, b = torch.zeros(2, device=device), torch.ones(2, device=device)
-    snapshot = Snapshot()
-    snapshot.take([a, b])
-    b.data = b.data.long()  # the same object, which does not go with the other one any more
-    a.fill_(0.5)
-    snapshot.take([a, b])
-    a.zero_(), b.zero_()
-    snapshot.restore()
-    assert a.tolist() == [0.5, 0.5] and b.tolist() == [1, 1] and b.dtype is torch.int64
-    c = torch.full((2,), 7.0, device=device)
-    snapshot.take([a, c])
-    a.zero_(), c.zero_(), b.zero_()
-    snapshot.restore()
-    assert a.tolist() == [0.5, 0.5] and c.tolist() == [7.0, 7.0] and b.tolist() == [0, 0]
-    d = torch.full((2,), 8.0, device=device)  # as the one before it, which is not its business
-    snapshot.take([a, d])
-    d.zero_(), c.zero_()
-    snapshot.restore()
-    assert d.tolist() == [8.0, 8.0] and c.tolist() == [0.0, 0.0]
-
-
-def test_what_was_dropped_is_not_restored() -> None:
-    a, snapshot = torch.zeros(2), Snapshot()
-    snapshot.take([a])
-    snapshot.drop()
-    a.fill_(3)
-    snapshot.restore()
-    assert a.tolist() == [3, 3]

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import repeat
 from typing import Any, Literal, TypeAlias
 
@@ -195,14 +194,6 @@ class Executor:
         workers = self._dismiss()
         for task in tasks:
             workers[task.replica].leave_behind(task.name + task.context())
-
-    def parallel_for(self, kind: str) -> Callable[[Sequence[Callable[[], None]]], object] | None:
-        """A function that makes one call per worker; None if this kind's latest ran in order."""
-        return partial(self._parallel_for, kind) if self.is_in_threads(kind) else None
-
-    def _parallel_for(self, kind: str, calls: Sequence[Callable[[], None]]) -> None:
-        tasks = [Task(k, self._devices[k], call) for k, call in enumerate(calls)]
-        self.run(kind, tasks, continues_previous=True)
 
     def is_in_threads(self, kind: str) -> bool:
         """Whether the latest calls of a kind ran in threads."""

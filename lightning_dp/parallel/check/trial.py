@@ -34,7 +34,6 @@ from lightning_dp.parallel.torch_private import (
     BATCH_NORMS,
     TorchDispatchMode,
     argument_names,
-    backwards_go_to,
 )
 
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -169,9 +168,7 @@ class Trial:
                     self.python_state = snapshot.python_state()
                 loss, rest = call.parse(output)
                 if loss is not None and loss.requires_grad:
-                    # Not the step's: a handler would wait for those of other processes.
-                    with backwards_go_to(None):
-                        (loss * call.loss_scale).backward()
+                    (loss * call.loss_scale).backward()
             return Outcome({**values, **self._values(loss, rest)})
         finally:
             snapshot.restore()

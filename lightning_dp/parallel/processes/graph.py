@@ -80,8 +80,7 @@ class RankGraph:
             for rank, (brought, new) in enumerate(zip(ranks, linked, strict=True)):
                 for i, tensor in zip(brought.graphs, new, strict=True):
                     theirs[rank][i] = tensor
-                arrived = iter(theirs[rank])
-                values[rank] = tree.map_leaves(lambda _, own=arrived: next(own), values[rank])
+                values[rank] = _refilled(values[rank], theirs[rank])
         values[self.world.rank] = value
         pairs = zip(ranks, values, strict=True)
         return [None if brought.is_idle else (brought.about, v) for brought, v in pairs]
@@ -145,6 +144,11 @@ class _Gather(torch.autograd.Function):
 
 
 _gather: Callable[..., Sequence[Any]] = _Gather.apply
+
+
+def _refilled(node: Any, leaves: Sequence[Any]) -> Any:
+    arrived = iter(leaves)
+    return tree.map_leaves(lambda _: next(arrived), node)
 
 
 def _has_graph(leaf: Any) -> bool:

@@ -254,7 +254,8 @@ class JointBackward:
         losses = [loss for _, loss, _ in self.parts]
         # Autograd makes a new gradient for each backward: the host need not wait for its copies.
         gradients = [(gradient * w).to(loss, non_blocking=True) for _, loss, w in self.parts]
-        end = self._rank_graph and self._rank_graph.end(keep_graph=keep_graph)
+        ranks = self._rank_graph
+        end = None if ranks is None else ranks.end(keep_graph=keep_graph)
         if end is not None:
             losses.append(end)
             gradients.append(torch.ones_like(end))

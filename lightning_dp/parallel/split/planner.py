@@ -81,7 +81,7 @@ class Planner:
         """
         self._least = least
         caps = self._caps[training]
-        has_caps = any(cap is not None for cap in caps)
+        has_caps = caps.count(None) < len(caps)
         if isinstance(self.policy, CostSplit) and not has_caps:
             parts = by_cost(costs(), len(caps)).parts
             sizes = tuple(map(len, parts))
@@ -89,10 +89,11 @@ class Planner:
                 is_sliced = all(isinstance(part, range) for part in parts)
                 self.latest = Plan(sizes, None if is_sliced else parts, reading=reading)
                 return self.latest
-        wanted = self.policy(n)
-        fewest = least() if has_caps or _has_single(wanted) else 1
-        # None without room within the caps: memory may have room now; if not, its error is clear.
-        sizes = fitted(wanted, caps, fewest) or fitted(wanted, None, fewest) or wanted
+        sizes = wanted = self.policy(n)
+        if has_caps or _has_single(wanted):
+            # None without room in the caps: memory may have room now; if not, its error is clear.
+            fewest = least()
+            sizes = fitted(wanted, caps, fewest) or fitted(wanted, None, fewest) or wanted
         self.latest = Plan(sizes, reading=reading)
         return self.latest
 

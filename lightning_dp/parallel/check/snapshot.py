@@ -165,9 +165,8 @@ class Snapshot:
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters:
             if parameter.is_floating_point() and parameter.layout is torch.strided:
-                signs = torch.randint(0, 2, (parameter.numel(),), generator=generator) * 2 - 1
-                factors = 1 + eps * signs.to(torch.float64).view(parameter.shape)
-                parameter.data.copy_(parameter.detach().cpu().double() * factors)
+                signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+                parameter.data.mul_(1 + eps * signs.to(parameter))
 
     def _walk(self) -> Iterator[_Found]:
         """All objects that are reached now, each once, holders before what they hold."""
@@ -332,9 +331,7 @@ def _is_equal(now: Any, before: Any) -> bool:
     if isinstance(now, np.ndarray):
         return np.array_equal(now, before)
     now = now.detach().cpu()
-    return torch.equal(now, before) or bool(
-        torch.isclose(now, before, rtol=0, atol=0, equal_nan=True).all()
-    )
+    return torch.equal(now, before) or torch.allclose(now, before, 0.0, 0.0, equal_nan=True)
 
 
 # Random generators

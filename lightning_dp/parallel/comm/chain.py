@@ -26,7 +26,6 @@ from lightning_dp.parallel.comm.buckets import (
     elements_per_piece,
     group,
     kind,
-    to_device_coalesced,
 )
 from lightning_dp.parallel.comm.streams import (
     copy_stream,
@@ -54,8 +53,8 @@ class Packing:
             for order in sorted(group(tensors))
             if can_be_packed(tensors[order[0]])
         ]
-        self._packed = [i for bucket in self.buckets for i in bucket.order]
-        self.alone = sorted({*range(len(tensors))}.difference(self._packed))  # cannot be packed
+        packed = chain.from_iterable(bucket.order for bucket in self.buckets)
+        self.alone = sorted({*range(len(tensors))}.difference(packed))  # cannot be packed
         self.sums = ChainSum(self.buckets)
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
@@ -79,10 +78,10 @@ class Packing:
             sources: all tensors.
             targets: for each bucket its memory on the devices that are to get it.
         """
-        root = sources[0].device
-        devices = [root, *dict.fromkeys(p.flat.device for p in chain.from_iterable(targets))]
-        if len(devices) == 1:
+        others = dict.fromkeys(packed.flat.device for packed in chain.from_iterable(targets))
+        if not others:
             return
+        root, devices = sources[0].device, [sources[0].device, *others]
         if not _are_accelerators(devices):
             for bucket, there in zip(self.buckets, targets, strict=True):
                 for packed in there:
@@ -120,24 +119,6 @@ class Packing:
                 _pass_on(source, target)
         if pool is not None and is_packed:
             pool.free(bucket)
-
-    def copy(self, sources: Sequence[Tensor], copies: Iterable[Sequence[Tensor]]) -> None:
-        """Copies the root's tensors to tensors with memory of their own, in few copies per device.
-
-        Tensors that cannot be packed are left out.
-        """
-        targets = [[copy[i] for i in self._packed] for copy in copies]
-        _copy_together([sources[i] for i in self._packed], targets)
-
-
-def _copy_together(sources: Sequence[Tensor], copies: Sequence[Sequence[Tensor]]) -> None:
-    """Copies tensors to each of several lists, with one transfer per device."""
-    arrived: dict[torch.device, list[Tensor]] = {}
-    for targets in copies if sources else ():
-        device = targets[0].device
-        if device not in arrived:
-            arrived[device] = to_device_coalesced(sources, device)
-        copy_to_each(targets, arrived[device])
 
 
 def _pass_on(source: Tensor, target: Tensor) -> None:

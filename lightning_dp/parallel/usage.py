@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import sub
 
 import torch
@@ -22,10 +23,7 @@ from lightning_dp.parallel.devices import (
 )
 from lightning_dp.parallel.split import Sizes, StepUsage
 
-_UNREAD = 16
-"""Steps that may wait until a GPU has finished them; older ones are dropped."""
-
-_UNTAKEN = 1024
+KEPT_STEPS = 1024
 """Measured steps that are kept until `take`; older ones are dropped."""
 
 
@@ -52,7 +50,7 @@ class DeviceUsage:
 
 
 class UsageMeter:
-    """Adds up what the devices do; once `watch` was called, measures every training step, too.
+    """Adds up what the devices do; once it `is_watched`, measures every training step, too.
 
     In a measured step, a device whose module counts `busy_seconds` is believed. On other
     accelerators, events at both ends of a replica's forward and backward say when it has finished
@@ -68,16 +66,13 @@ class UsageMeter:
     def __init__(self, devices: Sequence[torch.device], process: int | None = None) -> None:
         self.names = replica_names(devices, process)
         self.usage = list(map(DeviceUsage, devices, self.names))
-        self.kind = ""
-        self.is_watched = False
+        self.kind, self.is_watched = "", False
         self._devices = list(devices)
         self._peaks = [0] * len(self._devices)  # before the latest reset
-        # Replicas that share a device share its clock, which cannot tell them apart.
-        self._have_clocks = len(set(devices)) == len(self._devices)
         self._running: _Step | None = None
-        self._stopped: deque[_Step] = deque(maxlen=_UNREAD)
+        self._stopped: deque[_Step] = deque(maxlen=KEPT_STEPS)  # devices may be still at these
         self._latest: StepUsage | None = None
-        self._untaken: deque[StepUsage] = deque(maxlen=_UNTAKEN)
+        self._untaken: deque[StepUsage] = deque(maxlen=KEPT_STEPS)
 
     def watch(self) -> None:
         """Measures every training step from now on."""
@@ -92,23 +87,23 @@ class UsageMeter:
             self._peaks = self._overall_peaks()
             for device in set(self._devices):
                 reset_peak_memory(device)
-            self._running = _Step(self._devices, sizes, self._have_clocks)
+            self._running = _Step(self._devices, sizes)
 
     def follow(self, tasks: Sequence[Task]) -> None:
         """Counts what devices do in these calls as the step's work."""
-        if self._running is not None and self._running.spans:
-            for task in tasks:
-                task.spans = self._running.spans[task.replica]
+        spans = [] if self._running is None else self._running.spans
+        for task in tasks if spans else ():
+            task.spans = spans[task.replica]
 
     @contextmanager
     def working(self, replicas: Sequence[int]) -> Iterator[None]:
         """Counts what these replicas' devices do meanwhile as the step's work."""
         spans = [] if self._running is None else self._running.spans
-        running = [(spans[k], DeviceTimer([self._devices[k]])) for k in replicas] if spans else []
+        own = [(spans[k], DeviceTimer([self._devices[k]])) for k in replicas] if spans else []
         try:
             yield
         finally:
-            for of_device, span in running:
+            for of_device, span in own:
                 span.end()
                 of_device.append(span)
 
@@ -119,6 +114,11 @@ class UsageMeter:
             total.samples += size
         if self._running is not None:
             self._running.in_turns = in_turns
+
+    def take_back(self, sizes: Sizes) -> None:
+        """Takes the samples of a step back that will run again."""
+        for total, size in zip(self.usage, sizes, strict=True):
+            total.samples -= size
 
     def add_seconds(self, tasks: Sequence[Task]) -> None:
         """Adds the seconds that workers spent in these calls."""
@@ -140,11 +140,6 @@ class UsageMeter:
         if step is not None:
             step.stop()
             self._stopped.append(step)
-
-    def take_back(self, sizes: Sizes) -> None:
-        """Takes the samples of a step back that will run again."""
-        for total, size in zip(self.usage, sizes, strict=True):
-            total.samples -= size
 
     # What was measured
 
@@ -180,47 +175,44 @@ class UsageMeter:
     def _read_memory(self) -> None:
         """Reads the peaks of the latest step; what is allocated later belongs to the next one."""
         if self._stopped and not self._stopped[-1].peak_bytes:
-            self._stopped[-1].peak_bytes = list(map(peak_memory, self._devices))
+            self._stopped[-1].peak_bytes = tuple(map(peak_memory, self._devices))
 
 
 class _Step:
     """One step that is being measured."""
 
-    def __init__(self, devices: list[torch.device], sizes: Sizes, have_clocks: bool) -> None:
+    def __init__(self, devices: list[torch.device], sizes: Sizes) -> None:
         self.seconds = [0.0] * len(devices)  # of the workers
-        self.peak_bytes: list[int] = []
+        self.peak_bytes: tuple[int, ...] = ()
         self.in_turns = False
-        self._sizes = sizes
-        self._start_bytes = list(map(allocated_memory, devices))
-        self._devices = devices if have_clocks else []
-        self._clocks = list(map(busy_clock, self._devices))
-        self._counted: list[float] = []
+        self._sizes, self._start_bytes = sizes, tuple(map(allocated_memory, devices))
         self._on_cpu = all(device.type == "cpu" for device in devices)
-        has_spans = have_clocks and all(device.type != "cpu" for device in devices)
+        # Replicas that share a device share its clock, which cannot tell them apart.
+        self._devices = devices if len(set(devices)) == len(devices) else []
+        has_spans = self._devices and all(device.type != "cpu" for device in devices)
         self.spans: list[list[DeviceTimer]] = [[] for _ in devices] if has_spans else []
-        self._began = time.perf_counter()
-        self._wall = 0.0
+        self._clocks = list(map(busy_clock, self._devices))
+        self._began, self._wall = time.perf_counter(), 0.0
 
     def stop(self) -> None:
         self._wall = time.perf_counter() - self._began
-        self._counted = list(map(sub, map(busy_clock, self._devices), self._clocks))
+        self._clocks = list(map(sub, map(busy_clock, self._devices), self._clocks))
 
     def is_over(self) -> bool:
-        return all(span.is_over() for of_device in self.spans for span in of_device)
+        return all(span.is_over() for span in chain.from_iterable(self.spans))
 
     def wait(self) -> None:
-        for of_device in self.spans:
-            for span in of_device:
-                span.wait()
+        for span in chain.from_iterable(self.spans):
+            span.wait()
 
     def usage(self) -> StepUsage:
         busy = self.seconds
-        if any(self._counted):
-            busy = self._counted
+        if any(self._clocks):
+            busy = self._clocks
         elif self.spans:
             busy = [sum(span.seconds for span in of_device) for of_device in self.spans]
         # Only on the CPU do workers see the whole step: elsewhere autograd runs the backward.
         total = max(self._wall, *busy) if self._on_cpu else max(busy)
         in_turns = self.in_turns and self._on_cpu and sum(map(bool, self._sizes)) > 1
-        peaks, before = tuple(self.peak_bytes), tuple(self._start_bytes)
-        return StepUsage(self._sizes, tuple(busy), total, peaks, before, in_turns)
+        memory = self.peak_bytes, self._start_bytes
+        return StepUsage(self._sizes, tuple(busy), total, *memory, in_turns)

@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from support.oracle import Classifier, assert_equal_trees, devices_of, loader, trainer
-from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dp import DataParallelStrategy
@@ -64,7 +63,6 @@ class InItsStep(Classifier):
 
     def __init__(self, way: str, *, by_hand: bool) -> None:
         super().__init__()
-        self.net.insert(1, nn.BatchNorm1d(16))
         self.way, self.automatic_optimization = way, not by_hand
         self.accuracy = MulticlassAccuracy(3)
 
@@ -79,7 +77,8 @@ class InItsStep(Classifier):
             self.manual_backward(loss)
             optimizer.step()
         self.accuracy(self.net(batch[0]).detach(), batch[1])
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        # A copy has Lightning's table of its metrics, by the ids of the first module's.
+        self.log("accuracy", self.accuracy, on_epoch=True, metric_attribute="accuracy")
         return loss
 
 
@@ -98,7 +97,7 @@ def test_a_copy_has_no_replicas_and_a_fit_of_its_own(mode: str, way: str) -> Non
         KEPT.clear()
         torch.manual_seed(0)
         strategy = DataParallelStrategy(mode=mode.split(",")[0])
-        options = {"max_epochs": 1, "callbacks": [Copying(way)], "sync_batchnorm": devices > 1}
+        options = {"max_epochs": 1, "callbacks": [Copying(way)]}
         module = InItsStep(way, by_hand=mode.endswith("hand"))
         fits = {"first": fitted(trainer(devices, strategy, **options), module)}
         for moment, (job, copied) in [*KEPT.items()]:
@@ -111,4 +110,4 @@ def test_a_copy_has_no_replicas_and_a_fit_of_its_own(mode: str, way: str) -> Non
         results.append(fits)
     KEPT.clear()
     assert results[0].keys() == {"first", "step", "batch end"}
-    assert_equal_trees(*results, "fits", atol=1e-8, rtol=0.0)
+    assert_equal_trees(*results, "fits", atol=1e-10, rtol=0.0)

@@ -62,6 +62,7 @@ NAMES: list[tuple[Callable[[], Any], tuple[str, ...]]] = [
             *("overrides._push_mode", "overrides._pop_mode"),
             "utils._python_dispatch._get_current_dispatch_mode_stack",
             *("utils._python_dispatch._push_mode", "utils._python_dispatch._pop_mode"),
+            "utils._python_dispatch.TorchDispatchMode",
             *("utils._pytree.SUPPORTED_NODES", "utils._pytree.tree_flatten"),
             "utils._pytree.tree_unflatten",
             "utils.checkpoint._checkpoint_without_reentrant_generator",

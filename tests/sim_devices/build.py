@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -36,7 +35,6 @@ def load_extension() -> ModuleType:
     with FileLock(folder / "building"):
         if complete.exists():
             return _import(name, folder / f"{name}{cpp_extension.LIB_EXT}")
-        _check_tools()
         # PyTorch's own lock file outlives a killed build, and PyTorch waits for it forever.
         (folder / "lock").unlink(missing_ok=True)
         module = cpp_extension.load(
@@ -68,18 +66,3 @@ def _import(name: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _check_tools() -> None:
-    """Raises where ninja or a compiler is missing."""
-    from torch.utils import cpp_extension
-
-    missing = []
-    if not cpp_extension.is_ninja_available():
-        missing.append("ninja: pip install ninja")
-    compiler: str = cpp_extension.get_cxx_compiler()
-    if shutil.which(compiler) is None:
-        missing.append(f"a C++ compiler, or the name of yours in CXX: {compiler!r} was not found")
-    if missing:
-        needs = "".join(f"\n  - {item}" for item in missing)
-        raise RuntimeError(f"Simulated devices are compiled on first use. Please install:{needs}")

@@ -106,6 +106,7 @@ class _Replay:
                 self._begin(*heapq.heappop(self._ready))
         starts = tuple(start for start in self._starts if start is not None)
         ends = tuple(end for end in self._ends if end is not None)
+        assert len(ends) == len(self._commands), "some commands wait for each other"
         return Schedule(starts, ends, max((*ends, *self._cursors.values()), default=0))
 
     def _look_ahead(self, thread: int) -> None:

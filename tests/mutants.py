@@ -119,7 +119,7 @@ MUTANTS = [
         "self._caps[training][k] = failed - max(1, failed // 8)",
         "pass",
         "a device that ran out of memory gets fewer samples",
-        ("tests/faults/test_out_of_memory.py", "tests/splitting/test_planner.py"),
+        ("tests/splitting/test_planner.py", "tests/faults/test_out_of_memory.py"),
     ),
     # --- scatter
     Mutant(

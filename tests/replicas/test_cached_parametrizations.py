@@ -20,40 +20,30 @@ REFUSED = r'parametrize.cached\(\).*Choose executor="inorder"'
 class Cached(Classifier):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(
-            parametrizations.weight_norm(nn.Linear(10, 8)),
-            nn.Tanh(),
-            parametrizations.orthogonal(nn.Linear(8, 3)),
-        )
+        self.net = nn.Sequential(parametrizations.weight_norm(nn.Linear(10, 8)), nn.Linear(8, 3))
 
     def forward(self, x: Tensor) -> Any:
         with parametrize.cached():
-            return self.net(x) + self.net(-2 * x) + self.net[2].weight.square().sum()
-
-
-class MeetingInside(Cached):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with parametrize.cached():
-            loss = super().training_step(batch, batch_idx)
-            self.all_gather(loss.detach())
-            return loss
+            return self.net(x) + self.net(-2 * x)
 
 
 @pytest.mark.parametrize("mode", ["step", "forward"])
-def test_in_turns_it_is_one_device(mode: str) -> None:
+def test_in_turns_it_is_one_device_and_in_threads_it_is_refused(mode: Any) -> None:
     torch.set_default_dtype(torch.float64)
-    strategy = {"mode": mode, "executor": "inorder"}
-    assert_same(run(Cached, 3, strategy=strategy), run(Cached, 1))
-
-
-@pytest.mark.parametrize("mode", ["step", "forward"])
-def test_in_threads_it_is_refused(mode: Any) -> None:
+    assert_same(run(Cached, 3, strategy={"mode": mode, "executor": "inorder"}), run(Cached, 1))
     job = trainer(2, DataParallelStrategy(mode=mode, executor="threads"))
     with pytest.raises(RuntimeError, match=REFUSED):
         job.fit(Cached(), loader(), loader())
 
 
 def test_where_replicas_meet_inside_it_is_refused() -> None:
+    class MeetingInside(Cached):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with parametrize.cached():
+                loss = super().training_step(batch, batch_idx)
+                self.all_gather(loss.detach())
+                return loss
+
     job = trainer(2, DataParallelStrategy(executor="inorder"))
     with pytest.raises(RuntimeError, match="leave cached"):
         job.fit(MeetingInside(), loader(), loader())
@@ -67,12 +57,3 @@ def test_the_drop_in_refuses_it_and_goes_on_in_turns() -> None:
         model(x)
     assert torch.allclose(model(x).cpu(), expected, atol=1e-6)
     model.close()
-
-
-def test_without_it_parametrized_modules_run_in_threads() -> None:
-    class Uncached(Cached):
-        def forward(self, x: Tensor) -> Any:
-            return self.net(x) + self.net(-2 * x)
-
-    torch.set_default_dtype(torch.float64)
-    assert_same(run(Uncached, 3, strategy={"executor": "threads"}), run(Uncached, 1))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import oracle
 from support.forward_twins import EXACT, inputs, wrapping
-from support.oracle import assert_equal_trees, assert_same, gradients, loader, run
+from support.oracle import assert_equal_trees, gradients, loader
 from torch import Tensor, nn
 
 from lightning_dp import DataParallelStrategy
@@ -62,23 +62,22 @@ class Base(oracle.Classifier):
     def compile_parts(self) -> None:
         """Compiles something on self."""
 
+    def last(self, x: Tensor) -> Tensor:
+        return self.net[2](x).sin()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.net[1](self.net[0](x)))
+
 
 class Module(Base):
     def compile_parts(self) -> None:
         self.net[2] = compiled(nn.Sequential(nn.Linear(16, 3), nn.Tanh()))
 
 
-class Whole(Base):
-    def compile_parts(self) -> None:
+class Whole(oracle.Classifier):
+    def __init__(self) -> None:
+        super().__init__()
         self.net = compiled(self.net)
-
-
-class Function(Base):
-    def compile_parts(self) -> None:
-        self.function = compiled(lambda x: x.sin() * x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.function(x))
 
 
 class OfModule(Base):
@@ -88,8 +87,8 @@ class OfModule(Base):
         layer = self.net[2]
         self.functions = [compiled(lambda x: layer(x).sin())]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.functions[0](self.net[1](self.net[0](x)))
+    def last(self, x: Tensor) -> Tensor:
+        return self.functions[0](x)
 
 
 class Method(Base):
@@ -97,12 +96,6 @@ class Method(Base):
 
     def compile_parts(self) -> None:
         self.last = compiled(self.last)
-
-    def last(self, x: Tensor) -> Tensor:
-        return self.net[2](x).sin()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.net[1](self.net[0](x)))
 
 
 class LayersForward(Base):
@@ -119,15 +112,12 @@ class Decorated(Base):
     def last(self, x: Tensor) -> Tensor:
         return self.net[2](x).sin()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.net[1](self.net[0](x)))
-
 
 class Global(Base):
     """A compiled function of its file."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return squared(self.net(x))
+    def last(self, x: Tensor) -> Tensor:
+        return squared(self.net[2](x))
 
 
 class Last(nn.Sequential):
@@ -159,7 +149,6 @@ KINDS = [
     WholeInPlace,
     Module,
     Whole,
-    Function,
     OfModule,
     Method,
     LayersForward,
@@ -185,8 +174,9 @@ def test_the_drop_in(kind: Any) -> None:
 def test_many_graphs_for_many_replicas() -> None:
     """On one device there are two; on eight there are more than dynamo's limit of eight."""
 
-    class Static(Base):
-        def compile_parts(self) -> None:
+    class Static(oracle.Classifier):
+        def __init__(self) -> None:
+            super().__init__()
             self.net[1] = torch.compile(nn.Tanh(), backend=backend, dynamic=False)
             self.function = torch.compile(torch.sin, backend=backend, dynamic=False)
 
@@ -201,53 +191,29 @@ def test_many_graphs_for_many_replicas() -> None:
     assert torch._dynamo.config.recompile_limit == limit
 
 
-def test_what_is_compiled_later_is_noticed() -> None:
-    class Later(Base):
-        def on_train_epoch_start(self) -> None:
-            if self.current_epoch == 1:
-                self.function = compiled(lambda x: x.sin())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(self.function(x) if "function" in vars(self) else x)
-
-    torch.set_default_dtype(torch.float64)
-    several = run(Later, 3, strategy={"executor": "threads"})
-    assert set(COMPILERS) == {"MainThread"}
-    assert_same(several, run(Later, 1))
-
-
 @pytest.mark.usefixtures("unchecked")
-def test_what_no_look_finds_is_noticed_when_it_is_compiled() -> None:
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_no_look_finds_is_noticed_when_it_is_compiled(compiles: bool) -> None:
+    """And what is not compiled runs in threads."""
     seen: list[str] = []
 
-    class Helped(Base):
-        def compile_parts(self) -> None:
-            self.helper = SimpleNamespace(function=compiled(lambda x: x.sin()))
+    class Helped(oracle.Classifier):
+        def on_train_start(self) -> None:
+            sine = lambda x: x.sin()
+            self.helper = SimpleNamespace(function=compiled(sine) if compiles else sine)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             seen.append(threading.current_thread().name)
             return super().training_step([self.helper.function(batch[0]), batch[1]], batch_idx)
 
-    options = {"executor": "threads"}
-    oracle.trainer(3, DataParallelStrategy(**options)).fit(Helped(), loader(), loader())
-    assert "MainThread" not in seen[:3] and set(seen[3:]) == {"MainThread"}
-
-
-@pytest.mark.usefixtures("unchecked")
-def test_what_is_not_compiled_runs_in_threads_as_before() -> None:
-    seen: set[str] = set()
-
-    class Plain(Base):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            seen.add(threading.current_thread().name)
-            return super().training_step(batch, batch_idx)
-
         @torch.compiler.disable
         def never(self) -> None:
             """No compiled method."""
 
-    run(Plain, 3, strategy={"executor": "threads"}, max_epochs=1)
-    assert seen == {"dp-replica-0", "dp-replica-1", "dp-replica-2"}
+    strategy = DataParallelStrategy(executor="threads")
+    oracle.trainer(3, strategy, max_epochs=1).fit(Helped(), loader(), loader())
+    assert "MainThread" not in seen[:3]
+    assert ("MainThread" in seen[3:]) == compiles
 
 
 @pytest.mark.parametrize("how", ["compile()", "torch.compile", "in a function"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,79 +12,66 @@ from support.forward_twins import wrapping
 from support.oracle import devices_of
 from torch import Tensor, nn
 
-from lightning_dp import DataParallel
-
 pytestmark = [on_separate, pytest.mark.usefixtures("on")]
 
 
 class Noise(nn.Module):
-    """Adds what it draws."""
+    """Adds what it draws, twice with one generator."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(1, device=generator.device))
-        self.generator = generator
-        self.child = Again(generator)
+        root = devices_of(1)[0]
+        self.scale = nn.Parameter(torch.ones(1, device=root))
+        self.generator = torch.Generator(root).manual_seed(5)
+        self.again = {"generator": self.generator}
 
     def forward(self, x: Tensor) -> Tensor:
-        first = torch.randn(x.shape, generator=self.generator, device=x.device)
-        return self.scale * torch.stack([first, self.child(x)], 1)
+        drawn = [
+            torch.randn(x.shape, generator=generator, device=x.device)
+            for generator in (self.generator, self.again["generator"])
+        ]
+        return self.scale * torch.stack(drawn, 1)
 
 
-class Again(nn.Module):
-    """Draws from the same one."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.generator = generator
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.randn(x.shape, generator=self.generator, device=x.device)
+def all_draw_other_numbers_and_the_root_those_of_one_device(net: Noise, call: Any) -> bool:
+    drawn = torch.cat([call(), call()])
+    net.generator.manual_seed(5)
+    alone = net(torch.zeros(2, 4, device=drawn.device))
+    return len(drawn.unique()) == drawn.numel() == 96 and torch.equal(drawn[:2], alone)
 
 
-def noise(k: int = 3) -> tuple[Any, torch.Generator]:
-    root = devices_of(k)[0]
-    generator = torch.Generator(root).manual_seed(5)
-    return Noise(generator), generator
+def who_sets_the_roots_seed_or_state_sets_all(net: Noise, call: Any) -> bool:
+    first, state = call(), net.generator.get_state()
+    second = call()
+    net.generator.set_state(state)
+    is_second = torch.equal(call(), second) and not torch.equal(first, second)
+    net.generator.manual_seed(5)
+    is_first = torch.equal(call(), first)
+    net.generator = net.again["generator"] = torch.Generator(first.device).manual_seed(5)
+    return is_second and is_first and torch.equal(call(), first)
 
 
-def test_all_draw_other_numbers_and_the_root_those_of_one_device() -> None:
-    net, generator = noise()
+def where_the_root_has_no_samples_the_others_go_on(net: Noise, call: Any) -> bool:
+    return not torch.equal(call(weights=[0, 1, 1]), call(weights=[0, 1, 1]))
+
+
+LAWS: list[Callable[[Noise, Any], bool]] = [
+    all_draw_other_numbers_and_the_root_those_of_one_device,
+    who_sets_the_roots_seed_or_state_sets_all,
+    where_the_root_has_no_samples_the_others_go_on,
+]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_generators(law: Callable[[Noise, Any], bool]) -> None:
+    net = Noise()
+    x = torch.zeros(6, 4, device=devices_of(1)[0])
     with wrapping() as wrap:
-        drawn = torch.cat([wrap(net, 3)(torch.zeros(6, 4, device=devices_of(3)[0])) for _ in "ab"])
-        assert len(drawn.unique()) == drawn.numel() == 96
-        generator.manual_seed(5)
-        assert torch.equal(drawn[:2], net(torch.zeros(2, 4, device=drawn.device)))
+        wrappers: dict[str, Any] = {}
 
+        def call(**options: Any) -> Tensor:
+            if str(options) not in wrappers:
+                wrappers[str(options)] = wrap(net, 3, **options)
+            return wrappers[str(options)](x)
 
-def test_who_sets_the_roots_seed_or_state_sets_all() -> None:
-    net, generator = noise()
-    x = torch.zeros(6, 4, device=devices_of(3)[0])
-    with wrapping() as wrap:
-        wrapper = wrap(net, 3)
-        first, state = wrapper(x), generator.get_state()
-        second = wrapper(x)
-        generator.set_state(state)
-        assert torch.equal(wrapper(x), second) and not torch.equal(first, second)
-        generator.manual_seed(5)
-        assert torch.equal(wrapper(x), first)
-        net.generator = net.child.generator = torch.Generator(x.device).manual_seed(5)
-        assert torch.equal(wrapper(x), first)
-
-
-def test_replicas_of_one_device_draw_other_numbers_too() -> None:
-    net, _ = noise()
-    first, second = devices_of(2)
-    x = torch.zeros(8, 4, device=first)
-    wrapper = DataParallel(net, [first, first, second, second])
-    drawn = torch.cat([wrapper(x), wrapper(x)])
-    assert len(drawn.unique()) == drawn.numel()
-    wrapper.close()
-
-
-def test_where_the_root_has_no_samples_the_others_go_on() -> None:
-    net, _ = noise()
-    x = torch.zeros(6, 4, device=devices_of(3)[0])
-    with wrapping() as wrap:
-        wrapper = wrap(net, 3, weights=[0, 1, 1])
-        assert not torch.equal(wrapper(x), wrapper(x))
+        assert law(net, call)
